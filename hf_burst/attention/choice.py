@@ -10,7 +10,7 @@ from torch import Tensor
 from ..config import Schedule
 from ..errors import ConfigError
 from ..numerics import accumulation_dtype
-from ..plan import Mask, Shapes, Sharding, assign, choose_schedule, cut, name_of
+from ..plan import MaskPattern, Shapes, assign, choose_schedule, name_of
 from ..ranks.group import ContextGroup
 from ..ranks.host import Topology
 from ..ranks.layout import SequenceLayout
@@ -48,15 +48,8 @@ def with_schedule(
     sizes = HeadSizes.of(q, k, v)
     if request.schedule != "auto":
         return replace(request, schedule=asked_schedule(request, sizes))
-    return _with_choice(request, layout, shapes_of(sizes, q.dtype), topology_of(request, q.device))
-
-
-@lru_cache(maxsize=64)
-def _with_choice(
-    request: AttentionRequest, layout: SequenceLayout, shapes: Shapes, topology: Topology
-) -> AttentionRequest:
-    masks = layout.masks(request.pattern)
-    return replace(request, schedule=_chosen(masks, layout.sharding, shapes, topology, request.group))
+    shapes, per_host = shapes_of(sizes, q.dtype), topology_of(request, q.device).ranks_per_host
+    return replace(request, schedule=_chosen(layout, request.pattern, shapes, per_host, request.group))
 
 
 def schedule_of(
@@ -80,9 +73,9 @@ def schedule_of(
     if group.size == 1:
         return Schedule()
     length = int(tokens) * group.size
-    masks = (request.pattern.mask(length, (0, length)),) * int(batch)
-    sharding = cut(length, assign(masks, group.size))
-    return _chosen(masks, sharding, shapes_of(sizes, dtype), topology, group)
+    owners = assign((request.pattern.mask(length, (0, length)),) * int(batch), group.size)
+    layout = SequenceLayout(length, owners, ((0, length),) * int(batch))
+    return _chosen(layout, request.pattern, shapes_of(sizes, dtype), topology.ranks_per_host, group)
 
 
 def shapes_of(sizes: HeadSizes, dtype: torch.dtype) -> Shapes:
@@ -109,10 +102,11 @@ def asked_schedule(request: AttentionRequest, sizes: HeadSizes) -> Schedule:
 
 @lru_cache(maxsize=64)
 def _chosen(
-    masks: tuple[Mask, ...], sharding: Sharding, shapes: Shapes, topology: Topology, group: ContextGroup
+    layout: SequenceLayout, pattern: MaskPattern, shapes: Shapes, ranks_per_host: int, group: ContextGroup
 ) -> Schedule:
     """The choice. Rank 0 logs it, quietly for packed documents, as there is one for every batch."""
-    choice = choose_schedule(masks, sharding, shapes, topology.ranks_per_host)
+    masks = layout.masks(pattern)
+    choice = choose_schedule(masks, layout.sharding, shapes, ranks_per_host)
     if group.rank == 0 and group.size > 1:
         documents = sum(len(mask.documents) - 1 for mask in masks)
         level = logging.INFO if documents == len(masks) else logging.DEBUG

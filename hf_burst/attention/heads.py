@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import ShardingError
 from ..plan import Sharding
 from ..ranks.group import ContextGroup
-from ..ring import MOST_TENSORS, HeadsToTokens, TokensToHeads, ulysses_ranks_of
+from ..ring import MAX_TENSORS, HeadsToTokens, TokensToHeads, ulysses_ranks_of
 from ..ring.resources import resources_of
 
 
@@ -33,9 +33,7 @@ def tokens_to_heads(
     Raises:
         ShardingError: If shapes, sharding and group do not fit, or tensors are too many.
     """
-    _count(tensors)
-    for x in tensors:
-        _check(x, sharding, group, x.shape[1] if x.ndim == 4 else 0, x.shape[2] if x.ndim == 4 else 0)
+    _check(tensors, sharding, group, to_heads=True)
     return tuple(tensors) if group.size == 1 else _HeadExchange.apply(True, sharding, group, transport, *tensors)
 
 
@@ -55,29 +53,27 @@ def heads_to_tokens(
     Raises:
         ShardingError: If shapes, sharding and group do not fit, or tensors are too many.
     """
-    _count(tensors)
-    for x in tensors:
-        own = sharding.tokens(group.rank) if x.ndim == 4 and x.shape[1] == sharding.length else -1
-        _check(x, sharding, group, own, group.size)
+    _check(tensors, sharding, group, to_heads=False)
     return tuple(tensors) if group.size == 1 else _HeadExchange.apply(False, sharding, group, transport, *tensors)
 
 
-def _count(tensors: Sequence[Tensor]) -> None:
-    if not 1 <= len(tensors) <= MOST_TENSORS:
+def _check(tensors: Sequence[Tensor], sharding: Sharding, group: ContextGroup, to_heads: bool) -> None:
+    """Raises for tensors that cannot be exchanged."""
+    if not 1 <= len(tensors) <= MAX_TENSORS:
         raise ShardingError(
-            f"{len(tensors)} tensors were given to be exchanged at once; give 1 to {MOST_TENSORS}, others by further "
+            f"{len(tensors)} tensors were given to be exchanged at once; give 1 to {MAX_TENSORS}, others by further "
             "calls."
         )
-
-
-def _check(x: Tensor, sharding: Sharding, group: ContextGroup, tokens: int, heads: int) -> None:
-    fits = sharding.ranks == group.size and tokens == sharding.tokens(group.rank)
-    if x.ndim != 4 or not fits or heads % group.size:
-        raise ShardingError(
-            f"A tensor of shape {tuple(x.shape)} on rank {group.rank} of {group.size} does not fit {sharding.length} "
-            f"tokens over {sharding.ranks} ranks, with heads in the third dimension that the ranks divide. Exchange "
-            "what belongs to one head together, and tokens as the layout's sharding has them."
-        )
+    tokens = sharding.tokens(group.rank) if to_heads and sharding.ranks == group.size else sharding.length
+    for x in tensors:
+        fits = x.ndim == 4 and x.shape[1] == tokens and (not to_heads or x.shape[2] % group.size == 0)
+        if sharding.ranks != group.size or not fits:
+            raise ShardingError(
+                f"A tensor of shape {tuple(x.shape)} on rank {group.rank} of {group.size} does not fit "
+                f"{sharding.length} tokens over {sharding.ranks} ranks, with heads in the third dimension that the "
+                "ranks divide. Exchange what belongs to one head together, and tokens as the layout's sharding has "
+                "them."
+            )
 
 
 class _HeadExchange(torch.autograd.Function):
@@ -94,7 +90,7 @@ class _HeadExchange(torch.autograd.Function):
         with resources_of(group).messages(tensors[0].device, transport) as (exchange, _):
             if to_heads:
                 results = [_empty(x, whole, x.shape[2] // group.size) for x in tensors]
-                TokensToHeads(exchange, owners, tensors, slices=1).fetch(0, results, beside_kernel=False).wait()
+                TokensToHeads(exchange, owners, tensors, slices=1).fetch(0, results, during_kernel=False).wait()
             else:
                 results = [_empty(x, own, x.shape[2] * group.size) for x in tensors]
                 leaving = HeadsToTokens(exchange, owners, results, slices=1)

@@ -61,7 +61,7 @@ def _prepared(
         keys=decoded.sharding,
         kernel=kernel_for(request, inputs, windowed, same_bits),
         scores=request.scores,
-        slice_blocks=topology.slice_blocks,
+        on_gpus=topology.on_gpus,
         head_groups=request.head_groups,
         ranks_per_host=topology.ranks_per_host,
     )

@@ -18,7 +18,7 @@ Flat = tuple[bool, int, int, float, float, int, int, str, str, str, str]
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """What an attention is, beside its tensors and the layout of its batch.
+    """What an attention is, apart from its tensors and the layout of its batch.
 
     Args:
         group ([`ContextGroup`], defaults to one process): The ranks that hold the sequence.

@@ -1,6 +1,7 @@
 """Kernels that compute one tile of attention. They know tiles, and nothing of ranks."""
 
-from .base import BackwardInputs, Band, Kernel, KernelRequest, OutputBuffers, Scores, from_host, project_out
+from ..plan import Band
+from .base import BackwardInputs, Kernel, KernelRequest, OutputBuffers, Scores, from_host, project_out
 from .select import KERNELS, explain_kernels, make_kernels, select_kernel
 
 # fmt: off

@@ -6,35 +6,15 @@ Dv head size of v.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ..plan import Band
+
 # where results may be written, in the order in which they are returned; `None` where the kernel allocates
 OutputBuffers = Sequence[Tensor | None]
-
-
-@dataclass(frozen=True)
-class Band:
-    """The pairs that a tile admits: `low <= row - column <= high`, inside of the squares between `segments`, if any.
-    With segments the diagonal is admitted, since every row of a variable-length call sees something."""
-
-    low: int | None = None
-    high: int | None = None
-    segments: tuple[int, ...] = ()
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Computed once, since there may be thousands of segments."""
-        return hash((self.low, self.high, self.segments))
-
-    def __post_init__(self) -> None:
-        assert not self.segments or (self.low or 0) <= 0 <= (self.high or 0), f"{self} leaves out the diagonal"
 
 
 @dataclass(frozen=True)
@@ -84,7 +64,7 @@ class Capabilities:
         wide (`bool`, defaults to `False`): Whether results are in fp32 (fp64 for fp64 inputs), so that the error does
             not depend on the number of tiles of an attention.
         wants_out (`bool`, defaults to `False`): Whether `backward` needs `out`.
-        derives_delta (`bool`, defaults to `False`): Whether `backward` needs no `delta` beside `out`.
+        derives_delta (`bool`, defaults to `False`): Whether `backward` needs no `delta` if it is given `out`.
         softcap (`bool`, defaults to `False`): Whether scores may be capped.
         deterministic (`bool`, defaults to `False`): Whether its backward can give the same bits each time.
         windows (`bool`, defaults to `True`): Whether it takes any band, not only whole tiles and causal squares.
@@ -142,7 +122,7 @@ class BackwardInputs(NamedTuple):
         lse (`torch.Tensor` of shape `(B, Sq, Hq)`): Log-sum-exp over all tiles, in fp32 (fp64 for fp64 inputs). Like
             delta it is passed on without a copy if it is stored by head, `(B, Hq, Sq)` in memory.
         delta (`torch.Tensor` of shape `(B, Sq, Hq)`, *optional*): `rowsum(dout * out)` of the merged output, in the
-            dtype of lse. Not needed beside `out` if the capabilities say `derives_delta`.
+            dtype of lse. Not needed with `out` if the capabilities say `derives_delta`.
     """
 
     dout: Tensor
@@ -155,16 +135,19 @@ class BackwardInputs(NamedTuple):
 
     def of_heads(self, heads: slice, kv_heads: slice) -> "BackwardInputs":
         """Views of some query heads and their key heads."""
-        dout, q, k, v, out, lse, delta = self
-        out, delta = None if out is None else out[:, :, heads], None if delta is None else delta[:, :, heads]
-        own = dout[:, :, heads], q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads]
-        return BackwardInputs(*own, out, lse[:, :, heads], delta)
+        return self._select((slice(None), slice(None), heads), (slice(None), slice(None), kv_heads))
 
-    def cut(self, rows: slice, columns: slice) -> "BackwardInputs":
-        """Views of some rows and columns."""
-        dout, q, k, v, out, lse, delta = self
-        out, delta = None if out is None else out[:, rows], None if delta is None else delta[:, rows]
-        return BackwardInputs(dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out, lse[:, rows], delta)
+    def cut(self, rows: slice, columns: slice, batch: slice = slice(None)) -> "BackwardInputs":
+        """Views of some rows and columns, of some rows of the batch."""
+        return self._select((batch, rows), (batch, columns))
+
+    def _select(self, of_queries: tuple[slice, ...], of_keys: tuple[slice, ...]) -> "BackwardInputs":
+        parts = {"k": of_keys, "v": of_keys}
+        selected: dict[str, Any] = {
+            name: tensor if tensor is None else tensor[parts.get(name, of_queries)]
+            for name, tensor in self._asdict().items()
+        }
+        return BackwardInputs(**selected)
 
 
 class Kernel(Protocol):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..numerics import accumulation_dtype
-from .base import BackwardInputs, Band, Capabilities, OutputBuffers, Scores
+from ..plan import Band
+from .base import BackwardInputs, Capabilities, OutputBuffers, Scores
 from .pieces import Piece, PiecewiseKernel, blocks, crop, documents
 from .reference import admitted
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import BackwardInputs, Band, Capabilities, OutputBuffers, Scores, from_host
+from ..plan import Band
+from .base import BackwardInputs, Capabilities, OutputBuffers, Scores, from_host
 from .pieces import Piece, PiecewiseKernel, crop
 
 # cu_seqlens of q and k, longest of q and k
@@ -98,7 +99,7 @@ class FlashKernel(PiecewiseKernel[FlashCall]):
         raise NotImplementedError
 
     def pieces(self, band: Band, q: Tensor, k: Tensor) -> Iterable[FlashCall]:
-        if not band.segments:
+        if not band.documents:
             return _dense_calls(self, band, q.shape[1], k.shape[1])
         stream = torch.cuda.current_stream(q.device) if q.is_cuda else None
         # a CUDA graph outlives a cache
@@ -193,9 +194,9 @@ def _dense_calls(kernel: FlashKernel, band: Band, rows: int, columns: int) -> tu
 def _packed_calls(band: Band, batch: int, device: torch.device, stream: torch.cuda.Stream | None) -> tuple[FlashCall]:
     """The call that computes all documents of all batch rows. Their boundaries lie on the device, for each stream its
     own, since another stream would not wait for the copy."""
-    size = band.segments[-1]
-    stops = [row * size + stop for row in range(batch) for stop in band.segments[1:]]
+    size = band.documents[-1]
+    stops = [row * size + stop for row in range(batch) for stop in band.documents[1:]]
     bounds = from_host([0, *stops], torch.int32, device)
-    longest = max(stop - start for start, stop in pairwise(band.segments))
+    longest = max(stop - start for start, stop in pairwise(band.documents))
     whole = slice(0, size)
     return (FlashCall(whole, whole, band, (bounds, bounds, longest, longest), window_of(band, ahead=0)),)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import BackwardInputs, Band, OutputBuffers, Scores
+from ..plan import Band
+from .base import BackwardInputs, OutputBuffers, Scores
 from .flash import FLASH, LENGTHS, FlashCall, FlashKernel, gradient_buffers, library_keywords
 from .library import Signatures, gpu_refusal, package_refusal
 from .torch_cudnn import TorchCudnnKernel
@@ -108,22 +109,19 @@ class FlashAttn4Kernel(FlashKernel):
         return super().backward_piece(piece, inputs, scores, buffers)
 
     def _is_faster_by_cudnn(self, piece: FlashCall, inputs: BackwardInputs, scores: Scores) -> bool:
-        """Whether cuDNN can compute this backward pass, and sooner: a whole tile of whole blocks, or a causal square,
-        with `out`."""
+        """Whether cuDNN can compute this backward pass, and sooner: with `out`, for heads of 256, a long causal square
+        or a long tile of whole blocks, whose largest tensor has no more elements than were tried."""
         q, v = inputs.q, inputs.v
         if inputs.out is None or piece.packed or scores.softcap or self.deterministic:
             return False
-        causal, rows = piece.band == Band(low=0), q.shape[0] * max(piece.height, piece.width)
+        if piece.band == Band(low=0):
+            whole = piece.height == piece.width
+        else:
+            whole = piece.band == Band() and piece.width % _BLOCK == 0
+        rows = q.shape[0] * max(piece.height, piece.width)
         elements = rows * max(q.shape[2], v.shape[2]) * _WIDE  # cuDNN has gradients of keys for every query head
-        cut = (causal or piece.band == Band()) and cut_for_cudnn(piece.height, piece.width, causal, elements)
-        return cut and q.shape[3] == v.shape[3] == _WIDE and _cudnn_knows_wide_heads(q.device)
-
-
-def cut_for_cudnn(height: int, width: int, causal: bool, elements: int) -> bool:
-    """Whether cuDNN is faster backward for a tile of heads of 256, without documents and windows: a long causal square,
-    or a long tile of whole blocks, whose largest tensor has no more elements than were tried."""
-    whole = height == width if causal else width % _BLOCK == 0
-    return whole and min(height, width) >= _LONG_TILE and elements < _MAX_ELEMENTS
+        fits = whole and min(piece.height, piece.width) >= _LONG_TILE and elements < _MAX_ELEMENTS
+        return fits and q.shape[3] == v.shape[3] == _WIDE and _cudnn_knows_wide_heads(q.device)
 
 
 @lru_cache(maxsize=16)

@@ -5,7 +5,8 @@ from dataclasses import replace
 from torch import Tensor
 from torch.nn import functional
 
-from .base import BackwardInputs, Band, Capabilities, Kernel, OutputBuffers, Scores
+from ..plan import Band
+from .base import BackwardInputs, Capabilities, Kernel, OutputBuffers, Scores
 
 
 class PaddedHeads:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..numerics import accumulation_dtype
-from .base import BackwardInputs, Band, Capabilities, OutputBuffers, Scores
+from ..plan import Band
+from .base import BackwardInputs, Capabilities, OutputBuffers, Scores
 
 
 @dataclass(frozen=True)
@@ -99,42 +100,26 @@ class PiecewiseKernel(Generic[AnyPiece]):
 def documents(band: Band, q: Tensor, k: Tensor) -> list[Piece]:
     """The documents of a tile one by one; the whole tile if it has no segments."""
     inner = Band(band.low, band.high)
-    if not band.segments:
+    if not band.documents:
         return [Piece(slice(0, q.shape[1]), slice(0, k.shape[1]), inner)]
-    return [Piece(slice(*span), slice(*span), inner) for span in pairwise(band.segments)]
+    return [Piece(slice(*span), slice(*span), inner) for span in pairwise(band.documents)]
 
 
 def crop(piece: Piece) -> Piece | None:
-    """The rows of a piece that see something and the columns that are seen; `None` if nothing is admitted.
-
-    The band has no segments. In the result every row sees a column, every column is seen, and a bound that binds
-    nothing is `None`.
-    """
-    band, height, width = piece.band, piece.height, piece.width
-    first = 0 if band.low is None else max(0, band.low)
-    last = height if band.high is None else min(height, width + band.high)
-    left = 0 if band.high is None else max(0, first - band.high)
-    right = width if band.low is None else min(width, last - band.low)
-    crossed = band.low is not None and band.high is not None and band.low > band.high
-    if crossed or first >= last or left >= right:
+    """The rows of a piece that see something and the columns that are seen, see [`Band.crop`]."""
+    cropped = piece.band.crop(piece.height, piece.width)
+    if cropped is None:
         return None
-    moved = shift(band, first - left)
-    low = None if moved.low is None or moved.low <= left - right + 1 else moved.low
-    high = None if moved.high is None or moved.high >= last - first - 1 else moved.high
+    (first, last), (left, right), band = cropped
     rows = slice(piece.rows.start + first, piece.rows.start + last)
-    return Piece(rows, slice(piece.columns.start + left, piece.columns.start + right), Band(low, high))
-
-
-def shift(band: Band, rows: int) -> Band:
-    """The band as counted from a corner that lies `rows` further down."""
-    return Band(None if band.low is None else band.low - rows, None if band.high is None else band.high - rows)
+    return Piece(rows, slice(piece.columns.start + left, piece.columns.start + right), band)
 
 
 def blocks(piece: Piece, height: int) -> Iterator[Piece]:
     """A piece in blocks of at most `height` rows, each cropped; those that admit nothing are left out."""
     for first in range(0, piece.height, height):
         rows = slice(piece.rows.start + first, min(piece.rows.start + first + height, piece.rows.stop))
-        block = crop(Piece(rows, piece.columns, shift(piece.band, first)))
+        block = crop(Piece(rows, piece.columns, piece.band.shift(first)))
         if block is not None:
             yield block
 

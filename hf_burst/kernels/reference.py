@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..numerics import accumulation_dtype
-from .base import BackwardInputs, Band, Capabilities, OutputBuffers, Scores, from_host
+from ..plan import Band
+from .base import BackwardInputs, Capabilities, OutputBuffers, Scores, from_host
 from .pieces import Piece, PiecewiseKernel, blocks, documents
 
 _BLOCK_SCORES = 1 << 26  # the most that are in memory at once
@@ -74,8 +75,8 @@ def admitted(band: Band, rows: int, columns: int, device: torch.device) -> Tenso
         mask &= row - column >= band.low
     if band.high is not None:
         mask &= row - column <= band.high
-    if band.segments:
-        ends = from_host(band.segments[1:], torch.int64, device)
+    if band.documents:
+        ends = from_host(band.documents[1:], torch.int64, device)
         mask &= torch.bucketize(row, ends, right=True) == torch.bucketize(column, ends, right=True)
     return mask
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..errors import KernelError
-from .base import BackwardInputs, Band, Capabilities, OutputBuffers, Scores
+from ..plan import Band
+from .base import BackwardInputs, Capabilities, OutputBuffers, Scores
 from .flash import aligned
 from .library import gpu_refusal
 from .pieces import Piece, PiecewiseKernel, crop, documents

@@ -1,4 +1,4 @@
-"""The FlashAttention-2 kernels inside every CUDA build of torch: for GPUs, with no package beside torch.
+"""The FlashAttention-2 kernels inside every CUDA build of torch: for GPUs, with no package but torch.
 
 A window as long as the keys counts as infinite, which is right only where there are no more rows than columns; taller
 tiles are cut.
@@ -11,10 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .base import BackwardInputs, Band, OutputBuffers, Scores
+from ..plan import Band
+from .base import BackwardInputs, OutputBuffers, Scores
 from .flash import FLASH, FlashCall, FlashKernel, aligned
 from .library import gpu_refusal
-from .pieces import Piece, crop, shift
+from .pieces import Piece, crop
 
 _LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 
@@ -39,7 +40,7 @@ class Flash2Kernel(FlashKernel):
         rows, columns, band = cropped.rows, cropped.columns, cropped.band
         middle = rows.start + cropped.width
         yield from self.cut(Piece(slice(rows.start, middle), columns, band))
-        yield from self.cut(Piece(slice(middle, rows.stop), columns, shift(band, cropped.width)))
+        yield from self.cut(Piece(slice(middle, rows.stop), columns, band.shift(cropped.width)))
 
 
 class TorchFlashKernel(Flash2Kernel):

@@ -1,20 +1,20 @@
 """Planning on paper: masks, chunk ownership, schedules and their traffic. Pure Python, no tensors, no processes."""
 
-from .balance import assign, chunks_per_rank, imbalance, imbalance_of_steps
+from .balance import assign, chunks_per_rank, imbalance
 from .cuts import sharding_for
-from .mask import Mask, MaskPattern
+from .mask import Band, Mask, MaskPattern
 from .recurrence import Hybrid, RecurrenceChoice, RecurrentSize, choose_recurrence
-from .schedules import GPU_SLICE_BLOCKS, Choice, choose_schedule, head_slices, name_of, ring_bytes, rotating_of
+from .ring import Plan, Step, Transfer, make_plan
+from .schedules import Choice, choose_schedule, head_slices, name_of, ring_bytes, rotating_of
 from .segments import Segment, Segments
-from .sharding import Sharding, cut, make_sharding, pattern, pattern_of
-from .steps import Plan, Step, Transfer, make_plan
-from .tiles import Tile, tiles_between
+from .sharding import Sharding, cut, make_sharding, pattern
+from .tiles import Tile
 from .traffic import Shapes, Traffic, rank_traffic
 from .verify import verify_plan
 
 # fmt: off
 __all__ = [
-    "GPU_SLICE_BLOCKS",
+    "Band",
     "Choice",
     "Hybrid",
     "Mask",
@@ -37,17 +37,14 @@ __all__ = [
     "cut",
     "head_slices",
     "imbalance",
-    "imbalance_of_steps",
     "make_plan",
     "make_sharding",
     "name_of",
     "pattern",
-    "pattern_of",
     "rank_traffic",
     "ring_bytes",
     "rotating_of",
     "sharding_for",
-    "tiles_between",
     "verify_plan",
 ]
 # fmt: on

@@ -8,7 +8,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
-from heapq import heappop, heapreplace
+from heapq import heappop, heappush
 from itertools import cycle
 from typing import get_args
 
@@ -16,7 +16,7 @@ from ..config import Chunking
 from ..errors import ConfigError
 from .mask import Mask
 from .sharding import cut, pattern
-from .work import meetings, pairs_by_step, pairs_of_chunks
+from .work import meetings, pairs_of_chunks
 
 _EVEN = 0.02  # how far the busiest rank may be above the mean before a finer cut is tried
 _EVEN_STEPS = 0.15  # the same of the steps of a ring, one after the other
@@ -36,7 +36,7 @@ def assign(
     weights: tuple[int, ...] = (),
     stretches: int = 1,
 ) -> tuple[int, ...]:
-    """The owner of each of the equal chunks into which a batch is cut: as many for every rank, in every stretch.
+    """The owner of each equal chunk of a batch: as many for every rank, in every part of the sequence.
 
     Args:
         masks (`tuple[Mask, ...]`): Masks of one length of the rows of the batch; several of a row if layers differ.
@@ -68,7 +68,7 @@ def assign(
             break
         dealt = count > 2 * stretches
         owners = _dealt_out(_work(masks, weights, count * ranks), ranks, stretches) if dealt else zigzag
-        # chunks of stretches stay where they are: each stretch has to be as even
+        # chunks of parts stay where they are: each part has to be as even
         owners, unevenness = _unevenness(masks, weights, owners, swaps=dealt and stretches == 1)
         if unevenness < least:
             best, least = owners, unevenness
@@ -101,13 +101,6 @@ def imbalance(
     return max(loads) * len(loads) / sum(loads) - 1
 
 
-def imbalance_of_steps(masks: Sequence[Mask], owners: Sequence[int], weights: Sequence[int] = ()) -> float | None:
-    """How far the steps of a ring, one after the other and each as long as its busiest rank, are above the mean work of
-    a rank: 0.1 is 10 %. `None` where documents lie in too many chunks to go through. Arguments as in [`imbalance`]."""
-    steps = _Steps.of(masks, weights, owners)
-    return None if steps is None else steps.imbalance
-
-
 def _unevenness(
     masks: Sequence[Mask], weights: Sequence[int], owners: tuple[int, ...], swaps: bool = False
 ) -> tuple[tuple[int, ...], tuple[float, float]]:
@@ -126,14 +119,17 @@ class _Steps:
     def __init__(self, work: Sequence[int], met: dict[tuple[int, int], int], owners: Sequence[int]) -> None:
         self.ranks = max(owners) + 1
         self.owners = list(owners)
-        self.pairs = pairs_by_step(work, met, owners, self.ranks)
-        self.loads = [sum(own) for own in zip(*self.pairs, strict=True)]
+        self.pairs = [[0] * self.ranks for _ in range(self.ranks)]  # by step and rank
         self.inside = list(work)  # pairs of query and key in one chunk
         self.others: list[list[tuple[int, int, bool]]] = [[] for _ in work]  # chunk, pairs, whether it has the keys
         for (queries, keys), pairs in met.items():
+            self.pairs[(owners[queries] - owners[keys]) % self.ranks][owners[queries]] += pairs
             self.inside[queries] -= pairs
             self.others[queries].append((keys, pairs, True))
             self.others[keys].append((queries, pairs, False))
+        for owner, pairs in zip(owners, self.inside, strict=True):
+            self.pairs[0][owner] += pairs
+        self.loads = [sum(own) for own in zip(*self.pairs, strict=True)]
 
     @classmethod
     def of(cls, masks: Sequence[Mask], weights: Sequence[int], owners: Sequence[int]) -> "_Steps | None":
@@ -158,14 +154,14 @@ class _Steps:
         self.pairs[0][before] -= moved
         self.pairs[0][rank] += moved
         for other, pairs, has_keys in self.others[chunk]:
-            home = self.owners[other]
+            theirs = self.owners[other]
             if has_keys:
                 moved += pairs
-                self.pairs[(before - home) % self.ranks][before] -= pairs
-                self.pairs[(rank - home) % self.ranks][rank] += pairs
+                self.pairs[(before - theirs) % self.ranks][before] -= pairs
+                self.pairs[(rank - theirs) % self.ranks][rank] += pairs
             else:
-                self.pairs[(home - before) % self.ranks][home] -= pairs
-                self.pairs[(home - rank) % self.ranks][home] += pairs
+                self.pairs[(theirs - before) % self.ranks][theirs] -= pairs
+                self.pairs[(theirs - rank) % self.ranks][theirs] += pairs
         self.loads[before] -= moved
         self.loads[rank] += moved
 
@@ -203,25 +199,23 @@ def _work(masks: Sequence[Mask], weights: Sequence[int], chunks: int) -> list[in
 
 
 def _dealt_out(work: Sequence[int], ranks: int, stretches: int) -> tuple[int, ...]:
-    """The chunks of every stretch dealt out."""
+    """The chunks of every part of the sequence dealt out."""
     size = len(work) // stretches
     return tuple(owner for start in range(0, len(work), size) for owner in _dealt(work[start : start + size], ranks))
 
 
-def _dealt(work: Sequence[int], ranks: int) -> tuple[int, ...]:
+def _dealt(work: Sequence[int], ranks: int) -> list[int]:
     """Deals chunks out, equally many to each rank: the largest first, to the rank with the least so far. Then the ranks
     with the most and the least swap chunks while that helps."""
     hands: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     open_hands = [(0, rank) for rank in range(ranks)]  # a heap: the one with the least work first
     for chunk in sorted(range(len(work)), key=lambda chunk: (-work[chunk], chunk)):
-        load, rank = open_hands[0]
+        _, rank = heappop(open_hands)
         hands[rank].append(chunk)
-        loads[rank] = load + work[chunk]
+        loads[rank] += work[chunk]
         if len(hands[rank]) < len(work) // ranks:
-            heapreplace(open_hands, (loads[rank], rank))
-        else:
-            heappop(open_hands)
+            heappush(open_hands, (loads[rank], rank))
     for _ in range(_SWAPS):
         most, least = loads.index(max(loads)), loads.index(min(loads))
         swap = _best_swap([work[chunk] for chunk in hands[most]], [work[chunk] for chunk in hands[least]])
@@ -230,9 +224,13 @@ def _dealt(work: Sequence[int], ranks: int) -> tuple[int, ...]:
         give, take = swap
         moved = work[hands[most][give]] - work[hands[least][take]]
         hands[most][give], hands[least][take] = hands[least][take], hands[most][give]
-        loads[most], loads[least] = loads[most] - moved, loads[least] + moved
-    owners = {chunk: rank for rank, chunks in enumerate(hands) for chunk in chunks}
-    return tuple(owners[chunk] for chunk in range(len(work)))
+        loads[most] -= moved
+        loads[least] += moved
+    owners = [0] * len(work)
+    for rank, chunks in enumerate(hands):
+        for chunk in chunks:
+            owners[chunk] = rank
+    return owners
 
 
 def _best_swap(more: Sequence[int], less: Sequence[int]) -> tuple[int, int] | None:

@@ -1,7 +1,6 @@
 """Where a batch is cut. Attention wants even work. States of recurrent layers want few runs of tokens, which begin
 where documents begin."""
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -56,7 +55,7 @@ def sharding_for(
 
 
 def _chunking_for_states(documents: Batch, layers: Mapping[MaskPattern, int], ranks: int, stretches: int) -> Chunking:
-    """The cut for layers that pass states, beside `layers` with attention."""
+    """The cut for layers that pass states, in a model with these `layers` of attention."""
     length = documents[0][-1]
     if not layers or length < 2 * ranks * stretches:
         return "contiguous"
@@ -82,12 +81,21 @@ def by_documents(documents: Batch, layers: tuple[tuple[MaskPattern, int], ...], 
     """
     if documents[0][-1] % ranks:
         return None
-    pieces = _Pieces(_common_bounds(documents), ranks)
-    bundles = pieces.bundles()
-    edges = sorted({0, documents[0][-1], *(edge for bundle in bundles for edge in bundle)})
-    work = _work(documents, dict(layers), edges)
-    pieces.deal(bundles, [work[bisect_left(edges, start)] for start, _ in bundles])
-    sharding = pieces.sharding()
+    tokens, bundles = documents[0][-1] // ranks, list[tuple[int, int]]()
+    for start, stop in pairwise(_common_bounds(documents)):  # short neighbours together
+        if bundles and stop - bundles[-1][0] <= tokens // _BUNDLES:
+            bundles[-1] = (bundles[-1][0], stop)
+        else:
+            bundles.append((start, stop))
+    work = _work(documents, dict(layers), [0, *(stop for _, stop in bundles)])
+    boundaries, owners = [0], list[int]()
+    for _, stop, owner in sorted(_dealt(bundles, work, ranks, tokens)):
+        if owners and owners[-1] == owner:
+            boundaries[-1] = stop
+        else:
+            boundaries.append(stop)
+            owners.append(owner)
+    sharding = Sharding(tuple(boundaries), tuple(owners), ranks)
     return sharding if max(len(sharding.runs(rank)) for rank in range(ranks)) <= _MAX_RUNS else None
 
 
@@ -96,68 +104,46 @@ def _common_bounds(documents: Batch) -> list[int]:
     return sorted(set.intersection(*map(set, documents)) | {0})
 
 
-class _Pieces:
-    """Pieces of a row, each with the rank that owns it."""
+def _dealt(
+    bundles: Sequence[tuple[int, int]], work: Sequence[int], ranks: int, tokens: int
+) -> list[tuple[int, int, int]]:
+    """Bundles dealt out, the largest first, to the ranks with the least work of those that have room: each holds
+    `tokens`. What they have no room for is cut to fill them up.
 
-    def __init__(self, bounds: Sequence[int], ranks: int) -> None:
-        self.bounds, self.ranks = bounds, ranks
-        self.tokens = bounds[-1] // ranks
-        self.owned: list[tuple[int, int, int]] = []  # start, stop, rank
-        self.room = [self.tokens] * ranks
+    Returns:
+        Start, stop and rank of each piece.
+    """
+    dealt, room = list[tuple[int, int, int]](), [tokens] * ranks
+    loads, rest = [0.0] * ranks, []
 
-    def _own(self, edges: Sequence[int], owners: Sequence[int]) -> None:
-        for (start, stop), owner in zip(pairwise(edges), owners, strict=True):
-            self.owned.append((start, stop, owner))
-            self.room[owner] -= stop - start
+    def give(start: int, stop: int, rank: int) -> None:
+        dealt.append((start, stop, rank))
+        room[rank] -= stop - start
 
-    def bundles(self) -> list[tuple[int, int]]:
-        """Documents, neighbours together as long as they are a small part of a rank's tokens."""
-        bundles: list[tuple[int, int]] = []
-        for start, stop in pairwise(self.bounds):
-            if bundles and stop - bundles[-1][0] <= self.tokens // _BUNDLES:
-                bundles[-1] = (bundles[-1][0], stop)
-            else:
-                bundles.append((start, stop))
-        return bundles
-
-    def deal(self, bundles: Sequence[tuple[int, int]], work: Sequence[int]) -> None:
-        """Deals bundles out, the largest first, to the ranks with the least work of those that have room. What they
-        have no room for is cut to fill them up."""
-        loads, rest = [0.0] * self.ranks, []
-        order = sorted(range(len(bundles)), key=lambda index: (bundles[index][0] - bundles[index][1], index))
-        for index in order:
-            start, stop = bundles[index]
-            count = -(-(stop - start) // self.tokens)
-            parts = pattern(count, "zigzag")
-            edges = [start + place * (stop - start) // len(parts) for place in range(len(parts) + 1)]
-            shares = [0] * count
-            for (first, last), part in zip(pairwise(edges), parts, strict=True):
-                shares[part] += last - first
-            able = [rank for rank in range(self.ranks) if self.room[rank] >= max(shares)]
-            chosen = sorted(able, key=lambda rank: (loads[rank], -self.room[rank], rank))[:count]
-            if len(chosen) < count or any(first >= last for first, last in pairwise(edges)):
-                rest.append((start, stop))
-                continue
-            self._own(edges, [chosen[part] for part in parts])
-            for rank in chosen:
-                loads[rank] += work[index] / count
-        for start, stop in sorted(rest):
-            while start < stop:
-                rank = max(range(self.ranks), key=lambda rank: (self.room[rank], -rank))
-                size = min(stop - start, self.room[rank])
-                self._own((start, start + size), (rank,))
-                start += size
-
-    def sharding(self) -> Sharding:
-        """All pieces, neighbours of one rank joined."""
-        boundaries, owners = [0], list[int]()
-        for _, stop, owner in sorted(self.owned):
-            if owners and owners[-1] == owner:
-                boundaries[-1] = stop
-            else:
-                boundaries.append(stop)
-                owners.append(owner)
-        return Sharding(tuple(boundaries), tuple(owners), self.ranks)
+    for index in sorted(range(len(bundles)), key=lambda index: (bundles[index][0] - bundles[index][1], index)):
+        start, stop = bundles[index]
+        count = -(-(stop - start) // tokens)
+        parts = pattern(count, "zigzag")
+        edges = [start + place * (stop - start) // len(parts) for place in range(len(parts) + 1)]
+        shares = [0] * count
+        for (first, last), part in zip(pairwise(edges), parts, strict=True):
+            shares[part] += last - first
+        able = [rank for rank in range(ranks) if room[rank] >= max(shares)]
+        chosen = sorted(able, key=lambda rank: (loads[rank], -room[rank], rank))[:count]
+        if len(chosen) < count or any(first >= last for first, last in pairwise(edges)):
+            rest.append((start, stop))
+            continue
+        for (first, last), part in zip(pairwise(edges), parts, strict=True):
+            give(first, last, chosen[part])
+        for rank in chosen:
+            loads[rank] += work[index] / count
+    for start, stop in sorted(rest):
+        while start < stop:
+            rank = max(range(ranks), key=lambda rank: (room[rank], -rank))
+            size = min(stop - start, room[rank])
+            give(start, start + size, rank)
+            start += size
+    return dealt
 
 
 def _masks(documents: Batch, layers: Mapping[MaskPattern, int]) -> tuple[tuple[Mask, ...], tuple[int, ...]]:

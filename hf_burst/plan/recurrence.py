@@ -75,7 +75,7 @@ class RecurrentSize:
         return self.channels * self.reach * self.itemsize
 
     def exchanged(self, ranks: int) -> tuple[int, int]:
-        """Bytes of a token that go to other ranks, and that come back, if so many ranks exchange heads. Heads of zeros
+        """Bytes of a token that go to other ranks, and that come back, if `ranks` exchange heads. Heads of zeros
         are added where the ranks do not divide them, and keys are repeated where ranks would have to share them."""
 
         def padded(heads: int) -> int:
@@ -92,7 +92,7 @@ class RecurrentSize:
 
     @property
     def shared_bytes(self) -> int:
-        """What every rank needs of a token beside its heads: Mamba1's B and C."""
+        """What every rank needs of a token apart from its heads: Mamba1's B and C."""
         return 2 * self.keys * self.itemsize if self.kind == "selective" else 0
 
     @property
@@ -105,9 +105,9 @@ class RecurrentSize:
 
     @property
     def elements(self) -> int:
-        """Elements of a token that the layer keeps beside those of its projections' input: what is convolved, before
-        and after, the output of the rule, its gate, and the norm of both. A delta rule keeps normed queries and keys,
-        values, decays and inverses of chunks instead of what was convolved."""
+        """Elements of a token that the layer keeps apart from those of its projections' input: what is convolved,
+        before and after, the output of the rule, its gate, and the norm of both. A delta rule keeps normed queries and
+        keys, values, decays and inverses of chunks instead of what was convolved."""
         outputs = self.heads * self.values
         if self.kind != "delta":
             return 2 * self.channels + 3 * outputs

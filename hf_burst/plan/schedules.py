@@ -12,11 +12,11 @@ from typing import get_args
 
 from ..config import RingKind, Schedule
 from .mask import Mask
+from .ring import Rotating
 from .sharding import Sharding
-from .steps import Rotating
 from .traffic import Pass, Shapes, row_bytes
 
-GPU_SLICE_BLOCKS = 2048  # least work of a slice of the heads on a GPU, see `head_slices`; fewer gained nothing on H200s
+_GPU_SLICE_BLOCKS = 2048  # least work of a slice of the heads on a GPU; fewer gained nothing on H200s
 _MAX_SLICES = 4
 _BLOCK_ROWS = 128
 # on one host: share of the other ranks' keys up to which a ring is faster; measured at 0.03 and 0.47
@@ -88,13 +88,13 @@ def ring_bytes(schedule: Schedule, shapes: Shapes) -> int:
     that return, in the dtype in which they are summed."""
     total = 0
     for direction in get_args(Pass):
-        block, returned = row_bytes(direction, rotating_of(schedule, direction), shapes, lone=False)
+        block, returned = row_bytes(direction, rotating_of(schedule, direction), shapes, single_tile=False)
         total += sum(block) + sum(returned)
     return total
 
 
 def head_slices(
-    schedule: Schedule, ranks: int, heads: tuple[int, int], tokens: int, slice_blocks: int, head_groups: int = 1
+    schedule: Schedule, ranks: int, heads: tuple[int, int], tokens: int, on_gpus: bool, head_groups: int = 1
 ) -> int:
     """The slices of a rank's key heads. One travels while another is computed: at most 4, and 1 for rings; or more if
     `head_groups` asks for them.
@@ -104,8 +104,7 @@ def head_slices(
         ranks (`int`): Ranks of the group.
         heads (`tuple[int, int]`): Query and key heads of all ranks.
         tokens (`int`): Tokens of one rank.
-        slice_blocks (`int`): The least work of a slice, in blocks of 128 query rows over all heads of a rank:
-            `GPU_SLICE_BLOCKS` on GPUs. 0 is no limit.
+        on_gpus (`bool`): Whether a slice needs enough work to fill a GPU.
         head_groups (`int`, defaults to 1): As in [`Memory`].
     """
     q_heads, kv_heads = heads
@@ -114,7 +113,7 @@ def head_slices(
     if schedule.ulysses == 1 and (schedule.ring != "all_gather" or ranks == 1):
         return least
     blocks = q_heads * tokens // _BLOCK_ROWS  # of the heads of a rank and the tokens of all that exchange them
-    most = min(_MAX_SLICES, blocks // slice_blocks) if slice_blocks else _MAX_SLICES
+    most = min(_MAX_SLICES, blocks // _GPU_SLICE_BLOCKS) if on_gpus else _MAX_SLICES
     return max(least, *(count for count in range(1, max(1, most) + 1) if own % count == 0))
 
 

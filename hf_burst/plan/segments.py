@@ -1,7 +1,7 @@
 """Segments: the pieces of documents that lie together on one rank, which a state passes one after another."""
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -67,14 +67,12 @@ class Segments:
     @cached_property
     def chains(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For every document of several segments, these in its order: their rank, and their place in `by_rank`."""
-        several = {(piece.row, piece.document) for own in self.by_rank for piece in own if not piece.opens}
-        documents: dict[tuple[int, int], list[tuple[int, int, int]]] = {document: [] for document in several}
+        documents = defaultdict[tuple[int, int], list[tuple[int, int, int]]](list)
         for rank, own in enumerate(self.by_rank):
             for index, piece in enumerate(own):
-                if (piece.row, piece.document) in several:
-                    documents[piece.row, piece.document].append((piece.start, rank, index))
-        ordered = (sorted(documents[document]) for document in sorted(several))
-        return tuple(tuple((rank, index) for _, rank, index in pieces) for pieces in ordered)
+                documents[piece.row, piece.document].append((piece.start, rank, index))
+        several = (sorted(pieces) for _, pieces in sorted(documents.items()) if len(pieces) > 1)
+        return tuple(tuple((rank, index) for _, rank, index in pieces) for pieces in several)
 
     @cached_property
     def slots(self) -> dict[tuple[int, int], int]:

@@ -1,6 +1,7 @@
 """Chunk ownership: which rank holds which tokens of a sequence."""
 
 from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -87,13 +88,25 @@ class Sharding:
 
     @lru_cache(maxsize=256)  # noqa: B019, since shardings are values
     def joined(self, neighbours: int) -> "Sharding":
-        """The sharding over `ranks / neighbours` ring ranks, each of which stands for so many neighbouring ranks."""
+        """The sharding over `ranks / neighbours` ring ranks, each of which stands for `neighbours` ranks."""
         owners = tuple(owner // neighbours for owner in self.owners)
         return self if neighbours == 1 else Sharding(self.boundaries, owners, self.ranks // neighbours)
 
     def owner(self, token: int) -> int:
         """The rank that holds `token`."""
         return self.owners[bisect_right(self.boundaries, token) - 1]
+
+
+def placed(runs: Iterable[Run], places: Sequence[Run], start: int, stop: int) -> list[tuple[int, int, int]]:
+    """Where the tokens `[start, stop)` of some runs lie among the larger runs of `places`: the first row there, the
+    first row here, how many."""
+    spans = []
+    for run in runs:
+        first, last = max(run.start, start), min(run.stop, stop)
+        if first < last:
+            place = next(place for place in places if place.start <= first < place.stop)
+            spans.append((place.local + first - place.start, run.local + first - run.start, last - first))
+    return spans
 
 
 def pattern(ranks: int, chunking: Literal["zigzag", "contiguous"]) -> tuple[int, ...]:
@@ -105,16 +118,9 @@ def pattern(ranks: int, chunking: Literal["zigzag", "contiguous"]) -> tuple[int,
     return (*once, *reversed(once)) if chunking == "zigzag" and ranks > 1 else once
 
 
-def pattern_of(sharding: "Sharding") -> Literal["zigzag", "contiguous"] | None:
-    """The pattern of equal chunks that a sharding is cut by, if it is."""
-    sizes = {stop - start for start, stop in pairwise(sharding.boundaries)}
-    names: tuple[Literal["contiguous"], Literal["zigzag"]] = ("contiguous", "zigzag")
-    return next((name for name in names if len(sizes) == 1 and sharding.owners == pattern(sharding.ranks, name)), None)
-
-
 @lru_cache(maxsize=256)
 def cut(length: int, owners: tuple[int, ...]) -> Sharding:
-    """Cuts `length` tokens into one chunk for each of these owners, whose sizes differ by at most one.
+    """Cuts `length` tokens into one chunk for each of these owners; sizes differ by at most one.
 
     Raises:
         ShardingError: If there are more chunks than tokens, or a rank without a chunk.

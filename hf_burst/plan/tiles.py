@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
-from .mask import Mask
+from .mask import Band, Mask
 from .sharding import Run
 
 
@@ -13,37 +13,22 @@ class Tile:
 
     Args:
         q (`tuple[int, int]`): Rows `[start, stop)` of the query shard.
-        k (`tuple[int, int]`): Rows `[start, stop)` of the key shard.
-        low (`int`, *optional*): Smallest admitted `row - column`, both counted from the tile's corner.
-        high (`int`, *optional*): Largest admitted `row - column`.
-        segments (`tuple[int, ...]`, defaults to none): Cumulative boundaries of the squares on the diagonal to which
-            the tile is confined, from its corner (documents: a variable-length call). The band holds in each square.
+        k (`tuple[int, int]`): Rows `[start, stop)` of the key shard, the columns of the tile.
+        band ([`Band`]): The pairs that are admitted, both counted from the tile's corner.
         batch (`tuple[int, int]`): The rows `[start, stop)` of the batch that the tile is for.
     """
 
     q: tuple[int, int]
     k: tuple[int, int]
-    low: int | None = None
-    high: int | None = None
-    segments: tuple[int, ...] = ()
+    band: Band
     batch: tuple[int, int] = (0, 1)
-
-    @property
-    def rectangular(self) -> bool:
-        """Whether every pair of the tile is admitted."""
-        return self.low is None and self.high is None and not self.segments
 
     def columns(self, row: int) -> tuple[int, int]:
         """The admitted columns `[start, stop)` of a row; both are counted from the tile's corner."""
-        start, stop = 0, self.k[1] - self.k[0]
-        if self.segments:
-            index = next(i for i, end in enumerate(self.segments[1:]) if row < end)
-            start, stop = self.segments[index], self.segments[index + 1]
-        if self.high is not None:
-            start = max(start, row - self.high)
-        if self.low is not None:
-            stop = min(stop, row - self.low + 1)
-        return start, stop
+        whole = 0, self.k[1] - self.k[0]
+        if self.band.documents:
+            whole = next(span for span in pairwise(self.band.documents) if row < span[1])
+        return self.band.columns(row, *whole)
 
 
 def tiles_between(mask: Mask, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) -> tuple[Tile, ...]:
@@ -132,8 +117,8 @@ def _own_tile(mask: Mask, runs: tuple[Run, ...], row: int, column: int) -> Tile:
                 boundaries.append(boundaries[-1])
             boundaries[-1] += stop - start
             previous = document
-    size, segments = boundaries[-1], tuple(boundaries) if len(boundaries) > 2 else ()
-    return Tile((row, row + size), (column, column + size), *mask.distances, segments)
+    size, documents = boundaries[-1], tuple(boundaries) if len(boundaries) > 2 else ()
+    return Tile((row, row + size), (column, column + size), replace(mask.band, documents=documents))
 
 
 def _off_diagonal(mask: Mask, q_run: Run, k_run: Run) -> Tile | None:
@@ -152,21 +137,11 @@ def _off_diagonal(mask: Mask, q_run: Run, k_run: Run) -> Tile | None:
 
 def _rectangle(mask: Mask, q_run: Run, k_run: Run) -> Tile | None:
     """Runs of one document, cut to the rows that see a column and to the columns that are seen."""
-    q0, q1, k0, k1 = q_run.start, q_run.stop, k_run.start, k_run.stop
-    # distances between tokens of the sequence, then between rows and columns of the cropped rectangle
-    nearest, farthest = mask.distances
-    if farthest is not None:
-        q1 = min(q1, k1 - 1 + farthest + 1)
-        k0 = max(k0, q0 - farthest)
-    if nearest is not None:
-        q0 = max(q0, k0 + nearest)
-        k1 = min(k1, q1 - 1 - nearest + 1)
-    if q0 >= q1 or k0 >= k1:
+    cropped = mask.band.shift(q_run.start - k_run.start).crop(q_run.size, k_run.size)
+    if cropped is None:
         return None
-    low = None if nearest is None or nearest - (q0 - k0) <= k0 - k1 + 1 else nearest - (q0 - k0)
-    high = None if farthest is None or farthest - (q0 - k0) >= q1 - q0 - 1 else farthest - (q0 - k0)
-    q_row, k_row = q0 - q_run.start + q_run.local, k0 - k_run.start + k_run.local
-    return Tile((q_row, q_row + q1 - q0), (k_row, k_row + k1 - k0), low, high)
+    (first, last), (left, right), band = cropped
+    return Tile((q_run.local + first, q_run.local + last), (k_run.local + left, k_run.local + right), band)
 
 
 def _join(tiles: list[Tile]) -> tuple[Tile, ...]:
@@ -174,7 +149,7 @@ def _join(tiles: list[Tile]) -> tuple[Tile, ...]:
     joined: list[Tile] = []
     for tile in tiles:
         for index, other in enumerate(joined):
-            whole = tile.rectangular and other.rectangular
+            whole = tile.band == other.band == Band()
             if whole and tile.q == other.q and other.k[1] == tile.k[0]:
                 joined[index] = replace(other, k=(other.k[0], tile.k[1]))
                 break

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from .steps import Plan, Rotating, Step
+from .ring import Plan, Rotating, Step
 
 Pass = Literal["forward", "backward"]
 
@@ -52,7 +52,8 @@ def rank_traffic(plan: Plan, rank: int, direction: Pass, rotating: Rotating, sha
 def _sent(plan: Plan, step: Step, direction: Pass, rotating: Rotating, shapes: Shapes) -> Traffic:
     """The block that leaves a rank in a step, and the gradients of the one that it received."""
     sent, batch = Traffic(), len(plan.masks)
-    block, returned = row_bytes(direction, rotating, shapes, lone=step.recv is not None and step.recv.lone)
+    single_tile = step.recv is not None and step.recv.single_tile
+    block, returned = row_bytes(direction, rotating, shapes, single_tile)
     if step.send:
         sent += Traffic(len(block), batch * step.send.rows * sum(block))
     if step.recv:
@@ -60,12 +61,12 @@ def _sent(plan: Plan, step: Step, direction: Pass, rotating: Rotating, shapes: S
     return sent
 
 
-def row_bytes(direction: Pass, rotating: Rotating, shapes: Shapes, lone: bool) -> tuple[list[int], list[int]]:
+def row_bytes(direction: Pass, rotating: Rotating, shapes: Shapes, single_tile: bool) -> tuple[list[int], list[int]]:
     """Bytes of a row of each tensor of the rotating block, and of each gradient that returns: as the kernel made it
-    (`lone`), or summed."""
+    (`single_tile`), or summed."""
     keys, values = shapes.kv_heads * shapes.head_dim, shapes.kv_heads * shapes.value_dim
     queries, outputs = shapes.q_heads * shapes.head_dim, shapes.q_heads * shapes.value_dim
-    gradient = (shapes.gradient_itemsize or shapes.itemsize) if lone else shapes.accumulator_itemsize
+    gradient = (shapes.gradient_itemsize or shapes.itemsize) if single_tile else shapes.accumulator_itemsize
     if rotating == "kv":
         returned = [keys * gradient, values * gradient] if direction == "backward" else []
         return [keys * shapes.itemsize, values * shapes.itemsize], returned

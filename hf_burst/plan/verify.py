@@ -1,11 +1,11 @@
-"""The proof of a plan: every admitted pair computed once, every message expected, every gradient home."""
+"""The proof of a plan: every admitted pair computed once, every message expected, every gradient returned."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 
 from ..errors import PlanError
+from .ring import Plan, Rotating, Step
 from .sharding import Sharding
-from .steps import Plan, Rotating, Step
 
 # for every row of the batch and every query, the intervals of keys that were computed
 Seen = list[dict[int, list[tuple[int, int]]]]
@@ -29,7 +29,7 @@ def verify_plan(plan: Plan, rotating: Rotating) -> int:
         for rank in range(plan.ranks):
             if steps[rank] and not (order in crossings[rank] and plan.visited(rank, rotating, order)):
                 raise PlanError(f"rank {rank} computes with blocks of crossing {order}, of which it knows nothing")
-            _check_lone(plan, rank, crossings[rank].get(order), rotating)
+            _check_single(plan, rank, crossings[rank].get(order), rotating)
             for step in steps[rank].values():
                 _check_messages(steps, rank, step, "step")
                 _check_rows(plan, rank, step, crossings[rank][order], rotating)
@@ -38,17 +38,16 @@ def verify_plan(plan: Plan, rotating: Rotating) -> int:
     for row, mask in enumerate(plan.masks):
         for query in range(queries.start, queries.stop):
             start, stop = mask.keys(query)
-            start, stop = max(start, keys.start), min(stop, keys.stop)
-            stop = max(start, stop)
+            start = max(start, keys.start)
+            stop = max(start, min(stop, keys.stop))
             position = start
-            for first, last in sorted(seen[row][query]):
+            for first, last in [*sorted(seen[row][query]), (stop, stop)]:
                 if first != position:
                     raise PlanError(
-                        f"row {row}, query {query}: keys {first}-{last} follow {position}; it sees {start}-{stop}"
+                        f"row {row}, query {query} is computed up to key {position}, then from key {first} on; it sees "
+                        f"{start}-{stop}"
                     )
                 position = last
-            if position != stop:
-                raise PlanError(f"row {row}, query {query} is computed up to key {position}, it sees {start}-{stop}")
             pairs += stop - start
     return pairs
 
@@ -78,15 +77,15 @@ def _check_rows(plan: Plan, rank: int, step: Step, crossing: Step, rotating: Rot
             raise PlanError(f"rank {rank}, step {step.order}: rows {start}-{stop} are not in the {held} that it holds")
 
 
-def _check_lone(plan: Plan, rank: int, crossing: Step | None, rotating: Rotating) -> None:
+def _check_single(plan: Plan, rank: int, crossing: Step | None, rotating: Rotating) -> None:
     """A block whose gradient crosses back as the kernel made it is used by one tile of the host, which is all of it."""
-    if crossing is None or crossing.recv is None or not crossing.recv.lone:
+    if crossing is None or crossing.recv is None or not crossing.recv.single_tile:
         return
     first, came = rank - rank % plan.per_host, crossing.recv
     steps = [step for one in range(first, first + plan.per_host) for step in plan.steps(one, rotating, crossing.order)]
     tiles = [tile for step in steps if step.source == crossing.source for tile in step.tiles]
     if len(tiles) != 1 or (tiles[0].k if rotating == "kv" else tiles[0].q) != (came.start, came.stop):
-        raise PlanError(f"rank {rank}, crossing {crossing.order}: {tiles} are not one tile of the lone {came}")
+        raise PlanError(f"rank {rank}, crossing {crossing.order}: {tiles} are not one tile of the single {came}")
 
 
 def _collect(seen: Seen, plan: Plan, rank: int, step: Step, rotating: Rotating) -> None:
@@ -98,8 +97,8 @@ def _collect(seen: Seen, plan: Plan, rank: int, step: Step, rotating: Rotating) 
             raise PlanError(f"rank {rank}, step {step.order}: {tile} reaches beyond the shard")
         if step.recv and not (step.recv.start <= rotating_rows[0] and rotating_rows[1] <= step.recv.stop):
             raise PlanError(f"rank {rank}, step {step.order}: {tile} reads rows outside of {step.recv}")
-        if step.recv and step.recv.lone and rotating_rows != (step.recv.start, step.recv.stop):
-            raise PlanError(f"rank {rank}, step {step.order}: {tile} is not all of the lone {step.recv}")
+        if step.recv and step.recv.single_tile and rotating_rows != (step.recv.start, step.recv.stop):
+            raise PlanError(f"rank {rank}, step {step.order}: {tile} is not all of the single {step.recv}")
         for row in range(*tile.q):
             start, stop = tile.columns(row - tile.q[0])
             if start >= stop:

@@ -1,11 +1,11 @@
 """What a layer makes the ranks compute, on any machine: pairs counted in closed form, by rank and by step of a ring."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
-from .mask import Mask, band_pairs
+from .mask import Mask
 from .tiles import Tile
 
 _MOST_MEETINGS = 8192  # pairs of chunks in one document; more are not gone through
@@ -13,24 +13,7 @@ _MOST_MEETINGS = 8192  # pairs of chunks in one document; more are not gone thro
 
 def tile_pairs(tile: Tile) -> int:
     """How many pairs a tile admits in one row of the batch."""
-    if not tile.segments:
-        return band_pairs(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0], tile.low, tile.high)
-    sizes = [stop - start for start, stop in pairwise(tile.segments)]
-    if tile.high is None and tile.low == 0:
-        return sum(size * (size + 1) for size in sizes) // 2
-    return sum(band_pairs(size, size, tile.low, tile.high) for size in sizes)
-
-
-def _pairs_before(mask: Mask, tokens: Iterable[int]) -> list[int]:
-    """How many pairs have their query before each of some tokens."""
-    totals, distances, counts = _cumulative_pairs(mask), mask.distances, []
-    for token in tokens:
-        index = bisect_right(mask.documents, token) - 1
-        start, pairs = mask.documents[index], totals[index]
-        if token > start:
-            pairs += band_pairs(token - start, mask.documents[index + 1] - start, *distances)
-        counts.append(pairs)
-    return counts
+    return tile.band.pairs(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0])
 
 
 def pairs_of_chunks(masks: Sequence[Mask], boundaries: Sequence[int], weights: Sequence[int] = ()) -> list[int]:
@@ -38,8 +21,15 @@ def pairs_of_chunks(masks: Sequence[Mask], boundaries: Sequence[int], weights: S
     its weight says."""
     totals = [0] * (len(boundaries) - 1)
     for mask, weight in zip(masks, weights or (1,) * len(masks), strict=True):
-        for chunk, (start, stop) in enumerate(pairwise(_pairs_before(mask, boundaries))):
-            totals[chunk] += weight * (stop - start)
+        by_documents, before = _cumulative_pairs(mask), []  # pairs whose query lies before each boundary
+        for token in boundaries:
+            index = bisect_right(mask.documents, token) - 1
+            start, pairs = mask.documents[index], by_documents[index]
+            if token > start:
+                pairs += mask.band.pairs(token - start, mask.documents[index + 1] - start)
+            before.append(pairs)
+        for chunk, (first, last) in enumerate(pairwise(before)):
+            totals[chunk] += weight * (last - first)
     return totals
 
 
@@ -58,15 +48,13 @@ def meetings(
         return None
     met: dict[tuple[int, int], int] = {}
     for mask, weight, start, stop, first, last in documents:
-        low, high = mask.distances
         parts = [(max(start, boundaries[at]), min(stop, boundaries[at + 1])) for at in range(first, last + 1)]
         for i, (row, row_end) in enumerate(parts, first):
-            for j, (column, column_end) in enumerate(parts[: i - first] if low == 0 else parts, first):
+            for j, (column, column_end) in enumerate(parts[: i - first] if mask.band.low == 0 else parts, first):
                 if i == j:
                     continue
-                ahead = row - column
-                bounds = (None if low is None else low - ahead, None if high is None else high - ahead)
-                pairs = weight * band_pairs(row_end - row, column_end - column, *bounds)
+                band = mask.band.shift(row - column)
+                pairs = weight * band.pairs(row_end - row, column_end - column)
                 if pairs:
                     met[i, j] = met.get((i, j), 0) + pairs
     return met
@@ -84,31 +72,14 @@ def _spans(mask: Mask, boundaries: tuple[int, ...]) -> list[tuple[int, int, int,
     return spans
 
 
-def pairs_by_step(
-    work: Sequence[int],
-    met: dict[tuple[int, int], int],
-    owners: Sequence[int],
-    ranks: int,
-) -> list[list[int]]:
-    """The pairs that each rank computes in each step of a ring of K and V, by step and rank, from the pairs of the
-    queries of each chunk (`work`), those of them that [`meetings`] finds (`met`) and the owners of the chunks."""
-    steps = [[0] * ranks for _ in range(ranks)]
-    for owner, pairs in zip(owners, work, strict=True):
-        steps[0][owner] += pairs
-    for (queries, keys), pairs in met.items():
-        steps[0][owners[queries]] -= pairs
-        steps[(owners[queries] - owners[keys]) % ranks][owners[queries]] += pairs
-    return steps
-
-
 @lru_cache(maxsize=64)
 def _cumulative_pairs(mask: Mask) -> tuple[int, ...]:
     """The pairs of all documents that end at each of the mask's boundaries, or before."""
     total, totals = 0, [0]
-    low, high = mask.distances
-    causal = mask.length if high is None else high + 1  # up to so many tokens a document is a triangle
+    band = mask.band
+    causal = mask.length if band.high is None else band.high + 1  # up to so many tokens a document is a triangle
     for start, stop in pairwise(mask.documents):
         size = stop - start
-        total += size * (size + 1) // 2 if low == 0 and size <= causal else band_pairs(size, size, low, high)
+        total += size * (size + 1) // 2 if band.low == 0 and size <= causal else band.pairs(size, size)
         totals.append(total)
     return tuple(totals)

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from ..plan import GPU_SLICE_BLOCKS
-
 HOST_VARIABLE = "NCCL_HOSTID"
 NEIGHBOURS = (
     "Number the ranks host by host: srun --distribution=block, or torchrun and accelerate launch once on every host."
@@ -28,11 +26,6 @@ class Topology:
 
     ranks_per_host: int = 1
     on_gpus: bool = False
-
-    @property
-    def slice_blocks(self) -> int:
-        """The least work of a slice of the heads, see [`head_slices`]."""
-        return GPU_SLICE_BLOCKS if self.on_gpus else 0
 
 
 def neighbours_per_host(hosts: Sequence[str]) -> int:

@@ -1,14 +1,14 @@
 """Attention over ranks: messages, merging, and the loops that execute the steps of a plan."""
 
 from .clock import ExchangeClock
-from .exchange import MOST_TENSORS, Exchange, Exchanges, PeerToPeer
+from .exchange import MAX_TENSORS, Exchange, Exchanges, PeerToPeer
 from .merge import merge_, row_products
 from .sharded import HeadSizes, ShardedAttention, kept_shapes
 from .symmetric import Symmetric, SymmetricPool, open_pool
 from .ulysses import HeadsToTokens, TokensToHeads, ulysses_ranks_of
 
 __all__ = [
-    "MOST_TENSORS",
+    "MAX_TENSORS",
     "Exchange",
     "ExchangeClock",
     "Exchanges",

@@ -11,7 +11,7 @@ from .exchange import Exchange
 
 class ExchangeClock:
     """Adds up the time in which messages hold up a rank: sends, barriers, copies on the stream of the kernels, and
-    waits. Messages beside a kernel count for as long as something waits for them.
+    waits. Messages during a kernel count for as long as something waits for them.
 
     Args:
         device (`torch.device`): Where the rank computes. GPUs are timed by events on the current stream.
@@ -23,7 +23,7 @@ class ExchangeClock:
 
     def watch(self, exchange: Exchange) -> Exchange:
         """Times the messages of one pass. Returns the same object."""
-        for name in ("publish", "fetch", "fetch_heads"):
+        for name in ("publish", "fetch"):
             setattr(exchange, name, self._timed(getattr(exchange, name)))
         return exchange
 

@@ -1,4 +1,4 @@
-"""How blocks move between the ranks of a group: published by their home, fetched by who needs them, and counted.
+"""How blocks move between the ranks of a group: published by their owner, fetched by who needs them, and counted.
 
 [`PeerToPeer`] sends and receives (NCCL, gloo). Every rank posts its rounds in the same sequence, and a message belongs
 to the same round at both of its ends. So no rank waits for a round that its peer has not reached.
@@ -20,121 +20,86 @@ from ..ranks.group import ContextGroup
 
 # Blocks of one channel are published one after another; those of different channels live side by side.
 Channel = Literal["blocks", "gradients", "tokens to heads", "heads to tokens"]
-MOST_TENSORS = 6  # that are exchanged for heads at once
+MAX_TENSORS = 6  # whose heads are exchanged at once
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
-class Incoming:
-    """Rows of one of the tensors that `peer` has published.
+class Region:
+    """A part of one of several tensors of shape `(B, S, H, D)`.
 
     Args:
-        peer (`int`): A rank of the group.
-        shapes (`tuple`): Shape and dtype of every tensor that the peer has published.
         index (`int`): Which of them.
-        start, stop (`int`): Its rows, the second dimension.
+        rows (`tuple[int, int]`): Its rows `[start, stop)`.
+        heads (`tuple[int, int]`, *optional*): Its heads `[start, stop)`; all of them by default.
+    """
+
+    index: int
+    rows: tuple[int, int]
+    heads: tuple[int, int] | None = None
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """This part of these tensors."""
+        rows = tensors[self.index][:, slice(*self.rows)]
+        return rows if self.heads is None else rows[:, :, slice(*self.heads)]
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        """Its shape and dtype, for tensors of these shapes."""
+        (batch, _, heads, *rest), dtype = shapes[self.index]
+        start, stop = self.heads or (0, heads)
+        return (batch, self.rows[1] - self.rows[0], stop - start, *rest), dtype
+
+
+class Incoming(NamedTuple):
+    """A part of what `peer`, a rank of the group, has published.
+
+    Args:
+        peer (`int`): The rank.
+        shapes (`tuple`): Shape and dtype of every tensor that the peer has published.
+        source (`Region`): The part of them.
+        target (`Region`): Where it belongs among this rank's tensors.
     """
 
     peer: int
     shapes: tuple[Shape, ...]
-    index: int
-    start: int
-    stop: int
-
-    @cached_property
-    def shape(self) -> Shape:
-        """Of the rows."""
-        (batch, _, *rest), dtype = self.shapes[self.index]
-        return (batch, self.stop - self.start, *rest), dtype
-
-
-@dataclass(frozen=True)
-class Outgoing:
-    """Rows `[start, stop)` of the tensor `index` of those that this rank has published, which `peer` fetches."""
-
-    peer: int
-    index: int
-    start: int
-    stop: int
+    source: Region
+    target: Region
 
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """One round of an exchange: who fetches which rows. Made once, for tensors of given shapes.
+    """One round of an exchange: who fetches what. Made once, for tensors of given shapes.
 
     Args:
         shapes (`tuple`): Shape and dtype of every tensor that this rank has published.
-        outgoing (`tuple[Outgoing, ...]`): The rows of them that others fetch.
-        incoming (`tuple[Incoming, ...]`): The rows that this rank fetches, from each peer in the order of its
-            `outgoing`.
+        outgoing (`tuple[tuple[int, Region], ...]`): The peers that fetch parts of them.
+        incoming (`tuple[Incoming, ...]`): The parts that this rank fetches, from each peer in the order of its
+            `outgoing`; of an exchange of heads its own part, too.
         tag (`int`): Tells the rounds apart.
     """
 
     shapes: tuple[Shape, ...]
-    outgoing: tuple[Outgoing, ...]
+    outgoing: tuple[tuple[int, Region], ...]
     incoming: tuple[Incoming, ...]
     tag: int
 
     @cached_property
     def sent(self) -> Traffic:
         """Messages and bytes that leave this rank."""
-        total = 0
-        for rows in self.outgoing:
-            (batch, _, *rest), dtype = self.shapes[rows.index]
-            total += batch * (rows.stop - rows.start) * math.prod(rest) * dtype.itemsize
-        return Traffic(len(self.outgoing), total)
+        shapes = [block.shape(self.shapes) for _, block in self.outgoing]
+        return Traffic(len(shapes), sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes))
 
-    def landing(self, device: torch.device) -> list[Tensor]:
-        """New tensors for the rows that come."""
-        return [
-            torch.empty(shape, dtype=dtype, device=device) for shape, dtype in (rows.shape for rows in self.incoming)
-        ]
+    @cached_property
+    def of_heads(self) -> bool:
+        """Whether it exchanges heads, not whole rows."""
+        return any(part.source.heads is not None for part in self.incoming)
 
-
-@dataclass(frozen=True)
-class HeadBlock:
-    """Rows and heads of a tensor of shape `(B, S, H, D)` that go to or come from a peer.
-
-    Args:
-        peer (`int`): A rank of the group, possibly this one.
-        index (`int`): Which of the tensors published.
-        rows, heads (`tuple[int, int]`): `[start, stop)` of them.
-    """
-
-    peer: int
-    index: int
-    rows: tuple[int, int]
-    heads: tuple[int, int]
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """This part of a tensor."""
-        return tensor[:, slice(*self.rows), slice(*self.heads)]
-
-
-# A block of what a peer has published, and the one of the destination of the same index to which it goes.
-HeadMove = tuple[HeadBlock, HeadBlock]
-
-
-@dataclass(frozen=True, eq=False)
-class HeadRound:
-    """One round in which heads are exchanged.
-
-    Args:
-        outgoing (`tuple[HeadBlock, ...]`): The parts of this rank's tensors that peers fetch, in their order.
-        incoming (`tuple[HeadMove, ...]`): The parts that this rank fetches, its own included.
-        rows (`dict[int, tuple[int, ...]]`): For each peer, the rows of each tensor that it has published.
-    """
-
-    outgoing: tuple[HeadBlock, ...]
-    incoming: tuple[HeadMove, ...]
-    rows: dict[int, tuple[int, ...]]
-
-    def shapes(self, peer: int, tensors: Sequence[Tensor]) -> tuple[Shape, ...]:
-        """Shapes and dtypes of the tensors that a peer has published, by those of this rank."""
-        return tuple(
-            ((tensor.shape[0], rows, *tensor.shape[2:]), tensor.dtype)
-            for tensor, rows in zip(tensors, self.rows[peer], strict=True)
-        )
+    def targets(self, into: Sequence[Tensor] | None, device: torch.device) -> list[Tensor]:
+        """Where each incoming part goes: its place in `into`, or a new tensor."""
+        if into is not None:
+            return [part.target.of(into) for part in self.incoming]
+        shapes = [part.source.shape(part.shapes) for part in self.incoming]
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
 
 
 class Pending(Protocol):
@@ -154,7 +119,7 @@ class Exchange(Protocol):
     sent: Traffic
 
     def reserve(self, channel: Channel, capacity: int) -> None:
-        """Makes room for what will be published, before anything is under way that other ranks must take part in.
+        """Makes room for what will be published, before anything is under way that other ranks must join.
 
         Args:
             channel (`str`): Where it will be published.
@@ -185,35 +150,22 @@ class Exchange(Protocol):
         """
 
     def fetch(
-        self, channel: Channel, this_round: Round, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None
-    ) -> Pending:
-        """Starts to fetch rows.
-
-        Args:
-            channel (`str`): Where they were published.
-            this_round ([`Round`]): Who fetches which rows.
-            tensors (sequence of `torch.Tensor`): The tensors that this rank has published.
-            into (sequence of `torch.Tensor`, *optional*): Where the rows go; new tensors by default.
-        """
-
-    def fetch_heads(
         self,
         channel: Channel,
-        this_round: HeadRound,
+        this_round: Round,
         tensors: Sequence[Tensor],
-        into: Sequence[Tensor],
-        tag: int,
-        beside_kernel: bool = False,
+        into: Sequence[Tensor] | None = None,
+        during_kernel: bool = False,
     ) -> Pending:
-        """Starts a round in which heads are exchanged.
+        """Starts to fetch what a round says.
 
         Args:
-            channel (`str`): Where `tensors` were published.
-            this_round ([`HeadRound`]): Who fetches which heads of which rows.
-            tensors (sequence of `torch.Tensor` of shape `(B, S, H, D)`): The tensors that this rank has published.
-            into (sequence of `torch.Tensor` of shape `(B, S', H', D)`): The destinations, of any strides.
-            tag (`int`): Tells the rounds apart.
-            beside_kernel (`bool`, defaults to `False`): Whether a kernel computes meanwhile.
+            channel (`str`): Where it was published.
+            this_round ([`Round`]): Who fetches what.
+            tensors (sequence of `torch.Tensor`): The tensors that this rank has published.
+            into (sequence of `torch.Tensor`, *optional*): The tensors of which the targets are parts, of any strides;
+                a new tensor for each part by default.
+            during_kernel (`bool`, defaults to `False`): Whether a kernel computes while heads are exchanged.
         """
 
     def wait_later(self, pending: Pending) -> None:
@@ -277,57 +229,35 @@ class PeerToPeer:
         """See [`Exchange.publish`]; here a tensor leaves when it is fetched."""
 
     def fetch(
-        self, channel: Channel, this_round: Round, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None
-    ) -> _Messages:
-        """See [`Exchange.fetch`]."""
-        sends = [(tensors[rows.index][:, rows.start : rows.stop], rows.peer) for rows in this_round.outgoing]
-        receives = [rows.peer for rows in this_round.incoming]
-        return self._post(sends, receives, this_round.landing(self.device) if into is None else into, this_round.tag)
-
-    def fetch_heads(
         self,
         channel: Channel,
-        this_round: HeadRound,
+        this_round: Round,
         tensors: Sequence[Tensor],
-        into: Sequence[Tensor],
-        tag: int,
-        beside_kernel: bool = False,
+        into: Sequence[Tensor] | None = None,
+        during_kernel: bool = False,
     ) -> _Messages:
-        """See [`Exchange.fetch_heads`]."""
-        own = self.group.rank
-        sends = [(block.of(tensors[block.index]), block.peer) for block in this_round.outgoing if block.peer != own]
-        into_parts, receives = [], []
-        for block, place in this_round.incoming:
-            destination = place.of(into[block.index])
-            if block.peer == own:
-                destination.copy_(block.of(tensors[block.index]))
+        """See [`Exchange.fetch`]; all messages are posted at once."""
+        sent = [block.of(tensors).contiguous() for _, block in this_round.outgoing]
+        targets, landing, operations = [], [], []
+        process_group = self.group.process_group if sent or this_round.incoming else None
+        for tensor, (peer, _) in zip(sent, this_round.outgoing, strict=True):
+            operations.append(dist.P2POp(dist.isend, tensor, group=process_group, tag=this_round.tag, group_peer=peer))
+        for part, target in zip(this_round.incoming, this_round.targets(into, self.device), strict=True):
+            peer = part.peer
+            if peer == self.group.rank:
+                target.copy_(part.source.of(tensors))
                 continue
-            into_parts.append(destination)
-            receives.append(block.peer)
-        return self._post(sends, receives, into_parts, tag)
+            landed = target if target.is_contiguous() else target.new_empty(target.shape)
+            operations.append(dist.P2POp(dist.irecv, landed, group=process_group, tag=this_round.tag, group_peer=peer))
+            targets.append(target)
+            landing.append(landed)
+        self.sent += Traffic(len(sent), sum(tensor.nbytes for tensor in sent))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return _Messages(works, sent, landing, targets, self._limit if works else ())
 
     def wait_later(self, pending: Pending) -> None:
         """See [`Exchange.wait_later`]; messages are waited for at once."""
         pending.wait()
-
-    def _post(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[int], into: Sequence[Tensor], tag: int
-    ) -> _Messages:
-        """Sends tensors to peers, and receives from them, all in one round."""
-        tensors = [tensor.contiguous() for tensor, _ in sends]
-        landing = [target if target.is_contiguous() else target.new_empty(target.shape) for target in into]
-        process_group = self.group.process_group if sends or receives else None
-        operations = [
-            dist.P2POp(dist.isend, tensor, group=process_group, tag=tag, group_peer=peer)
-            for tensor, (_, peer) in zip(tensors, sends, strict=True)
-        ]
-        operations += [
-            dist.P2POp(dist.irecv, tensor, group=process_group, tag=tag, group_peer=peer)
-            for tensor, peer in zip(landing, receives, strict=True)
-        ]
-        self.sent += Traffic(len(tensors), sum(tensor.nbytes for tensor in tensors))
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return _Messages(works, tensors, landing, list(into), self._limit if works else ())
 
     @cached_property
     def _limit(self) -> tuple[timedelta, ...]:

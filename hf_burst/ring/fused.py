@@ -11,11 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels import from_host
-from ..plan import Traffic
-from .exchange import MOST_TENSORS
+from .exchange import MAX_TENSORS
 
 _TILE, _LARGE_TILE = 2048, 8192  # words that a program copies at a time
-_FEW = 16  # programs of a copy that runs beside other kernels
+_FEW = 16  # programs of a copy that runs while other kernels do
 
 
 def combine(
@@ -142,12 +141,10 @@ class Table:
     Args:
         pairs (sequence of `(source, target, index)`): Tensors of shape `(B, S, H, D)`; each target is a part of the
             destination `index`.
-        into (sequence of `torch.Tensor`): At most `MOST_TENSORS` destinations.
-        sent ([`Traffic`]): What peers take in the same round.
+        into (sequence of `torch.Tensor`): At most `MAX_TENSORS` destinations.
     """
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor, int]], into: Sequence[Tensor], sent: Traffic) -> None:
-        self.sent = sent
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor, int]], into: Sequence[Tensor]) -> None:
         entries = []
         for source, target, index in pairs:
             for one, other, outer, inner, *steps in _runs(source, target):
@@ -170,27 +167,27 @@ class Table:
         self.count = len(entries)
         self.table = from_host(entries, torch.int64, into[0].device)
 
-    def run(self, into: Sequence[Tensor], beside_kernel: bool) -> None:
+    def run(self, into: Sequence[Tensor], during_kernel: bool) -> None:
         """Copies into these destinations, which are laid out as those that the table was made with.
 
         Args:
             into (sequence of `torch.Tensor`): The destinations.
-            beside_kernel (`bool`): Whether it runs beside other kernels. It then takes few multiprocessors, and each
+            during_kernel (`bool`): Whether it runs while other kernels do. It then takes few multiprocessors, and each
                 has as much under way as it can: a copy that waits for a peer's memory keeps other kernels out.
         """
         addresses = [tensor.data_ptr() for tensor in into]
-        targets = [*addresses, *addresses[:1] * (MOST_TENSORS - len(addresses))]
-        tile = _LARGE_TILE if beside_kernel else _TILE
+        targets = [*addresses, *addresses[:1] * (MAX_TENSORS - len(addresses))]
+        tile = _LARGE_TILE if during_kernel else _TILE
         work = self.tiles[tile] * self.count
         with torch.cuda.device(into[0].device):
-            _copy[(min(work, _FEW) if beside_kernel else work,)](
+            _copy[(min(work, _FEW) if during_kernel else work,)](
                 *(self.table, *targets, self.count, work),
                 kind=self.kind,
                 word=self.word,
                 aligned=self.unit,
                 width=self.width,
                 height=max(1, tile // self.width),
-                num_warps=32 if beside_kernel else 4,
+                num_warps=32 if during_kernel else 4,
             )
 
 

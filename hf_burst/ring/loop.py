@@ -1,94 +1,43 @@
-"""The loop that executes the steps of a ring, forward and backward.
+"""The loop of a ring. In step s a rank computes with the block of the rank s places before it: K and V, or the queries
+and all that belongs to them. Blocks come straight from the ranks that own them, and their gradients return there.
 
-Over several hosts the same loop runs on two levels: a step of the outer ring, between hosts, is all of an inner ring.
+```text
+rank 2 of 4   step 0     step 1         step 2         step 3
+computes      block 2    block 1        block 0        block 3
+fetches       block 1    block 0        block 3
+returns                  gradients 1    gradients 0    gradients 3     (in the backward pass)
+```
+
+On one host `_rotate` is all of it. Over several hosts it runs on two levels, see `_rotate_over_hosts`.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels import BackwardInputs, Band, Kernel, OutputBuffers, Scores, project_out
+from ..kernels import BackwardInputs, Kernel, OutputBuffers, project_out
 from ..numerics import accumulation_dtype
-from ..plan import Plan, Step, Tile, Transfer
-from ..plan.steps import Rotating, goes_ahead
-from .exchange import Exchange, Exchanges, Incoming, Outgoing, Pending, Round, Shape
+from ..plan import Step, Tile
+from ..plan.ring import Rotating, sends_before_compute
+from .exchange import Exchange, Exchanges, Pending, Round
 from .merge import Merged, Summed
+from .rounds import Level, RingAttention, StepRounds, level_of
 
-_BANDS = 1024
 
+class Block(NamedTuple):
+    """A block that a rank computes with: its own, or one that came. It begins with row `first` of its shard, and its
+    first tensors have sums of gradients; none in the forward pass."""
 
-class Held(NamedTuple):
-    """The block that a rank holds: its own, or one that crossed to it. It begins with row `first` of its shard. `home`
-    are the sums of its gradients; none in the forward pass, or without a block."""
-
-    block: Sequence[Tensor]
+    tensors: Sequence[Tensor]
     first: int = 0
-    home: Sequence[Summed] = ()
+    gradients: Sequence[Summed] = ()
 
 
-# Computes a step with a block. Returns the gradients of the block, which may be written to the buffers.
-Compute = Callable[[Step, Sequence[Tensor], OutputBuffers], Sequence[Tensor]]
-# The same for a step of an inner ring, and what the rank holds in it.
-ComputeOnHost = Callable[[Held, Step, Sequence[Tensor], OutputBuffers], Sequence[Tensor]]
-
-
-@dataclass(frozen=True, eq=False)
-class RingAttention:
-    """One attention over a ring: what its forward and backward pass and all layers have in common.
-
-    Args:
-        plan ([`Plan`]): The tiles of each ring rank.
-        ring_rank (`int`): This rank's number in the ring.
-        peers (`tuple[int, ...]`): The number of each ring rank in the exchange that reaches it: inside the host, or
-            between hosts.
-        kernel ([`Kernel`]): Computes a tile.
-        scores ([`Scores`]): Scale and soft-capping.
-        slice_blocks (`int`, defaults to 0): Blocks of rows of a slice of heads at least, see [`head_slices`].
-        head_groups (`int`, defaults to 1): As in [`Memory`]; those of gathered keys.
-        bands (`dict`): The bands that `band` has made.
-    """
-
-    plan: Plan
-    ring_rank: int
-    peers: tuple[int, ...]
-    kernel: Kernel
-    scores: Scores
-    slice_blocks: int = 0
-    head_groups: int = 1
-    bands: dict[int, tuple[Tile, Band]] = field(default_factory=dict, repr=False)
-
-    def band(self, tile: Tile) -> Band:
-        """The band of a tile: one object for all calls, which remembers its hash."""
-        known = self.bands.get(id(tile))  # whose tile is kept, so that nothing else has its id
-        if known is None:
-            if len(self.bands) >= _BANDS:
-                self.bands.clear()
-            known = self.bands[id(tile)] = tile, Band(tile.low, tile.high, tile.segments)
-        return known[1]
-
-    @cached_property
-    def single_tile(self) -> bool:
-        """Whether one tile covers all rows and columns of this ring rank, which is the only one."""
-        plan = self.plan
-        if plan.ranks > 1:
-            return False
-        tiles = [(tile.batch, tile.q, tile.k) for step in plan.steps(0, "kv") for tile in step.tiles]
-        return tiles == [((0, len(plan.masks)), (0, plan.queries.length), (0, plan.keys.length))]
-
-    @cached_property
-    def gathered(self) -> tuple[Tile, ...]:
-        """The tiles of this ring rank with the keys of all, see [`Plan.gathered`]."""
-        return self.plan.gathered(self.ring_rank)
-
-    @cached_property
-    def most_tokens(self) -> dict[Rotating, int]:
-        """The most tokens of a ring rank, of keys and of queries."""
-        return {"kv": self.plan.keys.most_tokens, "q": self.plan.queries.most_tokens}
+# Computes a step with a block, and adds to the sums of its gradients. Those of a single tile may go to the buffers.
+Compute = Callable[[Block, Step, OutputBuffers], None]
 
 
 def forward(
@@ -114,22 +63,15 @@ def forward(
     buffers = buffers if attention.single_tile and sinks is None else None
     merged = Merged((*q.shape[:3], v.shape[3]), q.dtype, q.device, sinks)
 
-    def compute(held: Held, step: Step, block: Sequence[Tensor], _: OutputBuffers) -> Sequence[Tensor]:
-        keys, values = block
-        first = step.recv.start if step.recv else held.first
+    def compute(block: Block, step: Step, _: OutputBuffers) -> None:
         for tile in step.tiles:
-            out, lse = attention.kernel.forward(
-                _cut(q, tile.batch, tile.q),
-                _cut(keys, tile.batch, tile.k, first),
-                _cut(values, tile.batch, tile.k, first),
-                attention.band(tile),
-                attention.scores,
-                buffers,
-            )
+            rows = slice(*tile.batch), slice(*tile.q)
+            columns = slice(*tile.batch), slice(tile.k[0] - block.first, tile.k[1] - block.first)
+            keys, values = (tensor[columns] for tensor in block.tensors)
+            out, lse = attention.kernel.forward(q[rows], keys, values, tile.band, attention.scores, buffers)
             merged.add(tile.batch, tile.q, out, lse)
-        return ()
 
-    _run(attention, "kv", exchanges, Held((k, v)), compute)
+    _run(attention, "kv", exchanges, Block((k, v)), compute)
     return merged.result()
 
 
@@ -153,299 +95,188 @@ def backward(
     Returns:
         `dq`, `dk` and `dv` in the shapes and dtypes of q, k and v.
     """
-    buffers = buffers if attention.single_tile else None
     q, k, v = inputs.q, inputs.k, inputs.v
     dq, dk, dv = (Summed(tuple(tensor.shape), tensor.dtype, q.device) for tensor in (q, k, v))
-    rows, keys = Rows(q, inputs.dout, inputs.lse, inputs.delta, inputs.out, 0, dq), Keys(k, v, 0, dk, dv)
-    if inputs.out is None:
-        assert inputs.delta is not None, "there is out or delta"
-        rows = _rows_without_out(attention.kernel, (q, inputs.dout, inputs.lse, inputs.delta), 0, dq)
-
-    def compute(held: Held, step: Step, block: Sequence[Tensor], returning: OutputBuffers) -> Sequence[Tensor]:
-        if step.recv is None and held is own:
-            add_tiles(attention, step.tiles, rows, keys, buffers)
-            return ()
-        first, lone = (step.recv.start, step.recv.lone) if step.recv else (held.first, False)
-        sums = _sums(block[: len(own.home)]) if step.recv else held.home
-        if rotating == "kv":
-            block_keys = Keys(block[0], block[1], first, sums[0], sums[1])
-            add_tiles(attention, step.tiles, rows, block_keys, (None, *returning) if lone else None)
-        else:
-            block_rows = _rows_without_out(attention.kernel, block, first, sums[0])
-            add_tiles(attention, step.tiles, block_rows, keys, (*returning, None, None) if lone else None)
-        return _totals(sums, lone) if step.recv else ()
-
-    own = Held((k, v), 0, (dk, dv))
+    kernel, single_tile_buffers = attention.kernel, buffers if attention.single_tile else None
+    own, own_block = with_out(kernel, inputs), Block((k, v), 0, (dk, dv))
     if rotating == "q" and attention.plan.ranks > 1:
         assert inputs.delta is not None, "delta rotates"
-        own = Held((q, inputs.dout, inputs.lse, inputs.delta), 0, (dq,))
-    lone_dtype = accumulation_dtype(q.dtype) if attention.kernel.capabilities.wide else q.dtype
-    _run(attention, rotating, exchanges, own, compute, lone_dtype)
+        own_block = Block((q, inputs.dout, inputs.lse, inputs.delta), 0, (dq,))
+
+    def compute(block: Block, step: Step, returning: OutputBuffers) -> None:
+        if not step.tiles:
+            return
+        if block is own_block:
+            add_tiles(attention, step.tiles, own, (dq, dk, dv), buffers=single_tile_buffers)
+        elif rotating == "kv":
+            keys, values = block.tensors
+            places = (None, *returning) if returning else None
+            sums = dq, *block.gradients
+            add_tiles(attention, step.tiles, own._replace(k=keys, v=values), sums, (0, block.first), places)
+        else:
+            their_q, dout, lse, delta = block.tensors
+            theirs = with_out(kernel, BackwardInputs(dout, their_q, k, v, None, lse, delta))
+            places = (*returning, None, None) if returning else None
+            add_tiles(attention, step.tiles, theirs, (*block.gradients, dk, dv), (block.first, 0), places)
+
+    single_dtype = accumulation_dtype(q.dtype) if kernel.capabilities.wide else q.dtype
+    _run(attention, rotating, exchanges, own_block, compute, single_dtype)
     return dq.result(), dk.result(), dv.result()
 
 
-class Rows(NamedTuple):
-    """Queries and all that belongs to them in the backward pass, `out` as the kernel wants it. Row 0 is row `first` of
-    its shard."""
-
-    q: Tensor
-    dout: Tensor
-    lse: Tensor
-    delta: Tensor | None
-    out: Tensor | None
-    first: int
-    dq: Summed
-
-
-class Keys(NamedTuple):
-    """Keys and values, and the sums of their gradients. Row 0 is row `first` of its shard."""
-
-    k: Tensor
-    v: Tensor
-    first: int
-    dk: Summed
-    dv: Summed
-
-
-def _rows_without_out(kernel: Kernel, block: Sequence[Tensor], first: int, dq: Summed) -> Rows:
-    """Rows whose output is elsewhere, or does not have the product `delta`."""
-    q, dout, lse, delta = block
-    dout, out = project_out(dout, delta) if kernel.capabilities.wants_out else (dout, None)
-    return Rows(q, dout, lse, delta, out, first, dq)
+def with_out(kernel: Kernel, inputs: BackwardInputs) -> BackwardInputs:
+    """Inputs whose output is elsewhere, or does not have the product `delta`, with one that has it if a kernel needs
+    it."""
+    if inputs.out is not None or not kernel.capabilities.wants_out:
+        return inputs
+    assert inputs.delta is not None, "there is out or delta"
+    dout, out = project_out(inputs.dout, inputs.delta)
+    return inputs._replace(dout=dout, out=out)
 
 
 def add_tiles(
-    attention: RingAttention, tiles: Sequence[Tile], rows: Rows, keys: Keys, buffers: OutputBuffers | None = None
+    attention: RingAttention,
+    tiles: Sequence[Tile],
+    inputs: BackwardInputs,
+    sums: Sequence[Summed],
+    first: tuple[int, int] = (0, 0),
+    buffers: OutputBuffers | None = None,
 ) -> None:
-    """Adds the gradients of tiles to the sums of their blocks; those of a lone tile may go to the buffers."""
+    """Adds the gradients of tiles to the sums of dq, dk and dv. Rows and columns of the inputs begin with the `first`
+    ones of their shards. Gradients of a single tile may go to the buffers."""
+    first_row, first_column = first
     for tile in tiles:
-        q_part, k_part = (tile.batch, tile.q, rows.first), (tile.batch, tile.k, keys.first)
-        inputs = BackwardInputs(
-            dout=_cut(rows.dout, *q_part),
-            q=_cut(rows.q, *q_part),
-            k=_cut(keys.k, *k_part),
-            v=_cut(keys.v, *k_part),
-            out=None if rows.out is None else _cut(rows.out, *q_part),
-            lse=_cut(rows.lse, *q_part),
-            delta=None if rows.delta is None else _cut(rows.delta, *q_part),
-        )
-        gradients = attention.kernel.backward(inputs, attention.band(tile), attention.scores, buffers)
-        for total, gradient, (batch, (start, stop), first) in zip(
-            (rows.dq, keys.dk, keys.dv), gradients, (q_part, k_part, k_part), strict=True
-        ):
-            total.add(batch, (start - first, stop - first), gradient)
+        rows = tile.q[0] - first_row, tile.q[1] - first_row
+        columns = tile.k[0] - first_column, tile.k[1] - first_column
+        cut = inputs.cut(slice(*rows), slice(*columns), slice(*tile.batch))
+        gradients = attention.kernel.backward(cut, tile.band, attention.scores, buffers)
+        for total, gradient, span in zip(sums, gradients, (rows, columns, columns), strict=True):
+            total.add(tile.batch, span, gradient)
 
 
 def _run(
     attention: RingAttention,
     rotating: Rotating,
     exchanges: Exchanges,
-    own: Held,
-    compute: ComputeOnHost,
-    lone_dtype: torch.dtype | None = None,
+    own: Block,
+    compute: Compute,
+    single_dtype: torch.dtype | None = None,
 ) -> None:
-    """Runs a ring. While the ranks of a host hand the blocks of one host round, those of the next one cross, and the
-    gradients of the last one cross back.
-
-    Gradients of a single tile travel in `lone_dtype`, others in the accumulation dtype.
-    """
-    plan, rank = attention.plan, attention.ring_rank
-    blocks, home = (tuple((tensor.shape, tensor.dtype) for tensor in tensors) for tensors in (own.block, own.home))
-
-    outer = _level(attention, rotating, blocks, home, lone_dtype, None)
-    if plan.hosts > 1 and plan.per_host > 1:
-        exchanges.near.reserve("blocks", outer.capacity)
-        if outer.returned:
-            exchanges.near.reserve("gradients", outer.returned)
-
-    def visit(crossing: Step, block: Sequence[Tensor], _: OutputBuffers) -> Sequence[Tensor]:
-        order, came = crossing.order, crossing.recv
-        held = Held(block, came.start, _sums(block[: len(home)])) if came else own if order == 0 else Held(())
-        if plan.visited(rank, rotating, order):
-            ring = _level(attention, rotating, blocks, home, lone_dtype, order)
-            _rotate(ring, exchanges.near, held, lambda step, *more: compute(held, step, *more) if step.tiles else ())
-        return _totals(held.home, came.lone) if came else ()
-
-    _rotate(outer, exchanges.far, own, visit)
+    """Runs the ring of a plan; `single_dtype` as in [`level_of`]."""
+    shapes = tuple((tensor.shape, tensor.dtype) for tensor in own.tensors)
+    level = partial(level_of, attention, rotating, shapes, len(own.gradients), single_dtype)
+    if attention.plan.hosts == 1:
+        _rotate(level(0), exchanges.near, own, compute)
+    else:
+        _rotate_over_hosts(attention, rotating, exchanges, level, own, compute)
 
 
-def _sums(block: Sequence[Tensor]) -> list[Summed]:
-    return [Summed(tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in block]
-
-
-def _totals(sums: Sequence[Summed], lone: bool) -> list[Tensor]:
-    return [total.only_part if lone else total.wide for total in sums]
-
-
-@dataclass(frozen=True, eq=False)
-class _Ring:
-    """One level of a ring as this rank sees it, for blocks of given shapes.
-
-    Args:
-        orders (`int`): Steps, those that a rank leaves out included.
-        blocks (`list[tuple[Step, Round]]`): The steps of this rank, and how their blocks come.
-        returns (`dict[int, Round]`): How the gradients of a step go home; none in the forward pass.
-        capacity (`int`): The most bytes that a rank publishes as its block.
-        returned (`int`): The most bytes that a rank publishes as gradients; 0 in the forward pass.
-    """
-
-    orders: int
-    blocks: list[tuple[Step, Round]]
-    returns: dict[int, Round]
-    capacity: int
-    returned: int
-
-
-@lru_cache(maxsize=1024)
-def _level(
-    attention: RingAttention,
-    rotating: Rotating,
-    blocks: tuple[Shape, ...],
-    home: tuple[Shape, ...],
-    lone_dtype: torch.dtype | None,
-    crossing: int | None,
-) -> _Ring:
-    """A level of a ring, if this rank's own block has the shapes `blocks`, and its gradients have the shapes `home`.
-
-    Args:
-        crossing (`int`, *optional*): The inner ring of this step of the outer one; the outer ring by default.
-    """
-    plan, rank, shards = attention.plan, attention.ring_rank, attention.plan.blocks(rotating)
-    steps = plan.crossings(rank, rotating) if crossing is None else plan.steps(rank, rotating, crossing)
-
-    def held(ring_rank: int) -> tuple[int, tuple[Shape, ...]]:
-        """The first row that a rank holds, and the shapes of all of them."""
-        first, stop = (0, shards.tokens(ring_rank)) if crossing is None else plan.held(ring_rank, rotating, crossing)
-        return first, tuple(
-            ((batch, stop - first, *rest), dtype) for (batch, _, *rest), dtype in blocks if stop > first
-        )
-
-    first, own = held(rank)
-    rounds, returns = [], {}
-    for step in steps:
-        send, recv = step.send, step.recv
-        outgoing, incoming = [], []
-        if send:
-            peer = attention.peers[send.peer]
-            outgoing = [Outgoing(peer, index, send.start - first, send.stop - first) for index in range(len(own))]
-        if recv:
-            peer, (theirs_first, theirs) = attention.peers[recv.peer], held(recv.peer)
-            rows = recv.start - theirs_first, recv.stop - theirs_first
-            incoming = [Incoming(peer, theirs, index, *rows) for index in range(len(theirs))]
-        rounds.append((step, Round(own, tuple(outgoing), tuple(incoming), 2 * step.order)))
-        returns[step.order] = _return_round(attention, step, home, lone_dtype)
-    most = attention.most_tokens[rotating]
-    capacity = sum(_row_bytes(shape, dtype) for shape, dtype in blocks) * most
-    returned = sum(_row_bytes(shape, accumulation_dtype(dtype)) for shape, dtype in home) * most
-    return _Ring(plan.hosts if crossing is None else plan.per_host, rounds, returns, capacity, returned)
-
-
-def _row_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of one row of all sequences."""
-    return math.prod(shape) // shape[1] * dtype.itemsize
-
-
-def _return_round(
-    attention: RingAttention, step: Step, home: tuple[Shape, ...], lone_dtype: torch.dtype | None
-) -> Round:
-    """How the gradients of a step go home, if those of a whole shard have these shapes and dtypes."""
-
-    def returned(transfer: Transfer) -> tuple[Shape, ...]:
-        lone, rows = lone_dtype if transfer.lone else None, transfer.rows
-        return tuple(((batch, rows, *rest), lone or accumulation_dtype(dtype)) for (batch, _, *rest), dtype in home)
-
-    outgoing: tuple[Outgoing, ...] = ()
-    incoming: tuple[Incoming, ...] = ()
-    own = returned(step.recv) if step.recv else ()
-    if step.recv:
-        peer = attention.peers[step.recv.peer]
-        outgoing = tuple(Outgoing(peer, index, 0, step.recv.rows) for index in range(len(own)))
-    if step.send:
-        theirs, peer = returned(step.send), attention.peers[step.send.peer]
-        incoming = tuple(Incoming(peer, theirs, index, 0, step.send.rows) for index in range(len(theirs)))
-    return Round(own, outgoing, incoming, 2 * step.order + 1)
-
-
-def _rotate(ring: _Ring, exchange: Exchange, held: Held, compute: Compute) -> None:
+def _rotate(level: Level, exchange: Exchange, own: Block, compute: Compute) -> None:
     """Runs the steps of one level. While a step computes, the block of the next step is under way, and so are the
-    gradients of the step before on their way home, where they are added to the sums of what is held."""
-    if ring.orders == 1:
-        for step, _ in ring.blocks:
-            compute(step, held.block, ())
+    gradients of the step before, which are added to the sums of what this rank holds."""
+    if level.orders == 1:
+        for rounds in level.steps:
+            compute(own, rounds.step, ())
         return
-    returns = _Returns(ring, exchange, held)
-    exchange.publish("blocks", held.block, ring.capacity)
+    returns = _Returns(level, exchange, own)
+    exchange.publish("blocks", own.tensors, level.block_bytes)
     arriving: Pending | None = None
-    for index, (step, this_round) in enumerate(ring.blocks):
-        if index == 0 and step.order:
-            arriving = exchange.fetch("blocks", this_round, held.block)
-        arrived = arriving.wait() if step.order and arriving else held.block
-        following, next_round = ring.blocks[index + 1] if index + 1 < len(ring.blocks) else (None, None)
-        ahead = following is not None and goes_ahead(step, following, ring.returned > 0)
-        if next_round is not None and ahead:
-            arriving = exchange.fetch("blocks", next_round, held.block)
-        gradients = compute(step, arrived, returns.output_buffers(step))
-        returns.send(step, gradients)
-        if next_round is not None and not ahead:
-            arriving = exchange.fetch("blocks", next_round, held.block)
+    for index, rounds in enumerate(level.steps):
+        step = rounds.step
+        if step.order and arriving is None:
+            arriving = exchange.fetch("blocks", rounds.blocks, own.tensors)
+        block = own if arriving is None else _received(arriving.wait(), step, level.gradients)
+        arriving = None
+        following = level.steps[index + 1] if index + 1 < len(level.steps) else None
+        if following is not None and sends_before_compute(step, following.step, level.gradients > 0):
+            arriving = exchange.fetch("blocks", following.blocks, own.tensors)
+        compute(block, step, returns.output_buffers(rounds))
+        returns.send(rounds, block)
     returns.finish()
 
 
-class _Returns:
-    """The gradients of rotating blocks on their way home, step by step; see [`_rotate`]. Forward there are none."""
+def _received(tensors: Sequence[Tensor], step: Step, gradients: int) -> Block:
+    """The block that came in a step; empty if none did."""
+    sums = [Summed(tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors[:gradients]]
+    return Block(tensors, step.recv.start if step.recv else 0, sums)
 
-    def __init__(self, ring: _Ring, exchange: Exchange, held: Held) -> None:
-        self.ring, self.exchange, self.held = ring, exchange, held
-        self.pending: tuple[Transfer | None, Pending] | None = None
+
+class _Returns:
+    """The gradients of received blocks on their way back, step by step; see [`_rotate`]. Forward there are none."""
+
+    def __init__(self, level: Level, exchange: Exchange, own: Block) -> None:
+        self.level, self.exchange, self.own = level, exchange, own
+        self.pending: tuple[Round, Pending] | None = None
         self.following = 1  # the order of the step whose gradients are published next
 
-    def output_buffers(self, step: Step) -> OutputBuffers:
-        """Where the gradients of a step may be written."""
-        if not (self.ring.returned and step.order):
+    def output_buffers(self, rounds: StepRounds) -> OutputBuffers:
+        """Where the gradients of a step may be written, if they are those of a single tile."""
+        step = rounds.step
+        if not (self.level.gradients and step.order):
             return ()
         self._skip_to(step.order)
-        shapes = self.ring.returns[step.order].shapes
-        return self.exchange.output_buffers("gradients", shapes, self.ring.returned) if shapes else ()
+        if step.recv is None:
+            return ()
+        buffers = self.exchange.output_buffers("gradients", rounds.gradients.shapes, self.level.gradient_bytes)
+        return buffers if step.recv.single_tile else ()
 
-    def send(self, step: Step, gradients: Sequence[Tensor]) -> None:
-        """Sends the gradients of a step's block home, and adds those of the step before that came home."""
-        if not (self.ring.returned and step.order):
+    def send(self, rounds: StepRounds, block: Block) -> None:
+        """Sends the gradients of a step's block back, and adds those of the step before that came to this rank."""
+        step, this_round = rounds.step, rounds.gradients
+        if not (self.level.gradients and step.order):
             return
-        self._skip_to(step.order)
-        this_round = self.ring.returns[step.order]
-        tensors = [gradient.to(dtype) for gradient, (_, dtype) in zip(gradients, this_round.shapes, strict=True)]
-        self.exchange.publish("gradients", tensors, self.ring.returned)
+        sums = block.gradients if step.recv else ()
+        tensors = [
+            (total.only_part if step.recv and step.recv.single_tile else total.wide).to(dtype)
+            for total, (_, dtype) in zip(sums, this_round.shapes, strict=True)
+        ]
+        self.exchange.publish("gradients", tensors, self.level.gradient_bytes)
         self.following = step.order + 1
         pending = self.exchange.fetch("gradients", this_round, tensors)
         self._add_pending()
-        self.pending = step.send, pending
+        self.pending = this_round, pending
 
     def finish(self) -> None:
         """Adds the gradients that are still under way."""
-        if self.ring.returned:
-            self._skip_to(self.ring.orders)
+        if self.level.gradients:
+            self._skip_to(self.level.orders)
         self._add_pending()
 
     def _skip_to(self, order: int) -> None:
         """Publishes nothing in the steps that this rank leaves out."""
         while self.following < order:
-            self.exchange.publish("gradients", (), self.ring.returned)
+            self.exchange.publish("gradients", (), self.level.gradient_bytes)
             self.following += 1
 
     def _add_pending(self) -> None:
         if self.pending is None:
             return
-        transfer, pending = self.pending
-        gradients = pending.wait()
-        if transfer is not None:
-            rows = transfer.start - self.held.first, transfer.stop - self.held.first
-            for total, gradient in zip(self.held.home, gradients, strict=True):
-                total.add((0, total.shape[0]), rows, gradient)
+        this_round, pending = self.pending
+        for part, gradient in zip(this_round.incoming, pending.wait(), strict=True):
+            total = self.own.gradients[part.target.index]
+            total.add((0, total.shape[0]), part.target.rows, gradient)
         self.pending = None
 
 
-def _cut(tensor: Tensor, batch: tuple[int, int], rows: tuple[int, int], first: int = 0) -> Tensor:
-    """The part of a block that a tile names; its row 0 is row `first` of its shard."""
-    if batch == (0, tensor.shape[0]) and rows == (first, first + tensor.shape[1]):
-        return tensor
-    return tensor[batch[0] : batch[1], rows[0] - first : rows[1] - first]
+def _rotate_over_hosts(
+    attention: RingAttention,
+    rotating: Rotating,
+    exchanges: Exchanges,
+    level: Callable[[int | None], Level],
+    own: Block,
+    compute: Compute,
+) -> None:
+    """Runs a ring on two levels: a step of the outer one, between hosts, is all of an inner one. While the ranks of a
+    host pass on the blocks of one host, those of the next one cross, and the gradients of the last one cross back.
+    """
+    plan, outer = attention.plan, level(None)
+    if plan.per_host > 1:
+        exchanges.near.reserve("blocks", outer.block_bytes)
+        if outer.gradients:
+            exchanges.near.reserve("gradients", outer.gradient_bytes)
+
+    def visit(block: Block, crossing: Step, _: OutputBuffers) -> None:
+        if plan.visited(attention.ring_rank, rotating, crossing.order):
+            _rotate(level(crossing.order), exchanges.near, block, compute)
+
+    _rotate(outer, exchanges.far, own, visit)

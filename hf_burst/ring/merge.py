@@ -15,7 +15,7 @@ from ..numerics import accumulation_dtype
 Span = tuple[int, int]
 
 
-class _Part(NamedTuple):
+class _Partial(NamedTuple):
     """What a kernel made for some of the rows of some sequences."""
 
     batch: Span
@@ -27,12 +27,7 @@ class _Part(NamedTuple):
     def place(self) -> tuple[slice, slice]:
         return slice(*self.batch), slice(*self.rows)
 
-    @property
-    def size(self) -> int:
-        """Rows of all its sequences together."""
-        return (self.batch[1] - self.batch[0]) * (self.rows[1] - self.rows[0])
-
-    def meets(self, other: "_Part") -> bool:
+    def meets(self, other: "_Partial") -> bool:
         """Whether a row is in both."""
         spans = (self.batch, other.batch), (self.rows, other.rows)
         return all(first[0] < second[1] and second[0] < first[1] for first, second in spans)
@@ -50,37 +45,41 @@ def by_head(scalars: Tensor) -> Tensor:
     return heads_first(tuple(scalars.shape), scalars.dtype, scalars.device).copy_(scalars)
 
 
-class _Parts:
+class _Accumulator:
     """Rows whose values come in parts.
 
     A part that covers all rows, or several in a row that do together, is kept as it is; each row may have one more that
     waits. If a row has a further one, all are widened to the accumulation dtype, so that no sum of several is rounded
     in between. What waits at the end is merged where it belongs, without a pass over the other rows.
+
+    Args:
+        shape (`tuple[int, ...]`): `(B, S, H, D)` of the result.
+        dtype, device: Of the result.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.device = shape, device
+        self.shape, self.dtype, self.device = shape, dtype, device
         self.accumulator = accumulation_dtype(dtype)
         self.whole: Tensor | None = None
         self.lse: Tensor | None = None
-        self.waiting: list[_Part] = []
+        self.waiting: list[_Partial] = []
 
-    def take(self, part: _Part) -> None:
+    def _take(self, part: _Partial) -> None:
         """Merges or adds a part, now or later."""
         if any(part.meets(other) for other in self.waiting):
-            self.settle(self.accumulator)
+            self._settle(self.accumulator)
         self.waiting.append(part)
-        batch, rows = self.shape[:2]
-        if self.whole is None and sum(other.size for other in self.waiting) == batch * rows:
+        rows = sum(other.value.shape[0] * other.value.shape[1] for other in self.waiting)
+        if self.whole is None and rows == self.shape[0] * self.shape[1]:
             self._join()
 
-    def settle(self, dtype: torch.dtype) -> Tensor:
+    def _settle(self, dtype: torch.dtype) -> Tensor:
         """The whole in a dtype, with what waits; a change of dtype is made in passing, where wider numbers go in first
         and narrower ones come out last."""
         if self.whole is None:
             self.whole = torch.zeros(self.shape, dtype=self.accumulator, device=self.device)
             if self.waiting and self.waiting[0].lse is not None:
-                self.lse = heads_first(self.shape[:3], self.accumulator, self.device).fill_(-torch.inf)
+                self.lse = self._lse().fill_(-torch.inf)
         parts, self.waiting = self.waiting, []
         for index, part in enumerate(parts):
             changes = index == 0 if dtype == self.accumulator else index + 1 == len(parts)
@@ -96,26 +95,28 @@ class _Parts:
         else:
             widest = max((part.value.dtype for part in self.waiting), key=lambda dtype: dtype.itemsize)
             self.whole = torch.empty(self.shape, dtype=widest, device=self.device)
-            if first.lse is not None:
-                self.lse = heads_first(self.shape[:3], self.accumulator, self.device)
+            self.lse = None if first.lse is None else self._lse()
             for part in self.waiting:
                 self.whole[part.place] = part.value
                 if self.lse is not None and part.lse is not None:
                     self.lse[part.place] = part.lse
         self.waiting = []
 
+    def _lse(self) -> Tensor:
+        return heads_first(self.shape[:3], self.accumulator, self.device)
 
-class Merged:
+
+class Merged(_Accumulator):
     """The output of rows whose keys come in parts.
 
     Args:
-        shape (`tuple[int, ...]`): `(B, S, H, D)` of the output.
-        dtype, device: Of the result.
+        shape, dtype, device: `(B, S, H, D)` of the output, its dtype and device.
         sinks (`torch.Tensor` of shape `(H,)`, *optional*): Scores of every row, whose values are 0.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, sinks: Tensor | None) -> None:
-        self.parts, self.dtype, self.sinks = _Parts(shape, dtype, device), dtype, sinks
+        super().__init__(shape, dtype, device)
+        self.sinks = sinks
 
     def add(self, batch: Span, rows: Span, part: Tensor, part_lse: Tensor) -> None:
         """Merges a partial attention into some of the rows.
@@ -125,18 +126,15 @@ class Merged:
             part (`torch.Tensor` of shape `(b, s, H, D)`): Its output, of any dtype; kept, and possibly changed.
             part_lse (`torch.Tensor` of shape `(b, s, H)`): Its log-sum-exp.
         """
-        self.parts.take(_Part(batch, rows, part, part_lse))
+        self._take(_Partial(batch, rows, part, part_lse))
 
     def result(self) -> tuple[Tensor, Tensor]:
         """`out` in its dtype and `lse` of shape `(B, S, H)`; rows that nothing was merged into are 0 and -inf, or the
         score of their sink."""
-        whole = self.parts.whole
-        kept = whole is not None and whole.dtype == self.dtype and not self.parts.waiting
+        kept = self.whole is not None and self.whole.dtype == self.dtype and not self.waiting
         narrow = self.sinks is None or kept  # else it is rounded once, at the end
-        out = self.parts.settle(self.dtype if narrow else self.parts.accumulator)
-        lse = self.parts.lse
-        if lse is None:  # nothing was added
-            lse = heads_first(out.shape[:3], self.parts.accumulator, out.device).fill_(-torch.inf)
+        out = self._settle(self.dtype if narrow else self.accumulator)
+        lse = self._lse().fill_(-torch.inf) if self.lse is None else self.lse
         if self.sinks is not None:
             total = torch.logaddexp(lse, self.sinks.to(lse.dtype))
             out.mul_(_weight(lse, total))
@@ -144,39 +142,31 @@ class Merged:
         return out.to(self.dtype).contiguous(), by_head(lse)
 
 
-class Summed:
-    """A gradient that comes in parts.
-
-    Args:
-        shape (`tuple[int, ...]`): `(B, S, H, D)` of the gradient.
-        dtype, device: Of the result.
-    """
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.parts = shape, dtype, _Parts(shape, dtype, device)
+class Summed(_Accumulator):
+    """A gradient that comes in parts."""
 
     def add(self, batch: Span, rows: Span, part: Tensor) -> None:
         """Adds `part` of shape `(b, s, H, D)`, which is kept and possibly changed, to some of the rows."""
-        self.parts.take(_Part(batch, rows, part))
+        self._take(_Partial(batch, rows, part))
 
     @property
     def only_part(self) -> Tensor:
         """The sum of a single part that covers all rows, as it was given."""
-        assert self.parts.whole is not None
-        assert not self.parts.waiting, "there are several parts"
-        return self.parts.whole
+        assert self.whole is not None
+        assert not self.waiting, "there are several parts"
+        return self.whole
 
     @property
     def wide(self) -> Tensor:
         """The sum in the accumulation dtype; zeros where nothing was added."""
-        return self.parts.settle(self.parts.accumulator)
+        return self._settle(self.accumulator)
 
     def result(self) -> Tensor:
         """The sum in its dtype."""
-        return self.parts.settle(self.dtype).contiguous()
+        return self._settle(self.dtype).contiguous()
 
 
-def _combined(so_far: Tensor, dtype: torch.dtype, part: _Part, lse: Tensor | None = None) -> Tensor:
+def _combined(so_far: Tensor, dtype: torch.dtype, part: _Partial, lse: Tensor | None = None) -> Tensor:
     """A part merged into what there is (`lse` in place), or added to it: in place if that has the dtype asked for, else
     with a pass over all rows."""
     wide = accumulation_dtype(so_far.dtype)

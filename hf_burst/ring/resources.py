@@ -71,7 +71,7 @@ class GroupResources:
         return pool
 
     def levels(self, device: torch.device, per_host: int) -> tuple[ContextGroup, ContextGroup]:
-        """The ranks on the host of this rank, if so many neighbours are on each, and those of its number on all hosts.
+        """The ranks on the host of this rank, of `per_host` ranks each, and those of its number on all hosts.
 
         They have process groups of their own, so that what travels inside does not wait for what crosses.
         """

@@ -16,9 +16,10 @@ from ..numerics import accumulation_dtype
 from ..plan import Mask, Sharding, head_slices, make_plan, rotating_of
 from ..ranks.group import ContextGroup
 from .exchange import Exchange, Exchanges, Pending
-from .gather import gather_backward, gather_forward
-from .loop import RingAttention, backward, forward
+from .gather import gather_backward, gather_forward, groups_of_heads
+from .loop import backward, forward
 from .merge import by_head, heads_first
+from .rounds import RingAttention
 from .symmetric import Symmetric
 from .ulysses import HeadsToTokens, TokensToHeads, UlyssesRanks, ulysses_ranks_of
 
@@ -37,7 +38,7 @@ class HeadSizes(NamedTuple):
         return cls(int(q.shape[2]), int(k.shape[2]), int(q.shape[3]), int(v.shape[3]))
 
     def shapes(self, batch: int, queries: int, keys: int) -> list[tuple[int, int, int, int]]:
-        """The shapes of q, k and v for so many rows of a batch, queries and keys."""
+        """The shapes of q, k and v for these numbers of rows of a batch, queries and keys."""
         return [
             (batch, queries, self.q_heads, self.head_dim),
             (batch, keys, self.kv_heads, self.head_dim),
@@ -45,23 +46,23 @@ class HeadSizes(NamedTuple):
         ]
 
     def slice(self, parts: int) -> list[tuple[int, int]]:
-        """Heads and head sizes of q, k and v when the heads are cut into so many parts."""
+        """Heads and head sizes of q, k and v when the heads are cut into `parts`."""
         return [(heads // parts, dim) for _, _, heads, dim in self.shapes(0, 0, 0)]
 
 
 def kept_shapes(
-    schedule: Schedule, ranks: int, batch: int, tokens: int, sizes: HeadSizes, slice_blocks: int, head_groups: int
+    schedule: Schedule, ranks: int, batch: int, tokens: int, sizes: HeadSizes, on_gpus: bool, head_groups: int
 ) -> list[tuple[int, int, int]]:
     """The shapes of the exchanged heads that a forward pass keeps instead of q, k and v, if it does.
 
     Args:
-        schedule, ranks, slice_blocks, head_groups: As in [`head_slices`].
+        schedule, ranks, on_gpus, head_groups: As in [`head_slices`].
         batch, tokens (`int`): Rows of the batch, and tokens of a rank.
         sizes ([`HeadSizes`]): Heads of the whole attention.
     """
     if schedule.ulysses == 1:
         return []
-    slices = head_slices(schedule, ranks, (sizes.q_heads, sizes.kv_heads), int(tokens), slice_blocks, head_groups)
+    slices = head_slices(schedule, ranks, (sizes.q_heads, sizes.kv_heads), int(tokens), on_gpus, head_groups)
     width = sum(heads * dim for heads, dim in sizes.slice(schedule.ulysses * slices))
     return [(batch, tokens * schedule.ulysses, width)] * slices
 
@@ -86,7 +87,7 @@ class ShardedAttention:
         keys ([`Sharding`]): Who holds the keys and values; where heads are exchanged, as many tokens as queries.
         kernel ([`Kernel`]): Computes a tile.
         scores ([`Scores`]): Scale and soft-capping.
-        slice_blocks (`int`, defaults to 0): As in [`head_slices`].
+        on_gpus (`bool`, defaults to `False`): As in [`head_slices`].
         head_groups (`int`, defaults to 1): As in [`Memory`].
         ranks_per_host (`int`, *optional*): Ranks of the group on one host, neighbours of each other; all by default.
     """
@@ -98,7 +99,7 @@ class ShardedAttention:
     keys: Sharding
     kernel: Kernel
     scores: Scores
-    slice_blocks: int = 0
+    on_gpus: bool = False
     head_groups: int = 1
     ranks_per_host: int | None = None
 
@@ -127,9 +128,9 @@ class ShardedAttention:
             instead of q, k and v: none, or all of this rank's heads, a slice each.
         """
         if self.schedule.ulysses == 1:
-            return *self._ring_forward_in_groups(exchanges, q, k, v, sinks), []
+            return *self._ring_forward(exchanges, q, k, v, sinks), []
         kept, heads, pending = self._fetch_heads(exchanges.near, q, k, v, waits=True)
-        owner, slices = self._query_owner, len(kept)
+        owner, slices = self._owner(self.queries), len(kept)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = heads_first(tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device)
         leaving = HeadsToTokens(exchanges.near, (owner, owner), (out, lse.unsqueeze(3)), slices)
@@ -159,21 +160,21 @@ class ShardedAttention:
     ) -> tuple[list[Tensor], list[list[Tensor]], list[Pending]]:
         """This rank's heads of all Ulysses ranks on their way: where they come to lie, slice by slice, as q, k and v.
 
-        If nothing `waits` for the first slice, products of matrices run beside the copies. Many multiprocessors held
+        If nothing `waits` for the first slice, products of matrices run during the copies. Many multiprocessors held
         for a short time disturb these less than some held for a long time.
         """
         sizes = HeadSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
         rows = (q.shape[0], q.shape[1])
-        shapes = kept_shapes(self.schedule, self.group.size, *rows, sizes, self.slice_blocks, self.head_groups)
+        shapes = kept_shapes(self.schedule, self.group.size, *rows, sizes, self.on_gpus, self.head_groups)
         kept = [q.new_empty(shape) for shape in shapes]
         if waits:
             self._use_current_stream(exchange, len(kept))
-        owners = (self._query_owner, self._key_owner, self._key_owner)
+        owners = [self._owner(sharding) for sharding in (self.queries, self.keys, self.keys)]
         tokens_to_heads = TokensToHeads(exchange, owners, (q, k, v), len(kept))
         slice_sizes = sizes.slice(self.schedule.ulysses * len(kept))
         heads = [unpack(packed, slice_sizes) for packed in kept]
         pending = [
-            tokens_to_heads.fetch(index, into, beside_kernel=waits and index > 0) for index, into in enumerate(heads)
+            tokens_to_heads.fetch(index, into, during_kernel=waits and index > 0) for index, into in enumerate(heads)
         ]
         return kept, heads, pending
 
@@ -197,19 +198,19 @@ class ShardedAttention:
             out (`torch.Tensor`, *optional*): Its output, if `rowsum(dout * out) = delta`.
             lse (`torch.Tensor` of shape `(B, n, Hq)`): Its log-sum-exp.
             delta (`torch.Tensor` of shape `(B, n, Hq)`, *optional*): `rowsum(dout * out)` less the gradient of `lse`;
-                may be left out beside `out` unless `needs_delta`.
+                may be left out with an `out` unless `needs_delta`.
         """
         if self.schedule.ulysses == 1:
             q, k, v = saved
             inputs = BackwardInputs(dout=dout, q=q, k=k, v=v, out=out, lse=lse, delta=delta)
-            return self._ring_backward_in_groups(exchanges, inputs)
+            return self._ring_backward(exchanges, inputs)
         assert delta is not None, "delta is sent"
-        owner, slices, lse, delta = self._query_owner, len(saved), by_head(lse), by_head(delta)
+        owner, slices, lse, delta = self._owner(self.queries), len(saved), by_head(lse), by_head(delta)
         self._use_current_stream(exchanges.near, slices)
         arriving = TokensToHeads(exchanges.near, (owner,) * 3, (dout, lse.unsqueeze(3), delta.unsqueeze(3)), slices)
         key_tokens = self.keys.tokens(self.group.rank)
         dq, dk, dv = (dout.new_empty(shape) for shape in sizes.shapes(dout.shape[0], dout.shape[1], key_tokens))
-        owners = (owner, self._key_owner, self._key_owner)
+        owners = (owner, self._owner(self.keys), self._owner(self.keys))
         leaving = HeadsToTokens(exchanges.near, owners, (dq, dk, dv), slices)
         parts = self.schedule.ulysses * slices
         rows, slice_sizes = (dout.shape[0], owner.tokens, sizes.q_heads // parts), sizes.slice(parts)
@@ -218,7 +219,7 @@ class ShardedAttention:
             own_dout = dout.new_empty(*rows, sizes.value_dim)
             scalars = [heads_first(rows, lse.dtype, dout.device) for _ in range(2)]
             into = (own_dout, *(tensor.unsqueeze(3) for tensor in scalars))
-            return arriving.fetch(index, into, beside_kernel=index > 0), own_dout, scalars
+            return arriving.fetch(index, into, during_kernel=index > 0), own_dout, scalars
 
         under_way = zip([fetch(index) for index in range(slices)], saved, strict=True)
         for index, ((pending, own_dout, (own_lse, own_delta)), packed) in enumerate(under_way):
@@ -236,53 +237,51 @@ class ShardedAttention:
         sends_delta = self.group.size > 1 and (self.schedule.ulysses > 1 or self.schedule.ring == "burst")
         return sends_delta or not self.kernel.capabilities.derives_delta
 
-    def _groups(self, q_heads: int, kv_heads: int) -> list[tuple[slice, slice]]:
-        """Query heads and key heads of each group that a ring takes by itself. Gathered keys are taken apart there."""
+    def _groups(self, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
+        """Query heads and key heads of each group that a ring takes by itself. Exchanged heads and gathered keys are
+        taken apart elsewhere."""
+        q_heads, kv_heads = q.shape[2], k.shape[2]
+        if self._gathers or self.schedule.ulysses > 1:
+            return groups_of_heads(1, q_heads, kv_heads)
         heads, tokens = (q_heads, kv_heads), self.queries.most_tokens
-        count = 1 if self._gathers else head_slices(self.schedule, self.group.size, heads, tokens, 0, self.head_groups)
-        q_size, kv_size = q_heads // count, kv_heads // count
-        return [
-            (slice(index * q_size, (index + 1) * q_size), slice(index * kv_size, (index + 1) * kv_size))
-            for index in range(count)
-        ]
+        count = head_slices(self.schedule, self.group.size, heads, tokens, False, self.head_groups)
+        return groups_of_heads(count, q_heads, kv_heads)
 
-    def _ring_forward_in_groups(
-        self, exchanges: Exchanges, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    def _ring_forward(
+        self,
+        exchanges: Exchanges,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        buffers: OutputBuffers | None = None,
     ) -> tuple[Tensor, Tensor]:
-        groups = self._groups(q.shape[2], k.shape[2])
+        if self._gathers:
+            return gather_forward(self._ring, exchanges, q, k, v, sinks)
+        groups = self._groups(q, k)
         if len(groups) == 1:
-            return self._ring_forward(exchanges, q, k, v, sinks, None)
+            return forward(self._ring, exchanges, q, k, v, sinks, buffers)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = heads_first(tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device)
         for heads, kv_heads in groups:
             inputs = q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads]
             own_sinks = None if sinks is None else sinks[heads]
-            out[:, :, heads], lse[:, :, heads] = self._ring_forward(exchanges, *inputs, own_sinks, None)
+            out[:, :, heads], lse[:, :, heads] = forward(self._ring, exchanges, *inputs, own_sinks)
         return out, lse
-
-    def _ring_backward_in_groups(self, exchanges: Exchanges, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-        groups = self._groups(inputs.q.shape[2], inputs.k.shape[2])
-        if len(groups) == 1:
-            return self._ring_backward(exchanges, inputs)
-        dq, dk, dv = (torch.empty_like(tensor) for tensor in (inputs.q, inputs.k, inputs.v))
-        for heads, kv_heads in groups:
-            gradients = self._ring_backward(exchanges, inputs.of_heads(heads, kv_heads))
-            dq[:, :, heads], dk[:, :, kv_heads], dv[:, :, kv_heads] = gradients
-        return dq, dk, dv
-
-    def _ring_forward(
-        self, exchanges: Exchanges, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, buffers: OutputBuffers | None
-    ) -> tuple[Tensor, Tensor]:
-        if self._gathers:
-            return gather_forward(self._ring, exchanges, q, k, v, sinks)
-        return forward(self._ring, exchanges, q, k, v, sinks, buffers)
 
     def _ring_backward(
         self, exchanges: Exchanges, inputs: BackwardInputs, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self._gathers:
             return gather_backward(self._ring, exchanges, inputs)
-        return backward(self._ring, exchanges, rotating_of(self.schedule, "backward"), inputs, buffers)
+        rotating, groups = rotating_of(self.schedule, "backward"), self._groups(inputs.q, inputs.k)
+        if len(groups) == 1:
+            return backward(self._ring, exchanges, rotating, inputs, buffers)
+        dq, dk, dv = (torch.empty_like(tensor) for tensor in (inputs.q, inputs.k, inputs.v))
+        for heads, kv_heads in groups:
+            gradients = backward(self._ring, exchanges, rotating, inputs.of_heads(heads, kv_heads))
+            dq[:, :, heads], dk[:, :, kv_heads], dv[:, :, kv_heads] = gradients
+        return dq, dk, dv
 
     def _use_current_stream(self, exchange: Exchange, slices: int) -> None:
         """Where nothing else is exchanged on a host, with one slice and no ring there, copies need no stream of their
@@ -312,17 +311,9 @@ class ShardedAttention:
             peers=tuple(rank % near if rank // near == self.group.rank // near else rank // near for rank in same),
             kernel=self.kernel,
             scores=self.scores,
-            slice_blocks=self.slice_blocks,
+            on_gpus=self.on_gpus,
             head_groups=self.head_groups,
         )
-
-    @cached_property
-    def _query_owner(self) -> UlyssesRanks:
-        return self._owner(self.queries)
-
-    @cached_property
-    def _key_owner(self) -> UlyssesRanks:
-        return self._owner(self.keys)
 
     def _owner(self, sharding: Sharding) -> UlyssesRanks:
         first = self.group.rank - self.group.rank % self.near_ranks

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..plan import Traffic
 from ..ranks.group import ContextGroup
 from ..ranks.host import host_id
-from .exchange import Channel, HeadRound, Pending, Round, Shape
+from .exchange import Channel, Pending, Round, Shape
 
 if TYPE_CHECKING:
     from .fused import Table
@@ -40,7 +40,7 @@ _REMEMBERED = 256
 _IN_PLACE: tuple[Channel, ...] = ("gradients", "heads to tokens")  # kernels write these where they are published
 
 
-class Segments:
+class ChannelBuffer:
     """The buffer of one channel on all ranks: `count` segments of `size` bytes that take turns."""
 
     def __init__(self, group: ContextGroup, device: torch.device, size: int, count: int) -> None:
@@ -66,14 +66,11 @@ class Segments:
         return views
 
     def incoming(self, this_round: Round, turn: int) -> list[Tensor]:
-        """The rows that are fetched in a round, of the tensors published in a turn."""
+        """The parts that are fetched in a round, of the tensors published in a turn."""
         key = (this_round, turn % self.count)
         views = self.views.get(key)
         if views is None:
-            views = [
-                self.tensors(rows.peer, turn, rows.shapes)[rows.index][:, rows.start : rows.stop]
-                for rows in this_round.incoming
-            ]
+            views = [part.source.of(self.tensors(part.peer, turn, part.shapes)) for part in this_round.incoming]
             remember(self.views, key, views)
         return views
 
@@ -99,20 +96,20 @@ class SymmetricPool:
         self.group, self.device, self.milliseconds = group, device, milliseconds
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.last = self.stream  # of the latest copies; those on another one have to wait for it
-        self.channels: dict[Channel, Segments] = {}
+        self.channels: dict[Channel, ChannelBuffer] = {}
         self.pending: list[tuple[Pending, torch.cuda.Stream]] = []  # rounds for which no stream has waited
         self.failure = ""  # the error that ended a pass in the middle: ranks may disagree on what was published
 
-    def segments(self, channel: Channel, capacity: int) -> Segments:
+    def buffer(self, channel: Channel, capacity: int) -> ChannelBuffer:
         """The buffer of a channel, made larger on all ranks at once if it has to be."""
         nbytes = capacity + _TENSORS * _ALIGNMENT  # the same on ranks that publish more and fewer tensors
-        segments = self.channels.get(channel)
-        if segments is None or segments.size < nbytes:
+        buffer = self.channels.get(channel)
+        if buffer is None or buffer.size < nbytes:
             torch.cuda.synchronize(self.device)  # nobody reads the old one when all ranks have met
             size = -(-nbytes // _GRANULE) * _GRANULE
-            segments = Segments(self.group, self.device, size, 3 if channel in _IN_PLACE else 2)
-            self.channels[channel] = segments
-        return segments
+            buffer = ChannelBuffer(self.group, self.device, size, 3 if channel in _IN_PLACE else 2)
+            self.channels[channel] = buffer
+        return buffer
 
     def settle(self) -> None:
         """Lets the current stream wait for the rounds that were left under way, and so the streams that left them."""
@@ -171,22 +168,22 @@ class Symmetric:
 
     def reserve(self, channel: Channel, capacity: int) -> None:
         """See [`Exchange.reserve`]; all ranks meet where the memory grows."""
-        self.pool.segments(channel, capacity)
+        self.pool.buffer(channel, capacity)
 
     def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[Tensor | None]:
         """See [`Exchange.output_buffers`]."""
-        segments = self.pool.segments(channel, capacity)
-        if segments.count < 3:
+        buffer = self.pool.buffer(channel, capacity)
+        if buffer.count < 3:
             return [None] * len(shapes)
-        if len(segments.met) == segments.met.maxlen:  # before that nothing was ever there
-            torch.cuda.current_stream(self.pool.device).wait_event(segments.met[0])
-        return segments.tensors(self.pool.group.rank, segments.published, shapes)
+        if len(buffer.met) == buffer.met.maxlen:  # before that nothing was ever there
+            torch.cuda.current_stream(self.pool.device).wait_event(buffer.met[0])
+        return buffer.tensors(self.pool.group.rank, buffer.published, shapes)
 
     def publish(self, channel: Channel, tensors: Sequence[Tensor], capacity: int) -> None:
         """See [`Exchange.publish`]."""
-        segments = self.pool.segments(channel, capacity)
+        buffer = self.pool.buffer(channel, capacity)
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        published = segments.tensors(self.pool.group.rank, segments.published, shapes)
+        published = buffer.tensors(self.pool.group.rank, buffer.published, shapes)
         with self._stream():
             for tensor, target in zip(tensors, published, strict=True):
                 if target.data_ptr() == tensor.data_ptr():
@@ -194,50 +191,38 @@ class Symmetric:
                 target.copy_(tensor, non_blocking=True)
                 if self.own_stream:
                     tensor.record_stream(self.pool.stream)
-            segments.handle.barrier(channel=0, timeout_ms=self.pool.milliseconds)
-            if segments.count > 2:
-                segments.met.append(self._event())
-        segments.published += 1
+            buffer.handle.barrier(channel=0, timeout_ms=self.pool.milliseconds)
+            if buffer.count > 2:
+                buffer.met.append(self._event())
+        buffer.published += 1
 
     def fetch(
-        self, channel: Channel, this_round: Round, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None
+        self,
+        channel: Channel,
+        this_round: Round,
+        tensors: Sequence[Tensor],
+        into: Sequence[Tensor] | None = None,
+        during_kernel: bool = False,
     ) -> _Copies:
-        """See [`Exchange.fetch`]; a fetch of a peer costs this rank nothing."""
-        segments = self.pool.channels[channel]
-        sources = segments.incoming(this_round, segments.published - 1)
-        into = this_round.landing(self.pool.device) if into is None else into
+        """See [`Exchange.fetch`]. Rows are copied one part after another, heads by one kernel that reads from all
+        peers. A fetch of a peer costs this rank nothing."""
+        buffer = self.pool.channels[channel]
+        turn = buffer.published - 1
+        if this_round.of_heads:
+            assert into is not None, "exchanged heads have their places"
+            table = self._table(buffer, turn, this_round, into)
+            with self._stream():
+                table.run(into, during_kernel)
+                done = self._event() if self.own_stream else None
+            self.sent += this_round.sent
+            return _Copies(into, done, self.pool.device, table)
+        sources, targets = buffer.incoming(this_round, turn), this_round.targets(into, self.pool.device)
         with self._stream():  # which waits for the current one, where the memory may have been in use
-            for source, target in zip(sources, into, strict=True):
+            for source, target in zip(sources, targets, strict=True):
                 target.copy_(source, non_blocking=True)
             done = self._event() if self.own_stream else None
         self.sent += this_round.sent
-        return _Copies(into, done, self.pool.device)
-
-    def fetch_heads(
-        self,
-        channel: Channel,
-        this_round: HeadRound,
-        tensors: Sequence[Tensor],
-        into: Sequence[Tensor],
-        tag: int,
-        beside_kernel: bool = False,
-    ) -> _Copies:
-        """See [`Exchange.fetch_heads`]; one kernel reads from all peers."""
-        segments = self.pool.channels[channel]
-        turn = segments.published - 1
-        current = not self.own_stream and self.pool.device.type == "cuda"
-        stream = torch.cuda.current_stream(self.pool.device) if current else None  # on which a new table arrives
-        layouts = ((tensor.shape, tensor.stride(), tensor.dtype) for tensor in into)
-        key = (this_round, turn % segments.count, stream, *layouts)
-        table = segments.tables.get(key)
-        if table is None:
-            table = self._table(segments, turn, this_round, tensors, into)
-            remember(segments.tables, key, table)
-        with self._stream():
-            table.run(into, beside_kernel)
-            done = self._event() if self.own_stream else None
-        self.sent += table.sent
-        return _Copies(into, done, self.pool.device, table)
+        return _Copies(targets, done, self.pool.device)
 
     def wait_later(self, pending: Pending) -> None:
         """See [`Exchange.wait_later`]."""
@@ -261,18 +246,26 @@ class Symmetric:
         event.record(torch.cuda.current_stream(self.pool.device))
         return event
 
-    def _table(
-        self, segments: Segments, turn: int, this_round: HeadRound, tensors: Sequence[Tensor], into: Sequence[Tensor]
-    ) -> "Table":
+    def _table(self, buffer: ChannelBuffer, turn: int, this_round: Round, into: Sequence[Tensor]) -> "Table":
+        """The copies of a round of heads, made once for destinations that are laid out alike."""
         from .fused import Table
 
-        pairs = []
-        for block, place in this_round.incoming:
-            published = segments.tensors(block.peer, turn, this_round.shapes(block.peer, tensors))[block.index]
-            pairs.append((block.of(published), place.of(into[block.index]), block.index))
-        blocks = [block for block in this_round.outgoing if block.peer != self.pool.group.rank]
-        sent = Traffic(len(blocks), sum(block.of(tensors[block.index]).nbytes for block in blocks))
-        return Table(pairs, into, sent)
+        current = not self.own_stream and self.pool.device.type == "cuda"
+        stream = torch.cuda.current_stream(self.pool.device) if current else None  # on which a new table arrives
+        layouts = ((tensor.shape, tensor.stride(), tensor.dtype) for tensor in into)
+        key = (this_round, turn % buffer.count, stream, *layouts)
+        table = buffer.tables.get(key)
+        if table is None:
+            sources = buffer.incoming(this_round, turn)
+            table = Table(
+                [
+                    (source, part.target.of(into), part.target.index)
+                    for source, part in zip(sources, this_round.incoming, strict=True)
+                ],
+                into,
+            )
+            remember(buffer.tables, key, table)
+        return table
 
 
 def remember(memory: dict[Any, Any], key: Hashable, value: Any) -> None:
@@ -343,7 +336,7 @@ def _trial(pool: SymmetricPool, indices: Sequence[int]) -> str | None:
     own = pool.device.index
     unreachable = [index for index in indices if index != own and not torch.cuda.can_device_access_peer(own, index)]
     try:
-        pool.segments("blocks", 1)
+        pool.buffer("blocks", 1)
     except RuntimeError as problem:  # containers may forbid it
         return str(problem).splitlines()[0]
     return f"cannot read the memory of devices {unreachable}" if unreachable else None

@@ -11,7 +11,8 @@ from functools import cached_property, lru_cache
 from torch import Tensor
 
 from ..plan import Sharding
-from .exchange import Exchange, HeadBlock, HeadMove, HeadRound, Pending, Shape
+from ..plan.sharding import placed
+from .exchange import Exchange, Incoming, Pending, Region, Round, Shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,12 +60,8 @@ class UlyssesRanks:
     def spans(self, rank: int) -> list[tuple[int, int, int]]:
         """Where the tokens of one of the ranks lie among those of all: first row there, first row in the rank's own
         shard, how many."""
-        runs = self.together.runs(self.rank // self.degree)
-        spans = []
-        for run in self.sharding.runs(rank):
-            whole = next(whole for whole in runs if whole.start <= run.start < whole.stop)
-            spans.append((whole.local + run.start - whole.start, run.local, run.size))
-        return spans
+        whole = self.together.runs(self.rank // self.degree)
+        return placed(self.sharding.runs(rank), whole, self.sharding.start, self.sharding.stop)
 
 
 @lru_cache(maxsize=64)
@@ -87,22 +84,21 @@ class TokensToHeads:
         self, exchange: Exchange, owners: Sequence[UlyssesRanks], tensors: Sequence[Tensor], slices: int
     ) -> None:
         self.exchange, self.owners, self.tensors, self.slices = exchange, tuple(owners), tensors, slices
-        degree = self.owners[0].degree
-        self.heads = tuple(tensor.shape[2] // degree // slices for tensor in tensors)
+        self.shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         owned = zip(tensors, self.owners, strict=True)
         capacity = sum(tensor.nbytes // tensor.shape[1] * owner.most_tokens[0] for tensor, owner in owned)
         exchange.publish("tokens to heads", tensors, capacity)
 
-    def fetch(self, index: int, into: Sequence[Tensor], beside_kernel: bool) -> Pending:
+    def fetch(self, index: int, into: Sequence[Tensor], during_kernel: bool) -> Pending:
         """Starts to fetch a slice.
 
         Args:
             index (`int`): The slice.
             into (sequence of `torch.Tensor` of shape `(B, N, H / ranks / slices, D)`): Where it goes.
-            beside_kernel (`bool`): Whether a kernel computes meanwhile, so that few multiprocessors are taken.
+            during_kernel (`bool`): Whether a kernel computes meanwhile, so that few multiprocessors are taken.
         """
-        this_round = _round(self.owners, self.heads, self.slices, index, to_heads=True)
-        return self.exchange.fetch_heads("tokens to heads", this_round, self.tensors, into, 2 * index, beside_kernel)
+        this_round = _round(self.owners, self.shapes, self.slices, index, to_heads=True)
+        return self.exchange.fetch("tokens to heads", this_round, self.tensors, into, during_kernel)
 
 
 class HeadsToTokens:
@@ -120,9 +116,10 @@ class HeadsToTokens:
     ) -> None:
         self.exchange, self.owners, self.results, self.slices = exchange, tuple(owners), results, slices
         self.pending: list[Pending] = []
-        parts, owned = self.owners[0].degree * slices, zip(results, self.owners, strict=True)
+        parts = self.owners[0].degree * slices
         self.capacity = sum(
-            result.nbytes // (result.shape[1] * parts) * owner.most_tokens[1] for result, owner in owned
+            result.nbytes // (result.shape[1] * parts) * owner.most_tokens[1]
+            for result, owner in zip(results, self.owners, strict=True)
         )
 
     def output_buffers(self, shapes: Sequence[Shape]) -> Sequence[Tensor | None]:
@@ -132,12 +129,10 @@ class HeadsToTokens:
     def send(self, index: int, tensors: Sequence[Tensor]) -> None:
         """Sends the results of a slice, each of shape `(B, N, H / ranks / slices, D)`."""
         self.exchange.publish("heads to tokens", tensors, self.capacity)
-        heads = tuple(tensor.shape[2] for tensor in tensors)
-        this_round = _round(self.owners, heads, self.slices, index, to_heads=False)
-        beside_kernel, tag = index + 1 < self.slices, 2 * index + 1
-        self.pending.append(
-            self.exchange.fetch_heads("heads to tokens", this_round, tensors, self.results, tag, beside_kernel)
-        )
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        this_round = _round(self.owners, shapes, self.slices, index, to_heads=False)
+        during_kernel = index + 1 < self.slices
+        self.pending.append(self.exchange.fetch("heads to tokens", this_round, tensors, self.results, during_kernel))
 
     def finish(self) -> None:
         """Waits for the slices that are still under way."""
@@ -148,33 +143,34 @@ class HeadsToTokens:
 
 @lru_cache(maxsize=256)
 def _round(
-    owners: tuple[UlyssesRanks, ...], heads: tuple[int, ...], slices: int, index: int, to_heads: bool
-) -> HeadRound:
-    """Who fetches which rows and heads of a slice, so many `heads` of each tensor: tokens to heads, or back."""
-    own, outgoing, incoming = owners[0], list[HeadBlock](), list[HeadMove]()
+    owners: tuple[UlyssesRanks, ...], shapes: tuple[Shape, ...], slices: int, index: int, to_heads: bool
+) -> Round:
+    """Who fetches which rows and heads of a slice, of tensors of which this rank has published these shapes: tokens to
+    heads, or back."""
+    own = owners[0]
+    outgoing, incoming = list[tuple[int, Region]](), list[Incoming]()
     for member, rank in enumerate(own.ranks):
-        for tensor, (owner, count) in enumerate(zip(owners, heads, strict=True)):
-            offered, wanted = (member * slices + index) * count, (own.member * slices + index) * count
-            leaving = _moves(owner, own.rank, rank, tensor, (offered, offered + count))
-            coming = _moves(owner, rank, rank, tensor, (wanted, wanted + count))
+        published = tuple(
+            ((shape[0], owner.sharding.tokens(rank) if to_heads else owner.tokens, *shape[2:]), dtype)
+            for (shape, dtype), owner in zip(shapes, owners, strict=True)
+        )
+        for tensor, (owner, (shape, _)) in enumerate(zip(owners, shapes, strict=True)):
+            count = shape[2] // (own.degree * slices) if to_heads else shape[2]
+            theirs, ours = ((number * slices + index) * count for number in (member, own.member))
+            leaving = _moves(owner, own.rank, tensor, theirs, count)
+            coming = _moves(owner, rank, tensor, ours, count)
             if not to_heads:
                 leaving, coming = ([(whole, shard) for shard, whole in moves] for moves in (coming, leaving))
-            outgoing += [source for source, _ in leaving]
-            incoming += coming
-    rows = {
-        rank - own.first: tuple(owner.sharding.tokens(rank) if to_heads else owner.tokens for owner in owners)
-        for rank in own.ranks
-    }
-    return HeadRound(tuple(outgoing), tuple(incoming), rows)
+            if rank != own.rank:
+                outgoing += [(rank - own.first, source) for source, _ in leaving]
+            incoming += [Incoming(rank - own.first, published, source, target) for source, target in coming]
+    return Round(shapes, tuple(outgoing), tuple(incoming), 2 * index + (not to_heads))
 
 
-def _moves(owner: UlyssesRanks, holder: int, peer: int, tensor: int, heads: tuple[int, int]) -> list[HeadMove]:
-    """These heads of the shard of `holder`, and where they lie among all tokens of a slice; to or from `peer`."""
-    number = peer - owner.first
+def _moves(owner: UlyssesRanks, holder: int, tensor: int, first: int, count: int) -> list[tuple[Region, Region]]:
+    """`count` heads from `first` on of the shard of `holder`, and where they lie among all tokens of a slice."""
+    heads = first, first + count
     return [
-        (
-            HeadBlock(number, tensor, (row, row + size), heads),
-            HeadBlock(number, tensor, (row_together, row_together + size), (0, heads[1] - heads[0])),
-        )
+        (Region(tensor, (row, row + size), heads), Region(tensor, (row_together, row_together + size), (0, count)))
         for row_together, row, size in owner.spans(holder)
     ]

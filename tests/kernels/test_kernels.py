@@ -100,12 +100,12 @@ def admitted(band: Band, rows: int, columns: int) -> torch.Tensor:
     """Who sees whom in a tile, pair by pair from the definition: `torch.BoolTensor` of shape `(1, rows, columns)`."""
 
     def square(position: int) -> int:
-        return sum(position >= end for end in band.segments[1:])
+        return sum(position >= end for end in band.documents[1:])
 
     def sees(row: int, column: int) -> bool:
         above = band.low is None or row - column >= band.low
         below = band.high is None or row - column <= band.high
-        return above and below and (not band.segments or square(row) == square(column))
+        return above and below and (not band.documents or square(row) == square(column))
 
     return torch.tensor([[[sees(row, column) for column in range(columns)] for row in range(rows)]])
 
@@ -142,7 +142,7 @@ SHAPES = {
     "the last rows see nothing": Shape(13, 9, Band(high=2)),
     "rows at both ends see nothing": Shape(19, 5, Band(3, 7)),
     "no row sees anything": Shape(7, 9, Band(low=50)),
-    "documents": Shape(13, 13, Band(segments=(0, 5, 13))),
+    "documents": Shape(13, 13, Band(documents=(0, 5, 13))),
     "causal documents of 1 token": Shape(13, 13, Band(0, None, (0, 1, 2, 7, 8, 13)), heads=(4, 1)),
     "only documents of 1 token": Shape(5, 5, Band(0, None, (0, 1, 2, 3, 4, 5))),
     "documents with a window": Shape(23, 23, Band(0, 2, (0, 1, 12, 23)), heads=(8, 1)),
@@ -451,9 +451,9 @@ def test_two_tiles_with_the_global_lse_are_the_whole(kernel, dtype, window, give
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 def test_values_of_another_head_size(kernel, sizes, band, heads):
     dtype = kernel.capabilities.dtypes[0]
-    spare(kernel, dtype, kept=(sizes, heads, bool(band.segments)) == ((6, 10), (4, 2), False) or sizes == (192, 128))
+    spare(kernel, dtype, kept=(sizes, heads, bool(band.documents)) == ((6, 10), (4, 2), False) or sizes == (192, 128))
     refuse_or_go_on(kernel, dtype, *sizes)
-    shape = Shape(13, 13, band if kernel.capabilities.windows or band.segments else Band(0), heads=heads)
+    shape = Shape(13, 13, band if kernel.capabilities.windows or band.documents else Band(0), heads=heads)
     tensors = make_tensors(shape, dtype, *sizes)
     tensors.scale = sizes[0] ** -0.5
     seen = admitted(shape.band, 13, 13)

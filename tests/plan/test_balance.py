@@ -14,7 +14,7 @@ from hf_burst.attention import SequenceLayout
 from hf_burst.config import BurstConfig
 from hf_burst.errors import ConfigError, ShardingError
 from hf_burst.hf.models.support import layer_patterns
-from hf_burst.plan import Mask, MaskPattern, assign, balance, imbalance, imbalance_of_steps
+from hf_burst.plan import Mask, MaskPattern, assign, balance, imbalance
 from hf_burst.plan.sharding import pattern
 from tests.plan.test_plan import masks_of
 from tests.support.oracle import admitted_pairs
@@ -29,6 +29,12 @@ def log_uniform(total: int, seed: int) -> tuple[int, ...]:
         size = int(math.exp(draw.uniform(math.log(512), math.log(65536))))
         bounds.append(min(total, bounds[-1] + size))
     return tuple(bounds)
+
+
+def imbalance_of_steps(masks, owners):
+    """How far the steps of a ring, each as long as its busiest rank, are above the mean; `None` if not counted."""
+    steps = balance._Steps.of(masks, (), owners)
+    return None if steps is None else steps.imbalance
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])

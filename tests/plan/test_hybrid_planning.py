@@ -155,8 +155,8 @@ class Wire(PeerToPeer):
 
     total = 0.0
 
-    def _post(self, *arguments: Any) -> Any:
-        posted = super()._post(*arguments)
+    def fetch(self, *arguments: Any) -> Any:
+        posted = super().fetch(*arguments)
         Wire.total += sum(tensor.nbytes for tensor in posted.into)
         return posted
 

@@ -25,8 +25,8 @@ from hf_burst.plan import (
     rank_traffic,
     verify_plan,
 )
+from hf_burst.plan.ring import sends_before_compute
 from hf_burst.plan.sharding import pattern
-from hf_burst.plan.steps import goes_ahead
 from hf_burst.plan.traffic import row_bytes
 from tests.support.oracle import admitted_pairs
 
@@ -159,7 +159,7 @@ def test_traffic_is_the_sum_of_the_steps_and_of_their_rows(plan, direction, rota
             if step.recv and direction == "backward":
                 messages += 2 if rotating == "kv" else 1
                 returned = keys + values if rotating == "kv" else queries
-                total += batch * (step.recv.stop - step.recv.start) * returned * (2 if step.recv.lone else 4)
+                total += batch * (step.recv.stop - step.recv.start) * returned * (2 if step.recv.single_tile else 4)
             across += total - before if step in crossings else 0
         assert traffic == Traffic(messages, total, across)
 
@@ -306,17 +306,17 @@ BREAKS = {
     "own tile twice": (0, {"tiles": lambda step: step.tiles * 2}),
     "a tile for the wrong rows of keys": (1, {"tiles": first_tile(k=lambda t: (t.k[0], t.k[1] - 1))}),
     "a tile for the wrong rows of queries": (1, {"tiles": first_tile(q=lambda t: (t.q[0] + 1, t.q[1]))}),
-    "a band too wide": (0, {"tiles": first_tile(low=lambda t: -1)}),
-    "a band too narrow": (0, {"tiles": first_tile(high=lambda t: 2)}),
-    "a band that leaves a row fully masked": (1, {"tiles": first_tile(low=lambda t: 1)}),
-    "a document lost": (0, {"tiles": first_tile(segments=lambda t: (0, 3, t.q[1]))}),
+    "a band too wide": (0, {"tiles": first_tile(band=lambda t: replace(t.band, low=-1))}),
+    "a band too narrow": (0, {"tiles": first_tile(band=lambda t: replace(t.band, high=2))}),
+    "a band that leaves a row fully masked": (1, {"tiles": first_tile(band=lambda t: replace(t.band, low=1))}),
+    "a document lost": (0, {"tiles": first_tile(band=lambda t: replace(t.band, documents=(0, 3, t.q[1])))}),
     "another row of the batch": (0, {"tiles": first_tile(batch=lambda t: (0, 1))}),
     "a message no one expects": (1, {"send": transfer("send", peer=lambda t: (t.peer + 1) % 4)}),
     "a message of other rows": (1, {"send": transfer("send", stop=lambda t: t.stop - 1)}),
     "a message withheld": (1, {"send": lambda step: None}),
     "a message that is not waited for": (1, {"recv": lambda step: None}),
     "a message of too few rows": (1, {"recv": transfer("recv", start=lambda t: t.start + 1)}),
-    "gradients in another dtype": (1, {"recv": transfer("recv", lone=lambda t: not t.lone)}),
+    "gradients in another dtype": (1, {"recv": transfer("recv", single_tile=lambda t: not t.single_tile)}),
     "a step at another time": (1, {"order": lambda step: step.order + 1}),
 }
 
@@ -355,11 +355,11 @@ class LoneCrossings(Plan):
     """Both ends agree that every gradient crosses back as a kernel made it."""
 
     def crossings(self, rank, rotating):
-        def lone(move):
-            return move and replace(move, lone=True)
+        def single(move):
+            return move and replace(move, single_tile=True)
 
         steps = super().crossings(rank, rotating)
-        return tuple(replace(step, send=lone(step.send), recv=lone(step.recv)) for step in steps)
+        return tuple(replace(step, send=single(step.send), recv=single(step.recv)) for step in steps)
 
 
 class NeverVisited(Plan):
@@ -402,10 +402,10 @@ def test_a_block_crosses_once_to_each_host_over_all_network_cards(ranks, hosts, 
     for direction in ("forward", "backward"):
         kind = "kv" if direction == "forward" else rotating
         sent = rank_traffic(plan, 3, direction, kind, BF16_GQA)
-        block, summed = map(sum, row_bytes(direction, kind, BF16_GQA, lone=False))
-        lone = sum(row_bytes(direction, kind, BF16_GQA, lone=True)[1])  # of the one tile of an inner step
+        block, summed = map(sum, row_bytes(direction, kind, BF16_GQA, single_tile=False))
+        single = sum(row_bytes(direction, kind, BF16_GQA, single_tile=True)[1])  # of the one tile of an inner step
         assert sent.across == 8 * (hosts - 1) * (block + summed)
-        assert sent.bytes == sent.across + 8 * hosts * (per_host - 1) * (block + lone)
+        assert sent.bytes == sent.across + 8 * hosts * (per_host - 1) * (block + single)
     crossings = [plan.crossings(rank, rotating) for rank in range(ranks)]
     for order in range(1, hosts):  # every card sends once in every step, to the card of the same number
         assert {(steps[order].send.peer - rank) % ranks for rank, steps in enumerate(crossings)} == {order * per_host}
@@ -520,7 +520,7 @@ def rounds(plan: Plan, rank: int, rotating: str, returning: bool) -> list[tuple[
     steps = plan.steps(rank, rotating)
     for index, step in enumerate(steps):
         following = steps[index + 1] if index + 1 < len(steps) else None
-        ahead = following is not None and goes_ahead(step, following, returning)
+        ahead = following is not None and sends_before_compute(step, following, returning)
         if ahead:
             post("blocks", following)
         if returning and step.order:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from hf_burst.config import Schedule
 from hf_burst.plan import (
-    GPU_SLICE_BLOCKS,
     Choice,
     Mask,
     MaskPattern,
@@ -26,7 +25,7 @@ from hf_burst.plan import (
     name_of,
     rotating_of,
 )
-from hf_burst.plan.mask import band_pairs
+from hf_burst.plan.mask import Band
 from hf_burst.plan.schedules import fetched_share
 from hf_burst.plan.tiles import Tile
 from hf_burst.plan.work import pairs_of_chunks, tile_pairs
@@ -60,7 +59,7 @@ def test_the_pairs_of_a_band_in_closed_form(rows, columns, low, high):
         for row in range(rows)
         for column in range(columns)
     ]
-    assert band_pairs(rows, columns, low, high) == sum(admitted)
+    assert Band(low, high).pairs(rows, columns) == sum(admitted)
 
 
 def pairs_of(tiles: tuple[Tile, ...]) -> int:
@@ -218,7 +217,7 @@ def test_what_travels_round_a_ring():
 
 def test_slices_divide_the_key_heads_of_a_rank():
     def most(schedule, ranks, kv_heads):
-        return head_slices(schedule, ranks, (32, kv_heads), 1, 0)
+        return head_slices(schedule, ranks, (32, kv_heads), 1, on_gpus=False)
 
     assert [most(schedule, ranks, 8) for schedule, ranks in ((RING, 4), (BURST, 4), (GATHER, 1), (GATHER, 4))] == [
         1,
@@ -228,9 +227,7 @@ def test_slices_divide_the_key_heads_of_a_rank():
     ]
     assert [most(Schedule("kv_ring", 2), 4, kv_heads) for kv_heads in (2, 4, 10, 12)] == [1, 2, 1, 3]
     ulysses = Schedule("kv_ring", 4)
-    assert [head_slices(ulysses, 4, (32, 32), tokens, 2048) for tokens in (1, 8192, 16384, 65536)] == [1, 1, 2, 4]
-    assert [head_slices(ulysses, 4, (32, 8), tokens, 2048) for tokens in (4096, 65536)] == [1, 2]
-    assert head_slices(ulysses, 4, (32, 8), 4, 0) == 2
-    assert head_slices(RING, 4, (32, 8), 65536, 2048) == 1
-    for tokens, wanted in ((8192, 1), (16384, 2), (65536, 4)):
-        assert head_slices(ulysses, 4, (32, 32), tokens, GPU_SLICE_BLOCKS) == wanted
+    assert [head_slices(ulysses, 4, (32, 32), tokens, True) for tokens in (1, 8192, 16384, 65536)] == [1, 1, 2, 4]
+    assert [head_slices(ulysses, 4, (32, 8), tokens, True) for tokens in (4096, 65536)] == [1, 2]
+    assert head_slices(ulysses, 4, (32, 8), 4, on_gpus=False) == 2
+    assert head_slices(RING, 4, (32, 8), 65536, on_gpus=True) == 1

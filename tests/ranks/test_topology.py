@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hf_burst.errors import ConfigError
-from hf_burst.plan import GPU_SLICE_BLOCKS
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ranks.host import Topology, host_id, misplaced, neighbours_per_host
 from hf_burst.ring.resources import resources_of
@@ -55,9 +54,9 @@ def test_one_process_asks_nobody() -> None:
     assert resources.topology(CPU) == Topology()
 
 
-def test_slices_have_a_least_size_on_gpus_alone() -> None:
-    assert resources_of(ContextGroup()).topology(torch.device("cuda", 0)).slice_blocks == GPU_SLICE_BLOCKS
-    assert Topology(8).slice_blocks == 0
+def test_a_topology_knows_gpus() -> None:
+    assert resources_of(ContextGroup()).topology(torch.device("cuda", 0)).on_gpus
+    assert not Topology(8).on_gpus
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_burst.ring import MOST_TENSORS, merge
+from hf_burst.ring import MAX_TENSORS, merge
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # of the interpreter
@@ -100,7 +100,6 @@ def test_every_copy_of_a_table_ends_up_in_its_place(
 ) -> None:
     """Heads of several sources side by side in rows, and scalars of rows, in pieces of another number each, and into
     destinations laid out as those that the table was made with."""
-    from hf_burst.plan import Traffic
     from hf_burst.ring import fused
 
     peers = [torch.randn(2, 70, 6, 16, device=DEVICE, generator=generator).to(dtype) for _ in range(3)]
@@ -108,7 +107,7 @@ def test_every_copy_of_a_table_ends_up_in_its_place(
 
     def destinations() -> list[torch.Tensor]:
         rows = torch.zeros(2, 210, 5, 16, device=DEVICE, dtype=dtype)
-        more = [torch.zeros(2, 210, 2, 16, device=DEVICE, dtype=dtype) for _ in range(MOST_TENSORS - 2)]
+        more = [torch.zeros(2, 210, 2, 16, device=DEVICE, dtype=dtype) for _ in range(MAX_TENSORS - 2)]
         return [rows[:, :, 1:3], torch.zeros(2, 2, 210, device=DEVICE).transpose(1, 2).unsqueeze(3), *more]
 
     made, into, wanted = destinations(), destinations(), destinations()
@@ -117,12 +116,12 @@ def test_every_copy_of_a_table_ends_up_in_its_place(
         for start, stop in ((0, 19), (19, 69)):  # a row of each is nobody's
             here = slice(70 * peer + start, 70 * peer + stop)
             sources = [rows.unsqueeze(3)[:, start:stop, 2:4], heads[:, start:stop, 2:4]]
-            others = [(index, heads[:, start:stop, index % 5 :][:, :, :2]) for index in range(2, MOST_TENSORS)]
+            others = [(index, heads[:, start:stop, index % 5 :][:, :, :2]) for index in range(2, MAX_TENSORS)]
             for index, source in ((1, sources[0]), (0, sources[1]), *others):
                 pairs.append((source, made[index][:, here], index))
                 wanted[index][:, here] = source
     with mock.patch.multiple(fused, _TILE=64, _LARGE_TILE=128, _FEW=5):
-        table = fused.Table(pairs, made, Traffic(0, 0))
+        table = fused.Table(pairs, made)
         table.run(into, behind)
     assert min(table.tiles.values()) > 1
     for found, right in zip(into, wanted, strict=True):

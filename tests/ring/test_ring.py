@@ -35,13 +35,14 @@ from hf_burst.plan import (
     Traffic,
     assign,
     balance,
-    imbalance_of_steps,
     make_plan,
     make_sharding,
     rank_traffic,
 )
 from hf_burst.ring import Exchanges, HeadSizes, PeerToPeer, ShardedAttention, merge_
-from hf_burst.ring.loop import RingAttention, backward, forward
+from hf_burst.ring.loop import backward, forward
+from hf_burst.ring.rounds import RingAttention
+from tests.plan.test_balance import imbalance_of_steps
 from tests.support.oracle import admitted_pairs, relative_error, softmax_attention
 from tests.support.ranks import RankError, forked
 

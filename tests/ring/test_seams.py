@@ -4,6 +4,7 @@ of heads as an operation of its own."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ from hf_burst.attention import ContextGroup, heads_to_tokens, tokens_to_heads
 from hf_burst.config import Schedule
 from hf_burst.errors import ShardingError
 from hf_burst.kernels import BackwardInputs, KernelRequest, Scores, select_kernel
-from hf_burst.plan import Mask, Plan, Sharding, Step, Traffic, cut, make_plan, make_sharding, verify_plan
+from hf_burst.plan import Mask, Plan, Sharding, Step, Traffic, cut, make_plan, make_sharding, schedules, verify_plan
 from hf_burst.ring import Exchanges, HeadSizes, PeerToPeer, ShardedAttention
-from hf_burst.ring.exchange import Channel, HeadRound, Pending, Round, Shape
+from hf_burst.ring.exchange import Channel, Pending, Region, Round, Shape
 from hf_burst.ring.gather import gather_backward, gather_forward
-from hf_burst.ring.loop import RingAttention, backward, forward
+from hf_burst.ring.loop import backward, forward
+from hf_burst.ring.rounds import RingAttention
 from tests.plan.test_plan import masks_of
 from tests.ring.test_ring import context_group, poisoned_memory
 from tests.support.oracle import admitted_pairs, softmax_attention
@@ -157,7 +159,7 @@ def run_plan(rank: int, size: int, plan: Plan, way: str, transports: bool) -> li
     return [tensor.numpy() for tensor in (out, lse, *gradients)]
 
 
-def run_schedule(rank: int, size: int, plan: Plan, name: str, slice_blocks: int = 0) -> list:
+def run_schedule(rank: int, size: int, plan: Plan, name: str, slice_blocks: int | None = None) -> list:
     """Results of one rank by a schedule, products and the exchange of heads among them."""
     attention = ShardedAttention(
         schedule=Schedule.parse(name, size),
@@ -167,13 +169,13 @@ def run_schedule(rank: int, size: int, plan: Plan, name: str, slice_blocks: int 
         keys=plan.keys,
         kernel=select_kernel("cpu_flash", KernelRequest("cpu", torch.float64, 5, 5)),
         scores=Scores(SCALE),
-        slice_blocks=slice_blocks,
+        on_gpus=slice_blocks is not None,
     )
     local = local_tensors(plan, rank)
     q, k, v = local["q"], local["k"], local["v"]
     exchange = PeerToPeer(attention.group, torch.device("cpu"))
     exchanges = Exchanges(exchange, exchange)
-    with poisoned_memory():
+    with poisoned_memory(), mock.patch.object(schedules, "_GPU_SLICE_BLOCKS", slice_blocks):
         out, lse, kept = attention.forward(exchanges, q, k, v)
         sizes = HeadSizes(*HEADS, 5, 5)
         saved = kept or [q, k, v]
@@ -283,28 +285,21 @@ class TwoTransports:
         this_round: Round,
         tensors: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor] | None = None,
+        during_kernel: bool = False,
     ) -> Both:
-        shapes = [rows.shape for rows in this_round.incoming]
-        into = list(into or (torch.empty(shape, dtype=dtype) for shape, dtype in shapes))
+        into = this_round.targets(into, torch.device("cpu"))
         pending = []
         for transport, peers in zip(self.transports, self.peers, strict=True):
-            own = [target for target, rows in zip(into, this_round.incoming, strict=True) if rows.peer in peers]
-            outgoing = tuple(rows for rows in this_round.outgoing if rows.peer in peers)
-            incoming = tuple(rows for rows in this_round.incoming if rows.peer in peers)
+            chosen = [
+                (target, part) for target, part in zip(into, this_round.incoming, strict=True) if part.peer in peers
+            ]
+            outgoing = tuple((peer, region) for peer, region in this_round.outgoing if peer in peers)
+            incoming = tuple(
+                part._replace(target=Region(index, (0, target.shape[1]))) for index, (target, part) in enumerate(chosen)
+            )
             part = replace(this_round, outgoing=outgoing, incoming=incoming)
-            pending.append(transport.fetch(channel, part, tensors, own))
+            pending.append(transport.fetch(channel, part, tensors, [target for target, _ in chosen]))
         return Both(pending, into)
-
-    def fetch_heads(
-        self,
-        channel: Channel,
-        this_round: HeadRound,
-        tensors: Sequence[torch.Tensor],
-        into: Sequence[torch.Tensor],
-        tag: int,
-        beside_kernel: bool = False,
-    ) -> Pending:
-        raise NotImplementedError
 
     def wait_later(self, pending: Pending) -> None:
         pending.wait()

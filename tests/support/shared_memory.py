@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from hf_burst.attention import prepare
 from hf_burst.kernels import BackwardInputs, Band, Kernel, OutputBuffers, Scores
-from hf_burst.plan import Traffic
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ring import resources, symmetric
 
@@ -70,15 +69,13 @@ class Table:
         self,
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor, int]],
         into: Sequence[torch.Tensor],
-        sent: Traffic,
     ) -> None:
-        self.sent = sent
         self.copies = [
             (source, place.shape, place.stride(), place.storage_offset() - into[index].storage_offset(), index)
             for source, place, index in pairs
         ]
 
-    def run(self, into: Sequence[torch.Tensor], beside_kernel: bool) -> None:
+    def run(self, into: Sequence[torch.Tensor], during_kernel: bool) -> None:
         for source, shape, strides, ahead, index in self.copies:
             into[index].as_strided(shape, strides, into[index].storage_offset() + ahead).copy_(source)
 

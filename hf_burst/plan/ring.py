@@ -1,17 +1,18 @@
 """Steps: for every rank of a ring, the list that computes a mask once, forward or backward.
 
-In step s the block of rank r is used by rank (r + s) mod P. It travels straight from its home, cut to the rows that the
-mask needs there. Either K and V rotate (`"kv"`), or the queries with all that belongs to them (`"q"`). In the backward
-pass the gradients of the rotating block return to its home in the same step.
+In step s the block of rank r is used by rank (r + s) mod P. It travels straight from its owner, cut to the rows that
+the mask needs there. Either K and V rotate (`"kv"`), or the queries with all that belongs to them (`"q"`). In the
+backward pass the gradients of the rotating block return to its owner in the same step.
 
 Over several hosts a ring has two levels (the double ring of BurstEngine, arXiv 2509.19836). In step o of the outer ring
-a block crosses from its home to the rank of the same number on the host that is o hosts ahead. The ranks of that host
-hand it round in the steps of an inner ring. Its gradients are summed there, and cross back once.
+a block crosses from its owner to the rank of the same number on the host that is o hosts ahead. The ranks of that host
+pass it on in the steps of an inner ring. Its gradients are summed there, and cross back once.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 from typing import Literal
 
 from ..errors import ShardingError
@@ -24,13 +25,13 @@ Rotating = Literal["kv", "q"]
 
 @dataclass(frozen=True)
 class Transfer:
-    """Rows `[start, stop)` of a shard that travel to or from `peer`. If one tile covers exactly these rows (`lone`), a
+    """Rows `[start, stop)` of a shard that travel to or from `peer`. If a `single_tile` covers exactly these rows, a
     gradient returns as the kernel made it; several tiles are first summed in the accumulation dtype."""
 
     peer: int
     start: int
     stop: int
-    lone: bool
+    single_tile: bool
 
     @property
     def rows(self) -> int:
@@ -57,7 +58,7 @@ class Step:
     recv: Transfer | None = None
 
 
-def goes_ahead(step: Step, following: Step, returning: bool) -> bool:
+def sends_before_compute(step: Step, following: Step, returning: bool) -> bool:
     """Whether the blocks of the following step are sent before `step` computes, or after its gradients.
 
     Blocks of order s + 1 go before the gradients of order s, and these before the blocks of any larger order. All ranks
@@ -111,6 +112,11 @@ class Plan:
         """Ring ranks of one host."""
         return self.ranks // self.hosts
 
+    def host(self, rank: int) -> range:
+        """The ranks on the host of a rank."""
+        first = rank - rank % self.per_host
+        return range(first, first + self.per_host)
+
     @lru_cache(maxsize=1024)  # noqa: B019, since plans are values
     def steps(self, rank: int, rotating: Rotating, crossing: int = 0) -> tuple[Step, ...]:
         """The steps in which `rank` uses the blocks of a host; those in which it neither computes nor sends are left
@@ -122,18 +128,18 @@ class Plan:
             crossing (`int`, defaults to 0): The step of the outer ring in which the blocks came to this host; those of
                 this host itself by default, which are all with one host.
         """
-        first, number = self._place(rank)
-        from_first = (first - crossing * self.per_host) % self.ranks  # the first rank of the host that they came from
-        own = _batch_tiles(self, rank, from_first + number, rotating)
-        steps = [Step(0, from_first + number, own)] if own else []
-        for order in range(1, self.per_host):
-            before, behind = (number - order) % self.per_host, (number + order) % self.per_host
-            arriving = _batch_tiles(self, rank, from_first + before, rotating)
-            leaving = _batch_tiles(self, first + behind, from_first + number, rotating)
-            send = _transfer(self, leaving, first + behind, rotating)
-            recv = _transfer(self, arriving, first + before, rotating)
+        number, per_host, here = rank % self.per_host, self.per_host, self.host(rank)
+        there = self.host((rank - crossing * per_host) % self.ranks)  # the host that the blocks came from
+        own = _batch_tiles(self, rank, there[number], rotating)
+        steps = [Step(0, there[number], own)] if own else []
+        for order in range(1, per_host):
+            before, behind = (number - order) % per_host, (number + order) % per_host
+            arriving = _batch_tiles(self, rank, there[before], rotating)
+            leaving = _batch_tiles(self, here[behind], there[number], rotating)
+            send = _transfer(self, leaving, here[behind], rotating)
+            recv = _transfer(self, arriving, here[before], rotating)
             if send or recv:
-                steps.append(Step(order, from_first + before, arriving, send, recv))
+                steps.append(Step(order, there[before], arriving, send, recv))
         return tuple(steps)
 
     @lru_cache(maxsize=256)  # noqa: B019, since plans are values
@@ -153,11 +159,8 @@ class Plan:
     def visited(self, rank: int, rotating: Rotating, crossing: int) -> bool:
         """Whether a rank of the host of `rank` computes anything in a step of the outer ring; the first one is always
         gone through."""
-        if not crossing:
-            return True
-        first, _ = self._place(rank)
         ahead = crossing * self.per_host
-        return any(self._used(one, (one - ahead) % self.ranks, rotating) for one in range(first, first + self.per_host))
+        return not crossing or any(self._used(one, (one - ahead) % self.ranks, rotating) for one in self.host(rank))
 
     def held(self, rank: int, rotating: Rotating, crossing: int) -> tuple[int, int]:
         """The rows `[start, stop)` of a shard that a rank holds in a step of the outer ring: all of its own, or those
@@ -168,16 +171,10 @@ class Plan:
         rows = _transfer(self, self._used(rank, source, rotating), source, rotating)
         return (rows.start, rows.stop) if rows else (0, 0)
 
-    def _place(self, rank: int) -> tuple[int, int]:
-        """The first rank of the host of a rank, and the number of the rank on this host."""
-        return rank - rank % self.per_host, rank % self.per_host
-
     @lru_cache(maxsize=1024)  # noqa: B019, since plans are values
     def _used(self, rank: int, source: int, rotating: Rotating) -> tuple[Tile, ...]:
         """The tiles that all ranks of the host of `rank` compute with the block of `source`."""
-        first, _ = self._place(rank)
-        on_host = range(first, first + self.per_host)
-        return tuple(tile for one in on_host for tile in _batch_tiles(self, one, source, rotating))
+        return tuple(tile for one in self.host(rank) for tile in _batch_tiles(self, one, source, rotating))
 
     @lru_cache(maxsize=256)  # noqa: B019, since plans are values
     def gathered(self, rank: int) -> tuple[Tile, ...]:
@@ -190,18 +187,10 @@ class Plan:
         tiles, first = self.gathered(rank), self.keys.start
         return first + min((tile.k[0] for tile in tiles), default=0), first + max((t.k[1] for t in tiles), default=0)
 
-    def key_span_on_host(self, rank: int) -> tuple[int, int]:
-        """The same for the queries of all ranks of the host of `rank`."""
-        first, _ = self._place(rank)
-        spans = [self.key_span(one) for one in range(first, first + self.per_host)]
-        return min(start for start, _ in spans), max(stop for _, stop in spans)
-
     @property
     def keys_on_host(self) -> Sharding:
         """Who holds which keys inside a host, after a rank has those of its number on all hosts."""
         keys, per_host = self.keys, self.per_host
-        if self.hosts == 1:
-            return keys
         return Sharding(keys.boundaries, tuple(owner % per_host for owner in keys.owners), per_host)
 
     @property
@@ -231,11 +220,10 @@ def _of_batch(masks: tuple[Mask, ...], tiles_of: Callable[[Mask], tuple[Tile, ..
     """The tiles of every mask, for rows of the batch with one mask together."""
     tiles: list[Tile] = []
     first = 0
-    for row in range(1, len(masks) + 1):
-        if row < len(masks) and masks[row] == masks[first]:
-            continue
-        tiles += [replace(tile, batch=(first, row)) for tile in tiles_of(masks[first])]
-        first = row
+    for mask, rows in groupby(masks):
+        last = first + len(list(rows))
+        tiles += [replace(tile, batch=(first, last)) for tile in tiles_of(mask)]
+        first = last
     return tuple(tiles)
 
 
@@ -243,5 +231,5 @@ def _transfer(plan: Plan, tiles: tuple[Tile, ...], peer: int, rotating: Rotating
     if not tiles:
         return None
     ranges = [tile.k if rotating == "kv" else tile.q for tile in tiles]
-    lone = len(tiles) == 1 and tiles[0].batch == (0, len(plan.masks))
-    return Transfer(peer, min(start for start, _ in ranges), max(stop for _, stop in ranges), lone)
+    single = len(tiles) == 1 and tiles[0].batch == (0, len(plan.masks))
+    return Transfer(peer, min(start for start, _ in ranges), max(stop for _, stop in ranges), single)
