@@ -39,8 +39,7 @@ from hf_burst import BurstConfig
 from hf_burst.config import Chunking
 from hf_burst.errors import BurstError, ConfigError
 from hf_burst.plan import Mask, chunks_per_rank
-from recipes.benchmarks.contenders import Case, Contender, hf_burst, limit
-from recipes.benchmarks.documents import Documents
+from recipes.benchmarks.contenders import Case, Contender, Documents, hf_burst, limit
 from recipes.benchmarks.measure import Effort, check, measure
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.peers import peers

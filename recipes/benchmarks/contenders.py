@@ -4,9 +4,11 @@ Every contender computes causal attention of one sequence that lies over the ran
 is one document or several, with or without a window. The attention of other packages is in peers.py.
 """
 
+import math
+import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,10 +19,37 @@ from hf_burst.attention import AttentionRequest, ContextGroup, SequenceLayout, b
 from hf_burst.config import Chunking, Schedule
 from hf_burst.errors import ConfigError
 from hf_burst.plan import Mask, MaskPattern
-from recipes.benchmarks.documents import Documents
 from recipes.benchmarks.native import Native
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Lengths of packed documents, drawn so that every contender takes them.
+
+    Args:
+        shortest, longest (`int`): Tokens of a document. The logarithms between them are uniform.
+        seed (`int`, defaults to 0): Another seed is another draw.
+    """
+
+    shortest: int
+    longest: int
+    seed: int = 0
+
+    def bounds(self, length: int, multiple: int) -> tuple[int, ...]:
+        """Cumulative boundaries of documents that fill `length` tokens.
+
+        Every document has a multiple of `multiple` tokens, since some peers take no others. Documents of a short
+        sequence are shorter in proportion, so that there are several.
+        """
+        scale = min(1.0, length / (4 * self.longest))
+        draw, bounds = random.Random(length + self.seed), [0]
+        while bounds[-1] < length:
+            size = scale * math.exp(draw.uniform(math.log(self.shortest), math.log(self.longest)))
+            whole = max(multiple, round(size / multiple) * multiple)
+            bounds.append(min(length, bounds[-1] + whole))
+        return tuple(bounds)
 
 
 @dataclass(frozen=True)
@@ -176,8 +205,3 @@ def hf_burst(name: str, settings: dict[str, Any] | None = None) -> Contender:
     chunking = settings.get("chunking", "balanced")
     title = " ".join(["hf_burst", name, *([chunking] if chunking != "balanced" else [])])
     return Contender(title, "hf_burst", build, {**settings, "schedule": name})
-
-
-def for_group(case: Case, group: dist.ProcessGroup | None) -> Case:
-    """The case with a contender's own process group."""
-    return replace(case, group=group)

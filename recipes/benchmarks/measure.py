@@ -7,14 +7,14 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from recipes.benchmarks.clock import Clock
-from recipes.benchmarks.contenders import Attend, Case, Contender, Prepared, for_group
+from recipes.benchmarks.contenders import Attend, Case, Contender, Prepared
 from recipes.benchmarks.native import exact_attention
 from recipes.benchmarks.ranks import Ranks
 
@@ -25,6 +25,37 @@ _CHECK_SEED = 20240314
 _TOLERANCE = 8.0
 _WARMUP_SHARE = 0.25
 _ROW_S = 0.05  # seconds that calls in a row may take
+
+
+class Clock:
+    """Marks moments of a call, and tells the seconds between them: on GPUs by events, on CPUs by the host's clock.
+
+    Args:
+        cuda (`bool`): Whether the moments are those of the current GPU's stream.
+    """
+
+    def __init__(self, cuda: bool) -> None:
+        self.cuda = cuda
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Marks this moment."""
+        if not self.cuda:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def seconds(self) -> list[float]:
+        """Seconds between neighbouring marks, followed by those between the first and the last mark."""
+        first, last = self._marks[0], self._marks[-1]
+        if self.cuda:
+            last.synchronize()
+        return [*(self._between(start, stop) for start, stop in pairwise(self._marks)), self._between(first, last)]
+
+    def _between(self, start: Any, stop: Any) -> float:
+        return start.elapsed_time(stop) / 1e3 if self.cuda else stop - start
 
 
 @dataclass(frozen=True)
@@ -99,7 +130,7 @@ def _verdict(
     exact: dict[str, torch.Tensor],
     kernel: dict[str, float],
 ) -> dict[str, Any]:
-    own = for_group(case, ranks.group(contender.family))
+    own = replace(case, group=ranks.group(contender.family))
     verdict = {"contender": contender.name, "status": "ok", "reason": ""}
     prepared, failure = ranks.attempt(lambda: contender.build(own))
     if prepared is None:
@@ -160,7 +191,7 @@ def measure(contenders: Sequence[Contender], case: Case, ranks: Ranks, effort: E
 
 def _prepare(measured: Measured, ranks: Ranks) -> None:
     """Prepares a contender for the current group of its family."""
-    own = for_group(measured.case, ranks.group(measured.contender.family))
+    own = replace(measured.case, group=ranks.group(measured.contender.family))
 
     def prepare() -> tuple[Prepared, list[torch.Tensor]]:
         prepared = measured.contender.build(own)

@@ -37,7 +37,7 @@ from hf_burst.hf.context import ForwardCall, LayerContext, entered
 from hf_burst.hf.models.recurrent import COUNTERPARTS, in_place_of_innermost
 from hf_burst.plan.recurrence import Way
 from hf_burst.recurrent import Received
-from recipes.benchmarks.clock import Clock
+from recipes.benchmarks.measure import Clock
 from recipes.benchmarks.provenance import environment, interquartile_range
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training import at_least

@@ -8,9 +8,9 @@
     torchrun --nproc-per-node 2 recipes/benchmarks/training.py --device cpu --shape tiny --lengths 512 --rounds 2
 
 One model with random weights in bf16 is sharded by FSDP2 as accelerate does it, over several ranks. AdamW trains it on
-random tokens, with or without checkpoints. All contenders (training_contenders.py, single_contenders.py) train it in
-turns, a step each, so that they share weights, optimizer and memory. Before the first step their losses and gradient
-norms are compared. README.md beside this file says what is measured.
+random tokens, with or without checkpoints. All contenders (training_contenders.py) train it in turns, a step each, so
+that they share weights, optimizer and memory. Before the first step their losses and gradient norms are compared.
+README.md says what is measured.
 """
 
 import argparse
@@ -38,8 +38,7 @@ from hf_burst.plan import Mask
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.single_contenders import SINGLE
-from recipes.benchmarks.training_contenders import CONTENDERS, NAMED, Contender, Way, read_settings
+from recipes.benchmarks.training_contenders import CONTENDERS, NAMED, SINGLE, Contender, Way, read_settings
 from recipes.benchmarks.training_job import SHAPES, Job, head_size, make_job
 from recipes.benchmarks.training_limits import flops, limits, parts_of_limits
 from recipes.benchmarks.training_profile import profiled

@@ -23,9 +23,8 @@ from hypothesis import strategies as st
 from hf_burst.config import Memory
 from hf_burst.errors import ConfigError
 from hf_burst.plan import Mask
-from recipes.benchmarks import attention, recurrent, training_contenders, training_plan
-from recipes.benchmarks.contenders import Case, Contender, Prepared, hf_burst
-from recipes.benchmarks.documents import Documents
+from recipes.benchmarks import attention, predictions, recurrent, training_contenders
+from recipes.benchmarks.contenders import Case, Contender, Documents, Prepared, hf_burst
 from recipes.benchmarks.native import Native
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.report import table
@@ -44,7 +43,7 @@ FAILING = """
 import argparse, sys, time
 import torch, torch.distributed as dist
 from recipes.benchmarks.attention import add_arguments, benchmark
-from recipes.benchmarks.contenders import Contender, Prepared, hf_burst
+from recipes.benchmarks.contenders import Contender, Documents, Prepared, hf_burst
 
 SETTINGS = argparse.ArgumentParser()
 add_arguments(SETTINGS)
@@ -439,9 +438,9 @@ def test_training_on_one_gpu(tmp_path: Path) -> None:
     for row in (chosen, by_peft, ours):
         assert row["check"] == pytest.approx(theirs["check"], rel=1e-5)
         assert row["steps"][0]["loss"] == pytest.approx(theirs["steps"][0]["loss"], rel=1e-5)
-    assert training_plan.settings_of(ours) == ours["settings"]
-    assert training_plan.settings_of(chosen) == {}
-    assert training_plan.settings_of(theirs) is None
+    assert predictions.settings_of(ours) == ours["settings"]
+    assert predictions.settings_of(chosen) == {}
+    assert predictions.settings_of(theirs) is None
 
 
 def test_hf_burst_chooses_once_for_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,7 +500,7 @@ def test_a_recurrent_layer_is_measured(ranks: Callable[[int], RankPool], tmp_pat
 
 
 def test_what_a_contender_of_one_gpu_changes_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipes.benchmarks import single_contenders, training_job
+    from recipes.benchmarks import training_job
     from tests.support import models
 
     liger = types.ModuleType("liger_kernel.ops.tiled_mlp")
@@ -517,7 +516,7 @@ def test_what_a_contender_of_one_gpu_changes_is_undone(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.tiled_mlp", liger)
     model, tokens = models.make_model("llama"), torch.arange(20)[None]
     expected = model(tokens).logits
-    with single_contenders.tiled_mlps(types.SimpleNamespace(base=model)):
+    with training_contenders.tiled_mlps(types.SimpleNamespace(base=model)):
         torch.testing.assert_close(model(tokens).logits, expected)
     assert len(calls) == 2
     assert not any("forward" in vars(module) for module in model.modules())
