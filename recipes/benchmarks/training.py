@@ -41,7 +41,6 @@ from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_contenders import CONTENDERS, NAMED, SINGLE, Contender, Way, read_settings
 from recipes.benchmarks.training_job import SHAPES, Job, head_size, make_job
 from recipes.benchmarks.training_limits import flops, limits, parts_of_limits
-from recipes.benchmarks.training_profile import profiled
 
 KNOWN = CONTENDERS | SINGLE | NAMED
 
@@ -141,10 +140,6 @@ def measure(job: Job, length: int, rounds: int, arguments: argparse.Namespace) -
                 give_back(job)
             yield list(rows.values())
         job.ranks.say(f"{length} tokens, round {index + 1} of {arguments.warmup + rounds}")
-    for name in running if arguments.profile else ():
-        profile, _ = job.ranks.attempt(partial(profiled, partial(step, job, arguments.contenders[name].way)))
-        rows[name] |= profile or {}
-        yield list(rows.values())
 
 
 def give_back(job: Job) -> None:
@@ -210,10 +205,6 @@ def table(result: dict[str, Any]) -> str:
         gib = f"{row['peak_memory_gib']:.1f} | {'' if host is None else format(host, '.1f')}"
         numbers = f"{row['median_s']:.3f} | {mfu} | {gib} | {share}"
         lines.append(f"| {row['length']} | {row['contender']} | {numbers} |")
-    for row in result["results"]:
-        if row.get("profile"):
-            parts = ", ".join(f"{kind} {seconds:.3f}" for kind, seconds in row["profile"].items())
-            lines.append(f"\n{row['length']} tokens, {row['contender']}, seconds: {parts}")
     return "\n".join(lines)
 
 
@@ -260,7 +251,6 @@ def read_arguments() -> argparse.Namespace:
         help="flash-linear-attention's norms of the gated outputs of recurrent layers, for all",
     )
     parser.add_argument("--compile", action="store_true", help="every layer compiled by itself, for all")
-    parser.add_argument("--profile", action="store_true", help="one more step each, with the parts of its time")
     parser.add_argument("--lengths", type=at_least(2), nargs="+", default=[32768], help="tokens of the whole sequence")
     parser.add_argument(
         "--document",

@@ -391,7 +391,7 @@ def test_columns_of_a_table_stand_apart() -> None:
 @pytest.mark.slow
 def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None:
     out = tmp_path / "training.json"
-    options = [*options, "--shape", "tiny", "--lengths", "250", "--rounds", "1", "--warmup", "0", "--profile"]
+    options = [*options, "--shape", "tiny", "--lengths", "250", "--rounds", "1", "--warmup", "0"]
     options += ["--check-length", "121", "--longest", "hf_burst, half of it saved=100"]
     launch("recipes/benchmarks/training.py", *options, "--out", str(out), common=("--device", "cpu"))
     result = json.loads(out.read_text())
@@ -639,21 +639,6 @@ def test_ulysses_of_deepspeed_is_there_for_its_own_steps_only(monkeypatch: pytes
         pass
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain
     training_contenders.ulysses.cache_clear()
-
-
-def test_what_took_the_time_of_a_step() -> None:
-    from recipes.benchmarks import training_profile
-
-    names = ["flash_fwd", "nvjet_tst", "ncclDevKernel", "elementwise", "FlashAttnBwd", "ncclBeforeTheStep"]
-    spans = [(0, 40), (30, 60), (35, 80), (90, 95), (100, 200), (-60, -10)]  # milliseconds
-    trace = [
-        {"cat": "kernel", "name": name, "ts": 1e9 + 1e3 * start, "dur": 1e3 * (stop - start)}
-        for name, (start, stop) in zip(names, spans, strict=True)
-    ]
-    events = training_profile.device_events([*trace, {"cat": "cpu_op", "name": "gemm", "ts": 0, "dur": 9}], 0.205)
-    parts = {name: seconds for name, seconds in training_profile.spent(events).items() if seconds}
-    expected = {"attention": 0.14, "matrix products": 0.02, "messages": 0.02, "the rest": 0.005}
-    assert parts == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_results_of_training_are_what_was_measured() -> None:
