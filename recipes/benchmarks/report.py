@@ -39,7 +39,7 @@ def _row(measured: Measured, case: Case, medians: dict[str, dict[str, float]]) -
         "reason": measured.reason,
         "said": measured.said,
     }
-    if measured.status != "ok" or measured.prepared is None:
+    if measured.status != "ok" or measured.run is None:
         return row
     own, flops = medians[name], case.flops()
     limit = medians.get("limit")
