@@ -28,18 +28,15 @@ at chance. In one process both runs are the same and nothing is claimed.
 import argparse
 import json
 import os
-import platform
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from benchmarks.provenance import git_commit
+from benchmarks.provenance import git_commit, versions
 from matplotlib.figure import Figure
 from transformers import (
     LlamaConfig,
@@ -85,7 +82,6 @@ DEFAULTS = {  # what each learns by in a minute
 CARRIERS = {"attention": "attention", "recurrent": "states"}
 CUT = hf_burst.BurstConfig(chunking="zigzag")
 LASTING = -6.0  # of A_log: a state keeps more than half of itself over 64 tokens, and not a few tokens as by default
-CONFIG = "--config_file recipes/configs/accelerate_2_processes.yaml"
 Batch = dict[str, torch.Tensor]
 
 
@@ -308,10 +304,6 @@ def main() -> None:
     answers = args.eval_sequences * args.num_questions
     noise = 4 * (chance * (1 - chance) / answers) ** 0.5  # 4 standard deviations of guessing
     proven = across["final_accuracy"] >= GOAL and abs(within["final_accuracy"] - chance) <= noise
-    launch = f"accelerate launch {CONFIG} --num_processes {accelerator.num_processes}"
-    if accelerator.device.type == "cpu":
-        launch = f"ACCELERATE_USE_CPU=1 {launch}"
-    packages = (torch, transformers, accelerate, hf_burst)
     results = {
         "runs": {AcrossShards.key: across, WithinShard.key: within},
         "chance": chance,
@@ -320,9 +312,9 @@ def main() -> None:
         "facts": {"ranks": sorted({task.sharding.owner(token) for token in task.places.tolist()})},
         "config": {key: value for key, value in vars(args).items() if key != "output_dir"},
         "model": {"type": "llama" if args.layers == "attention" else "qwen3_5_text", **SIZES[args.layers]},
-        "versions": {"python": platform.python_version(), **{pack.__name__: pack.__version__ for pack in packages}},
+        "versions": {"hf_burst": hf_burst.__version__, **versions(cuda=accelerator.device.type == "cuda")},
         "device": accelerator.device.type,
-        "command": " ".join([launch, "recipes/recall_across_shards.py", *sys.argv[1:]]),
+        "command": " ".join(["recipes/recall_across_shards.py", *sys.argv[1:]]),
         "git_commit": git_commit(Path(__file__).parent),
     }
     if accelerator.is_main_process:

@@ -45,7 +45,7 @@ from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.peers import peers
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.report import rows, table
+from recipes.benchmarks.report import markdown, reasons, rows
 
 SCHEDULES = ("auto", "kv_ring", "burst", "all_gather", "ulysses")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -125,7 +125,7 @@ def benchmark(arguments: argparse.Namespace, others: Sequence[Contender] = ()) -
     finally:
         ranks.close()
     if ranks.rank == 0:
-        print(table(result))
+        print("\n".join([markdown([result]), *reasons(result)]))
     return _status(result)
 
 

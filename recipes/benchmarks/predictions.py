@@ -28,7 +28,7 @@ from hf_burst.sizing.model import Training
 from hf_burst.sizing.seconds import estimate_seconds
 from hf_burst.sizing.shapes import SHAPES
 from recipes.benchmarks.training_contenders import BY_PEFT
-from recipes.benchmarks.training_job import SHAPES as TRAINED
+from recipes.benchmarks.training_job import class_of, config_of
 
 GIB = 2**30
 RESULTS = Path(__file__).parent / "results"
@@ -127,9 +127,8 @@ def predict(result: dict[str, Any], row: dict[str, Any], layers: int | None, fir
         `dict`: Its `seconds` (`None` for devices without a data sheet), `peak_memory_gib` of torch's allocator, which
         does not hold symmetric buffers, and `host_memory_gib`.
     """
-    model_class, config_class, sizes = TRAINED[result["shape"]]
-    changes = {} if layers is None else {"num_hidden_layers": layers}
-    model, ranks = model_size(model_class, config_class(**{**sizes, **changes})), result["hardware"]["ranks"]
+    config = config_of(result["shape"], **({} if layers is None else {"num_hidden_layers": layers}))
+    model, ranks = model_size(class_of(config), config), result["hardware"]["ranks"]
     if result.get("gated_norms"):
         model = replace(model, recurrent=tuple(replace(size, norm_copies=FUSED_NORM) for size in model.recurrent))
     length, document = row["length"], result.get("document")
@@ -160,7 +159,7 @@ def _training_step(file: str, result: dict[str, Any], row: dict[str, Any], first
     waited = statistics.median(step["seconds"] for step in row["steps"]) - shortest
     predicted = predict(result, row, layers, first)
     if settings.get("activation_offloading"):
-        state = 2 * TRAINED[result["shape"]][2]["hidden_size"] * row["length"] / hardware["ranks"] / GIB
+        state = 2 * config_of(result["shape"]).hidden_size * row["length"] / hardware["ranks"] / GIB
         predicted["peak_memory_gib"] += MORE_INPUTS.get(file, 0) * state
     adapters = ", QLoRA" if result.get("four_bits") else ", LoRA"
     compiled, plain = bool(result.get("compiled")), not result.get("liger")
