@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, takewhile
-from pathlib import Path
 from string import ascii_uppercase
 
 from transformers import PreTrainedTokenizerBase
@@ -27,19 +26,12 @@ KEYS = [f"{colour} {animal}" for colour in COLOURS for animal in ANIMALS]
 
 def read_haystack(sources: Sequence[str]) -> str:
     """The text in which facts are hidden: of files, or Python's own documentation for `python_topics`."""
-    if list(sources) == ["python_topics"]:
-        import data  # which takes seconds
+    import data  # which takes seconds
 
-        return data.load_rows(["python_topics"], "train")["text"][0]
-    texts = []
-    for source in sources:
-        try:
-            texts.append(Path(source).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise SystemExit(f"haystack {source!r} cannot be read as UTF-8 text: {error}") from None
-    if not "".join(texts).strip():
+    text = "\n".join(data.load_rows(list(sources), "train")["text"])
+    if not text.strip():
         raise SystemExit(f"haystack {list(sources)} holds no text; give text files, or python_topics.")
-    return "\n".join(texts)
+    return text
 
 
 def first_token(tokenizer: PreTrainedTokenizerBase) -> str:

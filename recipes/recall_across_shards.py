@@ -260,9 +260,9 @@ def train(accelerator: Accelerator, args: argparse.Namespace, run: AcrossShards 
 
 
 def draw(results: dict[str, Any], runs: tuple[AcrossShards, WithinShard], path: Path) -> None:
-    """The learning curves, and below them where the facts and the question of one sequence stand."""
-    task, figure = runs[0].task, Figure(figsize=(8, 6.2), layout="constrained")
-    curves, strip = figure.subplots(2, 1, height_ratios=(4, 1.3))
+    """The learning curves."""
+    task, figure = runs[0].task, Figure(figsize=(8, 4.6), layout="constrained")
+    curves = figure.subplots()
     for run in runs:
         curve = results["runs"][run.key]
         curves.plot(curve["steps"], curve["accuracy"], "o-", color=run.color, markersize=4, label=run.label)
@@ -273,24 +273,6 @@ def draw(results: dict[str, Any], runs: tuple[AcrossShards, WithinShard], path: 
     curves.yaxis.set_major_formatter("{x:.0%}")
     curves.grid(alpha=0.3)
     curves.legend(loc="center right")
-    for rank in range(task.ranks):
-        for part in task.sharding.runs(rank):
-            strip.axvspan(part.start, part.stop, color=f"C{rank}", alpha=0.25, linewidth=0)
-            strip.text((part.start + part.stop) / 2, 0.88, f"rank {rank}", ha="center", va="center")
-    tokens = task.batch(1, torch.Generator().manual_seed(0))["input_ids"][0].tolist()
-    asked = {tokens[token] - task.first_question: token for token in task.asked_at}
-    for index, token in enumerate(t for t in range(task.length) if tokens[t] >= task.first_fact):
-        key, value = divmod(tokens[token] - task.first_fact, task.values)
-        strip.plot(token + 0.5, 0.5, "ks")
-        strip.text(token + 0.5, 0.28 - index % 2 * 0.16, f"k{key} = v{value}", ha="center", va="center", fontsize=9)
-        if key in asked:
-            arrow = {"arrowstyle": "->", "connectionstyle": "arc3,rad=0.12"}
-            strip.annotate("", (token + 0.5, 0.56), (asked[key] + 0.5, 0.56), arrowprops=arrow)
-    strip.plot([token + 0.5 for token in task.asked_at], [0.5] * task.questions, "kD")
-    questions = ", ".join(f"k{tokens[token] - task.first_question}" for token in task.asked_at)
-    strip.text(task.length - 0.5, 0.28, f"{questions} = ?", ha="right", va="center", fontsize=9)
-    strip.set(xlim=(0, task.length), ylim=(0, 1), yticks=[], xlabel="token of the sequence")
-    strip.set_title("One sequence: facts (squares), questions (diamonds), and the rank that holds them", fontsize=10)
     figure.savefig(path, dpi=120)
 
 

@@ -192,9 +192,8 @@ def _check_out(out: Path | None, ranks: Ranks) -> None:
     if out is not None and ranks.rank == 0:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
-            new = not out.exists()
             out.open("a").close()
-            if new:
+            if not out.stat().st_size:
                 out.unlink()
         except OSError as error:
             problem = (time.time(), f"--out is {out}, where no result can be written: {error}")

@@ -33,12 +33,11 @@ from torch._dynamo.utils import counters
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from hf_burst.cli.launch import launched
-from hf_burst.errors import ConfigError
 from hf_burst.plan import Mask
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.training_contenders import CONTENDERS, NAMED, SINGLE, Contender, Way, read_settings
+from recipes.benchmarks.training_contenders import CONTENDERS, NAMED, SINGLE, Way, read_settings
 from recipes.benchmarks.training_job import SHAPES, Job, head_size, make_job
 from recipes.benchmarks.training_limits import flops, limits, parts_of_limits
 
@@ -216,14 +215,6 @@ def longest(text: str) -> tuple[str, int]:
     return name, int(tokens)
 
 
-def settings(text: str) -> tuple[str, Contender]:
-    """Reads a contender's settings from the command line."""
-    try:
-        return read_settings(text)
-    except ConfigError as problem:
-        raise argparse.ArgumentTypeError(str(problem)) from problem
-
-
 def at_least(least: int) -> Callable[[str], int]:
     """A reader of whole numbers that are not smaller."""
 
@@ -261,7 +252,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--hf-burst",
         metavar="NAME=VALUE,...",
-        type=settings,
+        type=read_settings,
         action="append",
         default=[],
         help="one more contender: settings of hf_burst.Memory, such as tiled_mlp=16384,activation_offloading=1.0",

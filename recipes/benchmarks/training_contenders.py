@@ -1,6 +1,7 @@
 """The contenders of training.py, over several ranks and on one GPU: contexts that prepare the model of a job."""
 
 import ast
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -313,7 +314,7 @@ def read_settings(text: str) -> tuple[str, Contender]:
     """Reads a contender from `NAME=VALUE,NAME=VALUE`, settings as [`config_of`] takes them; `default` has none.
 
     Raises:
-        ConfigError: If there is no such setting or value.
+        ArgumentTypeError: If there is no such setting or value.
     """
     settings: dict[str, Any] = {}
     for pair in text.split(",") if text != "default" else ():
@@ -322,7 +323,10 @@ def read_settings(text: str) -> tuple[str, Contender]:
             settings[name] = ast.literal_eval(value)
         except (SyntaxError, ValueError):  # a word
             settings[name] = value
-    config_of(settings)
+    try:
+        config_of(settings)
+    except ConfigError as problem:
+        raise ArgumentTypeError(str(problem)) from problem
     return f"hf_burst, {text.replace(',', ', ')}", by_settings(settings)
 
 
