@@ -88,15 +88,10 @@ def parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class ChatTokenizer:
-    """Renders and tokenizes chats.
+    """Renders and tokenizes chats."""
 
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): A fast tokenizer with a chat template.
-        assistant_only (`bool`): Whether other tokens than the assistant's get the label -100.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    assistant_only: bool = True
+    tokenizer: PreTrainedTokenizerBase  # a fast tokenizer with a chat template
+    assistant_only: bool = True  # whether other tokens than the assistant's get the label -100
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:

@@ -26,16 +26,11 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Documents:
-    """Lengths of packed documents, drawn so that every contender takes them.
+    """Lengths of packed documents, drawn so that every contender takes them."""
 
-    Args:
-        shortest, longest (`int`): Tokens of a document. The logarithms between them are uniform.
-        seed (`int`, defaults to 0): Another seed is another draw.
-    """
-
-    shortest: int
+    shortest: int  # tokens of a document; their logarithms are uniform up to those of the longest
     longest: int
-    seed: int = 0
+    seed: int = 0  # another seed is another draw
 
     def bounds(self, length: int, multiple: int) -> tuple[int, ...]:
         """Cumulative boundaries of documents that fill `length` tokens.
@@ -54,36 +49,22 @@ class Documents:
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the matrix, as one rank sees it.
+    """One point of the matrix, as one rank sees it."""
 
-    Args:
-        length (`int`): Tokens of the whole sequence.
-        q_heads, kv_heads, head_dim (`int`): Heads of the whole attention.
-        batch (`int`): Sequences.
-        dtype (`torch.dtype`): Of q, k and v.
-        device (`torch.device`): Where they lie.
-        rank, ranks (`int`): This rank, and how many share the sequence.
-        native ([`Native`]): The kernel of the limit and of peers that let one choose.
-        kernel (`str`): The requested kernel: a name, or `"auto"`.
-        documents ([`Documents`], *optional*): The documents that fill the sequence; one document by default.
-        window (`int`, *optional*): Tokens that a query sees backwards beside itself.
-        group (`ProcessGroup`, *optional*): The contender's own process group; `None` for one process.
-    """
-
-    length: int
-    q_heads: int
+    length: int  # tokens of the whole sequence
+    q_heads: int  # heads of the whole attention
     kv_heads: int
     head_dim: int
-    batch: int
-    dtype: torch.dtype
-    device: torch.device
+    batch: int  # sequences
+    dtype: torch.dtype  # of q, k and v
+    device: torch.device  # where they lie
     rank: int
-    ranks: int
-    native: Native
-    kernel: str
-    documents: Documents | None = None
-    window: int | None = None
-    group: dist.ProcessGroup | None = None
+    ranks: int  # that share the sequence
+    native: Native  # the kernel of the limit and of peers that let one choose
+    kernel: str  # the requested kernel: a name, or `"auto"`
+    documents: Documents | None = None  # the documents that fill the sequence; one document by default
+    window: int | None = None  # tokens that a query sees backwards beside itself
+    group: dist.ProcessGroup | None = None  # the contender's own process group; `None` for one process
 
     @property
     def tokens(self) -> int:
@@ -136,19 +117,13 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to measure.
+    """Something to measure."""
 
-    Args:
-        name (`str`): Its name in results.
-        family (`str`): Contenders of one family share a process group.
-        build (`Callable`): Prepares it for a [`Case`], or raises the reason why it cannot run. Sends nothing.
-        config (`dict`): Its settings, for readers of the results.
-    """
-
-    name: str
-    family: str
+    name: str  # its name in results
+    family: str  # contenders of one family share a process group
+    # prepares it for a [`Case`], or raises the reason why it cannot run; sends nothing
     build: Callable[[Case], Prepared]
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)  # its settings, for readers of the results
 
 
 def limit() -> Contender:

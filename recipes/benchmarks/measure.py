@@ -61,38 +61,23 @@ class Clock:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure.
+    """How long to measure."""
 
-    Args:
-        warmup (`int`): Calls of each contender before the first round; slow contenders have fewer, at least one.
-        rounds (`tuple[int, int]`): Fewest and most rounds.
-        seconds (`float`): Time for this length and the longer ones.
-        share (`float`): This length's share of `seconds`.
-        in_a_row (`int`): Most calls that follow each other without a pause, as the layers of a model do.
-        warm (`frozenset[str]`): Names of contenders that have run before, at another length.
-    """
-
-    warmup: int
-    rounds: tuple[int, int]
-    seconds: float
-    share: float
-    in_a_row: int = 1
-    warm: frozenset[str] = frozenset()
+    warmup: int  # calls of each contender before the first round; slow contenders have fewer, at least one
+    rounds: tuple[int, int]  # fewest and most rounds
+    seconds: float  # time for this length and the longer ones
+    share: float  # this length's share of `seconds`
+    in_a_row: int = 1  # most calls that follow each other without a pause, as the layers of a model do
+    warm: frozenset[str] = frozenset()  # names of contenders that have run before, at another length
 
 
 class Run(NamedTuple):
-    """What is timed.
+    """What is timed."""
 
-    Args:
-        forward (`Callable`): Computes the output.
-        leaves (sequence of `torch.Tensor`): What the output is derived by.
-        dout (`torch.Tensor`): The gradient of the output.
-        around (`Callable`): Makes a context for calls, which is entered before the clock starts.
-    """
-
-    forward: Callable[[], torch.Tensor]
-    leaves: Sequence[torch.Tensor]
-    dout: torch.Tensor
+    forward: Callable[[], torch.Tensor]  # computes the output
+    leaves: Sequence[torch.Tensor]  # what the output is derived by
+    dout: torch.Tensor  # the gradient of the output
+    # makes a context for calls, which is entered before the clock starts
     around: Callable[[], AbstractContextManager[object]] = nullcontext
 
 

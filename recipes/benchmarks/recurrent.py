@@ -50,22 +50,14 @@ Functions = dict[str, Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """A layer and its tokens, as one rank sees them.
+    """A layer and its tokens, as one rank sees them."""
 
-    Args:
-        length (`int`): Tokens of the whole sequence.
-        rank, ranks (`int`): This rank, and how many share the sequence.
-        device (`torch.device`): Where they lie.
-        dtype (`torch.dtype`): Of the layer and its inputs.
-        group (`ProcessGroup`, *optional*): The contender's own process group; `None` for one process.
-    """
-
-    length: int
+    length: int  # tokens of the whole sequence
     rank: int
-    ranks: int
-    device: torch.device
-    dtype: torch.dtype
-    group: dist.ProcessGroup | None = None
+    ranks: int  # that share the sequence
+    device: torch.device  # where they lie
+    dtype: torch.dtype  # of the layer and its inputs
+    group: dist.ProcessGroup | None = None  # the contender's own process group; `None` for one process
 
     def layout(self, chunking: Chunking) -> SequenceLayout:
         return SequenceLayout.for_batch([(0, self.length)], self.ranks, chunking)
@@ -73,19 +65,12 @@ class Case:
 
 @dataclass
 class Contender:
-    """A way to compute the layer over ranks.
+    """A way to compute the layer over ranks."""
 
-    Args:
-        name (`str`): What the result calls it; contenders do not share process groups.
-        functions (`Callable`): The functions that the layer calls in place of its own, for a case.
-        chunking (`str`): How tokens lie over the ranks.
-        whole (`bool`): Whether results are those of the whole sequence.
-    """
-
-    name: str
-    functions: Callable[[Case], Functions]
-    chunking: Chunking = "contiguous"
-    whole: bool = True
+    name: str  # what the result calls it; contenders do not share process groups
+    functions: Callable[[Case], Functions]  # the functions that the layer calls in place of its own, for a case
+    chunking: Chunking = "contiguous"  # how tokens lie over the ranks
+    whole: bool = True  # whether results are those of the whole sequence
     failure: str = ""
 
     @property

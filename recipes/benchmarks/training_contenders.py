@@ -287,21 +287,14 @@ def tiled_mlps(job: Job) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to train the model of a job.
+    """One way to train the model of a job."""
 
-    Args:
-        way (`Callable`): Makes a context that prepares the model, and gives the function that computes the loss.
-        limit (`str`): The name of the limit with the same computations, as `limits` of training_limits.py has it.
-        hybrids (`bool`, *optional*): Whether it is for models with recurrent layers, or for others; `None` for both.
-        several (`bool`, *optional*): Whether it is for several ranks, or for one; `None` for both.
-        settings (`dict`, *optional*): Those of hf_burst.
-    """
-
-    way: Way
+    way: Way  # makes a context that prepares the model, and gives the function that computes the loss
+    # the name of the limit with the same computations, as `limits` of training_limits.py has it
     limit: str = "all recomputed"
-    hybrids: bool | None = False
-    several: bool | None = True
-    settings: Mapping[str, Any] | None = None
+    hybrids: bool | None = False  # whether it is for models with recurrent layers, or for others; `None` for both
+    several: bool | None = True  # whether it is for several ranks, or for one; `None` for both
+    settings: Mapping[str, Any] | None = None  # those of hf_burst
 
 
 def by_settings(settings: Mapping[str, Any], hybrids: bool | None = None) -> Contender:
