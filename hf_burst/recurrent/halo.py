@@ -102,27 +102,14 @@ class _Replaced(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Edges:
-    """Where the tokens beside the beginnings of a rank's segments lie, as indices on its device.
+    """Where the tokens at the beginnings and ends of a rank's segments lie, as int64 indices on its device."""
 
-    Args:
-        distinct (`torch.LongTensor` of shape `(2, distinct)`): Tokens of the rank that are taken, by their rows and
-            their places there.
-        firsts (`torch.LongTensor`): Among them the first `reach` ones of every segment. A shorter segment repeats its
-            last one, whose output is dropped.
-        tails (`torch.LongTensor`): Among them the last `reach` ones of the segments with a successor. A shorter segment
-            repeats its first one, which nobody reads. All ranks have as many of these.
-        halos (`torch.LongTensor`): What comes before every segment, `reach` tokens each, among the last tokens of all
-            ranks one after another. One beyond the last is a zero.
-        kept (`torch.LongTensor`): The outputs that are kept, among those of first tokens.
-        replaced (`torch.LongTensor` of shape `(2, kept)`): The tokens of the rank whose outputs they are.
-    """
-
-    distinct: Tensor
-    firsts: Tensor
-    tails: Tensor
-    halos: Tensor
-    kept: Tensor
-    replaced: Tensor
+    distinct: Tensor  # tokens of the rank that are taken, by row and place: `(2, distinct)`
+    firsts: Tensor  # among them, the first `reach` of every segment; a shorter one repeats its last, which is dropped
+    tails: Tensor  # among them, the last `reach` of segments with a successor, equally many on all ranks
+    halos: Tensor  # what comes before segments, among the tails of all ranks in a row; one beyond the last is a zero
+    kept: Tensor  # the outputs that are kept, among those of first tokens
+    replaced: Tensor  # the tokens of the rank whose outputs they are: `(2, kept)`
 
 
 def _edges(segments: Segments, device: torch.device, rank: int, reach: int) -> _Edges:

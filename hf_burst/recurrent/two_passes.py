@@ -12,8 +12,6 @@ gradients: those of the states at the end are whole.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -41,28 +39,11 @@ class Inputs(NamedTuple):
     beta: Tensor
 
 
-class Run(NamedTuple):
-    """Neighbours among the pieces, and what [`DeltaKernels.lay`] makes of their bounds."""
+class Passing(NamedTuple):
+    """The pieces of a rank whose state passes. Made once for a batch."""
 
-    pieces: range
-    laid: Any
-
-
-@dataclass(frozen=True)
-class Passing:
-    """The pieces of a rank whose state passes. Made once for a batch.
-
-    Args:
-        places (`tuple[int, ...]`): Their places among the segments of the rank.
-        laid (`Any`): What [`DeltaKernels.lay`] makes of their bounds.
-        ending (`tuple[Run, ...]`): Those that hand a state on.
-        carrying (`tuple[Run, ...]`): Of these, those to which a state comes.
-    """
-
-    places: tuple[int, ...]
-    laid: Any
-    ending: tuple[Run, ...]
-    carrying: tuple[Run, ...]
+    places: tuple[int, ...]  # their places among the segments of the rank
+    laid: Any  # what [`DeltaKernels.lay`] makes of their bounds
 
 
 class DeltaKernels(Protocol):
@@ -77,7 +58,7 @@ class DeltaKernels(Protocol):
 
     def maps(self, inputs: Inputs, prepared: tuple[Tensor, ...], passing: Passing) -> tuple[Tensor, Tensor]:
         """The states at the end of pieces that begin with zeros, `(pieces, heads, K, V)`, and what these do to a state
-        that comes, `(pieces, heads, K, K)`; zeros where nobody asks. Both in fp32 or fp64."""
+        that comes, `(pieces, heads, K, K)`. Both in fp32 or fp64."""
 
     def outputs(self, inputs: Inputs, prepared: tuple[Tensor, ...], begin: Tensor, passing: Passing) -> Tensor:
         """The outputs `(tokens, heads, V)` of pieces that begin with these states."""
@@ -138,25 +119,8 @@ def delta_rule_in_two_passes(
 
 def _passing(segments: Segments, device: torch.device, group: ContextGroup, kernels: DeltaKernels) -> Passing:
     own, sending = segments.by_rank[group.rank], handing_on(segments, group)
-    handing = {place for rank, place in segments.slots if rank == group.rank}  # none, where a rank sends for nobody
     places = tuple(place for place, piece in enumerate(own) if place in sending or not piece.opens)
-    bounds = [0, *accumulate(own[place].size for place in places)]
-
-    @cache  # often all pieces are a run: laid once
-    def lay(run: range) -> Any:
-        return kernels.lay(bounds[run.start : run.stop + 1], device)
-
-    def runs(wanted: Sequence[bool]) -> tuple[Run, ...]:
-        edges = [index for index in range(len(places) + 1) if [*wanted, False][index] != [False, *wanted][index]]
-        ranges = [range(*edges[at : at + 2]) for at in range(0, len(edges), 2)]
-        return tuple(Run(run, lay(run)) for run in ranges)
-
-    return Passing(
-        places,
-        lay(range(len(places))),
-        runs([place in handing for place in places]),
-        runs([place in handing and not own[place].opens for place in places]),
-    )
+    return Passing(places, kernels.lay([0, *accumulate(own[place].size for place in places)], device))
 
 
 class _Turn:

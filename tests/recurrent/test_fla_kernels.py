@@ -156,8 +156,9 @@ def laid(rank: int, size: int, folder: str, bounds: list[int]) -> list[bool]:
     from fla.ops.utils import prepare_chunk_indices, prepare_chunk_offsets
 
     found = _FlaKernels().lay(bounds, torch.device("cpu"))
-    wanted = [make(found.cu_seqlens, CHUNK) for make in (prepare_chunk_indices, prepare_chunk_offsets)]
-    pairs = zip((found.chunk_indices, found.chunk_offsets), wanted, strict=True)
+    makers = {"chunk_indices": prepare_chunk_indices, "chunk_offsets": prepare_chunk_offsets}
+    wanted = [make(found.for_states["cu_seqlens"], CHUNK) for make in makers.values()]
+    pairs = zip([found.for_states[name] for name in makers], wanted, strict=True)
     return [torch.equal(mine, theirs) and mine.dtype == theirs.dtype for mine, theirs in pairs]
 
 
