@@ -21,10 +21,10 @@ from torch import Tensor
 from ..numerics import refuse_second_derivative
 from ..plan import Segments
 from ..ranks.group import ContextGroup
-from .gather import handing_on, take_part
+from .gather import join_backward
 from .once import made_once
 from .pieces import Rule, joined
-from .received import Received
+from .replay import Shards
 from .states import by_matrix, in_full_precision, incoming_states
 
 
@@ -75,36 +75,27 @@ class DeltaKernels(Protocol):
         """The gradients of the inputs, by those of the states at the end of pieces."""
 
 
-def delta_rule_in_two_passes(
-    rule: Rule,
-    kernels: DeltaKernels,
-    inputs: Sequence[Tensor],
-    segments: Segments,
-    group: ContextGroup,
-    received: Received | None = None,
-) -> Tensor:
+def delta_rule_in_two_passes(rule: Rule, kernels: DeltaKernels, inputs: Sequence[Tensor], shards: Shards) -> Tensor:
     """A gated delta rule of each document by itself; states pass from rank to rank.
 
     Args:
         rule ([`Rule`]): The rule, for documents that one rank holds.
         kernels ([`DeltaKernels`]): Its steps.
         inputs (five `torch.Tensor`): As in [`delta_rule_by_states`], with one decay for each head.
-        segments ([`Segments`]): Those of all ranks.
-        group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
-        received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
+        shards ([`Shards`]): The parts of the sequences. Every rank calls it at the same time.
 
     Returns:
         `torch.Tensor` of shape `(batch, n, value heads, V)`.
     """
-    value, own = inputs[2], segments.by_rank[group.rank]
+    value, segments, own = inputs[2], shards.segments, shards.own
     if not segments.slots:
         return rule(segments, joined(inputs, own), [piece.size for piece in own])[0].view(value.shape)
-    passing = made_once(segments, _passing, value.device, group, kernels)
+    passing = made_once(segments, _passing, value.device, shards.group, kernels)
     with in_full_precision(value), torch.cuda.device_of(value):
         turn = _Turn(kernels, passing)
         states, transitions, after = _Maps.apply(turn, *joined(inputs, [own[place] for place in passing.places]))
         handed = dict(zip(passing.places, zip(states.unbind(), transitions.unbind(), strict=True), strict=True))
-        incoming, slots = incoming_states(handed, by_matrix, segments, group, received, constant=True)
+        incoming, slots = incoming_states(handed, by_matrix, shards, constant=True)
         nothing = torch.zeros_like(transitions[0, ..., :1]).expand(states.shape[1:])
         out = _Outputs.apply(turn, after, torch.stack([incoming.get(place, nothing) for place in passing.places]))
     alone = [place for place in range(len(own)) if place not in passing.places]
@@ -114,11 +105,11 @@ def delta_rule_in_two_passes(
         outputs = dict(zip(alone, local.split(sizes), strict=True))
         outputs |= dict(zip(passing.places, out.split([own[place].size for place in passing.places]), strict=True))
         out = torch.cat([outputs[place] for place in range(len(own))])
-    return take_part(out.view(value.shape), slots)
+    return join_backward(out.view(value.shape), slots)
 
 
 def _passing(segments: Segments, device: torch.device, group: ContextGroup, kernels: DeltaKernels) -> Passing:
-    own, sending = segments.by_rank[group.rank], handing_on(segments, group)
+    own, sending = segments.by_rank[group.rank], Shards(segments, group).exports
     places = tuple(place for place, piece in enumerate(own) if place in sending or not piece.opens)
     return Passing(places, kernels.lay([0, *accumulate(own[place].size for place in places)], device))
 

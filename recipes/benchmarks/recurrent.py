@@ -36,7 +36,7 @@ from hf_burst.config import Chunking
 from hf_burst.hf.context import ForwardCall, LayerContext, entered
 from hf_burst.hf.models.recurrent import COUNTERPARTS, in_place_of_innermost
 from hf_burst.plan.recurrence import Way
-from hf_burst.recurrent import Received
+from hf_burst.recurrent import ReplayBuffer
 from recipes.benchmarks.measure import Effort, Measured, Run, measure_runs
 from recipes.benchmarks.provenance import environment, interquartile_range
 from recipes.benchmarks.ranks import Ranks
@@ -83,7 +83,7 @@ def own(way: Way, case: Case, chunking: Chunking, columns: bool = False) -> Func
     group = ContextGroup.from_mesh(case.group) if case.group is not None else ContextGroup(case.rank, case.ranks)
     layout, nothing = case.layout(chunking), torch.empty(0)
     call = ForwardCall(layout, layout.segments, group, BurstConfig(), Memory(), nothing, True, None, None, None, way)
-    context = LayerContext(call, Received())
+    context = LayerContext(call, ReplayBuffer())
     stock = {name: getattr(modeling_qwen3_5, name) for name in (RULE, CONVOLUTION)}
     if columns:
         stock[RULE] = lambda *tensors, function=stock[RULE], **options: function(*tensors, **options)
