@@ -38,19 +38,13 @@ _NORMS = re.compile(r"fla\.modules\.[\w.]*Norm\w*")  # of flash-linear-attention
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a comparison of two ranks with one process.
+    """The result of a comparison of two ranks with one process."""
 
-    Args:
-        result (`str`): `"exact"`, `"wrong"`, `"refused"` (by the sentence in `note`) or `"not buildable"`.
-        errors (`dict`): By kind of batch, the greatest error of the loss or a gradient, relative to its greatest entry.
-        note (`str`): What else there is to know.
-        fingerprint (`str`): What the verdict holds for, see [`fingerprint`].
-    """
-
-    result: str
+    result: str  # "exact", "wrong", "refused" (by the sentence in `note`) or "not buildable"
+    # by kind of batch, the greatest error of the loss or a gradient, relative to its greatest entry
     errors: dict[str, float] = field(default_factory=dict)
     note: str = ""
-    fingerprint: str = ""
+    fingerprint: str = ""  # what the verdict holds for, see [`fingerprint`]
 
 
 def source_hash(module: str) -> str | None:
@@ -103,9 +97,12 @@ def fingerprint(model: PreTrainedModel) -> str | None:
 
 def remember(verdict: Verdict) -> Path:
     """Writes a verdict down for [`served_by`]; raises a ConfigError if it cannot."""
-    path = _cache_file("check", verdict.fingerprint)
+    path = _remembered(verdict.fingerprint)
     try:
-        _write_whole(path, json.dumps(asdict(verdict), indent=1))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+            file.write(json.dumps(asdict(verdict), indent=1))
+        os.replace(file.name, path)  # all at once: no other process reads half of it
     except OSError as problem:
         raise ConfigError(
             f"The verdict ({verdict.result}) cannot be remembered: {problem}. Set HF_HOME to a folder that can be "
@@ -134,7 +131,7 @@ def served_by(model: PreTrainedModel) -> str:
     unchanged = shipped is not None and (not newer or source_hash(shipped.__module__) == SERVED[shipped.__name__])
     verdict: Verdict | None = None
     with suppress(OSError, ValueError, TypeError):  # none is remembered, or something else wrote it
-        verdict = Verdict(**json.loads(_cache_file("check", fingerprint(model) or "").read_text()))
+        verdict = Verdict(**json.loads(_remembered(fingerprint(model) or "").read_text()))
     if verdict is not None and verdict.result != "exact":
         reasons = ", ".join(f"{kind}: {error:.0e}" for kind, error in verdict.errors.items()) or verdict.note
         raise UnsupportedModelError(
@@ -159,19 +156,10 @@ def served_by(model: PreTrainedModel) -> str:
     return "shipped"
 
 
-def _cache_file(*parts: str) -> Path:
-    """A file in `$HF_HOME/hf_burst`, `$XDG_CACHE_HOME/hf_burst` or `~/.cache/hf_burst`, named by these parts."""
+def _remembered(found_for: str) -> Path:
+    """The file of a verdict, in `$HF_HOME/hf_burst`, `$XDG_CACHE_HOME/hf_burst` or `~/.cache/hf_burst`."""
     home = os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    name = "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)
-    return Path(home).expanduser() / "hf_burst" / f"{name}.json"
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Writes a file all at once, so that no other process reads half of it; an `OSError` if it cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-        file.write(text)
-    os.replace(file.name, path)
+    return Path(home).expanduser() / "hf_burst" / f"check-{found_for}.json"
 
 
 def _digest(data: bytes) -> str:
