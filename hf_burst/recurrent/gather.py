@@ -12,17 +12,9 @@ Slots = dict[tuple[int, int], Tensor]  # by rank and place of the segment
 
 
 def gather_slots(own: Mapping[int, Tensor], shards: Shards) -> Slots:
-    """What every segment with a successor exports.
-
-    Args:
-        own (mapping from `int` to `torch.Tensor`, all of one shape): What the segments of this rank export, by their
-            place: at least those of [`Shards.exports`].
-        shards ([`Shards`]): The parts of the sequences. Every rank calls it at the same time.
-
-    Returns:
-        `dict` from rank and place of a segment to a tensor of that shape. Gradients of all ranks are summed on the way
-        back; all ranks must take it, see [`join_backward`].
-    """
+    """What every segment with a successor exports, by its rank and place; tensors of one shape. `own` has those of
+    [`Shards.exports`], by their places. Gradients of all ranks are summed on the way back, in which all ranks must
+    take part, see [`join_backward`]."""
     mine = [own[index] for index in sorted(shards.exports)]
     mine += mine[:1] * (shards.segments.most_slots - len(mine))  # nobody reads it
     received = shards.replay.all_gather(torch.stack(mine), shards.group)

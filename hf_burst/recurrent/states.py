@@ -20,19 +20,15 @@ def incoming_states(
     shards: Shards,
     constant: bool = False,
 ) -> tuple[dict[int, Tensor], tuple[Tensor, ...]]:
-    """The states that come to the segments of this rank.
+    """The states that come to the segments of this rank which open no document; and the slots that were gathered, for
+    [`join_backward`]. Every rank calls it at the same time.
 
     Args:
         handed (mapping from `int` to two `torch.Tensor`, fp32): For each segment of [`Shards.exports`], its state at
             the end if it begins with zeros, and what it does to the state that comes in; of one that opens a document,
             anything.
         advance (callable): Applies a transition to a state.
-        shards ([`Shards`]): The parts of the sequences. Every rank calls it at the same time.
         constant (`bool`, defaults to `False`): Whether transitions take no gradients, which then do not travel.
-
-    Returns:
-        The states at the beginning of the segments of this rank that open no document; and what came, for
-        [`join_backward`].
     """
     own, transition = next(iter(handed.values()))
     incoming = dict[int, Tensor]()

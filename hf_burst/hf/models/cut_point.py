@@ -1,7 +1,9 @@
 """Where a model is cut over the ranks: the part that works on tokens, and its inputs with a value a token."""
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -34,10 +36,18 @@ class CutPoint:
     inputs: tuple[TokenInput, ...] = TOKEN_INPUTS  # those of its inputs that are cut
 
 
+CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})  # by the name of a class; all others are cut at the outside
+
+
 def cut_point_of(model: nn.Module) -> CutPoint:
-    """The cut point of a model: where a wrapper hands embeddings to its language model, else the model itself."""
-    path = language_model_path(model)
-    return CutPoint(path, (*TOKEN_INPUTS, *_PER_LAYER)) if path else CutPoint()
+    """The cut point of a model: by its class or the first base class that has one, else where a wrapper hands
+    embeddings to its language model, else the model itself."""
+    known = (CUT_POINTS[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in CUT_POINTS)
+    cut_point = next(known, None)
+    if cut_point is None:
+        path = language_model_path(model)
+        cut_point = CutPoint(path, (*TOKEN_INPUTS, *_PER_LAYER)) if path else CutPoint()
+    return cut_point
 
 
 def modalities_of(config: PreTrainedConfig) -> list[str]:

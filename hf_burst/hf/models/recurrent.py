@@ -38,7 +38,7 @@ def _pass() -> tuple[ForwardCall, Shards]:
     context = current()
     assert context is not None, "asked by the forward of the module"
     assert context.call is not None, "asked by the forward of the module"
-    assert context.replay is not None, "there where a call is"
+    assert context.replay is not None, "set with `call`"
     return context.call, Shards(context.call.segments, context.call.group, context.replay)
 
 

@@ -65,15 +65,9 @@ def own_classes(model: PreTrainedModel) -> list[type]:
 
 
 def fingerprint(model: PreTrainedModel) -> str | None:
-    """A hash of what a verdict on a model holds for: its class, the source of the class, of its layers and of the
-    modules that these import, and the versions of Transformers, torch and hf_burst.
-
-    Args:
-        model (`PreTrainedModel`): The model, of any size.
-
-    Returns:
-        `str`, *optional*: 12 hexadecimal digits; `None` if the class has no source file.
-    """
+    """A hash, 12 hexadecimal digits, of what a verdict on a model holds for: its class, the source of the class, of its
+    layers and of the modules that these import, and the versions of Transformers, torch and hf_burst; `None` if the
+    class has no source file."""
     own = own_classes(model)
     roots = {kind.__module__.partition(".")[0] for kind in own}
     pending = {cls.__module__ for kind in {type(module) for module in model.modules()} for cls in kind.__mro__}
@@ -112,11 +106,8 @@ def remember(verdict: Verdict) -> Path:
 
 
 def served_by(model: PreTrainedModel) -> str:
-    """By which comparison a model is served. Ranks that share a sequence must agree on it.
-
-    Returns:
-        `str`: `"shipped"` if hf_burst comes with the comparison, of the class or of one that it is made from; else
-        `"checked <fingerprint>"`.
+    """By which comparison a model is served, on which ranks that share a sequence must agree: `"shipped"` if hf_burst
+    comes with the comparison, of the class or of one that it is made from; else `"checked <fingerprint>"`.
 
     Raises:
         UnsupportedModelError: If it was compared by nobody, or was found wrong here.
