@@ -18,11 +18,7 @@ _KEEP = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def renamed(old: Mapping[str, str]) -> Callable[[Function], Function]:
-    """Has a function raise a ConfigError for keywords of earlier versions.
-
-    Args:
-        old (mapping of `str` to `str`): For each such keyword, a sentence that says what to write instead.
-    """
+    """Has a function raise a ConfigError for keywords of earlier versions, by a sentence that says what to write."""
 
     def decorate(function: Function) -> Function:
         @wraps(function)

@@ -88,15 +88,10 @@ def parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class ChatTokenizer:
-    """Renders and tokenizes chats.
+    """Renders and tokenizes chats."""
 
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): A fast tokenizer with a chat template.
-        assistant_only (`bool`): Whether other tokens than the assistant's get the label -100.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    assistant_only: bool = True
+    tokenizer: PreTrainedTokenizerBase  # a fast tokenizer with a chat template
+    assistant_only: bool = True  # whether other tokens than the assistant's get the label -100
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
@@ -156,7 +151,18 @@ class ChatTokenizer:
             written = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
             ids = self.tokenizer(written, add_special_tokens=False)["input_ids"]
             return ids, [1] * len(ids), written
-        return self.by_marks(messages, options) if self.marked else self.by_difference(messages, options)
+        text, spans = self.by_marks(messages, options) if self.marked else self.by_difference(messages, options)
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        offsets = encoding["offset_mapping"]
+        counts = covered(offsets, spans)
+        for (first, last), count in zip(offsets, counts, strict=True):
+            if 0 < count < last - first and not self.marked:
+                raise ValueError(
+                    f"the token of {text[first:last]!r} is partly the assistant's; give a chat template with "
+                    "{% generation %} marks, or set assistant_only_loss to false"
+                )
+        mask = [int(count > 0) for count in counts]
+        return encoding["input_ids"], mask, "".join(text[start:end] for start, end in spans)
 
     @property
     def warning(self) -> str | None:
@@ -170,37 +176,24 @@ class ChatTokenizer:
             "to stop. Put {% endgeneration %} after it."
         )
 
-    def by_marks(self, messages: list[Message], options: dict[str, Any]) -> tuple[list[int], list[int], str]:
-        """Tokens, which of them stand between the template's marks, if only in part, and the text between them.
+    def by_marks(self, messages: list[Message], options: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and what stands between the template's marks. A token there counts, if only in part.
 
         Transformers' own mask runs on to the end of the chat where a mark ends in white space that is no token.
         """
         variables = {**self.tokenizer.special_tokens_map, **options}
         variables["chat_template"] = self.tokenizer.get_chat_template(self.template, options["tools"])
         (text,), (spans,) = render_jinja_template([messages], return_assistant_tokens_mask=True, **variables)
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        mask = [int(count > 0) for count in covered(encoding["offset_mapping"], spans)]
-        return encoding["input_ids"], mask, "".join(text[start:end] for start, end in spans)
+        return text, spans
 
-    def by_difference(self, messages: list[Message], options: dict[str, Any]) -> tuple[list[int], list[int], str]:
-        """Tokens, which of them the template adds for messages of the assistant, and the text of these."""
+    def by_difference(self, messages: list[Message], options: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and what the template adds for messages of the assistant."""
 
         def render(count: int, **more: bool) -> str:
             return self.tokenizer.apply_chat_template(messages[:count], tokenize=False, **more, **options)
 
         text = render(len(messages))
-        spans = assistant_spans(text, messages, render, tuple(self.tokenizer.all_special_tokens))
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        offsets = encoding["offset_mapping"]
-        counts = covered(offsets, spans)
-        for (first, last), count in zip(offsets, counts, strict=True):
-            if 0 < count < last - first:
-                raise ValueError(
-                    f"the token of {text[first:last]!r} is partly the assistant's; give a chat template with "
-                    "{% generation %} marks, or set assistant_only_loss to false"
-                )
-        mask = [int(count > 0) for count in counts]
-        return encoding["input_ids"], mask, "".join(text[start:end] for start, end in spans)
+        return text, assistant_spans(text, messages, render, tuple(self.tokenizer.all_special_tokens))
 
 
 def texts(message: Message) -> list[str]:

@@ -15,7 +15,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -129,7 +128,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wrappers", action="store_true", help="the image-text-to-text classes, on text")
     parser.add_argument("--classes", nargs="+", help="by default all")
-    parser.add_argument("--jobs", type=int, default=1, help="comparisons at a time, of two processes each")
     parser.add_argument("--write", action="store_true", help="write recipes/results/coverage*.* and served.json")
     arguments = parser.parse_args()
     table = WRAPPERS if arguments.wrappers else LANGUAGE
@@ -141,11 +139,10 @@ def main() -> None:
         parser.error("--write needs the rows of all classes; leave --classes out")
     rows: dict[str, Verdict] = {}
     parts = [names[start : start + BATCH] for start in range(0, len(names), BATCH)]
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        for name, row in chain.from_iterable(pool.map(partial(compare_all, table), parts)):
-            rows[name] = row
-            errors = ", ".join(f"{kind} {error:.0e}" for kind, error in row.errors.items())
-            print(f"{name}: {row.result}; {'; '.join(filter(None, [errors, row.note]))}", flush=True)
+    for name, row in chain.from_iterable(compare_all(table, part) for part in parts):
+        rows[name] = row
+        errors = ", ".join(f"{kind} {error:.0e}" for kind, error in row.errors.items())
+        print(f"{name}: {row.result}; {'; '.join(filter(None, [errors, row.note]))}", flush=True)
     print(", ".join(f"{count} {result}" for result, count in Counter(row.result for row in rows.values()).items()))
     if arguments.write:
         write(table, rows)

@@ -83,19 +83,12 @@ def recall(model: torch.nn.Module, needles: Needles, wanted: "Evaluation", group
 
 @dataclass
 class Questions:
-    """What the model is asked.
+    """What the model is asked."""
 
-    Args:
-        needles ([`Needles`], *optional*): They make texts with hidden facts.
-        windows (`list[list[int]]`): Pieces of documents, of the longest length.
-        chats (`Dataset`, *optional*): Chats, or prompts with completions, as `input_ids` and `labels`.
-        tasks (`dict`): RULER's tasks with their texts.
-    """
-
-    needles: Needles | None
-    windows: list[list[int]]
-    chats: "Dataset | None"
-    tasks: dict[str, Any]
+    needles: Needles | None  # they make texts with hidden facts
+    windows: list[list[int]]  # pieces of documents, of the longest length
+    chats: "Dataset | None"  # chats, or prompts with completions, as `input_ids` and `labels`
+    tasks: dict[str, Any]  # RULER's tasks with their texts
 
 
 def read(tokenizer: PreTrainedTokenizerBase, wanted: "Evaluation", accelerator: Accelerator) -> Questions:

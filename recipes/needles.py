@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, takewhile
-from pathlib import Path
 from string import ascii_uppercase
 
 from transformers import PreTrainedTokenizerBase
@@ -27,19 +26,12 @@ KEYS = [f"{colour} {animal}" for colour in COLOURS for animal in ANIMALS]
 
 def read_haystack(sources: Sequence[str]) -> str:
     """The text in which facts are hidden: of files, or Python's own documentation for `python_topics`."""
-    if list(sources) == ["python_topics"]:
-        import data  # which takes seconds
+    import data  # which takes seconds
 
-        return data.load_rows(["python_topics"], "train")["text"][0]
-    texts = []
-    for source in sources:
-        try:
-            texts.append(Path(source).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise SystemExit(f"haystack {source!r} cannot be read as UTF-8 text: {error}") from None
-    if not "".join(texts).strip():
+    text = "\n".join(data.load_rows(list(sources), "train")["text"])
+    if not text.strip():
         raise SystemExit(f"haystack {list(sources)} holds no text; give text files, or python_topics.")
-    return "\n".join(texts)
+    return text
 
 
 def first_token(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -50,17 +42,11 @@ def first_token(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @dataclass(frozen=True)
 class Sample:
-    """One text with its question and answer.
+    """One text with its question and answer."""
 
-    Args:
-        input_ids (`list[int]`): Text, question and answer, as many tokens as were asked for.
-        answer (`int`): How many tokens the answer has. They are the last ones.
-        facts (`list[range]`): The tokens of each fact that the answer needs.
-    """
-
-    input_ids: list[int]
-    answer: int
-    facts: list[range]
+    input_ids: list[int]  # text, question and answer, as many tokens as were asked for
+    answer: int  # how many tokens the answer has; they are the last ones
+    facts: list[range]  # the tokens of each fact that the answer needs
 
 
 @dataclass(frozen=True)
@@ -81,21 +67,13 @@ class Prompt:
 
 @dataclass
 class Needles:
-    """Makes samples.
+    """Makes samples."""
 
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): Of the model that is asked.
-        haystack (`str`): The text. It begins anew where a sample is longer.
-        digits (`int`, defaults to 5): Of a secret number. A model that guesses is right once in `10 ** digits` times.
-        facts (`int`, defaults to 4): Facts of `"multikey"` and `"multivalue"`, and variables of `"variables"`.
-        chat (`bool`, defaults to `False`): Whether to ask by the tokenizer's chat template.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    haystack: str
-    digits: int = 5
-    facts: int = 4
-    chat: bool = False
+    tokenizer: PreTrainedTokenizerBase  # of the model that is asked
+    haystack: str  # the text; it begins anew where a sample is longer
+    digits: int = 5  # of a secret number; a model that guesses is right once in `10 ** digits` times
+    facts: int = 4  # facts of `"multikey"` and `"multivalue"`, and variables of `"variables"`
+    chat: bool = False  # whether to ask by the tokenizer's chat template
 
     def sample(self, task: str, length: int, depth: float, seed: int) -> Sample:
         """One sample of `length` tokens, the same for the same seed.

@@ -28,18 +28,15 @@ at chance. In one process both runs are the same and nothing is claimed.
 import argparse
 import json
 import os
-import platform
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from benchmarks.provenance import git_commit
+from benchmarks.provenance import git_commit, versions
 from matplotlib.figure import Figure
 from transformers import (
     LlamaConfig,
@@ -85,7 +82,6 @@ DEFAULTS = {  # what each learns by in a minute
 CARRIERS = {"attention": "attention", "recurrent": "states"}
 CUT = hf_burst.BurstConfig(chunking="zigzag")
 LASTING = -6.0  # of A_log: a state keeps more than half of itself over 64 tokens, and not a few tokens as by default
-CONFIG = "--config_file recipes/configs/accelerate_2_processes.yaml"
 Batch = dict[str, torch.Tensor]
 
 
@@ -264,9 +260,9 @@ def train(accelerator: Accelerator, args: argparse.Namespace, run: AcrossShards 
 
 
 def draw(results: dict[str, Any], runs: tuple[AcrossShards, WithinShard], path: Path) -> None:
-    """The learning curves, and below them where the facts and the question of one sequence stand."""
-    task, figure = runs[0].task, Figure(figsize=(8, 6.2), layout="constrained")
-    curves, strip = figure.subplots(2, 1, height_ratios=(4, 1.3))
+    """The learning curves."""
+    task, figure = runs[0].task, Figure(figsize=(8, 4.6), layout="constrained")
+    curves = figure.subplots()
     for run in runs:
         curve = results["runs"][run.key]
         curves.plot(curve["steps"], curve["accuracy"], "o-", color=run.color, markersize=4, label=run.label)
@@ -277,24 +273,6 @@ def draw(results: dict[str, Any], runs: tuple[AcrossShards, WithinShard], path: 
     curves.yaxis.set_major_formatter("{x:.0%}")
     curves.grid(alpha=0.3)
     curves.legend(loc="center right")
-    for rank in range(task.ranks):
-        for part in task.sharding.runs(rank):
-            strip.axvspan(part.start, part.stop, color=f"C{rank}", alpha=0.25, linewidth=0)
-            strip.text((part.start + part.stop) / 2, 0.88, f"rank {rank}", ha="center", va="center")
-    tokens = task.batch(1, torch.Generator().manual_seed(0))["input_ids"][0].tolist()
-    asked = {tokens[token] - task.first_question: token for token in task.asked_at}
-    for index, token in enumerate(t for t in range(task.length) if tokens[t] >= task.first_fact):
-        key, value = divmod(tokens[token] - task.first_fact, task.values)
-        strip.plot(token + 0.5, 0.5, "ks")
-        strip.text(token + 0.5, 0.28 - index % 2 * 0.16, f"k{key} = v{value}", ha="center", va="center", fontsize=9)
-        if key in asked:
-            arrow = {"arrowstyle": "->", "connectionstyle": "arc3,rad=0.12"}
-            strip.annotate("", (token + 0.5, 0.56), (asked[key] + 0.5, 0.56), arrowprops=arrow)
-    strip.plot([token + 0.5 for token in task.asked_at], [0.5] * task.questions, "kD")
-    questions = ", ".join(f"k{tokens[token] - task.first_question}" for token in task.asked_at)
-    strip.text(task.length - 0.5, 0.28, f"{questions} = ?", ha="right", va="center", fontsize=9)
-    strip.set(xlim=(0, task.length), ylim=(0, 1), yticks=[], xlabel="token of the sequence")
-    strip.set_title("One sequence: facts (squares), questions (diamonds), and the rank that holds them", fontsize=10)
     figure.savefig(path, dpi=120)
 
 
@@ -308,10 +286,6 @@ def main() -> None:
     answers = args.eval_sequences * args.num_questions
     noise = 4 * (chance * (1 - chance) / answers) ** 0.5  # 4 standard deviations of guessing
     proven = across["final_accuracy"] >= GOAL and abs(within["final_accuracy"] - chance) <= noise
-    launch = f"accelerate launch {CONFIG} --num_processes {accelerator.num_processes}"
-    if accelerator.device.type == "cpu":
-        launch = f"ACCELERATE_USE_CPU=1 {launch}"
-    packages = (torch, transformers, accelerate, hf_burst)
     results = {
         "runs": {AcrossShards.key: across, WithinShard.key: within},
         "chance": chance,
@@ -320,9 +294,9 @@ def main() -> None:
         "facts": {"ranks": sorted({task.sharding.owner(token) for token in task.places.tolist()})},
         "config": {key: value for key, value in vars(args).items() if key != "output_dir"},
         "model": {"type": "llama" if args.layers == "attention" else "qwen3_5_text", **SIZES[args.layers]},
-        "versions": {"python": platform.python_version(), **{pack.__name__: pack.__version__ for pack in packages}},
+        "versions": {"hf_burst": hf_burst.__version__, **versions(cuda=accelerator.device.type == "cuda")},
         "device": accelerator.device.type,
-        "command": " ".join([launch, "recipes/recall_across_shards.py", *sys.argv[1:]]),
+        "command": " ".join(["recipes/recall_across_shards.py", *sys.argv[1:]]),
         "git_commit": git_commit(Path(__file__).parent),
     }
     if accelerator.is_main_process:

@@ -15,7 +15,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object, set_seed
 from lm_eval import simple_evaluate
-from lm_eval.api.model import TemplateLM
+from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.ruler import cwe_utils, vt_utils
@@ -33,7 +33,7 @@ SEED = 0
 Scores = dict[str, dict[int, float]]
 
 
-class ShardedLM(TemplateLM):
+class ShardedLM(HFLM):
     """A patched model as lm-eval calls models. All processes make the same requests, in the same order.
 
     Args:
@@ -43,34 +43,7 @@ class ShardedLM(TemplateLM):
     """
 
     def __init__(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
-        super().__init__()
-        self.model, self.tokenizer, self.max_length = model, tokenizer, max_length
-
-    @property
-    def eot_token_id(self) -> int:
-        return self.tokenizer.eos_token_id
-
-    @property
-    def prefix_token_id(self) -> int:
-        return self.tokenizer.eos_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
-
-    @property
-    def tokenizer_name(self) -> str:
-        return self.tokenizer.name_or_path.replace("/", "__")
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        begins = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
-        special = not begins if add_special_tokens is None else add_special_tokens
-        tokens = self.tokenizer(string, add_special_tokens=special)["input_ids"]
-        return tokens[:-1] if special and tokens[-1:] == [self.tokenizer.eos_token_id] else tokens
-
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        super().__init__(model, backend="causal", tokenizer=tokenizer, max_length=max_length)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
@@ -118,33 +91,16 @@ class ShardedLM(TemplateLM):
         """
         if any(isinstance(module, FSDPModule) for module in self.model.modules()):
             raise ValueError(f"Texts cannot be generated: {SHARDED}")
-        asked = [(request.args[0], self._options(request.args[1])) for request in requests]
+        for given in (request.args[1] for request in requests):
+            options = normalize_gen_kwargs(given, self.max_gen_toks)
+            if options["do_sample"]:
+                raise ValueError(f"ShardedLM writes greedy answers; set do_sample to false, not {given}.")
+            if (most := options["max_gen_toks"]) >= self.max_length:
+                raise ValueError(f"max_gen_toks is {most}; it must be less than max_length ({self.max_length}).")
         state = PartialState()
-        own = range(state.process_index, len(asked), state.num_processes)
-        return [text for _, text in sorted(gather_object([(index, self._generate(*asked[index])) for index in own]))]
-
-    def _options(self, given: dict[str, Any]) -> tuple[list[str], int]:
-        """Where an answer stops, and its most tokens."""
-        options = normalize_gen_kwargs(given, 256)
-        if options["do_sample"]:
-            raise ValueError(f"ShardedLM writes greedy answers; set do_sample to false, not {given}.")
-        if (most := options["max_gen_toks"]) >= self.max_length:
-            raise ValueError(f"max_gen_toks is {most}; it must be less than max_length ({self.max_length}).")
-        return [stop for stop in options["until"] if stop], most
-
-    def _generate(self, context: str, options: tuple[list[str], int]) -> str:
-        until, most = options
-        ids = torch.tensor([self.tok_encode(context)[-(self.max_length - most) :]], device=self.model.device)
-        with torch.no_grad():
-            written = self.model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=most,
-                do_sample=False,
-                pad_token_id=self.tokenizer.eos_token_id,
-            )
-        text = self.tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
-        return min((text.split(stop)[0] for stop in until), key=len, default=text)
+        own = range(state.process_index, len(requests), state.num_processes)
+        texts = super().generate_until([requests[index] for index in own], disable_tqdm) if own else []
+        return [text for _, text in sorted(gather_object(list(zip(own, texts, strict=True))))]
 
 
 def answer_of(document: dict[str, Any]) -> str:
@@ -201,7 +157,7 @@ def make_tasks(tokenizer: PreTrainedTokenizerBase, tasks: list[str], lengths: li
 
 
 def evaluate_ruler(
-    lm: ShardedLM, tasks: dict[str, Any], lengths: list[int], samples: int, way: str, chat: bool
+    lm: ShardedLM, tasks: dict[str, Any], lengths: list[int], samples: int, by: str, chat: bool
 ) -> Scores:
     """Scores of some tasks.
 
@@ -210,7 +166,7 @@ def evaluate_ruler(
         tasks (`dict`): The tasks that [`make_tasks`] made.
         lengths (`list[int]`): Tokens of their texts.
         samples (`int`): Texts of each task and length, at most the 500 that lm-eval makes.
-        way (`str`): `"answer"`, whether greedy decoding would write the answer, over all processes; or `"generation"`,
+        by (`str`): `"answer"`, whether greedy decoding would write the answer, over all processes; or `"generation"`,
             RULER's own score, the share of the answers in a text that each process generates by itself.
         chat (`bool`): Whether to ask by the chat template of the tokenizer.
 
@@ -222,7 +178,7 @@ def evaluate_ruler(
         sizes = task.dataset["test"]["max_length"]
         first = [[place for place, size in enumerate(sizes) if size == length][:samples] for length in lengths]
         chosen[name] = list(chain.from_iterable(first))
-        if way == "answer":
+        if by == "answer":
             task.OUTPUT_TYPE = "loglikelihood"
             for key, value in {"doc_to_target": answer_of, "process_results": by_answer}.items():
                 task.set_config(key, value)

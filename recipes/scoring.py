@@ -24,36 +24,22 @@ SHARDED = (
 
 
 class Score(NamedTuple):
-    """How a model scores an answer.
+    """How a model scores an answer."""
 
-    Args:
-        log_likelihood (`float`): Of all its tokens together, in nats.
-        greedy (`bool`): Whether greedy decoding would write it: each token has the highest score.
-    """
-
-    log_likelihood: float
-    greedy: bool
+    log_likelihood: float  # of all its tokens together, in nats
+    greedy: bool  # whether greedy decoding would write it: each token has the highest score
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One square of the heat map.
+    """One square of the heat map."""
 
-    Args:
-        task (`str`): The recall task.
-        length (`int`): Tokens of the texts.
-        depth (`float`): Where the fact stands, 0 to 1.
-        log_likelihood (`float`): The mean log-likelihood of an answer, in nats.
-        right (`float`): Share of the answers that greedy decoding would write.
-        samples (`int`): How many texts.
-    """
-
-    task: str
-    length: int
-    depth: float
-    log_likelihood: float
-    right: float
-    samples: int
+    task: str  # the recall task
+    length: int  # tokens of the texts
+    depth: float  # where the fact stands, 0 to 1
+    log_likelihood: float  # the mean log-likelihood of an answer, in nats
+    right: float  # share of the answers that greedy decoding would write
+    samples: int  # how many texts
 
 
 class Groups:
@@ -103,17 +89,11 @@ def score_answers(model: torch.nn.Module, rows: Sequence[list[int]], answers: Se
 
 @dataclass(frozen=True)
 class PositionLosses:
-    """The loss by the position in the document.
+    """The loss by the position in the document."""
 
-    Args:
-        edges (`list[int]`): Bin `i` holds the positions from `edges[i]` to before `edges[i + 1]`.
-        losses (`list[float]`): The mean loss of each bin, in nats per token; its exponential is the perplexity.
-        tokens (`list[int]`): How many tokens each bin has.
-    """
-
-    edges: list[int]
-    losses: list[float]
-    tokens: list[int]
+    edges: list[int]  # bin `i` holds the positions from `edges[i]` to before `edges[i + 1]`
+    losses: list[float]  # the mean loss of each bin, in nats per token; its exponential is the perplexity
+    tokens: list[int]  # how many tokens each bin has
 
     @property
     def middles(self) -> list[float]:

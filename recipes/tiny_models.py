@@ -18,16 +18,14 @@ from transformers.models.auto.modeling_auto import (
 
 from hf_burst.check import tiny
 from hf_burst.hf.models import sizes
-from hf_burst.hf.models.sizes import LAYERS, VOCABULARY, WINDOW
+from hf_burst.hf.models.sizes import LAYERS, WINDOW
 
 SIZES: dict[str, Any] = {**sizes.SIZES, "use_sliding_window": True, "is_decoder": True}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-_LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+_LINEAR = {"linear_value_head_dim": 8, "linear_num_value_heads": 2}
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
-_MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8}
-_GEMMA4_TEXT = {**_MIXED, "global_head_dim": 8, "num_kv_shared_layers": 2}
-_PER_LAYER = {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": VOCABULARY}
+_GEMMA4_TEXT = {**_MIXED, "global_head_dim": 8}
 _SHARED = {"num_kv_shared_layers": LAYERS, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 # in effect beyond 20 positions, so for one sequence and not for the packed documents
 _LONGROPE = {
@@ -39,12 +37,12 @@ _LONGROPE = {
 }
 _MLA = {"num_key_value_heads": 4}
 _SIGLIP = {**_TOWER, "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16}
-_REFORMER = {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 16), "attention_head_size": 8}
+_REFORMER = {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 16)}
 _BLT = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "hidden_size_global": 32}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "AXK1ForCausalLM": _MLA,
     "BailingHybridForCausalLM": {**_HYBRID, **_MLA},
-    "BambaForCausalLM": {**_MAMBA, "attn_layer_indices": [1, 3]},
+    "BambaForCausalLM": {"attn_layer_indices": [1, 3]},
     "BltForCausalLM": {
         "encoder_hash_byte_group_vocab": 50,
         "patcher_config": {**_BLT, "hidden_size": 32},
@@ -56,10 +54,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         **_MIXED,
         "rope_parameters": {"full_attention": None, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
     },
-    "CpmAntForCausalLM": {"dim_head": 8, "dim_ff": 48},
     "DbrxForCausalLM": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 1e4},
-        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+        "ffn_config": {"ffn_hidden_size": 24, "moe_top_k": 2},
     },
     "DeepseekV2ForCausalLM": _MLA,
     "DeepseekV3ForCausalLM": _MLA,
@@ -81,13 +78,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "text_config": _MIXED,
         "vision_config": _SIGLIP,
     },
-    "Gemma3nForCausalLM": {**_MIXED, **_PER_LAYER, "num_kv_shared_layers": 2, "laurel_rank": 8},
+    "Gemma3nForCausalLM": _MIXED,
     "Gemma4AssistantForCausalLM": {
         "text_config": {"model_type": "gemma4_text", **_SHARED},
         "backbone_hidden_size": 32,
     },
-    "Gemma4ForCausalLM": {**_GEMMA4_TEXT, **_PER_LAYER, "enable_moe_block": True},
-    "Gemma4ForConditionalGeneration": {"text_config": {**_GEMMA4_TEXT, **_PER_LAYER}},
+    "Gemma4ForCausalLM": {**_GEMMA4_TEXT, "enable_moe_block": True},
+    "Gemma4ForConditionalGeneration": {"text_config": _GEMMA4_TEXT},
     "Gemma4UnifiedAssistantForCausalLM": {
         "text_config": {"model_type": "gemma4_unified_text", "num_kv_shared_layers": LAYERS},
         "backbone_hidden_size": 32,
@@ -102,23 +99,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "GPT2LMHeadModel": {"scale_attn_by_inverse_layer_idx": True},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
-    "GraniteMoeHybridForCausalLM": {**_MAMBA, **_HYBRID},
-    "Inkling2ForCausalLM": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
-    "InklingForCausalLM": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
+    "GraniteMoeHybridForCausalLM": _HYBRID,
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "KimiLinearForCausalLM": {"linear_head_dim": 8, "linear_num_heads": 2, **_HYBRID, **_MLA},
+    "KimiLinearForCausalLM": {**_HYBRID, **_MLA},
     "Kolibri1ForCausalLM": _MIXED,
     "LagunaForCausalLM": {**_MIXED, "num_attention_heads_per_layer": [4] * 4},
     "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
-    "Llama4ForCausalLM": {"floor_scale": 8},
-    "LongcatFlashForCausalLM": {
-        "ffn_hidden_size": 48,
-        "zero_expert_num": 2,
-        **_MLA,
-        "expert_ffn_hidden_size": 24,
-        "head_dim": 4,
-    },
+    "LongcatFlashForCausalLM": {**_MLA, "head_dim": 4},
     "Mamba2ForCausalLM": {"num_heads": 8},
     "MellumForCausalLM": _MIXED,
     "MiniCPM3ForCausalLM": _MLA,
@@ -134,28 +122,19 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "MinistralForCausalLM": _MIXED,
     "MobileBertForMaskedLM": {"embedding_size": 16},
-    "ModernBertDecoderForCausalLM": {"local_attention": 2 * WINDOW},
-    "ModernBertForMaskedLM": {"local_attention": 2 * WINDOW},
     "ModernVBertForMaskedLM": {"text_config": {"model_type": "modernbert"}, "vision_config": _SIGLIP},
     "MossTranscribeDiarizeForConditionalGeneration": {
         "text_config": {"model_type": "qwen3"},
         "audio_config": {**_TOWER, "num_mel_bins": 8},
     },
     "NeoMMEForMaskedLM": {"head_dim": 16, "embedding_rank": 16},
-    "FalconH1ForCausalLM": {**_MAMBA, "mamba_d_ssm": 32, "mamba_d_head": 8},
-    "NemotronHForCausalLM": {
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 8,
-        "n_groups": 2,
-        "ssm_state_size": 8,
-        "chunk_size": 8,
-        "moe_shared_expert_intermediate_size": 24,
-    },
+    "FalconH1ForCausalLM": {"mamba_d_ssm": 32, "mamba_d_head": 8},
+    "NemotronHForCausalLM": {"mamba_head_dim": 8},
     "Phi4MultimodalForCausalLM": {
         "vision_config": {**_TOWER, "image_size": 28, "crop_size": 28},
         "audio_config": {**_TOWER, "num_blocks": 1, "ext_pw_out_channel": 16, "nemo_conv_channels": 16},
     },
-    "Phi3ForCausalLM": {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 20},
+    "Phi3ForCausalLM": {"rope_parameters": _LONGROPE},
     "PhimoeForCausalLM": {
         "router_jitter_noise": 0.0,
         "rope_parameters": {**_LONGROPE, "short_mscale": 1.1, "long_mscale": 1.2},
@@ -176,13 +155,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "RoCBertForCausalLM": {"pronunciation_vocab_size": 9, "shape_vocab_size": 9, "shape_embed_dim": 8},
     "UltraVBertForMaskedLM": {"text_config": {"model_type": "ultrabert"}, "vision_config": _SIGLIP},
     "VaultGemmaForCausalLM": {"attn_logit_softcapping": 2.0},
-    "XLNetLMHeadModel": {"d_inner": 48},
     "XmodForCausalLM": {"default_language": "en_XX"},
     "XmodForMaskedLM": {"default_language": "en_XX"},
     "YoutuForCausalLM": _MLA,
     "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"]},
     "ZambaForCausalLM": {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"]},
-    "ZayaForCausalLM": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+    "ZayaForCausalLM": {"num_experts_per_tok": 1},
 }
 
 

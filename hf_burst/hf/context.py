@@ -24,7 +24,7 @@ from ..plan import Segments
 from ..plan.recurrence import Way
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
-from ..recurrent import Received
+from ..recurrent import ReplayBuffer
 
 CALL_KEY = "burst_call"  # the keyword argument by which a ForwardCall comes into compiled graphs
 
@@ -45,9 +45,9 @@ class ForwardCall:
     real: torch.Tensor | None  # this rank's tokens that are not padding, `(batch, n)`; `None` if there is no padding
     way: Way = "states"  # how recurrent layers pass what they know
 
-    def replay(self, outer: Received | None = None, keeps: bool = False) -> Received:
+    def replay(self, outer: ReplayBuffer | None = None, keeps: bool = False) -> ReplayBuffer:
         """A buffer for what recurrent layers receive: it keeps nothing, or it is that of a checkpoint."""
-        return Received(outer, keeps and self.settings.attention_keep > 0)
+        return ReplayBuffer(outer, keeps and self.settings.attention_keep > 0)
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class LayerContext:
 
     Args:
         call ([`ForwardCall`], *optional*): Of the sharded pass; `None` where every rank holds whole sequences.
-        replay ([`Received`], *optional*): What recurrent layers received in the first run; there where `call` is.
+        replay ([`ReplayBuffer`], *optional*): What recurrent layers received in the first run; there where `call` is.
         cache ([`AttentionCache`], *optional*): What the innermost checkpoint keeps of its attention.
         tile (`int`, defaults to 0): Most tokens that an MLP takes at a time; 0 for all.
         obstacles (`dict`): To tiles, by the name of a module, as far as they were found in this pass; empty for none.
@@ -73,7 +73,7 @@ class LayerContext:
     """
 
     call: ForwardCall | None = None
-    replay: Received | None = None
+    replay: ReplayBuffer | None = None
     cache: AttentionCache | None = None
     tile: int = 0
     obstacles: dict[str, str] = field(default_factory=dict)

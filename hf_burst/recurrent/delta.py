@@ -12,18 +12,15 @@ import torch
 from torch import Tensor
 
 from ..numerics import accumulation_dtype
-from ..plan import Segments
 from ..ranks.group import ContextGroup
 from .exchange import to_heads, to_tokens
-from .gather import handing_on, take_part
+from .gather import join_backward
 from .pieces import Rule, joined
-from .received import Received
+from .replay import Shards
 from .states import by_matrix, in_full_precision, incoming_states
 
 
-def delta_rule_by_states(
-    rule: Rule, inputs: Sequence[Tensor], segments: Segments, group: ContextGroup, received: Received | None = None
-) -> Tensor:
+def delta_rule_by_states(rule: Rule, inputs: Sequence[Tensor], shards: Shards) -> Tensor:
     """A delta rule of each document by itself; states pass from rank to rank.
 
     Args:
@@ -31,25 +28,22 @@ def delta_rule_by_states(
         inputs (five `torch.Tensor`): Queries and keys of shape `(batch, n, key heads, K)`, values `(batch, n, value
             heads, V)`, logarithms of the decay `(batch, n, value heads)` or `(batch, n, value heads, K)`, and beta
             `(batch, n, value heads)`, of this rank's tokens.
-        segments ([`Segments`]): Those of all ranks.
-        group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
-        received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
+        shards ([`Shards`]): The parts of the sequences. Every rank calls it at the same time.
 
     Returns:
         `torch.Tensor` of shape `(batch, n, value heads, V)`.
     """
     value, keys = inputs[2], inputs[1].shape[-1]
-    own, heads, width = segments.by_rank[group.rank], *value.shape[2:]
+    segments, own, (heads, width) = shards.segments, shards.own, value.shape[2:]
     if not segments.slots:
         return rule(segments, joined(inputs, own), [piece.size for piece in own])[0].view(value.shape)
-    hand_on = handing_on(segments, group)
     zeros = value.new_zeros(heads, keys, width, dtype=accumulation_dtype(value.dtype))
     identity = torch.eye(keys, dtype=zeros.dtype, device=zeros.device).expand(heads, -1, -1)
     begin, nothing = torch.cat([zeros, identity], dim=-1), zeros.new_zeros(heads, keys, keys)
     outputs, handed = dict[int, Tensor](), dict[int, tuple[Tensor, Tensor]]()
     opening = [index for index, piece in enumerate(own) if piece.opens]
     later = [index for index, piece in enumerate(own) if not piece.opens]
-    alone, begun = ([index for index in opening if (index in hand_on) == ends] for ends in (False, True))
+    alone, begun = ([index for index in opening if (index in shards.exports) == ends] for ends in (False, True))
     for places, ends in ((alone, False), (begun, True), (later, True)):
         if not places:
             continue
@@ -62,19 +56,19 @@ def delta_rule_by_states(
             transition = last[..., width:] if places is later else nothing  # nothing comes in where a document opens
             handed[index] = last[..., :width].to(zeros.dtype), transition.to(zeros.dtype)
     with in_full_precision(value):
-        incoming, slots = incoming_states(handed, by_matrix, segments, group, received)
+        incoming, slots = incoming_states(handed, by_matrix, shards)
         for index, state in incoming.items():
             out, read = outputs[index].split([width, keys], dim=-1)
             outputs[index] = out + torch.einsum("nhk,hkv->nhv", read, state.to(read.dtype))
-    return take_part(torch.cat([outputs[index] for index in range(len(own))]).view(value.shape), slots)
+    return join_backward(torch.cat([outputs[index] for index in range(len(own))]).view(value.shape), slots)
 
 
-def delta_rule_by_heads(rule: Rule, inputs: Sequence[Tensor], segments: Segments, group: ContextGroup) -> Tensor:
+def delta_rule_by_heads(rule: Rule, inputs: Sequence[Tensor], shards: Shards) -> Tensor:
     """The same by an exchange: every rank has whole sequences of some of the heads. See [`delta_rule_by_states`]."""
     query, key, value, decay, beta = inputs
     repeats = value.shape[2] // key.shape[2]
-    if key.shape[2] % group.size:  # a rank has value heads whose keys are another's
+    if key.shape[2] % shards.group.size:  # a rank has value heads whose keys are another's
         query, key = (tensor.repeat_interleave(repeats, dim=2) for tensor in (query, key))
-    whole = to_heads((query, key, value, decay, beta), segments, group)
-    out = delta_rule_by_states(rule, whole, segments.whole, ContextGroup())
-    return to_tokens(out, value.shape[2], segments, group)
+    whole = to_heads((query, key, value, decay, beta), shards)
+    out = delta_rule_by_states(rule, whole, Shards(shards.segments.whole, ContextGroup()))
+    return to_tokens(out, value.shape[2], shards)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import from_host
-from .two_passes import DeltaKernels, Inputs, Passing, Run
+from .two_passes import DeltaKernels, Inputs, Passing
 
 _COMPARED = "0.6."  # its steps are not an interface that others can rely on
 _CHUNK = 64  # tokens that it treats as one product of matrices
@@ -46,19 +46,8 @@ class _Laid(NamedTuple):
     """Where pieces begin and which chunk is whose. A step that gets bounds alone asks the device for the rest, and the
     host waits."""
 
-    cu_seqlens: Tensor
-    chunk_indices: Tensor
-    chunk_offsets: Tensor
-
-    @property
-    def for_chunks(self) -> dict[str, Tensor]:
-        """What steps inside of chunks take."""
-        return {"cu_seqlens": self.cu_seqlens, "chunk_indices": self.chunk_indices}
-
-    @property
-    def for_states(self) -> dict[str, Tensor]:
-        """What steps from chunk to chunk take."""
-        return self._asdict()
+    for_chunks: dict[str, Tensor]  # what steps inside of chunks take
+    for_states: dict[str, Tensor]  # what steps from chunk to chunk take
 
 
 @dataclass(frozen=True)  # all of them are equal: what they lay is kept
@@ -70,7 +59,9 @@ class _FlaKernels:
         offsets = from_host([0, *accumulate(counts)], torch.int64, device)
         pieces = torch.arange(len(counts), device=device).repeat_interleave(offsets.diff(), output_size=sum(counts))
         chunks = torch.arange(len(pieces), device=device) - offsets[pieces]
-        return _Laid(from_host(bounds, torch.int32, device), torch.stack([pieces, chunks], dim=1).int(), offsets)
+        indices = torch.stack([pieces, chunks], dim=1).int()
+        for_chunks = {"cu_seqlens": from_host(bounds, torch.int32, device), "chunk_indices": indices}
+        return _Laid(for_chunks, {**for_chunks, "chunk_offsets": offsets})
 
     def prepare(self, inputs: Inputs, passing: Passing) -> tuple[Tensor, ...]:
         from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
@@ -86,18 +77,11 @@ class _FlaKernels:
 
     def maps(self, inputs: Inputs, prepared: tuple[Tensor, ...], passing: Passing) -> tuple[Tensor, Tensor]:
         decay, _, w, u = prepared
-        k, (heads, width) = inputs.k[None], u.shape[2:]
-        states = k.new_zeros(len(passing.places), heads, k.shape[-1], width, dtype=torch.float32)
-        transitions = states.new_zeros(*states.shape[:3], k.shape[-1])
-        for run in passing.ending:
-            found = slice(run.pieces.start, run.pieces.stop)
-            states[found] = _ends(k, w, u, decay, states[found], run)
-        zeros = u.new_zeros(*u.shape[:3], k.shape[-1]) if passing.carrying else u
-        identity = torch.eye(k.shape[-1], device=k.device)
-        for run in passing.carrying:
-            begin = identity.expand(len(run.pieces), heads, -1, -1).contiguous()
-            transitions[run.pieces.start : run.pieces.stop] = _ends(k, w, zeros, decay, begin, run)
-        return states, transitions
+        k, keys, (heads, width) = inputs.k[None], inputs.k.shape[-1], u.shape[2:]
+        nothing = k.new_zeros(len(passing.places), heads, keys, width, dtype=torch.float32)
+        identity = torch.eye(keys, device=k.device).expand(*nothing.shape[:2], -1, -1).contiguous()
+        states = _ends(k, w, u, decay, nothing, passing)
+        return states, _ends(k, w, u.new_zeros(*u.shape[:3], keys), decay, identity, passing)
 
     def outputs(self, inputs: Inputs, prepared: tuple[Tensor, ...], begin: Tensor, passing: Passing) -> Tensor:
         from fla.ops.common.chunk_o import chunk_fwd_o
@@ -178,8 +162,8 @@ def _states(k: Tensor, w: Tensor, u: Tensor, decay: Tensor, begin: Tensor, passi
     return states, values
 
 
-def _ends(k: Tensor, w: Tensor, u: Tensor, decay: Tensor, begin: Tensor, run: Run) -> Tensor:
-    """The states at the end of some pieces. Called as others are, so that one kernel is tuned: tuning takes minutes."""
+def _ends(k: Tensor, w: Tensor, u: Tensor, decay: Tensor, begin: Tensor, passing: Passing) -> Tensor:
+    """The states at the end of pieces. Called as others are, so that one kernel is tuned: tuning takes minutes."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
 
     _, _, ends = chunk_gated_delta_rule_fwd_h(
@@ -191,7 +175,7 @@ def _ends(k: Tensor, w: Tensor, u: Tensor, decay: Tensor, begin: Tensor, run: Ru
         output_final_state=True,
         save_new_value=False,
         chunk_size=_CHUNK,
-        **run.laid.for_states,
+        **passing.laid.for_states,
     )
     found: Tensor = ends
     return found

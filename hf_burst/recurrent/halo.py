@@ -12,19 +12,11 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from ..kernels import from_host
 from ..numerics import refuse_second_derivative
 from ..plan import Segments
-from ..ranks.group import ContextGroup
 from .once import made_once
-from .received import Received
+from .replay import Shards
 
 
-def causal_convolution(
-    convolution: Callable[[Tensor], Tensor],
-    x: Tensor,
-    reach: int,
-    segments: Segments,
-    group: ContextGroup,
-    received: Received | None = None,
-) -> Tensor:
+def causal_convolution(convolution: Callable[[Tensor], Tensor], x: Tensor, reach: int, shards: Shards) -> Tensor:
     """A convolution of each document by itself, wherever its tokens lie.
 
     One call convolves all tokens of this rank as they lie in memory, which is wrong for the first `reach` tokens of
@@ -36,21 +28,19 @@ def causal_convolution(
             and its gradient of what goes in, are tensors of its own, which are written to.
         x (`torch.Tensor` of shape `(batch, channels, n)`): This rank's tokens.
         reach (`int`): How many earlier tokens an output sees: the width of the kernel less 1.
-        segments ([`Segments`]): Those of all ranks.
-        group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
-        received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
+        shards ([`Shards`]): The parts of the sequences. Every rank calls it at the same time.
 
     Returns:
         `torch.Tensor` of shape `(batch, channels, n)`.
     """
-    edges = made_once(segments, _edges, x.device, group.rank, reach)
+    edges = made_once(shards.segments, _edges, x.device, shards.group.rank, reach)
     if not len(edges.replaced[0]):
         return convolution(x)
     channels = x.shape[1]
     x, firsts, tails = _Taken.apply(x, *edges.distinct, edges.firsts, edges.tails)
     zeros = x.new_zeros(1, channels)
-    shards = (received or Received()).all_gather(tails, group) if len(tails) else ()
-    halos = torch.cat([*shards, zeros]).index_select(0, edges.halos)
+    received = shards.replay.all_gather(tails, shards.group) if len(tails) else ()
+    halos = torch.cat([*received, zeros]).index_select(0, edges.halos)
     pieces = torch.cat([part.view(-1, reach, channels) for part in (halos, firsts)], dim=1)
     anew = convolution(pieces.transpose(1, 2)).transpose(1, 2)[:, reach:]
     right = anew.reshape(-1, channels).index_select(0, edges.kept)
@@ -102,34 +92,21 @@ class _Replaced(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Edges:
-    """Where the tokens beside the beginnings of a rank's segments lie, as indices on its device.
+    """Where the tokens at the beginnings and ends of a rank's segments lie, as int64 indices on its device."""
 
-    Args:
-        distinct (`torch.LongTensor` of shape `(2, distinct)`): Tokens of the rank that are taken, by their rows and
-            their places there.
-        firsts (`torch.LongTensor`): Among them the first `reach` ones of every segment. A shorter segment repeats its
-            last one, whose output is dropped.
-        tails (`torch.LongTensor`): Among them the last `reach` ones of the segments with a successor. A shorter segment
-            repeats its first one, which nobody reads. All ranks have as many of these.
-        halos (`torch.LongTensor`): What comes before every segment, `reach` tokens each, among the last tokens of all
-            ranks one after another. One beyond the last is a zero.
-        kept (`torch.LongTensor`): The outputs that are kept, among those of first tokens.
-        replaced (`torch.LongTensor` of shape `(2, kept)`): The tokens of the rank whose outputs they are.
-    """
-
-    distinct: Tensor
-    firsts: Tensor
-    tails: Tensor
-    halos: Tensor
-    kept: Tensor
-    replaced: Tensor
+    distinct: Tensor  # tokens of the rank that are taken, by row and place: `(2, distinct)`
+    firsts: Tensor  # among them, the first `reach` of every segment; a shorter one repeats its last, which is dropped
+    tails: Tensor  # among them, the last `reach` of segments with a successor, equally many on all ranks
+    halos: Tensor  # what comes before segments, among the tails of all ranks in a row; one beyond the last is a zero
+    kept: Tensor  # the outputs that are kept, among those of first tokens
+    replaced: Tensor  # the tokens of the rank whose outputs they are: `(2, kept)`
 
 
 def _edges(segments: Segments, device: torch.device, rank: int, reach: int) -> _Edges:
     own, most = segments.by_rank[rank], segments.most_slots
     nowhere, window = segments.sharding.ranks * most * reach, range(reach)
-    handing_on = [own[index] for holder, index in segments.slots if holder == rank]
-    handing_on += own[:1] * (most - len(handing_on))  # nobody reads it, but all ranks send as much
+    exports = [own[index] for holder, index in segments.slots if holder == rank]
+    exports += own[:1] * (most - len(exports))  # nobody reads it, but all ranks send as much
     halos = []
     for piece in own:
         for token in range(piece.start - reach, piece.start):
@@ -141,7 +118,7 @@ def _edges(segments: Segments, device: torch.device, rank: int, reach: int) -> _
             halos.append((holder[0] * most + segments.slots[holder] + 1) * reach - from_end)
     kept = [(place, step) for place, piece in enumerate(own) for step in range(min(reach, piece.size))]
     firsts = [piece.local + min(step, piece.size - 1) for piece in own for step in window]
-    tails = [piece.local + max(piece.size - reach + step, 0) for piece in handing_on for step in window]
+    tails = [piece.local + max(piece.size - reach + step, 0) for piece in exports for step in window]
     numbers = {token: number for number, token in enumerate(dict.fromkeys([*firsts, *tails]))}
     replaced, tokens = [own[place].local + step for place, step in kept], segments.sharding.tokens(rank)
     indices: list[Sequence[Any]] = [

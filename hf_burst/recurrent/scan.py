@@ -13,12 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..plan import Segments
-from ..ranks.group import ContextGroup
 from .exchange import to_heads, to_tokens, whole_tokens
-from .gather import handing_on, take_part
+from .gather import join_backward
 from .pieces import Rule, joined
-from .received import Received
+from .replay import Shards
 from .states import by_number, in_full_precision, incoming_states
 
 
@@ -27,9 +25,7 @@ def scan_by_states(
     inputs: Sequence[Tensor],
     steps: Tensor,
     decay: Tensor,
-    segments: Segments,
-    group: ContextGroup,
-    received: Received | None = None,
+    shards: Shards,
 ) -> Tensor:
     """The scan of Mamba2 of each document by itself; states pass from rank to rank.
 
@@ -39,41 +35,37 @@ def scan_by_states(
             heads)`, B and C `(batch, n, groups, N)`, of this rank's tokens.
         steps (`torch.Tensor` of shape `(batch, n, heads)`): `dt` as it is applied, in fp32.
         decay (`torch.Tensor` of shape `(heads,)`): A, below 0.
-        segments ([`Segments`]): Those of all ranks.
-        group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
-        received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
+        shards ([`Shards`]): The parts of the sequences. Every rank calls it at the same time.
 
     Returns:
         `torch.Tensor` of shape `(batch, n, heads, P)`.
     """
     x, _, b, _ = inputs
-    own, groups = segments.by_rank[group.rank], b.shape[2]
+    segments, own, groups = shards.segments, shards.own, b.shape[2]
     out, _ = rule(segments, joined(inputs, own), [piece.size for piece in own])
     if not segments.slots:
         return out.view(x.shape)
-    outputs, hand_on = list(out.split([piece.size for piece in own])), handing_on(segments, group)
+    outputs = list(out.split([piece.size for piece in own]))
     handed, decays = dict[int, tuple[Tensor, Tensor]](), dict[int, Tensor]()
     with in_full_precision(x):
         for index, piece in enumerate(own):
-            if index in hand_on or not piece.opens:
+            if index in shards.exports or not piece.opens:
                 x_own, b_own, step = joined((x, b, steps), [piece])
                 log = (step * decay).cumsum(0)
                 decays[index] = log.exp()
-            if index in hand_on:
+            if index in shards.exports:
                 weighted = x_own.to(log.dtype) * (step * (log[-1] - log).exp())[..., None]
                 end = torch.einsum("tghp,tgn->ghpn", weighted.unflatten(1, (groups, -1)), b_own.to(log.dtype))
                 handed[index] = end.flatten(0, 1), decays[index][-1]
-        incoming, slots = incoming_states(handed, by_number, segments, group, received)
+        incoming, slots = incoming_states(handed, by_number, shards)
         for index, state in incoming.items():
             (c_own,) = joined(inputs[3:], [own[index]])
             read = torch.einsum("ghpn,tgn->tghp", state.to(c_own.dtype).unflatten(0, (groups, -1)), c_own)
             outputs[index] = outputs[index] + read.flatten(1, 2) * decays[index][..., None].to(c_own.dtype)
-    return take_part(torch.cat(outputs).view(x.shape), slots)
+    return join_backward(torch.cat(outputs).view(x.shape), slots)
 
 
-def scan_by_channels(
-    rule: Rule, channels: Sequence[Tensor], shared: Sequence[Tensor], segments: Segments, group: ContextGroup
-) -> Tensor:
+def scan_by_channels(rule: Rule, channels: Sequence[Tensor], shared: Sequence[Tensor], shards: Shards) -> Tensor:
     """A scan of each document by itself; every rank has whole sequences of some channels, or heads.
 
     Args:
@@ -81,17 +73,16 @@ def scan_by_channels(
         channels (sequence of `torch.Tensor` of shape `(batch, n, channels, ...)`): Those with a part for each channel;
             the output is as large as the first one.
         shared (sequence of `torch.Tensor` of shape `(batch, n, ...)`): Those that all channels need.
-        segments ([`Segments`]): Those of all ranks.
-        group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
+        shards ([`Shards`]): The parts of the sequences. Every rank calls it at the same time.
 
     Returns:
         `torch.Tensor` of the shape of the first tensor.
     """
-    like, whole = channels[0], segments.whole
-    spread = to_heads(channels, segments, group)
-    spread += [whole_tokens(tensor, segments, group) for tensor in shared]
+    like, whole = channels[0], shards.segments.whole
+    spread = to_heads(channels, shards)
+    spread += [whole_tokens(tensor, shards) for tensor in shared]
     documents = whole.by_rank[0]
     out, _ = rule(whole, joined(spread, documents), [piece.size for piece in documents])
     out = out.view(like.shape[0], -1, *spread[0].shape[2:])
     flat = out.reshape(*out.shape[:3], -1)
-    return to_tokens(flat, like.shape[2], segments, group).reshape(like.shape)
+    return to_tokens(flat, like.shape[2], shards).reshape(like.shape)

@@ -10,56 +10,45 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..plan import Segments
-from ..ranks.group import ContextGroup
 from .gather import gather_slots
-from .received import Received
+from .replay import Shards
 
 
 def incoming_states(
     handed: Mapping[int, tuple[Tensor, Tensor]],
     advance: Callable[[Tensor, Tensor], Tensor],
-    segments: Segments,
-    group: ContextGroup,
-    received: Received | None = None,
+    shards: Shards,
     constant: bool = False,
 ) -> tuple[dict[int, Tensor], tuple[Tensor, ...]]:
-    """The states that come to the segments of this rank.
+    """The states that come to the segments of this rank which open no document; and the slots that were gathered, for
+    [`join_backward`]. Every rank calls it at the same time.
 
     Args:
-        handed (mapping from `int` to two `torch.Tensor`, fp32): For each segment of this rank that hands on (see
-            [`handing_on`]), its state at the end if it begins with zeros, and what it does to the state that comes in;
-            of one that opens a document, anything.
+        handed (mapping from `int` to two `torch.Tensor`, fp32): For each segment of [`Shards.exports`], its state at
+            the end if it begins with zeros, and what it does to the state that comes in; of one that opens a document,
+            anything.
         advance (callable): Applies a transition to a state.
-        segments ([`Segments`]): Those of all ranks, of which some hand on.
-        group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
-        received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
         constant (`bool`, defaults to `False`): Whether transitions take no gradients, which then do not travel.
-
-    Returns:
-        The states at the beginning of the segments of this rank that open no document; and what came, for
-        [`take_part`].
     """
     own, transition = next(iter(handed.values()))
     incoming = dict[int, Tensor]()
     if constant:
         slots, steps = (
-            gather_slots({index: pair[place] for index, pair in handed.items()}, segments, group, received)
-            for place in range(2)
+            gather_slots({index: pair[place] for index, pair in handed.items()}, shards) for place in range(2)
         )
         pairs = {piece: (slot, steps[piece]) for piece, slot in slots.items()}
     else:
         flat = {index: torch.cat([tensor.flatten() for tensor in pair]) for index, pair in handed.items()}
-        slots = gather_slots(flat, segments, group, received)
+        slots = gather_slots(flat, shards)
         pairs = {piece: slot.split([own.numel(), transition.numel()]) for piece, slot in slots.items()}
-    for chain in segments.chains:
-        last = max((place for place, (rank, _) in enumerate(chain) if rank == group.rank), default=0)
+    for chain in shards.segments.chains:
+        last = max((place for place, (rank, _) in enumerate(chain) if rank == shards.group.rank), default=0)
         state: Tensor | None = None
         for piece, follower in pairwise(chain[: last + 1]):
             added, step = pairs[piece]
             added = added.view(own.shape)
             state = added if state is None else advance(step.view(transition.shape), state) + added
-            if follower[0] == group.rank:
+            if follower[0] == shards.group.rank:
                 incoming[follower[1]] = state
     return incoming, tuple(slots.values())
 

@@ -12,8 +12,6 @@ gradients: those of the states at the end are whole.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -23,10 +21,10 @@ from torch import Tensor
 from ..numerics import refuse_second_derivative
 from ..plan import Segments
 from ..ranks.group import ContextGroup
-from .gather import handing_on, take_part
+from .gather import join_backward
 from .once import made_once
 from .pieces import Rule, joined
-from .received import Received
+from .replay import Shards
 from .states import by_matrix, in_full_precision, incoming_states
 
 
@@ -41,28 +39,11 @@ class Inputs(NamedTuple):
     beta: Tensor
 
 
-class Run(NamedTuple):
-    """Neighbours among the pieces, and what [`DeltaKernels.lay`] makes of their bounds."""
+class Passing(NamedTuple):
+    """The pieces of a rank whose state passes. Made once for a batch."""
 
-    pieces: range
-    laid: Any
-
-
-@dataclass(frozen=True)
-class Passing:
-    """The pieces of a rank whose state passes. Made once for a batch.
-
-    Args:
-        places (`tuple[int, ...]`): Their places among the segments of the rank.
-        laid (`Any`): What [`DeltaKernels.lay`] makes of their bounds.
-        ending (`tuple[Run, ...]`): Those that hand a state on.
-        carrying (`tuple[Run, ...]`): Of these, those to which a state comes.
-    """
-
-    places: tuple[int, ...]
-    laid: Any
-    ending: tuple[Run, ...]
-    carrying: tuple[Run, ...]
+    places: tuple[int, ...]  # their places among the segments of the rank
+    laid: Any  # what [`DeltaKernels.lay`] makes of their bounds
 
 
 class DeltaKernels(Protocol):
@@ -77,7 +58,7 @@ class DeltaKernels(Protocol):
 
     def maps(self, inputs: Inputs, prepared: tuple[Tensor, ...], passing: Passing) -> tuple[Tensor, Tensor]:
         """The states at the end of pieces that begin with zeros, `(pieces, heads, K, V)`, and what these do to a state
-        that comes, `(pieces, heads, K, K)`; zeros where nobody asks. Both in fp32 or fp64."""
+        that comes, `(pieces, heads, K, K)`. Both in fp32 or fp64."""
 
     def outputs(self, inputs: Inputs, prepared: tuple[Tensor, ...], begin: Tensor, passing: Passing) -> Tensor:
         """The outputs `(tokens, heads, V)` of pieces that begin with these states."""
@@ -94,36 +75,27 @@ class DeltaKernels(Protocol):
         """The gradients of the inputs, by those of the states at the end of pieces."""
 
 
-def delta_rule_in_two_passes(
-    rule: Rule,
-    kernels: DeltaKernels,
-    inputs: Sequence[Tensor],
-    segments: Segments,
-    group: ContextGroup,
-    received: Received | None = None,
-) -> Tensor:
+def delta_rule_in_two_passes(rule: Rule, kernels: DeltaKernels, inputs: Sequence[Tensor], shards: Shards) -> Tensor:
     """A gated delta rule of each document by itself; states pass from rank to rank.
 
     Args:
         rule ([`Rule`]): The rule, for documents that one rank holds.
         kernels ([`DeltaKernels`]): Its steps.
         inputs (five `torch.Tensor`): As in [`delta_rule_by_states`], with one decay for each head.
-        segments ([`Segments`]): Those of all ranks.
-        group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
-        received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
+        shards ([`Shards`]): The parts of the sequences. Every rank calls it at the same time.
 
     Returns:
         `torch.Tensor` of shape `(batch, n, value heads, V)`.
     """
-    value, own = inputs[2], segments.by_rank[group.rank]
+    value, segments, own = inputs[2], shards.segments, shards.own
     if not segments.slots:
         return rule(segments, joined(inputs, own), [piece.size for piece in own])[0].view(value.shape)
-    passing = made_once(segments, _passing, value.device, group, kernels)
+    passing = made_once(segments, _passing, value.device, shards.group, kernels)
     with in_full_precision(value), torch.cuda.device_of(value):
         turn = _Turn(kernels, passing)
         states, transitions, after = _Maps.apply(turn, *joined(inputs, [own[place] for place in passing.places]))
         handed = dict(zip(passing.places, zip(states.unbind(), transitions.unbind(), strict=True), strict=True))
-        incoming, slots = incoming_states(handed, by_matrix, segments, group, received, constant=True)
+        incoming, slots = incoming_states(handed, by_matrix, shards, constant=True)
         nothing = torch.zeros_like(transitions[0, ..., :1]).expand(states.shape[1:])
         out = _Outputs.apply(turn, after, torch.stack([incoming.get(place, nothing) for place in passing.places]))
     alone = [place for place in range(len(own)) if place not in passing.places]
@@ -133,30 +105,13 @@ def delta_rule_in_two_passes(
         outputs = dict(zip(alone, local.split(sizes), strict=True))
         outputs |= dict(zip(passing.places, out.split([own[place].size for place in passing.places]), strict=True))
         out = torch.cat([outputs[place] for place in range(len(own))])
-    return take_part(out.view(value.shape), slots)
+    return join_backward(out.view(value.shape), slots)
 
 
 def _passing(segments: Segments, device: torch.device, group: ContextGroup, kernels: DeltaKernels) -> Passing:
-    own, sending = segments.by_rank[group.rank], handing_on(segments, group)
-    handing = {place for rank, place in segments.slots if rank == group.rank}  # none, where a rank sends for nobody
+    own, sending = segments.by_rank[group.rank], Shards(segments, group).exports
     places = tuple(place for place, piece in enumerate(own) if place in sending or not piece.opens)
-    bounds = [0, *accumulate(own[place].size for place in places)]
-
-    @cache  # often all pieces are a run: laid once
-    def lay(run: range) -> Any:
-        return kernels.lay(bounds[run.start : run.stop + 1], device)
-
-    def runs(wanted: Sequence[bool]) -> tuple[Run, ...]:
-        edges = [index for index in range(len(places) + 1) if [*wanted, False][index] != [False, *wanted][index]]
-        ranges = [range(*edges[at : at + 2]) for at in range(0, len(edges), 2)]
-        return tuple(Run(run, lay(run)) for run in ranges)
-
-    return Passing(
-        places,
-        lay(range(len(places))),
-        runs([place in handing for place in places]),
-        runs([place in handing and not own[place].opens for place in places]),
-    )
+    return Passing(places, kernels.lay([0, *accumulate(own[place].size for place in places)], device))
 
 
 class _Turn:

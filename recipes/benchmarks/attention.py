@@ -39,14 +39,13 @@ from hf_burst import BurstConfig
 from hf_burst.config import Chunking
 from hf_burst.errors import BurstError, ConfigError
 from hf_burst.plan import Mask, chunks_per_rank
-from recipes.benchmarks.contenders import Case, Contender, hf_burst, limit
-from recipes.benchmarks.documents import Documents
+from recipes.benchmarks.contenders import Case, Contender, Documents, hf_burst, limit
 from recipes.benchmarks.measure import Effort, check, measure
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.peers import peers
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.report import rows, table
+from recipes.benchmarks.report import markdown, reasons, rows
 
 SCHEDULES = ("auto", "kv_ring", "burst", "all_gather", "ulysses")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -126,7 +125,7 @@ def benchmark(arguments: argparse.Namespace, others: Sequence[Contender] = ()) -
     finally:
         ranks.close()
     if ranks.rank == 0:
-        print(table(result))
+        print("\n".join([markdown([result]), *reasons(result)]))
     return _status(result)
 
 
@@ -193,9 +192,8 @@ def _check_out(out: Path | None, ranks: Ranks) -> None:
     if out is not None and ranks.rank == 0:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
-            new = not out.exists()
             out.open("a").close()
-            if new:
+            if not out.stat().st_size:
                 out.unlink()
         except OSError as error:
             problem = (time.time(), f"--out is {out}, where no result can be written: {error}")

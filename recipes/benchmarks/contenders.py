@@ -4,9 +4,11 @@ Every contender computes causal attention of one sequence that lies over the ran
 is one document or several, with or without a window. The attention of other packages is in peers.py.
 """
 
+import math
+import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,44 +19,52 @@ from hf_burst.attention import AttentionRequest, ContextGroup, SequenceLayout, b
 from hf_burst.config import Chunking, Schedule
 from hf_burst.errors import ConfigError
 from hf_burst.plan import Mask, MaskPattern
-from recipes.benchmarks.documents import Documents
 from recipes.benchmarks.native import Native
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
+class Documents:
+    """Lengths of packed documents, drawn so that every contender takes them."""
+
+    shortest: int  # tokens of a document; their logarithms are uniform up to those of the longest
+    longest: int
+    seed: int = 0  # another seed is another draw
+
+    def bounds(self, length: int, multiple: int) -> tuple[int, ...]:
+        """Cumulative boundaries of documents that fill `length` tokens.
+
+        Every document has a multiple of `multiple` tokens, since some peers take no others. Documents of a short
+        sequence are shorter in proportion, so that there are several.
+        """
+        scale = min(1.0, length / (4 * self.longest))
+        draw, bounds = random.Random(length + self.seed), [0]
+        while bounds[-1] < length:
+            size = scale * math.exp(draw.uniform(math.log(self.shortest), math.log(self.longest)))
+            whole = max(multiple, round(size / multiple) * multiple)
+            bounds.append(min(length, bounds[-1] + whole))
+        return tuple(bounds)
+
+
+@dataclass(frozen=True)
 class Case:
-    """One point of the matrix, as one rank sees it.
+    """One point of the matrix, as one rank sees it."""
 
-    Args:
-        length (`int`): Tokens of the whole sequence.
-        q_heads, kv_heads, head_dim (`int`): Heads of the whole attention.
-        batch (`int`): Sequences.
-        dtype (`torch.dtype`): Of q, k and v.
-        device (`torch.device`): Where they lie.
-        rank, ranks (`int`): This rank, and how many share the sequence.
-        native ([`Native`]): The kernel of the limit and of peers that let one choose.
-        kernel (`str`): The requested kernel: a name, or `"auto"`.
-        documents ([`Documents`], *optional*): The documents that fill the sequence; one document by default.
-        window (`int`, *optional*): Tokens that a query sees backwards beside itself.
-        group (`ProcessGroup`, *optional*): The contender's own process group; `None` for one process.
-    """
-
-    length: int
-    q_heads: int
+    length: int  # tokens of the whole sequence
+    q_heads: int  # heads of the whole attention
     kv_heads: int
     head_dim: int
-    batch: int
-    dtype: torch.dtype
-    device: torch.device
+    batch: int  # sequences
+    dtype: torch.dtype  # of q, k and v
+    device: torch.device  # where they lie
     rank: int
-    ranks: int
-    native: Native
-    kernel: str
-    documents: Documents | None = None
-    window: int | None = None
-    group: dist.ProcessGroup | None = None
+    ranks: int  # that share the sequence
+    native: Native  # the kernel of the limit and of peers that let one choose
+    kernel: str  # the requested kernel: a name, or `"auto"`
+    documents: Documents | None = None  # the documents that fill the sequence; one document by default
+    window: int | None = None  # tokens that a query sees backwards beside itself
+    group: dist.ProcessGroup | None = None  # the contender's own process group; `None` for one process
 
     @property
     def tokens(self) -> int:
@@ -107,19 +117,13 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to measure.
+    """Something to measure."""
 
-    Args:
-        name (`str`): Its name in results.
-        family (`str`): Contenders of one family share a process group.
-        build (`Callable`): Prepares it for a [`Case`], or raises the reason why it cannot run. Sends nothing.
-        config (`dict`): Its settings, for readers of the results.
-    """
-
-    name: str
-    family: str
+    name: str  # its name in results
+    family: str  # contenders of one family share a process group
+    # prepares it for a [`Case`], or raises the reason why it cannot run; sends nothing
     build: Callable[[Case], Prepared]
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)  # its settings, for readers of the results
 
 
 def limit() -> Contender:
@@ -176,8 +180,3 @@ def hf_burst(name: str, settings: dict[str, Any] | None = None) -> Contender:
     chunking = settings.get("chunking", "balanced")
     title = " ".join(["hf_burst", name, *([chunking] if chunking != "balanced" else [])])
     return Contender(title, "hf_burst", build, {**settings, "schedule": name})
-
-
-def for_group(case: Case, group: dist.ProcessGroup | None) -> Case:
-    """The case with a contender's own process group."""
-    return replace(case, group=group)

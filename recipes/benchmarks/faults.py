@@ -4,8 +4,8 @@
 
 Each process is a command that runs recipes/finetune_long_document.py as users do. There is no launcher, which would end
 the others as soon as one is gone. So their own ends are seen, as those on another host are. After each fault the same
-command runs again, and its losses and weights are compared with those of a run without faults, bit by bit. `--kills`
-processes are killed at random moments of a training. Network namespaces stand for hosts, where root may make them.
+command runs again, and its losses and weights are compared with those of a run without faults, bit by bit. Network
+namespaces stand for hosts, where root may make them.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import io
 import json
 import os
 import pydoc_data.topics
-import random
 import re
 import resource
 import runpy
@@ -42,7 +41,6 @@ CHARACTERS = 6000
 LIMIT = 15  # seconds after which ranks give up waiting (ddp_timeout)
 GRACE = 45.0  # seconds more, in which all processes must have ended
 SLOW = 5.0
-EACH = 4  # processes killed at random moments of a training
 MARKS = ("<!-- faults: by recipes/benchmarks/faults.py -->", "<!-- end of faults -->")  # in a page
 OPTIONS = {
     "config": ROOT / "recipes/configs/text_cpu.yaml",
@@ -155,22 +153,12 @@ def prepare(trainer: "Trainer", fault: Fault, folder: Path) -> None:
 
 
 def work(rank: int, folder: Path, fault: Fault, words: list[str]) -> None:
-    """A process of the training: the recipe, as its command runs it. It writes when each step began."""
+    """A process of the training: the recipe, as its command runs it."""
     import training
-    from transformers import TrainerCallback
-
-    class Steps(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            with (folder / f"{rank}.steps").open("a") as file:
-                file.write(f"{state.global_step + 1} {time.time()}\n")
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.on_step_begin(args, state, control)
 
     train = training.train
 
     def with_faults(trainer: "Trainer", *others: Any) -> None:
-        trainer.add_callback(Steps())
         if fault.what != "none" and fault.rank == rank:
             prepare(trainer, fault, folder)
         train(trainer, *others)
@@ -189,9 +177,6 @@ class Outcome:
     seconds: float  # from the fault to the last end
     sentences: list[str]  # the last that each process wrote to stderr
     resumed_from: str | None = None
-    killed: int | None = None  # the rank
-    killed_in: int | None = None  # the step; one more than there are: after the training
-    after: float | None = None  # seconds since the step had begun
 
 
 @dataclass
@@ -202,29 +187,25 @@ class Job:
     ranks: int = 2
     options: dict[str, str] = field(default_factory=dict)
 
-    def run(self, fault: Fault, kill: tuple[int, int, float] | None = None) -> Outcome:
-        """Runs the command until all processes have ended. `kill` is a rank, a step in which it is killed, and the
-        seconds since the step began."""
+    def run(self, fault: Fault) -> Outcome:
+        """Runs the command until all processes have ended."""
         from torch.distributed import TCPStore
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        for old in ("fault", "happened", *(f"{rank}.steps" for rank in range(self.ranks))):
+        for old in ("fault", "happened"):
             (self.folder / old).unlink(missing_ok=True)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where torchrun has it
         with hosts(self.ranks) if fault.what in NETWORK else nullcontext() as network:
             processes = [self.start(rank, fault, store.port, network) for rank in range(self.ranks)]
             try:
-                if kill is not None and self.wait_for(kill, processes):
-                    processes[kill[0]].kill()
-                    (self.folder / "fault").touch()
-                elif (fault.signal or network) and self.wait_for("fault", processes):
+                if (fault.signal or network) and self.began(processes):
                     for process in processes if fault.signal else ():
                         process.send_signal(fault.signal)
                     for number, line in enumerate(NETWORK[fault.what] if network else ()):
                         time.sleep(SLOW * number)
                         subprocess.run(line.format(switch=network.switch).split(), check=True)
                         (self.folder / "happened").touch()
-                return self.ended(processes, fault, kill)
+                return self.ended(processes, fault)
             finally:
                 for process in processes:
                     process.kill()
@@ -248,24 +229,15 @@ class Job:
         with (self.folder / f"{rank}.out").open("w") as out, (self.folder / f"{rank}.err").open("w") as err:
             return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=out, stderr=err)
 
-    def steps(self, rank: int) -> list[tuple[int, float]]:
-        """The steps that a rank has begun, and when. The last one is that after the training, if it came to its end."""
-        file = self.folder / f"{rank}.steps"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [(int(step), float(when)) for step, when in map(str.split, lines)]
-
-    def wait_for(self, what: str | tuple[int, int, float], processes: Sequence[subprocess.Popen[bytes]]) -> bool:
-        """Whether a file or the moment of a kill came while all processes ran."""
+    def began(self, processes: Sequence[subprocess.Popen[bytes]]) -> bool:
+        """Waits for the moment of the fault; `False` if a process ended before it."""
         while all(process.poll() is None for process in processes):
-            if isinstance(what, str):
-                if (self.folder / what).exists():
-                    return True
-            elif any(step >= what[1] and time.time() >= when + what[2] for step, when in self.steps(what[0])):
+            if (self.folder / "fault").exists():
                 return True
             time.sleep(0.002)
         return False
 
-    def ended(self, processes: list[subprocess.Popen[bytes]], fault: Fault, kill: Any = None) -> Outcome:
+    def ended(self, processes: list[subprocess.Popen[bytes]], fault: Fault) -> Outcome:
         """Waits for the ends of the processes. One that is stalled is not waited for when the others are done."""
         mark = self.folder / "fault"
         begun, ends, left = time.time(), dict[int, float](), list[int]()
@@ -285,11 +257,7 @@ class Job:
         said = (self.folder / "0.out").read_text().splitlines()
         resumed = next((line.rpartition("/")[2] for line in said if line.startswith("goes on from ")), None)
         sentences = [sentence((self.folder / f"{rank}.err").read_text()) for rank in range(len(processes))]
-        outcome = Outcome(codes, round(max(ends.values(), default=since) - since, 1), sentences, resumed)
-        if kill is not None and mark.exists() and codes[kill[0]] == -signal.SIGKILL:
-            step, when = self.steps(kill[0])[-1]
-            outcome.killed, outcome.killed_in, outcome.after = kill[0], step, round(since - when, 3)
-        return outcome
+        return Outcome(codes, round(max(ends.values(), default=since) - since, 1), sentences, resumed)
 
     @property
     def result(self) -> dict[str, Any]:
@@ -331,34 +299,6 @@ def provoke(fault: Fault, folder: Path, wanted: dict[str, Any]) -> dict[str, Any
     return {**asdict(fault), **asdict(ended), "resumed_from": resumed, "bit_equal": equal}
 
 
-def kill_at_random(kills: int, folder: Path, whole: Job, seed: int) -> dict[str, Any]:
-    """Kills a process a few times in each training, at moments drawn from what remains of it; the same command goes on.
-    Each training is compared with the one that was not disturbed."""
-    from hf_burst import last_checkpoint
-
-    chance, done, equal = random.Random(seed), list[Outcome](), list[bool]()
-    timeline = whole.steps(0)
-    (last, _), (after, end) = timeline[-2:]
-    while len(done) < kills:
-        job, most = Job(folder / str(len(equal))), min(kills, len(done) + EACH)
-        while len(done) < most:
-            start = last_checkpoint(job.folder / "out")
-            steps = int(start.rpartition("-")[2]) if start is not None else 0
-            if steps == last:
-                break
-            rank, moment = chance.randrange(job.ranks), chance.uniform(timeline[steps][1], end)
-            step, began = max(entry for entry in timeline[:-1] if entry[1] <= moment)
-            ended = job.run(Fault(), (rank, step, moment - began))
-            if ended.killed is None and set(ended.exit_codes) != {0}:
-                raise SystemExit(f"the command failed before it was killed: {ended.sentences}")
-            if ended.killed_in is not None and ended.killed_in < after:  # it was under way
-                done.append(ended)
-                print(json.dumps(asdict(ended)), flush=True)
-        finished = job.run(Fault())
-        equal.append(set(finished.exit_codes) == {0} and job.result == whole.result)
-    return {"seed": seed, "kills": [asdict(kill) for kill in done], "trainings": len(equal), "bit_equal": all(equal)}
-
-
 def said(sentences: list[str], rank: int) -> str:
     """What the ranks beside one said, without the advice that all sentences end with."""
     others = [text for other, text in enumerate(sentences) if other != rank]
@@ -366,7 +306,7 @@ def said(sentences: list[str], rank: int) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The faults, and the processes killed at random moments, as tables of Markdown."""
+    """The faults as a table of Markdown."""
     lines = ["| fault | where | rank | exit codes | seconds | what another rank says | goes on from | losses |"]
     lines += ["|---|---|---|---|---:|---|---|---|"]
     for row in result["faults"]:
@@ -377,13 +317,6 @@ def table(result: dict[str, Any]) -> str:
         told = "nothing" if row["signal"] or set(codes) == {"0"} else said(row["sentences"], row["rank"])
         cells = [row["what"], where, rank, ", ".join(codes), row["seconds"], told]
         cells += [row["resumed_from"] or "no need", "bit-equal" if row["bit_equal"] else "different"]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += ["", "| begun from | killed in step | seconds after its beginning | rank | exit codes | seconds | says |"]
-    lines += ["|---|---:|---:|---|---|---:|---|"]
-    for row in result["random"]["kills"]:
-        after = f"{max(0.0, row['after']):.2f}"  # files have a coarser clock
-        cells = [row["resumed_from"] or "the start", row["killed_in"], after, row["killed"]]
-        cells += [", ".join(map(str, row["exit_codes"])), row["seconds"], said(row["sentences"], row["killed"])]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
 
@@ -403,8 +336,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=20, help="processes killed at random moments")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="part of the names of the faults to provoke")
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     parser.add_argument("--page", type=Path, help="the page whose table of faults is written anew")
@@ -424,10 +355,7 @@ def main() -> int:
         undisturbed = whole.run(Fault())
         if set(undisturbed.exit_codes) != {0}:
             raise SystemExit(f"the run without faults failed: {undisturbed.sentences}")
-        timeline = whole.steps(0)
-        seconds = round(timeline[-1][1] - timeline[0][1], 1)
-        result |= {"undisturbed": whole.result, "undisturbed_seconds": seconds, "faults": []}
-        result["random"] = kill_at_random(arguments.kills, folder / "random", whole, arguments.seed)
+        result |= {"undisturbed": whole.result, "faults": []}
         for number, fault in enumerate(FAULTS):
             write(arguments, result)
             if refused and fault.what in NETWORK:
@@ -436,9 +364,9 @@ def main() -> int:
                 result["faults"].append(provoke(fault, folder / f"fault_{number}", whole.result))
                 print(json.dumps(result["faults"][-1]), flush=True)
     write(arguments, result)
-    equal = [row["bit_equal"] for row in result["faults"]] + [result["random"]["bit_equal"]]
-    print(f"{len(result['random']['kills'])} random kills; all bit-equal: {all(equal)}")
-    return 0 if all(equal) else 1
+    equal = all(row["bit_equal"] for row in result["faults"])
+    print(f"all bit-equal: {equal}")
+    return 0 if equal else 1
 
 
 if __name__ == "__main__":

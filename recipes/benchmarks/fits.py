@@ -36,18 +36,18 @@ from hf_burst.hf.models.model_size import model_size
 from hf_burst.hf.parts import memory
 from hf_burst.hf.parts.memory import MemoryRule, expandable_segments
 from hf_burst.layers.host_limits import share_of_host
+from hf_burst.sizing import shapes
 from hf_burst.sizing.gpus import Capacity, capacity_of, gpu_named
 from hf_burst.sizing.memory_rule import Fit, fit, longest
 from hf_burst.sizing.model import Training
-from hf_burst.sizing.shapes import SHAPES
 from recipes.benchmarks.provenance import SCHEMA_VERSION, git_commit, hardware, versions
 from recipes.benchmarks.training_job import TINY, quantise
 
 GIB = 2**30
+SHAPES = {**shapes.SHAPES, "tiny": TINY}
 OUTSIDE = 2.1  # GiB that CUDA and NCCL were measured to take on two H200s, beside symmetric buffers
 # sizes of a config on which no buffer depends
 FEW = ("vocab_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_experts")
-TINY_SHAPE = {"tiny": {"model_type": "llama", **TINY}}  # which the plan has no name for
 
 
 class Watcher(threading.Thread):
@@ -104,6 +104,11 @@ class Measure(TrainerCallback):
             self.watcher.join()
 
 
+def targets(text: str) -> str | list[str]:
+    """The modules that get adapters. With Liger, peft cannot adapt fused experts, which "all-linear" has among them."""
+    return text if text == "all-linear" else text.split(",")
+
+
 def say(text: str) -> None:
     """Prints on the first rank, at once."""
     if not int(os.environ.get("RANK", "0")):
@@ -115,7 +120,7 @@ def config_of(arguments: argparse.Namespace, length: int = 4096) -> Any:
     changes: dict[str, Any] = {"max_position_embeddings": max(length, 4096)}
     if arguments.layers is not None:
         changes["num_hidden_layers"] = arguments.layers
-    return AutoConfig.for_model(**{**(SHAPES | TINY_SHAPE)[arguments.model], **changes})
+    return AutoConfig.for_model(**{**SHAPES[arguments.model], **changes})
 
 
 def make_model(arguments: argparse.Namespace, length: int, device: torch.device) -> PreTrainedModel:
@@ -127,8 +132,8 @@ def make_model(arguments: argparse.Namespace, length: int, device: torch.device)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         known = {id(buffer): name for name, buffer in model.named_buffers()}
     few = {name: min(value, 8) for name, value in vars(config).items() if name in FEW and isinstance(value, int)}
-    sizes = (SHAPES | TINY_SHAPE)[arguments.model]
-    small = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**sizes, **few}))  # its buffers are as large
+    buffers_alike = AutoConfig.for_model(**{**SHAPES[arguments.model], **few})
+    small = AutoModelForCausalLM.from_config(buffers_alike)
     noise = (torch.randn(2**22 + 1, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
     for layer in model.model.layers:
         fill(layer, noise)
@@ -213,7 +218,7 @@ def make_trainer(arguments: argparse.Namespace, length: int, measure: Measure, a
     if arguments.weights != "all":
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+        model = get_peft_model(model, LoraConfig(r=16, target_modules=arguments.targets))
     if arguments.contender == "hf_burst":
         hf_burst.patch_model(model, hf_burst.BurstConfig.from_dict(arguments.settings))
     rows = Rows(length, arguments.document, model.config.get_text_config().vocab_size, arguments.steps)
@@ -274,9 +279,10 @@ def chosen_of(model: Any) -> dict[str, Any] | None:
 def main() -> None:
     """Trains, and writes a row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, choices=(*SHAPES, *TINY_SHAPE))
+    parser.add_argument("--model", required=True, choices=SHAPES)
     parser.add_argument("--layers", type=int, help="(default those of the shape)")
     parser.add_argument("--weights", choices=("all", "lora", "qlora"), default="all", help="(default %(default)s)")
+    parser.add_argument("--targets", type=targets, default="all-linear", help="of adapters, such as q_proj,v_proj")
     parser.add_argument("--length", type=int, help="tokens (default the longest that the plan promises)")
     parser.add_argument("--document", type=int, default=4096, help="tokens of a packed document, 0 for one")
     parser.add_argument("--steps", type=int, default=3, help="(default %(default)s)")
@@ -302,6 +308,7 @@ def main() -> None:
         "model": arguments.model,
         "layers": arguments.layers,
         "weights": arguments.weights,
+        "targets": arguments.targets,
         "contender": arguments.contender,
         "length": length,
         "document": arguments.document,

@@ -5,16 +5,17 @@ The time of a call is that of its slowest rank.
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from recipes.benchmarks.clock import Clock
-from recipes.benchmarks.contenders import Attend, Case, Contender, Prepared, for_group
+from recipes.benchmarks.contenders import Attend, Case, Contender, Prepared
 from recipes.benchmarks.native import exact_attention
 from recipes.benchmarks.ranks import Ranks
 
@@ -27,47 +28,77 @@ _WARMUP_SHARE = 0.25
 _ROW_S = 0.05  # seconds that calls in a row may take
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How long to measure.
+class Clock:
+    """Marks moments of a call, and tells the seconds between them: on GPUs by events, on CPUs by the host's clock.
 
     Args:
-        warmup (`int`): Calls of each contender before the first round; slow contenders have fewer, at least one.
-        rounds (`tuple[int, int]`): Fewest and most rounds.
-        seconds (`float`): Time for this length and the longer ones.
-        share (`float`): This length's share of `seconds`.
-        in_a_row (`int`): Most calls that follow each other without a pause, as the layers of a model do.
-        warm (`frozenset[str]`): Names of contenders that have run before, at another length.
+        cuda (`bool`): Whether the moments are those of the current GPU's stream.
     """
 
-    warmup: int
-    rounds: tuple[int, int]
-    seconds: float
-    share: float
-    in_a_row: int = 1
-    warm: frozenset[str] = frozenset()
+    def __init__(self, cuda: bool) -> None:
+        self.cuda = cuda
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Marks this moment."""
+        if not self.cuda:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def seconds(self) -> list[float]:
+        """Seconds between neighbouring marks, followed by those between the first and the last mark."""
+        first, last = self._marks[0], self._marks[-1]
+        if self.cuda:
+            last.synchronize()
+        return [*(self._between(start, stop) for start, stop in pairwise(self._marks)), self._between(first, last)]
+
+    def _between(self, start: Any, stop: Any) -> float:
+        return start.elapsed_time(stop) / 1e3 if self.cuda else stop - start
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure."""
+
+    warmup: int  # calls of each contender before the first round; slow contenders have fewer, at least one
+    rounds: tuple[int, int]  # fewest and most rounds
+    seconds: float  # time for this length and the longer ones
+    share: float  # this length's share of `seconds`
+    in_a_row: int = 1  # most calls that follow each other without a pause, as the layers of a model do
+    warm: frozenset[str] = frozenset()  # names of contenders that have run before, at another length
+
+
+class Run(NamedTuple):
+    """What is timed."""
+
+    forward: Callable[[], torch.Tensor]  # computes the output
+    leaves: Sequence[torch.Tensor]  # what the output is derived by
+    dout: torch.Tensor  # the gradient of the output
+    # makes a context for calls, which is entered before the clock starts
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 @dataclass
 class Measured:
     """The times of one contender in one case, or the reason why there are none."""
 
-    contender: Contender
-    case: Case
-    storage: dict[str, torch.Tensor]
+    contender: Any
+    prepare: Callable[[dist.ProcessGroup | None], Run]
     status: str = "ok"
     reason: str = ""
     seconds: dict[str, list[float]] = field(default_factory=dict)
     peak_bytes: int | None = None
     outside_bytes: int | None = None
     calls: int = 1  # in a row; the times are those of one call
-    prepared: Prepared | None = None
-    inputs: list[torch.Tensor] = field(default_factory=list)
+    run: Run | None = None
     group: dist.ProcessGroup | None = None
     said: list[str] = field(default_factory=list)  # hf_burst's log of its choices
 
     def fail(self, status: str, reason: str) -> None:
-        self.status, self.reason, self.prepared, self.inputs = status, reason, None, []
+        self.status, self.reason, self.run = status, reason, None
 
 
 def check(contenders: Sequence[Contender], case: Case, ranks: Ranks) -> list[dict[str, Any]]:
@@ -99,7 +130,7 @@ def _verdict(
     exact: dict[str, torch.Tensor],
     kernel: dict[str, float],
 ) -> dict[str, Any]:
-    own = for_group(case, ranks.group(contender.family))
+    own = replace(case, group=ranks.group(contender.family))
     verdict = {"contender": contender.name, "status": "ok", "reason": ""}
     prepared, failure = ranks.attempt(lambda: contender.build(own))
     if prepared is None:
@@ -119,26 +150,38 @@ def _verdict(
 
 
 def measure(contenders: Sequence[Contender], case: Case, ranks: Ranks, effort: Effort) -> list[Measured]:
+    """Times attention by every contender that can run, see [`measure_runs`]."""
+    storage = _storage(case)
+
+    def prepare(contender: Contender, group: dist.ProcessGroup | None) -> Run:
+        own = replace(case, group=group)
+        prepared = contender.build(own)
+        *inputs, dout = (_placed(prepared, storage[name], own, name in ("q", "dout")) for name in _INPUTS)
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        return Run(lambda: prepared.attend(*leaves), leaves, dout, prepared.around)
+
+    return measure_runs([Measured(contender, partial(prepare, contender)) for contender in contenders], ranks, effort)
+
+
+def measure_runs(results: list[Measured], ranks: Ranks, effort: Effort) -> list[Measured]:
     """Times every contender that can run, all of them in each round, in a rotating order.
 
     A call is a forward pass and its backward pass by autograd. Calls in a row are all forward passes, followed by all
     backward passes. All ranks start together, and the slowest rank counts.
     """
     start = time.perf_counter()
-    storage = _storage(case)
-    results = [Measured(contender, case, storage) for contender in contenders]
     for measured in results:
         _prepare(measured, ranks)
-        if measured.prepared is not None:
+        if measured.run is not None:
             _first_calls(measured, ranks, measured.contender.name in effort.warm)
-    running = [measured for measured in results if measured.prepared is not None]
+    running = [measured for measured in results if measured.run is not None]
     budget = max(effort.seconds, 0.0) * effort.share
     firsts = [measured.seconds["both"][-1] for measured in running] or [1.0]
     fastest = float(ranks.largest(torch.tensor(firsts, dtype=torch.float64)).min())
     for measured in running:
         measured.calls = max(1, min(effort.in_a_row, int(_ROW_S / fastest)))
     _warm_up(running, ranks, effort.warmup, budget)
-    running = [measured for measured in running if measured.prepared is not None]
+    running = [measured for measured in running if measured.run is not None]
     if not running:
         return results
     pace = [sum(measured.calls * measured.seconds["both"][-1] for measured in running), time.perf_counter() - start]
@@ -150,7 +193,7 @@ def measure(contenders: Sequence[Contender], case: Case, ranks: Ranks, effort: E
         measured.seconds = {name: [] for name in PASSES}
     for number in range(rounds):
         for measured in _order(running, number):
-            if measured.prepared is not None:
+            if measured.run is not None:
                 _call(measured, ranks)
     finished = [measured for measured in running if measured.status == "ok"]
     if finished:
@@ -160,19 +203,12 @@ def measure(contenders: Sequence[Contender], case: Case, ranks: Ranks, effort: E
 
 def _prepare(measured: Measured, ranks: Ranks) -> None:
     """Prepares a contender for the current group of its family."""
-    own = for_group(measured.case, ranks.group(measured.contender.family))
-
-    def prepare() -> tuple[Prepared, list[torch.Tensor]]:
-        prepared = measured.contender.build(own)
-        return prepared, [_placed(prepared, measured.storage[name], own, name in ("q", "dout")) for name in _INPUTS]
-
-    ready, failure = ranks.attempt(prepare)
-    if ready is None:
+    group = ranks.group(measured.contender.family)
+    measured.run, failure = ranks.attempt(partial(measured.prepare, group))
+    measured.group = group
+    if measured.run is None:
         measured.fail("unavailable", failure or "")
         ranks.say(f"  {measured.contender.name}: not available: {failure}")
-        return
-    measured.prepared, measured.inputs = ready
-    measured.group = own.group
 
 
 def _first_calls(measured: Measured, ranks: Ranks, warm: bool) -> None:
@@ -186,9 +222,9 @@ def _first_calls(measured: Measured, ranks: Ranks, warm: bool) -> None:
         if ranks.cuda:
             torch.cuda.reset_peak_memory_stats()
             base = torch.cuda.memory_allocated()
-        if measured.prepared is not None:
+        if measured.run is not None:
             _call(measured, ranks)
-    if ranks.cuda and measured.prepared is not None:
+    if ranks.cuda and measured.run is not None:
         measured.peak_bytes = torch.cuda.max_memory_allocated() - base
         measured.outside_bytes = max((_outside_bytes(ranks) or 0) - (outside or 0), 0)
 
@@ -199,7 +235,7 @@ def _warm_up(running: Sequence[Measured], ranks: Ranks, calls: int, budget: floa
         slow = float(ranks.largest(torch.tensor([last], dtype=torch.float64))[0])
         affordable = int(_WARMUP_SHARE * budget / len(running) / max(slow, 1e-9))
         for _ in range(-(-(min(calls, affordable) - len(measured.seconds["both"])) // measured.calls)):
-            if measured.prepared is not None:
+            if measured.run is not None:
                 _call(measured, ranks)
 
 
@@ -215,17 +251,15 @@ def _call(measured: Measured, ranks: Ranks) -> None:
     family = measured.contender.family
     if ranks.group(family) is not measured.group:  # another contender of the family failed, and its messages with it
         _prepare(measured, ranks)
-    prepared = measured.prepared
-    if prepared is None:
+    run = measured.run
+    if run is None:
         return
     clock = None
     with ExitStack() as stack:
-        _, failure = ranks.attempt(lambda: stack.enter_context(prepared.around()), family)
+        _, failure = ranks.attempt(lambda: stack.enter_context(run.around()), family)
         if failure is None:
             ranks.align()
-            clock, failure = ranks.attempt(
-                lambda: _timed(prepared.attend, measured.inputs, measured.calls, ranks.cuda), family
-            )
+            clock, failure = ranks.attempt(lambda: _timed(run, measured.calls, ranks.cuda), family)
     if clock is None:
         measured.fail("failed", failure or "")
         ranks.say(f"  {measured.contender.name}: failed: {failure}")
@@ -234,14 +268,13 @@ def _call(measured: Measured, ranks: Ranks) -> None:
         measured.seconds[name].append(seconds / measured.calls)
 
 
-def _timed(attend: Attend, inputs: Sequence[torch.Tensor], calls: int, cuda: bool) -> Clock:
-    q, k, v = (tensor.detach().requires_grad_() for tensor in inputs[:3])
+def _timed(run: Run, calls: int, cuda: bool) -> Clock:
     clock = Clock(cuda)
     clock.mark()
-    outs = [attend(q, k, v) for _ in range(calls)]
+    outs = [run.forward() for _ in range(calls)]
     clock.mark()
     while outs:
-        torch.autograd.grad(outs.pop(), (q, k, v), inputs[3])
+        torch.autograd.grad(outs.pop(), run.leaves, run.dout)
     clock.mark()
     return clock
 

@@ -21,15 +21,10 @@ AttendMasked = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Mask], torch.
 
 @dataclass(frozen=True)
 class Native:
-    """Causal attention of `(B, S, H, D)` tensors on one device, with autograd.
+    """Causal attention of `(B, S, H, D)` tensors on one device, with autograd."""
 
-    Args:
-        name (`str`): As in `BurstConfig(kernel=...)`.
-        attend (`Callable`): Computes out from q, k, v and the mask of every row.
-    """
-
-    name: str
-    attend: AttendMasked
+    name: str  # as in `BurstConfig(kernel=...)`
+    attend: AttendMasked  # computes out from q, k, v and the mask of every row
 
 
 def choose_native(

@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,16 @@ from transformers import AutoConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from hf_burst.hf.models.model_size import model_size
-from hf_burst.sizing.gpus import capacity_of, data_sheet
+from hf_burst.sizing.gpus import Capacity, capacity_of, data_sheet
 from hf_burst.sizing.memory import estimate_memory
+from hf_burst.sizing.memory_rule import SETTINGS
 from hf_burst.sizing.model import Training
 from hf_burst.sizing.seconds import estimate_seconds
 from hf_burst.sizing.shapes import SHAPES
-from recipes.benchmarks import training_job
-from recipes.benchmarks.training_plan import GIB, predict, settings_of
+from recipes.benchmarks.training_contenders import BY_PEFT
+from recipes.benchmarks.training_job import class_of, config_of
 
+GIB = 2**30
 RESULTS = Path(__file__).parent / "results"
 RECIPES = Path(__file__).parents[1] / "results"
 PAGE, TABLE = Path(__file__).parents[2] / "docs/sizing.md", RESULTS / "predictions.md"
@@ -42,6 +44,14 @@ MORE_INPUTS = {
     "training_1xH200_qlora_750k_packed": 1,
     "training_1xH200_lora_512k_80gb_packed": 2,
     "training_1xH200_lora_1m_packed": 2,
+}
+FUSED_NORM = (3, 2)  # copies of a gated output that a fused norm keeps, and those of its gradients
+# contenders of results that do not tell their settings, or whose way is none of them
+NAMED: dict[str, dict[str, Any]] = {
+    "hf_burst, attention saved": {},
+    "hf_burst, half of it saved": {"attention_keep": 0.5},
+    "hf_burst, attention recomputed": {"attention_keep": 0.0},
+    "hf_burst, everything saved": {"checkpointing": False},
 }
 BEGIN, END = "<!-- predictions -->", "<!-- end of predictions -->"
 
@@ -96,6 +106,52 @@ def measured_steps() -> Iterator[Step]:
             yield _sft_step(file.stem, result)
 
 
+def settings_of(row: dict[str, Any]) -> dict[str, Any] | None:
+    """What a row of a result was trained with, as [`Training`] has it; `None` if it cannot be predicted."""
+    if row["contender"] in NAMED:
+        return NAMED[row["contender"]]
+    settings = None if row["contender"] == BY_PEFT else row.get("settings")
+    return None if settings is None else {name: settings[name] for name in SETTINGS if name in settings}
+
+
+def predict(result: dict[str, Any], row: dict[str, Any], layers: int | None, first: bool = False) -> dict[str, Any]:
+    """Predicts a step.
+
+    Args:
+        result (`dict`): A result of training.py.
+        row (`dict`): One of its rows, of hf_burst.
+        layers (`int`, *optional*): How many the model has; those of its shape by default.
+        first (`bool`, defaults to `False`): Whether the step ends before the optimizer has its states.
+
+    Returns:
+        `dict`: Its `seconds` (`None` for devices without a data sheet), `peak_memory_gib` of torch's allocator, which
+        does not hold symmetric buffers, and `host_memory_gib`.
+    """
+    config = config_of(result["shape"], **({} if layers is None else {"num_hidden_layers": layers}))
+    model, ranks = model_size(class_of(config), config), result["hardware"]["ranks"]
+    if result.get("gated_norms"):
+        model = replace(model, recurrent=tuple(replace(size, norm_copies=FUSED_NORM) for size in model.recurrent))
+    length, document = row["length"], result.get("document")
+    training = Training(
+        length,
+        ranks,
+        ranks,
+        documents=(*range(0, length, document), length) if document else (),
+        lora=16 * result["lora"],
+        weights="4bit" if result.get("four_bits") else "bf16",
+        fused=bool(result.get("liger")),
+        **(settings_of(row) or {}),
+    )
+    sheet = data_sheet(result["hardware"]["device"])
+    memory = estimate_memory(model, training, capacity_of(sheet) if sheet else Capacity(0, on_gpu=False))
+    allocated = memory.tensors - (memory.optimizer if first else 0)
+    return {
+        "seconds": estimate_seconds(model, training, sheet).total if sheet else None,
+        "peak_memory_gib": allocated / GIB,
+        "host_memory_gib": memory.host / GIB,
+    }
+
+
 def _training_step(file: str, result: dict[str, Any], row: dict[str, Any], first: bool) -> Step:
     """A row of training.py."""
     layers, hardware, settings = result.get("layers"), result["hardware"], settings_of(row) or {}
@@ -103,7 +159,7 @@ def _training_step(file: str, result: dict[str, Any], row: dict[str, Any], first
     waited = statistics.median(step["seconds"] for step in row["steps"]) - shortest
     predicted = predict(result, row, layers, first)
     if settings.get("activation_offloading"):
-        state = 2 * training_job.SHAPES[result["shape"]][2]["hidden_size"] * row["length"] / hardware["ranks"] / GIB
+        state = 2 * config_of(result["shape"]).hidden_size * row["length"] / hardware["ranks"] / GIB
         predicted["peak_memory_gib"] += MORE_INPUTS.get(file, 0) * state
     adapters = ", QLoRA" if result.get("four_bits") else ", LoRA"
     compiled, plain = bool(result.get("compiled")), not result.get("liger")

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import parse_flag_from_env
 
 from hf_burst.cli.launch import launched
 from hf_burst.errors import ConfigError
@@ -39,7 +40,7 @@ class Ranks:
 
     def __init__(self, device: str = "auto", timeout_s: float = 120.0) -> None:
         if device == "auto":
-            device = "cuda" if torch.cuda.is_available() and not _told_to_use_cpu() else "cpu"
+            device = "cuda" if torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU") else "cpu"
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device cuda needs a GPU that torch sees; there is none. Use --device cpu.")
         self.cuda = device == "cuda"
@@ -203,10 +204,6 @@ class Ranks:
 
     def _store(self) -> Any:
         return dist.distributed_c10d._get_default_store()
-
-
-def _told_to_use_cpu() -> bool:
-    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
 
 
 def _sentence(error: Exception) -> str:

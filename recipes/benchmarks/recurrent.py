@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -36,39 +36,28 @@ from hf_burst.config import Chunking
 from hf_burst.hf.context import ForwardCall, LayerContext, entered
 from hf_burst.hf.models.recurrent import COUNTERPARTS, in_place_of_innermost
 from hf_burst.plan.recurrence import Way
-from hf_burst.recurrent import Received
-from recipes.benchmarks.clock import Clock
+from hf_burst.recurrent import ReplayBuffer
+from recipes.benchmarks.measure import Effort, Measured, Run, measure_runs
 from recipes.benchmarks.provenance import environment, interquartile_range
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training import at_least
 
 RULE, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
-PASSES = ("forward", "backward", "both")
 TOLERANCE = 2.0  # times the error of one device
 EXACT = 1e-5  # relative error of fp32, with which results are compared
-ROW_S = 0.1  # seconds that calls in a row may take
 Functions = dict[str, Callable[..., Any]]
-Call = Callable[[], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]  # outputs and what they are derived by
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layer and its tokens, as one rank sees them.
+    """A layer and its tokens, as one rank sees them."""
 
-    Args:
-        length (`int`): Tokens of the whole sequence.
-        rank, ranks (`int`): This rank, and how many share the sequence.
-        device (`torch.device`): Where they lie.
-        dtype (`torch.dtype`): Of the layer and its inputs.
-        group (`ProcessGroup`, *optional*): The contender's own process group; `None` for one process.
-    """
-
-    length: int
+    length: int  # tokens of the whole sequence
     rank: int
-    ranks: int
-    device: torch.device
-    dtype: torch.dtype
-    group: dist.ProcessGroup | None = None
+    ranks: int  # that share the sequence
+    device: torch.device  # where they lie
+    dtype: torch.dtype  # of the layer and its inputs
+    group: dist.ProcessGroup | None = None  # the contender's own process group; `None` for one process
 
     def layout(self, chunking: Chunking) -> SequenceLayout:
         return SequenceLayout.for_batch([(0, self.length)], self.ranks, chunking)
@@ -76,22 +65,17 @@ class Case:
 
 @dataclass
 class Contender:
-    """A way to compute the layer over ranks.
+    """A way to compute the layer over ranks."""
 
-    Args:
-        name (`str`): What the result calls it.
-        functions (`Callable`): The functions that the layer calls in place of its own, for a case.
-        chunking (`str`): How tokens lie over the ranks.
-        whole (`bool`): Whether results are those of the whole sequence.
-    """
-
-    name: str
-    functions: Callable[[Case], Functions]
-    chunking: Chunking = "contiguous"
-    whole: bool = True
+    name: str  # what the result calls it; contenders do not share process groups
+    functions: Callable[[Case], Functions]  # the functions that the layer calls in place of its own, for a case
+    chunking: Chunking = "contiguous"  # how tokens lie over the ranks
+    whole: bool = True  # whether results are those of the whole sequence
     failure: str = ""
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    peak_bytes: int = 0
+
+    @property
+    def family(self) -> str:
+        return self.name
 
 
 def own(way: Way, case: Case, chunking: Chunking, columns: bool = False) -> Functions:
@@ -99,7 +83,7 @@ def own(way: Way, case: Case, chunking: Chunking, columns: bool = False) -> Func
     group = ContextGroup.from_mesh(case.group) if case.group is not None else ContextGroup(case.rank, case.ranks)
     layout, nothing = case.layout(chunking), torch.empty(0)
     call = ForwardCall(layout, layout.segments, group, BurstConfig(), Memory(), nothing, True, None, None, None, way)
-    context = LayerContext(call, Received())
+    context = LayerContext(call, ReplayBuffer())
     stock = {name: getattr(modeling_qwen3_5, name) for name in (RULE, CONVOLUTION)}
     if columns:
         stock[RULE] = lambda *tensors, function=stock[RULE], **options: function(*tensors, **options)
@@ -204,7 +188,7 @@ def whole_inputs(arguments: argparse.Namespace, case: Case) -> tuple[torch.Tenso
 def check(arguments: argparse.Namespace, ranks: Ranks, every: Sequence[Contender]) -> Iterator[dict[str, Any]]:
     """Compares outputs and all gradients with fp32 on one device, relative in the Frobenius norm, and yields a verdict
     each."""
-    case = _case(arguments, ranks, arguments.check_tokens, "check")
+    case = _case(arguments, ranks, arguments.check_tokens, None)
     x, dout = whole_inputs(arguments, case)
     exact_mixer = make_mixer(arguments, case).float()
     fallbacks = {name: getattr(modeling_qwen3_5, name).__wrapped__ for name in (RULE, CONVOLUTION)}
@@ -219,7 +203,7 @@ def check(arguments: argparse.Namespace, ranks: Ranks, every: Sequence[Contender
             continue
 
         def compute(contender: Contender = contender) -> dict[str, torch.Tensor]:
-            mine = _case(arguments, ranks, arguments.check_tokens, contender.name)
+            mine = _case(arguments, ranks, arguments.check_tokens, ranks.group(contender.name))
             layout, mixer = mine.layout(contender.chunking), make_mixer(arguments, mine)
             forward = with_functions(mixer, contender.functions(mine))
             own_x, own_dout = (layout.shard(tensor, ranks.rank).contiguous() for tensor in (x, dout))
@@ -264,21 +248,20 @@ def _errors(results: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) ->
     }
 
 
-def _case(arguments: argparse.Namespace, ranks: Ranks, tokens: int, family: str) -> Case:
+def _case(arguments: argparse.Namespace, ranks: Ranks, tokens: int, group: dist.ProcessGroup | None) -> Case:
     dtype = getattr(torch, arguments.dtype)
-    return Case(tokens * ranks.size, ranks.rank, ranks.size, ranks.device, dtype, ranks.group(family))
+    return Case(tokens * ranks.size, ranks.rank, ranks.size, ranks.device, dtype, group)
 
 
-def mixer_run(arguments: argparse.Namespace, case: Case, contender: Contender) -> Call:
+def mixer_run(arguments: argparse.Namespace, case: Case, contender: Contender) -> Run:
     """A call of the whole layer."""
     mixer, tokens = make_mixer(arguments, case), case.length // case.ranks
     forward = with_functions(mixer, contender.functions(case))
     x = torch.randn(1, tokens, arguments.hidden, device=case.device, dtype=case.dtype).requires_grad_()
-    leaves = [x, *mixer.parameters()]
-    return lambda: ([forward(x)], leaves)
+    return Run(lambda: forward(x), [x, *mixer.parameters()], torch.randn_like(x))
 
 
-def rule_run(arguments: argparse.Namespace, case: Case, contender: Contender) -> Call:
+def rule_run(arguments: argparse.Namespace, case: Case, contender: Contender) -> Run:
     """A call of the bare rule."""
     tokens, dim = case.length // case.ranks, arguments.head_dim
     rule, make = contender.functions(case)[RULE], partial(torch.randn, 1, tokens, device=case.device)
@@ -287,76 +270,32 @@ def rule_run(arguments: argparse.Namespace, case: Case, contender: Contender) ->
     g = -make(arguments.value_heads).exp() / 100
     leaves = [tensor.requires_grad_() for tensor in (q, k, v, g, beta)]
     options = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
-    return lambda: ([rule(q, k, v, g=g, beta=beta, cu_seqlens=None, **options)[0]], leaves)
-
-
-def call(run: Call, calls: int, cuda: bool) -> Clock:
-    """Forward passes one after another, then their backward passes, as the layers of a model do."""
-    clock, pending = Clock(cuda), []
-    clock.mark()
-    for _ in range(calls):
-        pending.append(run())
-    clock.mark()
-    while pending:
-        (out,), leaves = pending.pop()
-        torch.autograd.grad(out, leaves, out.detach())
-        del out
-    clock.mark()
-    return clock
+    forward = partial(rule, q, k, v, g=g, beta=beta, cu_seqlens=None, **options)
+    return Run(lambda: forward()[0], leaves, torch.randn_like(v))
 
 
 def measure(
     arguments: argparse.Namespace, ranks: Ranks, every: Sequence[Contender], part: str, tokens: int
 ) -> list[dict[str, Any]]:
     """Times all contenders of a part of the layer, in turns."""
-    make, runs = {"mixer": mixer_run, "rule": rule_run}[part], dict[str, Call]()
+    make = {"mixer": mixer_run, "rule": rule_run}[part]
 
-    def attempt(contender: Contender, calls: int) -> None:
-        clock, failure = ranks.attempt(lambda: call(runs[contender.name], calls, ranks.cuda), contender.name)
-        if clock is None:
-            contender.failure = failure or ""
-            ranks.say(f"  {contender.name}: {failure}")
-            return
-        for name, seconds in zip(PASSES, clock.seconds(), strict=True):
-            contender.seconds.setdefault(name, []).append(seconds / calls)
+    def prepare(contender: Contender, group: dist.ProcessGroup | None) -> Run:
+        return make(arguments, _case(arguments, ranks, tokens, group), contender)
 
-    for contender in every:
-        contender.seconds = {}
-        case = _case(arguments, ranks, tokens, contender.name)
-        run, failure = ranks.attempt(lambda contender=contender, case=case: make(arguments, case, contender))
-        if run is None:
-            contender.failure = failure or ""
-            continue
-        runs[contender.name] = run
-        attempt(contender, 1)  # compiles
-        if ranks.cuda and not contender.failure:
-            torch.cuda.reset_peak_memory_stats()
-            base = torch.cuda.memory_allocated()
-            attempt(contender, 1)
-            contender.peak_bytes = torch.cuda.max_memory_allocated() - base
-    running = [contender for contender in every if not contender.failure]
-    firsts = torch.tensor([contender.seconds["both"][-1] for contender in running], dtype=torch.float64)
-    calls = max(1, min(arguments.in_a_row, int(ROW_S / float(ranks.largest(firsts).min()))))
-    for contender in running:
-        contender.seconds = {}
-    for number in range(arguments.rounds + 1):
-        turned = running[number % len(running) :] + running[: number % len(running)]
-        for contender in turned[::-1] if number % 2 else turned:
-            if not contender.failure:
-                ranks.align()
-                attempt(contender, calls)
-    return _rows([contender for contender in running if not contender.failure], ranks, part, tokens)
+    effort = Effort(0, (arguments.rounds, arguments.rounds), 0.0, 1.0, arguments.in_a_row)
+    results = measure_runs([Measured(contender, partial(prepare, contender)) for contender in every], ranks, effort)
+    for measured in results:
+        measured.contender.failure = measured.reason
+    return _rows([measured for measured in results if measured.status == "ok"], ranks, part, tokens)
 
 
-def _rows(finished: Sequence[Contender], ranks: Ranks, part: str, tokens: int) -> list[dict[str, Any]]:
-    """The slowest rank of every call counts; the first round warms up."""
-    own_times = [[contender.seconds[name][1:] for name in PASSES] for contender in finished]
-    slowest = ranks.largest(torch.tensor(own_times, dtype=torch.float64)).tolist()
-    peaks = ranks.largest(torch.tensor([float(contender.peak_bytes) for contender in finished], dtype=torch.float64))
+def _rows(finished: Sequence[Measured], ranks: Ranks, part: str, tokens: int) -> list[dict[str, Any]]:
+    peaks = ranks.largest(torch.tensor([float(measured.peak_bytes or 0) for measured in finished], dtype=torch.float64))
     rows = []
-    for contender, times, peak in zip(finished, slowest, peaks.tolist(), strict=True):
-        row: dict[str, Any] = {"part": part, "tokens_per_rank": tokens, "contender": contender.name}
-        for name, seconds in zip(PASSES, times, strict=True):
+    for measured, peak in zip(finished, peaks.tolist(), strict=True):
+        row: dict[str, Any] = {"part": part, "tokens_per_rank": tokens, "contender": measured.contender.name}
+        for name, seconds in measured.seconds.items():
             row[f"{name}_ms"] = 1e3 * statistics.median(seconds)
             row[f"{name}_iqr_ms"] = 1e3 * interquartile_range(seconds)
         rows.append(row | {"peak_gib": peak / 2**30})

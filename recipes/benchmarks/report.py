@@ -1,4 +1,4 @@
-"""The result of attention.py: rows of a JSON document (schema.json has its form), and tables of them."""
+"""The result of attention.py: rows of a JSON document (schema.json has its form), and Markdown tables of them."""
 
 import statistics
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def _row(measured: Measured, case: Case, medians: dict[str, dict[str, float]]) -
         "reason": measured.reason,
         "said": measured.said,
     }
-    if measured.status != "ok" or measured.prepared is None:
+    if measured.status != "ok" or measured.run is None:
         return row
     own, flops = medians[name], case.flops()
     limit = medians.get("limit")
@@ -54,21 +54,6 @@ def _row(measured: Measured, case: Case, medians: dict[str, dict[str, float]]) -
         "peak_memory_bytes": measured.peak_bytes,
         "memory_outside_allocator_bytes": measured.outside_bytes,
     }
-
-
-def table(result: dict[str, Any]) -> str:
-    """A table for a terminal: TF/s per GPU of both passes, and the share of the limit."""
-    lines = []
-    for title, part in _matrices([result]):
-        lengths = sorted({row["length"] for row in part})
-        lines.append(f"{title}: TF/s per GPU forward+backward (share of the limit)")
-        names = list(dict.fromkeys(row["contender"] for row in part))
-        cells = {name: [_cell(part, name, length) for length in lengths] for name in names}
-        first, width = max(map(len, names)), max(12, *(len(cell) for row in cells.values() for cell in row))
-        for name, row in {"": map(_tokens, lengths), **cells}.items():
-            lines.append(f"{name:<{first}}" + "".join(f" {cell:>{width}}" for cell in row))
-        lines.append("")
-    return "\n".join([*lines, *_reasons(result)])
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
@@ -120,7 +105,7 @@ def _cell(part: Sequence[dict[str, Any]], name: str, length: int) -> str:
     return digits if share is None or name == "limit" else f"{digits} ({share['both']:.0%})"
 
 
-def _reasons(result: dict[str, Any]) -> list[str]:
+def reasons(result: dict[str, Any]) -> list[str]:
     """Reasons why contenders are missing, each of them once."""
     reasons: dict[str, None] = {}
     for row in [*result["results"], *result["checks"]]:

@@ -34,7 +34,7 @@ case ${1:?one of the parts of this file} in
     attention_short) attention short --kv-heads 8 32 --lengths 16384 32768 --rounds 30 60 --contenders "${ours[@]}" ;;
     packed) attention packed --kv-heads 8 32 --documents 512 65536 --lengths 131072 262144 ;;
     windows) attention windows --kv-heads 8 32 --window 4095 --lengths 131072 262144 ;;
-    steps_32k) steps 32k --lengths 32768 "${few[@]}" --profile --contenders "hf_burst, attention saved" "${others[@]}" ;;
+    steps_32k) steps 32k --lengths 32768 "${few[@]}" --contenders "hf_burst, attention saved" "${others[@]}" ;;
     steps_128k) steps 128k --lengths 131072 "${few[@]}" --contenders "hf_burst, attention saved" "${others[@]}" ;;
     steps_again) steps again --lengths 32768 "${few[@]}" --contenders "hf_burst, attention recomputed" "hf_burst, attention saved" \
         "accelerate context parallelism, cuDNN" ;;

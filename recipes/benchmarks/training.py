@@ -8,9 +8,9 @@
     torchrun --nproc-per-node 2 recipes/benchmarks/training.py --device cpu --shape tiny --lengths 512 --rounds 2
 
 One model with random weights in bf16 is sharded by FSDP2 as accelerate does it, over several ranks. AdamW trains it on
-random tokens, with or without checkpoints. All contenders (training_contenders.py, single_contenders.py) train it in
-turns, a step each, so that they share weights, optimizer and memory. Before the first step their losses and gradient
-norms are compared. README.md beside this file says what is measured.
+random tokens, with or without checkpoints. All contenders (training_contenders.py) train it in turns, a step each, so
+that they share weights, optimizer and memory. Before the first step their losses and gradient norms are compared.
+README.md says what is measured.
 """
 
 import argparse
@@ -33,16 +33,13 @@ from torch._dynamo.utils import counters
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from hf_burst.cli.launch import launched
-from hf_burst.errors import ConfigError
 from hf_burst.plan import Mask
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.single_contenders import SINGLE
-from recipes.benchmarks.training_contenders import CONTENDERS, NAMED, Contender, Way, read_settings
+from recipes.benchmarks.training_contenders import CONTENDERS, NAMED, SINGLE, Way, read_settings
 from recipes.benchmarks.training_job import SHAPES, Job, head_size, make_job
 from recipes.benchmarks.training_limits import flops, limits, parts_of_limits
-from recipes.benchmarks.training_profile import profiled
 
 KNOWN = CONTENDERS | SINGLE | NAMED
 
@@ -142,10 +139,6 @@ def measure(job: Job, length: int, rounds: int, arguments: argparse.Namespace) -
                 give_back(job)
             yield list(rows.values())
         job.ranks.say(f"{length} tokens, round {index + 1} of {arguments.warmup + rounds}")
-    for name in running if arguments.profile else ():
-        profile, _ = job.ranks.attempt(partial(profiled, partial(step, job, arguments.contenders[name].way)))
-        rows[name] |= profile or {}
-        yield list(rows.values())
 
 
 def give_back(job: Job) -> None:
@@ -211,10 +204,6 @@ def table(result: dict[str, Any]) -> str:
         gib = f"{row['peak_memory_gib']:.1f} | {'' if host is None else format(host, '.1f')}"
         numbers = f"{row['median_s']:.3f} | {mfu} | {gib} | {share}"
         lines.append(f"| {row['length']} | {row['contender']} | {numbers} |")
-    for row in result["results"]:
-        if row.get("profile"):
-            parts = ", ".join(f"{kind} {seconds:.3f}" for kind, seconds in row["profile"].items())
-            lines.append(f"\n{row['length']} tokens, {row['contender']}, seconds: {parts}")
     return "\n".join(lines)
 
 
@@ -224,14 +213,6 @@ def longest(text: str) -> tuple[str, int]:
     if name not in KNOWN or not tokens.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is no NAME=TOKENS; the names are {', '.join(KNOWN)}")
     return name, int(tokens)
-
-
-def settings(text: str) -> tuple[str, Contender]:
-    """Reads a contender's settings from the command line."""
-    try:
-        return read_settings(text)
-    except ConfigError as problem:
-        raise argparse.ArgumentTypeError(str(problem)) from problem
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -261,7 +242,6 @@ def read_arguments() -> argparse.Namespace:
         help="flash-linear-attention's norms of the gated outputs of recurrent layers, for all",
     )
     parser.add_argument("--compile", action="store_true", help="every layer compiled by itself, for all")
-    parser.add_argument("--profile", action="store_true", help="one more step each, with the parts of its time")
     parser.add_argument("--lengths", type=at_least(2), nargs="+", default=[32768], help="tokens of the whole sequence")
     parser.add_argument(
         "--document",
@@ -272,7 +252,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--hf-burst",
         metavar="NAME=VALUE,...",
-        type=settings,
+        type=read_settings,
         action="append",
         default=[],
         help="one more contender: settings of hf_burst.Memory, such as tiled_mlp=16384,activation_offloading=1.0",

@@ -1,6 +1,7 @@
-"""The contenders of training.py: contexts that prepare the model of a job for training."""
+"""The contenders of training.py, over several ranks and on one GPU: contexts that prepare the model of a job."""
 
 import ast
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -219,23 +220,81 @@ def by_peft(job: Job, settings: Mapping[str, Any]) -> Iterator[Loss]:
         yield loss
 
 
-@dataclass(frozen=True)
-class Contender:
-    """One way to train the model of a job.
+@contextmanager
+def plain(
+    job: Job, kernel: str = "flash_attention_4", fused: bool = False, tiled: bool = False, offloaded: str = ""
+) -> Iterator[Loss]:
+    """Trains with an attention of Transformers, with checkpoints.
 
     Args:
-        way (`Callable`): Makes a context that prepares the model, and gives the function that computes the loss.
-        limit (`str`): The name of the limit with the same computations, as `limits` of training_limits.py has it.
-        hybrids (`bool`, *optional*): Whether it is for models with recurrent layers, or for others; `None` for both.
-        several (`bool`, *optional*): Whether it is for several ranks, or for one; `None` for both.
-        settings (`dict`, *optional*): Those of hf_burst.
+        job ([`Job`]): What is trained.
+        kernel (`str`): A name of Transformers.
+        fused (`bool`): Whether the loss is Liger's, which holds few logits at a time.
+        tiled (`bool`): Whether MLPs run in Liger's tiles.
+        offloaded (`str`): Who offloads what is kept: nobody, `"transformers"` or `"trl"`.
     """
+    if (tiled or offloaded) and not job.ranks.cuda:
+        raise ConfigError("Liger's tiles and offloading need a GPU")
+    job.base.set_attn_implementation(kernel)
+    with ExitStack() as stack:
+        stack.enter_context(on_cudnn(job, kernel))
+        if fused:
+            stack.enter_context(fused_loss(job))
+        if tiled:
+            stack.enter_context(tiled_mlps(job))
+        if offloaded == "transformers":
+            job.base.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
+            stack.callback(checkpoint_layers, job.base)
+        if offloaded == "trl":
+            from accelerate import PartialState
+            from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
-    way: Way
+            PartialState()  # which its log asks for
+            stack.enter_context(hooks_removed(job.model))
+            stack.enter_context(get_act_offloading_ctx_manager(job.model, warn_if_no_head=False))
+        yield lambda job: job.model(**job.batch, **packing(job, kernel), use_cache=False).loss
+
+
+def packing(job: Job, kernel: str) -> dict[str, Any]:
+    """The boundaries of packed documents as flash kernels take them; without these, Transformers gives flash-attn 4 the
+    longest as a tensor, which it refuses."""
+    if job.document is None or not kernel.startswith("flash"):
+        return {}
+    tokens = job.tokens.shape[1]
+    bounds = torch.tensor([*range(0, tokens, job.document), tokens], dtype=torch.int32, device=job.tokens.device)
+    longest = min(job.document, tokens)
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+@contextmanager
+def tiled_mlps(job: Job) -> Iterator[None]:
+    """Runs every MLP in tiles, as many as `LigerTiledSwiGLUMLP` takes, around the forward that it has."""
+    from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
+
+    mlps = [layer.mlp for layer in job.base.model.layers]
+    own = [vars(mlp).get("forward") for mlp in mlps]
+    for mlp in mlps:
+        forward = mlp.forward
+        mlp.forward = partial(apply_tiled_mlp, lambda _, part, forward=forward: forward(part), mlp)
+    try:
+        yield
+    finally:
+        for mlp, forward in zip(mlps, own, strict=True):
+            del mlp.forward
+            if forward is not None:
+                mlp.forward = forward
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train the model of a job."""
+
+    way: Way  # makes a context that prepares the model, and gives the function that computes the loss
+    # the name of the limit with the same computations, as `limits` of training_limits.py has it
     limit: str = "all recomputed"
-    hybrids: bool | None = False
-    several: bool | None = True
-    settings: Mapping[str, Any] | None = None
+    hybrids: bool | None = False  # whether it is for models with recurrent layers, or for others; `None` for both
+    several: bool | None = True  # whether it is for several ranks, or for one; `None` for both
+    settings: Mapping[str, Any] | None = None  # those of hf_burst
 
 
 def by_settings(settings: Mapping[str, Any], hybrids: bool | None = None) -> Contender:
@@ -248,7 +307,7 @@ def read_settings(text: str) -> tuple[str, Contender]:
     """Reads a contender from `NAME=VALUE,NAME=VALUE`, settings as [`config_of`] takes them; `default` has none.
 
     Raises:
-        ConfigError: If there is no such setting or value.
+        ArgumentTypeError: If there is no such setting or value.
     """
     settings: dict[str, Any] = {}
     for pair in text.split(",") if text != "default" else ():
@@ -257,7 +316,10 @@ def read_settings(text: str) -> tuple[str, Contender]:
             settings[name] = ast.literal_eval(value)
         except (SyntaxError, ValueError):  # a word
             settings[name] = value
-    config_of(settings)
+    try:
+        config_of(settings)
+    except ConfigError as problem:
+        raise ArgumentTypeError(str(problem)) from problem
     return f"hf_burst, {text.replace(',', ', ')}", by_settings(settings)
 
 
@@ -297,3 +359,15 @@ CONTENDERS |= {
     )
     for name, (way, several, settings) in WITHOUT_CHECKPOINTS.items()
 }
+LIGER = partial(plain, fused=True)
+TILED = partial(LIGER, tiled=True)
+ALONE: dict[str, Way] = {
+    "Transformers, cuDNN": partial(plain, kernel="sdpa"),
+    "Transformers, flash-attn 4": plain,
+    "Transformers, Liger's loss": LIGER,
+    "Transformers, Liger's loss and tiles": TILED,
+    "Transformers' offloading, Liger's loss and tiles": partial(TILED, offloaded="transformers"),
+    "TRL's offloading, Liger's loss": partial(LIGER, offloaded="trl"),
+    "TRL's offloading, Liger's loss and tiles": partial(TILED, offloaded="trl"),
+}
+SINGLE = {name: Contender(way, hybrids=None, several=False) for name, way in ALONE.items()}

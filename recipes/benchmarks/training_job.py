@@ -1,7 +1,4 @@
-"""The models of training.py, and how they are sharded.
-
-This module needs nothing of hf_burst.
-"""
+"""The models of training.py, and how they are sharded."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,101 +11,48 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from hf_burst.sizing import shapes
 
 if TYPE_CHECKING:
     from recipes.benchmarks.ranks import Ranks
 
+
+def rope(theta: float, share: float | None = None) -> dict[str, Any]:
+    """Rotary positions, of a share of each head."""
+    partial = {} if share is None else {"partial_rotary_factor": share}
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **partial}}
+
+
 TINY = {
+    "model_type": "llama",
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }
-TINY_HYBRID = {
-    **TINY,
-    "num_hidden_layers": 4,
-    "head_dim": 16,
+LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
-SHAPES: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
-    "llama-8b": (
-        LlamaForCausalLM,
-        LlamaConfig,
-        {
-            "vocab_size": 128256,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-        },
-    ),
-    "llama-1b": (
-        LlamaForCausalLM,
-        LlamaConfig,
-        {
-            "vocab_size": 128256,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "tie_word_embeddings": True,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-        },
-    ),
-    "qwen3-8b": (
-        Qwen3ForCausalLM,
-        Qwen3Config,
-        {
-            "vocab_size": 151936,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        },
-    ),
-    "qwen3.5-hybrid": (  # three layers of gated DeltaNet to one of attention, with the heads of Qwen3.6-27B
-        Qwen3_5ForCausalLM,
-        Qwen3_5TextConfig,
-        {
-            "vocab_size": 151936,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 24,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 48,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-        },
-    ),
-    "tiny-hybrid": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, TINY_HYBRID),
-    "tiny": (LlamaForCausalLM, LlamaConfig, TINY),
-    "tiny-tied": (LlamaForCausalLM, LlamaConfig, {**TINY, "tie_word_embeddings": True}),
+# three layers of gated DeltaNet to one of attention, with the heads of Qwen3.6-27B and the widths of Qwen3-8B
+HYBRID = {**shapes.SHAPES["qwen3.6-27b"], "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": {**shapes.SHAPES["llama-3-8b"], **rope(5e5)},
+    "llama-1b": {**shapes.SHAPES["llama-3.2-1b"], **rope(5e5)},
+    "qwen3-8b": {**shapes.SHAPES["qwen3-8b"], **rope(1e6)},
+    "qwen3.5-hybrid": {**HYBRID, "num_hidden_layers": 32, **rope(1e7, 0.25)},
+    "tiny-hybrid": {
+        **{**TINY, **LINEAR, "model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 16},
+        **rope(1e4, 0.25),
+    },
+    "tiny": {**TINY, **rope(1e4)},
+    "tiny-tied": {**TINY, **rope(1e4), "tie_word_embeddings": True},
 }
 LORA = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -158,6 +102,16 @@ class Job:
         return batch
 
 
+def config_of(shape: str, **changes: Any) -> PreTrainedConfig:
+    """The config of a name of `SHAPES`, with other values for some of its attributes."""
+    return AutoConfig.for_model(**{**SHAPES[shape], **changes})
+
+
+def class_of(config: PreTrainedConfig) -> Any:
+    """The class of a causal language model."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
 def make_model(
     shape: str,
     longest: int,
@@ -174,12 +128,11 @@ def make_model(
         device (`torch.device`): Where they lie.
         changes (mapping, *optional*): Values of the model's config that differ from the shape.
     """
-    model_class, config_class, sizes = SHAPES[shape]
+    config = config_of(shape, max_position_embeddings=longest, use_cache=False, **changes)
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
     with device:
-        config = config_class(**{**sizes, **changes}, max_position_embeddings=longest, use_cache=False)
-        model = model_class(config)
+        model: PreTrainedModel = class_of(config)(config)
     torch.set_default_dtype(torch.float32)
     return model.train()
 

@@ -23,7 +23,7 @@ from hf_burst.check.compare import Double
 from hf_burst.config import Chunking
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ranks.layout import SequenceLayout
-from hf_burst.recurrent import Received, Rule, delta_rule_in_two_passes, fla_kernels, unit_norm
+from hf_burst.recurrent import Rule, Shards, delta_rule_in_two_passes, fla_kernels, unit_norm
 from tests.gpu.test_gpu import Ranks, gpus  # noqa: F401
 from tests.hf.test_patch import group_mean
 from tests.hf.test_recurrent_models import forced
@@ -190,9 +190,7 @@ def two_passes(rank: int, size: int, name: str) -> list[torch.Tensor]:
         Rule(rule, packed=True),
         kernels,
         (unit_norm(q), unit_norm(k), *rest),
-        layout.segments,
-        ContextGroup.from_mesh(None),
-        Received(),
+        Shards(layout.segments, ContextGroup.from_mesh(None)),
     )
     gradients = torch.autograd.grad(out, own, layout.shard(dout, rank).to(place))
     return [tensor.detach().float().cpu() for tensor in (out, *gradients)]

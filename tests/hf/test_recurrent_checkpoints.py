@@ -22,7 +22,7 @@ from hf_burst.hf.models import recurrent
 from hf_burst.hf.models.recurrent import recurrent_modules
 from hf_burst.hf.parts import recurrence
 from hf_burst.ranks import collectives
-from hf_burst.recurrent import Received, halo
+from hf_burst.recurrent import ReplayBuffer, halo
 from recipes.tiny_models import tiny_model
 from tests.hf.test_patch import group_mean
 from tests.hf.test_recurrent_models import forced, greatest_error
@@ -211,7 +211,7 @@ def test_nothing_is_kept_where_nothing_is_to_be(ranks: Ranks) -> None:
 def alive() -> int:
     """How many layers keep something."""
     gc.collect()
-    return sum(isinstance(item, Received) and bool(item.kept) for item in gc.get_objects())
+    return sum(isinstance(item, ReplayBuffer) and bool(item.kept) for item in gc.get_objects())
 
 
 def edges_alive() -> int:

@@ -30,7 +30,7 @@ from hf_burst.plan.schedules import fetched_share
 from hf_burst.plan.tiles import Tile
 from hf_burst.plan.work import pairs_of_chunks, tile_pairs
 from hf_burst.ranks.layout import SequenceLayout
-from recipes.benchmarks.documents import Documents
+from recipes.benchmarks.contenders import Documents
 from tests.plan.test_plan import plans
 from tests.support.oracle import admitted_pairs
 

@@ -23,12 +23,11 @@ from hypothesis import strategies as st
 from hf_burst.config import Memory
 from hf_burst.errors import ConfigError
 from hf_burst.plan import Mask
-from recipes.benchmarks import attention, recurrent, training_contenders, training_plan
-from recipes.benchmarks.contenders import Case, Contender, Prepared, hf_burst
-from recipes.benchmarks.documents import Documents
+from recipes.benchmarks import attention, predictions, recurrent, training_contenders
+from recipes.benchmarks.contenders import Case, Contender, Documents, Prepared, hf_burst
 from recipes.benchmarks.native import Native
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.report import table
+from recipes.benchmarks.report import markdown
 from tests.support.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +43,7 @@ FAILING = """
 import argparse, sys, time
 import torch, torch.distributed as dist
 from recipes.benchmarks.attention import add_arguments, benchmark
-from recipes.benchmarks.contenders import Contender, Prepared, hf_burst
+from recipes.benchmarks.contenders import Contender, Documents, Prepared, hf_burst
 
 SETTINGS = argparse.ArgumentParser()
 add_arguments(SETTINGS)
@@ -376,14 +375,13 @@ def test_the_status_of_a_benchmark(words: list[str], when: str, status: int) -> 
     assert attention.benchmark(arguments(*SHORTEST, *words), [spoiled("peer", when)]) == status
 
 
-def test_columns_of_a_table_stand_apart() -> None:
+def test_a_table_has_rates_and_shares_of_the_limit() -> None:
     row = {"ranks": 2, "q_heads": 4, "kv_heads": 2, "dtype": "float32", "limit_kernel": "cpu_flash", "status": "ok"}
     row |= {"contender": "hf_burst all_gather", "tflops_per_gpu": {"both": 0.00012}, "share_of_limit": {"both": 1.56}}
     rows = [row | {"length": length} for length in (1024, 2048)]
-    lines = table({"hardware": {"device": "x"}, "results": rows, "checks": []}).splitlines()
-    assert "hf_burst all_gather 0.00012 (156%) 0.00012 (156%)" in lines
-    assert re.fullmatch(r" +1K +2K", lines[1])
-    assert len(lines[1]) == len(lines[2])
+    lines = markdown([{"hardware": {"device": "x"}, "results": rows, "checks": []}]).splitlines()
+    assert "| TF/s per GPU (share of the limit) | 1K | 2K |" in lines
+    assert "| hf_burst all_gather | 0.00012 (156%) | 0.00012 (156%) |" in lines
 
 
 @pytest.mark.parametrize(
@@ -392,7 +390,7 @@ def test_columns_of_a_table_stand_apart() -> None:
 @pytest.mark.slow
 def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None:
     out = tmp_path / "training.json"
-    options = [*options, "--shape", "tiny", "--lengths", "250", "--rounds", "1", "--warmup", "0", "--profile"]
+    options = [*options, "--shape", "tiny", "--lengths", "250", "--rounds", "1", "--warmup", "0"]
     options += ["--check-length", "121", "--longest", "hf_burst, half of it saved=100"]
     launch("recipes/benchmarks/training.py", *options, "--out", str(out), common=("--device", "cpu"))
     result = json.loads(out.read_text())
@@ -439,9 +437,9 @@ def test_training_on_one_gpu(tmp_path: Path) -> None:
     for row in (chosen, by_peft, ours):
         assert row["check"] == pytest.approx(theirs["check"], rel=1e-5)
         assert row["steps"][0]["loss"] == pytest.approx(theirs["steps"][0]["loss"], rel=1e-5)
-    assert training_plan.settings_of(ours) == ours["settings"]
-    assert training_plan.settings_of(chosen) == {}
-    assert training_plan.settings_of(theirs) is None
+    assert predictions.settings_of(ours) == ours["settings"]
+    assert predictions.settings_of(chosen) == {}
+    assert predictions.settings_of(theirs) is None
 
 
 def test_hf_burst_chooses_once_for_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,7 +499,7 @@ def test_a_recurrent_layer_is_measured(ranks: Callable[[int], RankPool], tmp_pat
 
 
 def test_what_a_contender_of_one_gpu_changes_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipes.benchmarks import single_contenders, training_job
+    from recipes.benchmarks import training_job
     from tests.support import models
 
     liger = types.ModuleType("liger_kernel.ops.tiled_mlp")
@@ -517,7 +515,7 @@ def test_what_a_contender_of_one_gpu_changes_is_undone(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.tiled_mlp", liger)
     model, tokens = models.make_model("llama"), torch.arange(20)[None]
     expected = model(tokens).logits
-    with single_contenders.tiled_mlps(types.SimpleNamespace(base=model)):
+    with training_contenders.tiled_mlps(types.SimpleNamespace(base=model)):
         torch.testing.assert_close(model(tokens).logits, expected)
     assert len(calls) == 2
     assert not any("forward" in vars(module) for module in model.modules())
@@ -640,21 +638,6 @@ def test_ulysses_of_deepspeed_is_there_for_its_own_steps_only(monkeypatch: pytes
         pass
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain
     training_contenders.ulysses.cache_clear()
-
-
-def test_what_took_the_time_of_a_step() -> None:
-    from recipes.benchmarks import training_profile
-
-    names = ["flash_fwd", "nvjet_tst", "ncclDevKernel", "elementwise", "FlashAttnBwd", "ncclBeforeTheStep"]
-    spans = [(0, 40), (30, 60), (35, 80), (90, 95), (100, 200), (-60, -10)]  # milliseconds
-    trace = [
-        {"cat": "kernel", "name": name, "ts": 1e9 + 1e3 * start, "dur": 1e3 * (stop - start)}
-        for name, (start, stop) in zip(names, spans, strict=True)
-    ]
-    events = training_profile.device_events([*trace, {"cat": "cpu_op", "name": "gemm", "ts": 0, "dur": 9}], 0.205)
-    parts = {name: seconds for name, seconds in training_profile.spent(events).items() if seconds}
-    expected = {"attention": 0.14, "matrix products": 0.02, "messages": 0.02, "the rest": 0.005}
-    assert parts == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_results_of_training_are_what_was_measured() -> None:

@@ -21,7 +21,7 @@ from torch.nn.functional import normalize
 from hf_burst.config import Chunking
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ranks.layout import SequenceLayout
-from hf_burst.recurrent import Received, Rule, delta_rule_by_states, delta_rule_in_two_passes, unit_norm
+from hf_burst.recurrent import Rule, Shards, delta_rule_by_states, delta_rule_in_two_passes, unit_norm
 from hf_burst.recurrent.fla import _FlaKernels
 from tests.support.delta_steps import token_by_token
 from tests.support.ranks import RankPool
@@ -98,11 +98,11 @@ def of_one_rank(rank: int, size: int, folder: str, case: Case, channels: bool) -
     inputs, dout = rule_inputs(case[0], channels)
     q, k, *rest = own = [layout.shard(tensor, rank).requires_grad_() for tensor in inputs]
     rows = (unit_norm(q), unit_norm(k), *rest)
-    over = layout.segments, ContextGroup.from_mesh(None), Received()
+    shards = Shards(layout.segments, ContextGroup.from_mesh(None))
     if channels:
-        out = delta_rule_by_states(Rule(rule, packed=True), rows, *over)
+        out = delta_rule_by_states(Rule(rule, packed=True), rows, shards)
     else:
-        out = delta_rule_in_two_passes(Rule(rule, packed=True), _FlaKernels(), rows, *over)
+        out = delta_rule_in_two_passes(Rule(rule, packed=True), _FlaKernels(), rows, shards)
     gradients = torch.autograd.grad(out, own, layout.shard(dout, rank))
     return [tensor.detach() for tensor in (out, *gradients)]
 
@@ -156,8 +156,9 @@ def laid(rank: int, size: int, folder: str, bounds: list[int]) -> list[bool]:
     from fla.ops.utils import prepare_chunk_indices, prepare_chunk_offsets
 
     found = _FlaKernels().lay(bounds, torch.device("cpu"))
-    wanted = [make(found.cu_seqlens, CHUNK) for make in (prepare_chunk_indices, prepare_chunk_offsets)]
-    pairs = zip((found.chunk_indices, found.chunk_offsets), wanted, strict=True)
+    makers = {"chunk_indices": prepare_chunk_indices, "chunk_offsets": prepare_chunk_offsets}
+    wanted = [make(found.for_states["cu_seqlens"], CHUNK) for make in makers.values()]
+    pairs = zip([found.for_states[name] for name in makers], wanted, strict=True)
     return [torch.equal(mine, theirs) and mine.dtype == theirs.dtype for mine, theirs in pairs]
 
 

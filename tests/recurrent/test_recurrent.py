@@ -15,8 +15,8 @@ from hf_burst.plan import Segments
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ranks.layout import SequenceLayout
 from hf_burst.recurrent import (
-    Received,
     Rule,
+    Shards,
     causal_convolution,
     delta_rule_by_heads,
     delta_rule_by_states,
@@ -156,34 +156,34 @@ def whole(kind: str, *tensors: Tensor) -> Tensor:
 
 def sharded(kind: str, segments: Segments, group: ContextGroup, *tensors: Tensor) -> Tensor:
     """What a rank computes for its tokens."""
-    received = Received()
+    shards = Shards(segments, group)
     if kind == "convolution":
         x, weight = tensors
         channels = x[..., 0].transpose(1, 2)
-        out = causal_convolution(lambda laid: convolve(laid, weight), channels, REACH, segments, group)
+        out = causal_convolution(lambda laid: convolve(laid, weight), channels, REACH, shards)
         return out.transpose(1, 2)
     if kind == "Mamba1":
         x, dt, b, c, a = tensors
         own = own_heads(a, group)
         rule = Rule(lambda rows, *_: (selective_scan(*(row.flatten(2) for row in rows), own), None), packed=False)
-        out = scan_by_channels(rule, (x, dt), (b[:, :, 0], c[:, :, 0]), segments, group)
+        out = scan_by_channels(rule, (x, dt), (b[:, :, 0], c[:, :, 0]), shards)
         return out
     if kind.startswith("Mamba2"):
         x, dt, b, c, a = tensors
         decay = a[:HEADS, 0]
         if kind == "Mamba2":
             rule = Rule(lambda rows, *_: (scan(*rows, decay), None), packed=False)
-            return scan_by_states(rule, (x, dt, b, c), dt, decay, segments, group, received)
+            return scan_by_states(rule, (x, dt, b, c), dt, decay, shards)
         b, c = (tensor.repeat_interleave(2, dim=2) for tensor in (b, c))
         own = own_heads(decay, group)
         rule = Rule(lambda rows, *_: (scan(*rows, own), None), packed=False)
-        return scan_by_channels(rule, (x, dt, b, c), (), segments, group)
+        return scan_by_channels(rule, (x, dt, b, c), (), shards)
     rule = Rule(delta_rule, packed=kind.endswith("packed kernel"))
     if kind.endswith("exchanged"):
-        return delta_rule_by_heads(rule, tensors, segments, group)
+        return delta_rule_by_heads(rule, tensors, shards)
     if kind.endswith("two passes"):
-        return delta_rule_in_two_passes(rule, DeltaSteps(), tensors, segments, group, received)
-    return delta_rule_by_states(rule, tensors, segments, group, received)
+        return delta_rule_in_two_passes(rule, DeltaSteps(), tensors, shards)
+    return delta_rule_by_states(rule, tensors, shards)
 
 
 def compute(rank: int, size: int, kind: str, case: Case) -> list[Tensor]:
@@ -239,7 +239,7 @@ def test_edges_are_made_once_for_a_batch() -> None:
     weight, x = torch.randn(HEADS, REACH + 1).double(), torch.randn(1, HEADS, 20).double()
 
     def convolution(segments: Segments) -> Tensor:
-        return causal_convolution(lambda laid: convolve(laid, weight), x, REACH, segments, ContextGroup())
+        return causal_convolution(lambda laid: convolve(laid, weight), x, REACH, Shards(segments, ContextGroup()))
 
     with mock.patch.object(halo, "from_host", wraps=halo.from_host) as made:
         with torch.inference_mode():
@@ -281,7 +281,7 @@ def test_outputs_that_are_changed_later_are_noticed() -> None:
     minds what others do."""
     segments = SequenceLayout.for_batch([(0, 3, 4, 9, 20)], 1).segments
     weight, x = torch.randn(HEADS, REACH + 1).double(), torch.randn(1, HEADS, 20).double().requires_grad_()
-    out = causal_convolution(lambda laid: convolve(laid, weight).tanh(), x, REACH, segments, ContextGroup())
+    out = causal_convolution(lambda laid: convolve(laid, weight).tanh(), x, REACH, Shards(segments, ContextGroup()))
     parts = [convolve(x[..., start:stop], weight).tanh() for start, stop in ((0, 3), (3, 4), (4, 9), (9, 20))]
     (expected,) = torch.autograd.grad(torch.cat(parts, -1).square().sum(), x)
     (found,) = torch.autograd.grad(out.square().sum(), x, retain_graph=True)

@@ -38,13 +38,10 @@ class DeltaSteps:
         (heads, width), keys = inputs.v.shape[1:], inputs.k.shape[-1]
         states, transitions = (inputs.v.new_zeros(len(passing.places), heads, keys, size) for size in (width, keys))
         identity = torch.eye(keys, dtype=states.dtype).expand(1, heads, -1, -1)
-        for pieces, laid in passing.ending:
-            for piece, rows in zip(pieces, self.rows(inputs, laid), strict=True):
-                states[piece] = token_by_token(*rows, torch.zeros_like(states[:1]))[1][0]
-        for pieces, laid in passing.carrying:
-            for piece, rows in zip(pieces, self.rows(inputs, laid), strict=True):
-                rows[2] = rows[2].new_zeros(*rows[2].shape[:3], keys)
-                transitions[piece] = token_by_token(*rows, identity)[1][0]
+        for piece, rows in enumerate(self.rows(inputs, passing.laid)):
+            states[piece] = token_by_token(*rows, torch.zeros_like(states[:1]))[1][0]
+            rows[2] = rows[2].new_zeros(*rows[2].shape[:3], keys)
+            transitions[piece] = token_by_token(*rows, identity)[1][0]
         return states, transitions
 
     def outputs(self, inputs: Inputs, prepared: tuple[Tensor, ...], begin: Tensor, passing: Passing) -> Tensor:

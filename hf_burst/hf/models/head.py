@@ -47,20 +47,15 @@ class LazyLogits:
         """The sum of the cross-entropies of these tokens for shifted labels of shape `(batch, n)`."""
 
         def compute(hidden: torch.Tensor) -> torch.Tensor:
-            plain, linear = self.head.plain, self._linear(self.head.module)
-            return linear_loss_sum(hidden, targets, lambda part: self._after(plain(part)), self.head.vocabulary, linear)
+            return linear_loss_sum(hidden, targets, self._score, self.head.vocabulary, self._linear(self.head.module))
 
-        if "whole" in vars(self):
-            return token_loss_sum(self.whole, targets)
-        return self._within(compute)
+        return token_loss_sum(self.whole, targets) if "whole" in vars(self) else self._within(compute)
 
     def token_losses(self, targets: torch.Tensor) -> torch.Tensor:
         """The cross-entropy of each of these tokens, `(batch, n)`, without a gradient."""
 
         def compute(hidden: torch.Tensor) -> torch.Tensor:
-            return linear_token_losses(
-                hidden, targets, lambda some: self._after(self.head.plain(some)), self.head.vocabulary
-            )
+            return linear_token_losses(hidden, targets, self._score, self.head.vocabulary)
 
         return token_losses(self.whole, targets) if "whole" in vars(self) else self._within(compute)
 
@@ -71,6 +66,10 @@ class LazyLogits:
     @property
     def dtype(self) -> torch.dtype:
         return torch.float32 if any(name == "float" for name, _ in self.steps) else self.hidden.dtype
+
+    def _score(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of some tokens, where the weights are."""
+        return self._after(self.head.plain(hidden))
 
     def _within(self, compute: Compute) -> torch.Tensor:
         """Calls a function of the hidden states, as if it ran where the head was called."""
@@ -178,8 +177,7 @@ class LazyHead:
 
     @property
     def plain(self) -> Compute:
-        own: Compute = self.own or partial(type(self.module).forward, self.module)
-        return own
+        return self.own or partial(type(self.module).forward, self.module)
 
     def remove(self) -> None:
         """Puts the head's own `forward` back."""

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from ...errors import UnsupportedModelError
 from ...recurrent import (
-    Received,
     Rule,
+    Shards,
     causal_convolution,
     delta_rule_by_heads,
     delta_rule_by_states,
@@ -33,13 +33,13 @@ from ..context import ForwardCall, current
 Function = Callable[..., Any]
 
 
-def _pass() -> tuple[ForwardCall, Received]:
-    """The sharded pass in which a layer runs, and what the layer received where it runs again."""
+def _pass() -> tuple[ForwardCall, Shards]:
+    """The sharded pass in which a layer runs, and its shards."""
     context = current()
     assert context is not None, "asked by the forward of the module"
     assert context.call is not None, "asked by the forward of the module"
-    assert context.replay is not None, "there where a call is"
-    return context.call, context.replay
+    assert context.replay is not None, "set with `call`"
+    return context.call, Shards(context.call.segments, context.call.group, context.replay)
 
 
 def _convolution(original: Function) -> Function:
@@ -50,8 +50,7 @@ def _convolution(original: Function) -> Function:
             out: Tensor = original(laid, weight, bias, activation=activation)
             return out
 
-        call, replay = _pass()
-        return causal_convolution(convolve, x, weight.shape[-1] - 1, call.segments, call.group, replay)
+        return causal_convolution(convolve, x, weight.shape[-1] - 1, _pass()[1])
 
     return causal_conv1d_fn
 
@@ -85,17 +84,16 @@ def _delta_rule(original: Function) -> Function:
             return out, last
 
         inputs = (query, key, value, g, beta)
-        call, replay = _pass()
+        call, shards = _pass()
         if call.way == "heads":
-            return delta_rule_by_heads(Rule(rule, packed), inputs, call.segments, call.group), None
-        arguments = call.segments, call.group, replay
+            return delta_rule_by_heads(Rule(rule, packed), inputs, shards), None
         kernels = fla_kernels(query.device, key.shape[-1]) if by_fla and g.ndim == 3 else None  # KDA has four
         if kernels is None:
-            return delta_rule_by_states(Rule(rule, packed), inputs, *arguments), None
+            return delta_rule_by_states(Rule(rule, packed), inputs, shards), None
         if use_qk_l2norm_in_kernel:
             inputs = (unit_norm(query), unit_norm(key), value, g, beta)
             use_qk_l2norm_in_kernel = False
-        return delta_rule_in_two_passes(Rule(rule, packed), kernels, inputs, *arguments), None
+        return delta_rule_in_two_passes(Rule(rule, packed), kernels, inputs, shards), None
 
     return chunk_delta_rule
 
@@ -111,8 +109,8 @@ def _scan(original: Function) -> Function:
                 "A Mamba2 layer gave a gate or initial states to its scan, which is not known over ranks. Train it on "
                 "sequences that one GPU holds."
             )
-        call, replay = _pass()
-        group, segments, limit = call.group, call.segments, options.get("dt_limit", (0.0, float("inf")))
+        call, shards = _pass()
+        group, limit = shards.group, options.get("dt_limit", (0.0, float("inf")))
         steps: dict[str, Any] = {"dt_softplus": options.get("dt_softplus", False), "dt_limit": limit}
         heads = {"A": a, "D": options.get("D"), "dt_bias": options.get("dt_bias")}
         if call.way == "heads":
@@ -127,10 +125,10 @@ def _scan(original: Function) -> Function:
         if call.way == "heads":
             if b.shape[2] % group.size:  # a rank has heads whose group is another's
                 b, c = (tensor.repeat_interleave(x.shape[2] // b.shape[2], dim=2) for tensor in (b, c))
-            return scan_by_channels(Rule(rule, packed), (x, dt, b, c), (), segments, group)
+            return scan_by_channels(Rule(rule, packed), (x, dt, b, c), (), shards)
         applied = dt.float() if heads["dt_bias"] is None else dt.float() + heads["dt_bias"].float()
         applied = (functional.softplus(applied) if steps["dt_softplus"] else applied).clamp(*limit)
-        return scan_by_states(Rule(rule, packed), (x, dt, b, c), applied, a.float(), segments, group, replay)
+        return scan_by_states(Rule(rule, packed), (x, dt, b, c), applied, a.float(), shards)
 
     return mamba2_chunk_scan
 
@@ -145,10 +143,10 @@ def _selective_scan(original: Function) -> Function:
     def mamba_selective_scan(
         x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, z: Tensor | None = None, **options: Any
     ) -> Tensor:
-        call, _ = _pass()
+        _, shards = _pass()
         own = {name: options.pop(name, None) for name in ("D", "delta_bias")}
-        own = {name: None if value is None else own_heads(value, call.group) for name, value in own.items()}
-        decay = own_heads(a, call.group)
+        own = {name: None if value is None else own_heads(value, shards.group) for name, value in own.items()}
+        decay = own_heads(a, shards.group)
 
         def rule(rows: Any, states: Tensor | None, bounds: Tensor | None, ends: bool) -> tuple[Tensor, None]:
             hidden, steps, *gate, keys, queries = (row.transpose(1, 2) for row in rows)
@@ -157,7 +155,7 @@ def _selective_scan(original: Function) -> Function:
 
         channels = [tensor.transpose(1, 2) for tensor in (x, dt, z) if tensor is not None]
         shared = [tensor.transpose(1, 2) for tensor in (b, c)]
-        return scan_by_channels(Rule(rule, False), channels, shared, call.segments, call.group).transpose(1, 2)
+        return scan_by_channels(Rule(rule, False), channels, shared, shards).transpose(1, 2)
 
     return mamba_selective_scan
 

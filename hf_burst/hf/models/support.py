@@ -103,7 +103,7 @@ def check_model(model: PreTrainedModel) -> None:
         )
     if attends and not reader._can_set_attn_implementation():
         raise UnsupportedModelError(
-            f"{name} does not use Transformers' AttentionInterface, the door by which its attention could be swapped."
+            f"{name} does not use Transformers' AttentionInterface, by which its attention would be replaced."
         )
     if not any("labels" in inspect.signature(forward).parameters for forward in forwards_of(model)):
         raise UnsupportedModelError(

@@ -38,19 +38,13 @@ _NORMS = re.compile(r"fla\.modules\.[\w.]*Norm\w*")  # of flash-linear-attention
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a comparison of two ranks with one process.
+    """The result of a comparison of two ranks with one process."""
 
-    Args:
-        result (`str`): `"exact"`, `"wrong"`, `"refused"` (by the sentence in `note`) or `"not buildable"`.
-        errors (`dict`): By kind of batch, the greatest error of the loss or a gradient, relative to its greatest entry.
-        note (`str`): What else there is to know.
-        fingerprint (`str`): What the verdict holds for, see [`fingerprint`].
-    """
-
-    result: str
+    result: str  # "exact", "wrong", "refused" (by the sentence in `note`) or "not buildable"
+    # by kind of batch, the greatest error of the loss or a gradient, relative to its greatest entry
     errors: dict[str, float] = field(default_factory=dict)
     note: str = ""
-    fingerprint: str = ""
+    fingerprint: str = ""  # what the verdict holds for, see [`fingerprint`]
 
 
 def source_hash(module: str) -> str | None:
@@ -71,15 +65,9 @@ def own_classes(model: PreTrainedModel) -> list[type]:
 
 
 def fingerprint(model: PreTrainedModel) -> str | None:
-    """A hash of what a verdict on a model holds for: its class, the source of the class, of its layers and of the
-    modules that these import, and the versions of Transformers, torch and hf_burst.
-
-    Args:
-        model (`PreTrainedModel`): The model, of any size.
-
-    Returns:
-        `str`, *optional*: 12 hexadecimal digits; `None` if the class has no source file.
-    """
+    """A hash, 12 hexadecimal digits, of what a verdict on a model holds for: its class, the source of the class, of its
+    layers and of the modules that these import, and the versions of Transformers, torch and hf_burst; `None` if the
+    class has no source file."""
     own = own_classes(model)
     roots = {kind.__module__.partition(".")[0] for kind in own}
     pending = {cls.__module__ for kind in {type(module) for module in model.modules()} for cls in kind.__mro__}
@@ -103,9 +91,12 @@ def fingerprint(model: PreTrainedModel) -> str | None:
 
 def remember(verdict: Verdict) -> Path:
     """Writes a verdict down for [`served_by`]; raises a ConfigError if it cannot."""
-    path = _cache_file("check", verdict.fingerprint)
+    path = _remembered(verdict.fingerprint)
     try:
-        _write_whole(path, json.dumps(asdict(verdict), indent=1))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+            file.write(json.dumps(asdict(verdict), indent=1))
+        os.replace(file.name, path)  # all at once: no other process reads half of it
     except OSError as problem:
         raise ConfigError(
             f"The verdict ({verdict.result}) cannot be remembered: {problem}. Set HF_HOME to a folder that can be "
@@ -115,11 +106,8 @@ def remember(verdict: Verdict) -> Path:
 
 
 def served_by(model: PreTrainedModel) -> str:
-    """By which comparison a model is served. Ranks that share a sequence must agree on it.
-
-    Returns:
-        `str`: `"shipped"` if hf_burst comes with the comparison, of the class or of one that it is made from; else
-        `"checked <fingerprint>"`.
+    """By which comparison a model is served, on which ranks that share a sequence must agree: `"shipped"` if hf_burst
+    comes with the comparison, of the class or of one that it is made from; else `"checked <fingerprint>"`.
 
     Raises:
         UnsupportedModelError: If it was compared by nobody, or was found wrong here.
@@ -134,7 +122,7 @@ def served_by(model: PreTrainedModel) -> str:
     unchanged = shipped is not None and (not newer or source_hash(shipped.__module__) == SERVED[shipped.__name__])
     verdict: Verdict | None = None
     with suppress(OSError, ValueError, TypeError):  # none is remembered, or something else wrote it
-        verdict = Verdict(**json.loads(_cache_file("check", fingerprint(model) or "").read_text()))
+        verdict = Verdict(**json.loads(_remembered(fingerprint(model) or "").read_text()))
     if verdict is not None and verdict.result != "exact":
         reasons = ", ".join(f"{kind}: {error:.0e}" for kind, error in verdict.errors.items()) or verdict.note
         raise UnsupportedModelError(
@@ -159,19 +147,10 @@ def served_by(model: PreTrainedModel) -> str:
     return "shipped"
 
 
-def _cache_file(*parts: str) -> Path:
-    """A file in `$HF_HOME/hf_burst`, `$XDG_CACHE_HOME/hf_burst` or `~/.cache/hf_burst`, named by these parts."""
+def _remembered(found_for: str) -> Path:
+    """The file of a verdict, in `$HF_HOME/hf_burst`, `$XDG_CACHE_HOME/hf_burst` or `~/.cache/hf_burst`."""
     home = os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    name = "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)
-    return Path(home).expanduser() / "hf_burst" / f"{name}.json"
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Writes a file all at once, so that no other process reads half of it; an `OSError` if it cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-        file.write(text)
-    os.replace(file.name, path)
+    return Path(home).expanduser() / "hf_burst" / f"check-{found_for}.json"
 
 
 def _digest(data: bytes) -> str:

@@ -1,10 +1,13 @@
-"""What a layer received from the other ranks, kept for when a checkpoint runs it again."""
+"""The shards of a layer, and what it received from other ranks, kept for when a checkpoint runs it again."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import KernelError
+from ..plan import Segment, Segments
 from ..ranks.collectives import all_gather
 from ..ranks.group import ContextGroup
 
@@ -12,18 +15,18 @@ _Shards = tuple[Tensor, ...]
 _Entry = tuple[Any, _Shards]  # shape and dtype of what was sent, and what came
 
 
-class Received:
+class ReplayBuffer:
     """What one layer received in one forward pass, in order. Where a checkpoint runs the layer again, it sends nothing
     forward: it takes from here what it received first. Gradients pass over the ranks as ever.
 
     It lives as long as the checkpoint that runs the layer, and keeps nothing for a layer without one.
 
     Args:
-        outer ([`Received`], *optional*): That of a checkpoint around the one of this layer.
+        outer ([`ReplayBuffer`], *optional*): That of a checkpoint around the one of this layer.
         keeps (`bool`, defaults to `True`): Whether anything is kept. Otherwise a layer that runs again receives again.
     """
 
-    def __init__(self, outer: "Received | None" = None, keeps: bool = True) -> None:
+    def __init__(self, outer: "ReplayBuffer | None" = None, keeps: bool = True) -> None:
         self.outer, self.keeps = outer, keeps
         self.runs = 0  # of the layer, this one included
         self.kept: list[_Entry] = []
@@ -71,3 +74,23 @@ class Received:
             self.kept.append(entry)
             if self.outer is not None:
                 self.outer._keep(entry)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Where the tokens of a batch lie, and the ranks that exchange what their layers know of them."""
+
+    segments: Segments  # those of all ranks
+    group: ContextGroup
+    replay: ReplayBuffer = field(default_factory=ReplayBuffer)  # of a layer that a checkpoint may run again
+
+    @property
+    def own(self) -> Sequence[Segment]:
+        """The segments of this rank."""
+        return self.segments.by_rank[self.group.rank]
+
+    @property
+    def exports(self) -> set[int]:
+        """The segments of this rank that pass something on; the first one, to nobody, if there are none. All ranks
+        send, so that all join the backward pass."""
+        return {index for rank, index in self.segments.slots if rank == self.group.rank} or {0}
