@@ -3,8 +3,6 @@
 import argparse
 import os
 import platform
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
@@ -13,12 +11,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..kernels import KernelRequest, explain_kernels
 from ..ranks.group import ContextGroup
-from ..version import __version__
 from . import hosts
 from .launch import backend_of, device_here, joined, launched
 
-_HUGGING_FACE = ("transformers", "accelerate", "trl", "peft")
-_PACKAGES = ("torch", *_HUGGING_FACE, "triton", "flash-attn", "flash-attn-4", "liger-kernel")
 _ELSEWHERE = (
     "",
     "This CPU runs everything, to try things out. For GPUs that are elsewhere:",
@@ -87,23 +82,20 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 def _describe_place(group: ContextGroup, device: torch.device) -> list[str]:
-    """Versions and devices."""
-    lines, versions = [f"Python {platform.python_version()} on {platform.platform()}"], [f"hf_burst {__version__}"]
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions.append(f"{name} {version(name)}")
-    lines.append(f"  {', '.join(versions)}")
+    """Versions, devices and the environment."""
+    lines = [f"Python {platform.python_version()} on {platform.platform()}"]
+    lines.append(f"  {', '.join(f'{name} {version}' for name, version in hosts.versions().items())}")
     lines.append(f"ranks: {group.size} in this launch, on {device}")
     for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        name = torch.cuda.get_device_name(index)
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
         major, minor = torch.cuda.get_device_capability(index)
-        lines.append(f"  cuda:{index} {name} (sm_{major}{minor}), {_gib(free)} of {_gib(total)} GiB free")
+        name = f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})"
+        lines.append(f"  cuda:{index} {name}, {free:.0f} of {total:.0f} GiB free")
     if not torch.cuda.is_available():
         lines.append(f"  no GPU; {os.cpu_count()} processors, {torch.get_num_threads()} threads a rank")
-    backends = ", ".join(name for name in ("nccl", "gloo") if dist.is_backend_available(name))
-    reach = f"; rank 0 {'reads' if _reaches_peers(device) else 'does not read'} the memory of other GPUs of its host"
-    return [*lines, f"messages: {backends}{reach if device.type == 'cuda' else ''}"]
+    lines.append(f"messages: {', '.join(name for name in ('nccl', 'gloo') if dist.is_backend_available(name))}")
+    settings = " ".join(f"{name}={value}" for name, value in hosts.variables().items())
+    return [*lines, f"environment: {settings or 'nothing is set'}"]
 
 
 def _describe_kernels(head_dim: int, device: torch.device) -> list[str]:
@@ -113,16 +105,3 @@ def _describe_kernels(head_dim: int, device: torch.device) -> list[str]:
     for name, refusal in sorted(_explained(head_dim, device), key=lambda kernel: kernel[1] is not None):
         kernels.setdefault(refusal or "can", []).append(name)
     return [*lines, *(f"  {answer}: {', '.join(names)}" for answer, names in kernels.items())]
-
-
-def _reaches_peers(device: torch.device) -> bool:
-    """Whether a GPU reads the memory of all others that this process sees, and sees any."""
-    if device.type != "cuda":
-        return False
-    here = torch.cuda.current_device() if device.index is None else device.index
-    others = [index for index in range(torch.cuda.device_count()) if index != here]
-    return bool(others) and all(torch.cuda.can_device_access_peer(here, index) for index in others)
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.0f}"
