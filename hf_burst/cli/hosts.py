@@ -5,9 +5,10 @@ import json
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -131,14 +132,15 @@ def gather(mine: Report, rank: int, size: int, store: Store) -> list[Report]:
 
 def describe(reports: Sequence[Report]) -> str:
     """The hosts, in a line."""
-    names = _names(reports)
-    counted = {host: sum(one.host == host for one in reports) for host in names}
-    return f"hosts: {len(names)}, " + ", ".join(f"{counted[host]} ranks on {name}" for host, name in names.items())
+    hosts = [first.name for first in _by_rank(reports)]
+    return f"hosts: {len(set(hosts))}, {_counted(hosts, 'ranks on')}"
 
 
 def findings(reports: Sequence[Report]) -> list[Finding]:
-    """What is wrong, first what keeps the ranks from connecting."""
-    return [*_interfaces(reports), *_places(reports), *_differences(reports)]
+    """What is wrong, first what keeps the ranks from connecting. The first rank of a host speaks for all of them."""
+    by_rank = _by_rank(reports)
+    hosts = list({first.name: first for first in by_rank}.values())
+    return [*_interfaces(hosts), *_places(by_rank), *_differences(hosts)]
 
 
 def chosen(variable: str, names: Sequence[str], backend: str) -> list[str]:
@@ -150,86 +152,63 @@ def chosen(variable: str, names: Sequence[str], backend: str) -> list[str]:
     return [name for name in names if name not in meant] if variable.startswith("^") else meant
 
 
-def _interfaces(reports: Sequence[Report]) -> Iterator[Finding]:
+def _interfaces(hosts: Sequence[Report]) -> Iterator[Finding]:
     """Hosts that would talk by an interface that is not there, or by their loopback."""
-    names = _names(reports)
-    if len(names) == 1:
-        return
-    for host, first in _firsts(reports).items():
-        variable = "NCCL_SOCKET_IFNAME" if first.backend == "nccl" else "GLOO_SOCKET_IFNAME"
-        wanted, problem = first.environment.get(variable), ""
+    for host in hosts if len(hosts) > 1 else ():
+        variable = "NCCL_SOCKET_IFNAME" if host.backend == "nccl" else "GLOO_SOCKET_IFNAME"
+        wanted, problem = host.environment.get(variable), ""
         if wanted:
-            taken = chosen(wanted, first.interfaces, first.backend)
-            if not taken or (first.backend == "gloo" and len(taken) < len(wanted.split(","))):
-                problem = f"{variable} is {wanted} on {names[host]}, where no such interface is up."
+            taken = chosen(wanted, host.interfaces, host.backend)
+            if not taken or (host.backend == "gloo" and len(taken) < len(wanted.split(","))):
+                problem = f"{variable} is {wanted} on {host.name}, where no such interface is up."
             elif taken == ["lo"]:
-                problem = f"{variable} is {wanted} on {names[host]}: no other host reaches it by its loopback."
-        elif first.backend == "gloo" and (not first.address or first.address.startswith(_LOOPBACK)):
-            known = f"has the address {first.address}" if first.address else "has no address"
-            problem = f"The name of {names[host]} {known} there, so gloo listens where no other host reaches it."
+                problem = f"{variable} is {wanted} on {host.name}: no other host reaches it by its loopback."
+        elif host.backend == "gloo" and (not host.address or host.address.startswith(_LOOPBACK)):
+            known = f"has the address {host.address}" if host.address else "has no address"
+            problem = f"The name of {host.name} {known} there, so gloo listens where no other host reaches it."
         if problem:
-            has = ", ".join(first.interfaces) or "none"
+            has = ", ".join(host.interfaces) or "none"
             advice = f"Set {variable} to the interface by which the other hosts reach it (it has {has})."
             yield Finding(f"{problem} {advice}", blocks=True)
 
 
-def _places(reports: Sequence[Report]) -> Iterator[Finding]:
+def _places(by_rank: Sequence[Report]) -> Iterator[Finding]:
     """Hosts with different numbers of ranks, and groups that reach over more hosts than they must."""
-    names, size = _names(reports), reports[0].environment.get(SIZE_VARIABLE, "")
-    hosts = [names[one.host] for one in reports]
-    counts = {name: hosts.count(name) for name in hosts}
-    if len(set(counts.values())) > 1:
-        held = ", ".join(f"{count} on {name}" for name, count in counts.items())
+    size, hosts = by_rank[0].environment.get(SIZE_VARIABLE, ""), [first.name for first in by_rank]
+    if len(set(Counter(hosts).values())) > 1:
+        held = _counted(hosts, "on")
         yield Finding(f"Hosts have different numbers of ranks: {held}. Start as many on each, one a GPU.")
-    if size and not (size.isdecimal() and int(size) > 0 and len(reports) % int(size) == 0):
-        yield Finding(f"{SIZE_VARIABLE} is {size}, which does not divide {len(reports)} ranks. Set a divisor.")
-        return
-    problem = misplaced(hosts, int(size or len(reports)))
-    if problem:
+    if size and not (size.isdecimal() and int(size) > 0 and len(hosts) % int(size) == 0):
+        yield Finding(f"{SIZE_VARIABLE} is {size}, which does not divide {len(hosts)} ranks. Set a divisor.")
+    elif problem := misplaced(hosts, int(size or len(hosts))):
         yield Finding(problem)
 
 
-def _differences(reports: Sequence[Report]) -> Iterator[Finding]:
+def _differences(hosts: Sequence[Report]) -> Iterator[Finding]:
     """Versions and variables of the environment that are not the same everywhere."""
     advice = {"GPU": "Use GPUs of one kind.", _LINKED: "All wait for the host with the fewest: see ibstat."}
     kinds = (("versions", "Install the same on all hosts."), ("environment", "Launch with the same on all hosts."))
     for kind, otherwise in kinds:
-        facts = [getattr(one, kind) for one in reports]
-        for name in sorted(set().union(*facts) - _OWN):
-            values = [own.get(name, "") for own in facts]
-            if len(set(values)) > 1:
-                yield Finding(f"{name} differs: {_apart(values, reports)}. {advice.get(name, otherwise)}")
+        facts = {host.name: getattr(host, kind) for host in hosts}
+        for name in sorted(set().union(*facts.values()) - _OWN):
+            places: dict[str, list[str]] = {}
+            for host, own in facts.items():
+                places.setdefault(own.get(name) or "nothing", []).append(host)
+            if len(places) > 1:
+                values = "; ".join(f"{value} on {', '.join(where)}" for value, where in places.items())
+                yield Finding(f"{name} differs: {values}. {advice.get(name, otherwise)}")
 
 
-def _apart(values: Sequence[str], reports: Sequence[Report]) -> str:
-    """Which value is where: hosts by name, or ranks where those of one host differ."""
-    names = _names(reports)
-    places: dict[str, list[str]] = {}
-    for rank, (value, one) in enumerate(zip(values, reports, strict=True)):
-        mates = {other for other, peer in zip(values, reports, strict=True) if peer.host == one.host}
-        place = names[one.host] if len(mates) == 1 else f"rank {rank}"
-        where = places.setdefault(value or "nothing", [])
-        if place not in where:
-            where.append(place)
-    return "; ".join(f"{value} on {', '.join(where)}" for value, where in places.items())
+def _by_rank(reports: Sequence[Report]) -> list[Report]:
+    """For each rank the first report of its host, by a name that no other host has."""
+    ids = [one.host for one in reports]
+    names = Counter(reports[ids.index(host)].name for host in dict.fromkeys(ids))
+    firsts = [(reports[first], first) for first in map(ids.index, ids)]
+    return [one if names[one.name] == 1 else replace(one, name=f"{one.name} (rank {first})") for one, first in firsts]
 
 
-def _firsts(reports: Sequence[Report]) -> dict[str, Report]:
-    """The first report of each host."""
-    firsts: dict[str, Report] = {}
-    for one in reports:
-        firsts.setdefault(one.host, one)
-    return firsts
-
-
-def _names(reports: Sequence[Report]) -> dict[str, str]:
-    """What to call each host: its name, with a rank where several have the same."""
-    firsts, hosts = _firsts(reports), [one.host for one in reports]
-    every = [first.name for first in firsts.values()]
-    return {
-        host: first.name if every.count(first.name) == 1 else f"{first.name} (rank {hosts.index(host)})"
-        for host, first in firsts.items()
-    }
+def _counted(hosts: Sequence[str], word: str) -> str:
+    return ", ".join(f"{count} {word} {host}" for host, count in Counter(hosts).items())
 
 
 def _wait(store: Store, kind: str, size: int) -> None:

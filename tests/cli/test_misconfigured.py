@@ -127,14 +127,6 @@ def test_settings_that_are_wrong_everywhere(environment, words):
     assert words in found[0]
 
 
-def test_ranks_of_one_host_that_differ_are_named():
-    other = place("a", environment={"NCCL_ALGO": "Ring"})
-    assert (
-        "NCCL_ALGO differs: nothing on rank 0, b; Ring on rank 1."
-        in texts(place("a"), other, place("b"), place("b"))[0]
-    )
-
-
 def test_hosts_of_one_name_are_told_apart():
     first, second = place("a", name="node"), place("b", name="node", versions={"torch": "2.12.0"})
     assert "torch differs: 2.13.0 on node (rank 0); 2.12.0 on node (rank 1)" in texts(first, second)[0]
