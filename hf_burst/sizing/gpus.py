@@ -83,7 +83,7 @@ def gpu_named(name: str) -> DataSheet:
     sheet = data_sheet(name)
     if sheet is None:
         near = "".join(f" Did you mean {match}?" for match in get_close_matches(name.lower(), DATA_SHEETS, n=1))
-        raise ConfigError(f"No machine is called {name!r}.{near} Known are {', '.join(DATA_SHEETS)}.")
+        raise ConfigError(f"No machine is called {name!r}.{near} Known are {', '.join(DATA_SHEETS)}. Name one of them.")
     return sheet
 
 

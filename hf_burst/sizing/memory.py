@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any
 
 from .gpus import Capacity
 from .model import ModelSize, Training, keeping
@@ -88,25 +87,14 @@ def estimate_memory(
         held (`float`, *optional*): Bytes of a GPU that stay from step to step, if they are known better than by the
             sizes: weights, the optimizer, and what CUDA takes.
     """
-    at_loss, moments = _moments(model, training, capacity)
-
-    def more(changes: dict[str, Any]) -> float:
-        """Bytes beyond those at the loss."""
-        return sum(value - getattr(at_loss, name) for name, value in changes.items() if name != "moment")
-
-    most = replace(at_loss, **max(moments, key=more))
+    most = max(memory_of_step(model, training, capacity), key=lambda moment: moment.total)
     if capacity.on_gpu:
+        share, of_gradients, of_shards = _GAPS_EXPANDABLE if training.expandable_segments else _GAPS
+        gradients = training.trained(model) * training.number / training.shards
+        gaps = share * (most.tensors - most.held) + gradients * (of_shards if training.shards > 1 else of_gradients)
         outside = outside_of_torch(training.gpus) + (TUNING if model.recurrent else 0.0)
-        most = replace(most, gaps=_gaps(model, training, most), outside=outside)
+        most = replace(most, gaps=gaps, outside=outside)
     return most if held is None else replace(most, weights=held, optimizer=0.0)
-
-
-def _gaps(model: ModelSize, training: Training, memory: MemoryEstimate) -> float:
-    """Bytes that torch's allocator holds beyond its tensors, and that formulas miss."""
-    share, of_gradients, of_shards = _GAPS_EXPANDABLE if training.expandable_segments else _GAPS
-    gradients = training.trained(model) * training.number / training.shards
-    comes_and_goes = memory.tensors - memory.held
-    return share * comes_and_goes + gradients * (of_shards if training.shards > 1 else of_gradients)
 
 
 def outside_of_torch(gpus: int) -> float:
@@ -123,12 +111,6 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
         training ([`Training`]): How.
         capacity ([`Capacity`]): On what.
     """
-    at_loss, moments = _moments(model, training, capacity)
-    return [replace(at_loss, **changes) for changes in moments]
-
-
-def _moments(model: ModelSize, training: Training, capacity: Capacity) -> tuple[MemoryEstimate, list[dict[str, Any]]]:
-    """The memory at the loss, and what is other at each moment, that one first."""
     number, trained, tokens = training.number, training.trained(model), training.tokens
     learns, shards, table = not training.lora, training.shards, model.vocabulary * model.hidden
     gradients, sharded = trained * number / shards, shards > 1
@@ -157,7 +139,7 @@ def _moments(model: ModelSize, training: Training, capacity: Capacity) -> tuple[
         host=training.host_bytes(model),
         moment="the loss",
     )
-    moments: list[dict[str, Any]] = [{}]
+    moments = [at_loss]
     first = table * number / shards if learns else 0.0
     between = gradients - first * (1 if model.tied else 2)  # those of the embeddings come behind those of all layers
     counts = _by_layer(layers, leaving, training.layers_per_checkpoint) if layers else ((0, 0, 0),) * model.layers
@@ -166,28 +148,33 @@ def _moments(model: ModelSize, training: Training, capacity: Capacity) -> tuple[
         inputs, attentions, again = counts[layer - 1]
         names = {model.layers: "of the last layer", 1: "of the first layer"}
         moments.append(
-            {
-                "gradients": buckets + first + done * between,
+            replace(
+                at_loss,
+                gradients=buckets + first + done * between,
                 # layers that were computed again for the input of the next one are still together
-                "gathered": 2 * unit * (1 + learns + again) + 2 * table if sharded else 0.0,
-                "layer_inputs": inputs * kept_input,
-                "attention": attentions * attending * kept_attention,
-                "activations": every * layer / model.layers + one,
-                "loss": 0.0,
-                "moment": f"the backward pass {names.get(layer, f'of layer {layer}')}",
-            }
+                gathered=2 * unit * (1 + learns + again) + 2 * table if sharded else 0.0,
+                layer_inputs=inputs * kept_input,
+                attention=attentions * attending * kept_attention,
+                activations=every * layer / model.layers + one,
+                loss=0.0,
+                moment=f"the backward pass {names.get(layer, f'of layer {layer}')}",
+            )
         )
     if learns:  # when all layers are behind
         moments.append(
-            {
-                **dict.fromkeys(("layer_inputs", "attention", "loss", "states"), 0.0),
-                "gradients": buckets + gradients,
-                "gathered": 4.0 * table if sharded else 0.0,
-                "activations": 2.0 * states,
-                "moment": "the backward pass of the embeddings",
-            }
+            replace(
+                at_loss,
+                layer_inputs=0.0,
+                attention=0.0,
+                loss=0.0,
+                states=0.0,
+                gradients=buckets + gradients,
+                gathered=4.0 * table if sharded else 0.0,
+                activations=2.0 * states,
+                moment="the backward pass of the embeddings",
+            )
         )
-    return at_loss, moments
+    return moments
 
 
 @lru_cache(maxsize=1024)
