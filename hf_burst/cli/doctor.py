@@ -37,10 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
         if _blocked(rank, size, store):
             return 1
     with joined(store) as (group, device):
-        problem = _problem(arguments.head_dim, device)
         lines = _describe_place(group, device)
-        if arguments.head_dim > 0:
-            lines += _describe_kernels(arguments.head_dim, device)
+        kernels, problem = _kernels(arguments.head_dim, device)
+        if device.type == "cuda" and not dist.is_nccl_available():
+            problem = "this torch has GPUs and no NCCL; install a CUDA build of torch, or set ACCELERATE_USE_CPU=1."
+        lines += kernels
         if not problem and not torch.cuda.is_available() and group.size == 1:
             lines += _ELSEWHERE
         if group.rank == 0:
@@ -53,32 +54,9 @@ def _blocked(rank: int, size: int, store: Store) -> bool:
     reports = hosts.gather(hosts.report(backend_of(device_here())), rank, size, store)
     found = hosts.findings(reports)
     if rank == 0:
-        kinds = ((finding, "Not usable" if finding.blocks else "Check") for finding in found)
-        said = [f"{kind}: {finding.text}" for finding, kind in kinds]
+        said = [f"{'Not usable' if finding.blocks else 'Check'}: {finding.text}" for finding in found]
         print("\n".join([hosts.describe(reports), *said, ""]), flush=True)
     return any(finding.blocks for finding in found)
-
-
-def _explained(head_dim: int, device: torch.device) -> list[tuple[str, str | None]]:
-    """The kernels, the fastest first, each with the reason why it cannot compute such heads, or `None`."""
-    return explain_kernels(KernelRequest(device.type, _dtype(device), head_dim, head_dim))
-
-
-def _problem(head_dim: int, device: torch.device) -> str:
-    """Why attention cannot be computed here; empty if it can. The same on all ranks."""
-    if head_dim < 1:
-        return f"--head-dim is {head_dim}; it must be at least 1."
-    if device.type == "cuda" and not dist.is_nccl_available():
-        return "this torch has GPUs and no NCCL; install a CUDA build of torch, or set ACCELERATE_USE_CPU=1."
-    refusals = _explained(head_dim, device)
-    if all(refusal for _, refusal in refusals):
-        why = "; ".join(f"{name} {refusal}" for name, refusal in refusals)
-        return f"no kernel computes {_dtype(device)} on {device.type}: {why}. Take another --head-dim."
-    return ""
-
-
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _describe_place(group: ContextGroup, device: torch.device) -> list[str]:
@@ -98,10 +76,18 @@ def _describe_place(group: ContextGroup, device: torch.device) -> list[str]:
     return [*lines, f"environment: {settings or 'nothing is set'}"]
 
 
-def _describe_kernels(head_dim: int, device: torch.device) -> list[str]:
-    """The kernels that can compute such heads, and why others cannot."""
-    lines = [f"kernels for {_dtype(device)} and heads of {head_dim}, the fastest first:"]
-    kernels: dict[str, list[str]] = {}
-    for name, refusal in sorted(_explained(head_dim, device), key=lambda kernel: kernel[1] is not None):
-        kernels.setdefault(refusal or "can", []).append(name)
-    return [*lines, *(f"  {answer}: {', '.join(names)}" for answer, names in kernels.items())]
+def _kernels(head_dim: int, device: torch.device) -> tuple[list[str], str]:
+    """The kernels that can compute such heads, the fastest first, and why others cannot; and the problem if none can."""
+    if head_dim < 1:
+        return [], f"--head-dim is {head_dim}; it must be at least 1."
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    explained = explain_kernels(KernelRequest(device.type, dtype, head_dim, head_dim))
+    names: dict[str, list[str]] = {"can": []}
+    for name, refusal in explained:
+        names.setdefault(refusal or "can", []).append(name)
+    problem = ""
+    if not names["can"]:
+        why = "; ".join(f"{name} {refusal}" for name, refusal in explained)
+        problem = f"no kernel computes {dtype} on {device.type}: {why}. Take another --head-dim."
+    lines = [f"kernels for {dtype} and heads of {head_dim}, the fastest first:"]
+    return [*lines, *(f"  {answer}: {', '.join(own)}" for answer, own in names.items() if own)], problem

@@ -177,7 +177,7 @@ def _places(by_rank: Sequence[Report]) -> Iterator[Finding]:
     size, hosts = by_rank[0].environment.get(SIZE_VARIABLE, ""), [first.name for first in by_rank]
     if len(set(Counter(hosts).values())) > 1:
         held = _counted(hosts, "on")
-        yield Finding(f"Hosts have different numbers of ranks: {held}. Start as many on each, one a GPU.")
+        yield Finding(f"Hosts have different numbers of ranks: {held}. Start the same number on each, one a GPU.")
     if size and not (size.isdecimal() and int(size) > 0 and len(hosts) % int(size) == 0):
         yield Finding(f"{SIZE_VARIABLE} is {size}, which does not divide {len(hosts)} ranks. Set a divisor.")
     elif problem := misplaced(hosts, int(size or len(hosts))):

@@ -85,7 +85,7 @@ def describe(plan: Plan, sharding: Sharding) -> str:
 
     Args:
         plan ([`Plan`]): The plan of the ring ranks.
-        sharding ([`Sharding`]): Who holds what, as many neighbours of a ring rank each as exchange heads.
+        sharding ([`Sharding`]): Who holds what. Neighbours that exchange heads are one rank of the ring.
     """
     ranks, work, ulysses = plan.ranks, steps_of(plan), sharding.ranks // plan.ranks
     total = sum(map(sum, work))

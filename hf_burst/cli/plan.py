@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: dict[str, Any]) -> Training:
-    """The training that is asked for, whose sequences all GPUs share."""
+    """The training that is asked for, with sequences that all GPUs share."""
     rank = arguments.lora if arguments.qlora is None else arguments.qlora
     if rank is not None and rank < 1:
         option = "--lora" if arguments.qlora is None else "--qlora"
@@ -177,7 +177,7 @@ def divisions(
                 how, per_host = chosen.training, capacity.ranks_per_host
                 seconds = estimate_seconds(model, how, sheet, per_host)
                 rows.append(Division(chosen, seconds, step_flops(model, how), spread_of(model, how, per_host)))
-            except ShardingError:  # too short for so many
+            except ShardingError:  # too short for this number of ranks
                 continue
     if not rows:
         raise ConfigError(f"--length {training.length} is too short for any of {training.gpus} GPUs.")

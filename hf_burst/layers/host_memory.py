@@ -65,20 +65,20 @@ class HostMemory:
 
     @property
     def most(self) -> int:
-        """Bytes that there are or were asked for, and those that the host has beside them for this process."""
+        """Bytes that there are or were asked for, and those that the host still has for this process."""
         ahead = self._ahead
         left = host_memory()[1] // processes() - ahead.unmade * self.block_bytes
         return self.size + ahead.pending * self.block_bytes + max(0, left)
 
     def reserve(self, size: int, most: int | None = None) -> None:
-        """Sees to it that so many bytes are there in all, or will be when they are taken.
+        """Makes sure that `size` bytes are there in all, or will be when they are taken.
 
         Args:
             size (`int`): How many.
             most (`int`, *optional*): How many the host may be asked for; `self.most` by default.
 
         Raises:
-            ConfigError: If the host has not as many.
+            ConfigError: If the host has less.
             KernelError: If the driver refuses to page-lock.
         """
         taken = self.size + self._ahead.pending * self.block_bytes
@@ -94,7 +94,7 @@ class HostMemory:
             self._lock(1)  # a driver that page-locks nothing refuses here, where all ranks can be told
 
     def take(self, size: int) -> list[Page]:
-        """Pages for so many bytes.
+        """Pages for `size` bytes.
 
         Raises:
             KernelError: If there is no more memory.
@@ -157,7 +157,7 @@ class _Ahead:
         return self.pending - self._made.qsize()
 
     def ask(self, blocks: int) -> None:
-        """Has so many blocks made, soon."""
+        """Has blocks made, soon."""
         if blocks <= 0:
             return
         most = max(1, min(_MAKERS, _cores() // processes())) if _locks(self.device) else 0

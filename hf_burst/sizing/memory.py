@@ -32,7 +32,7 @@ class MemoryEstimate:
         exchange (`float`): Buffers through which ranks exchange blocks.
         gaps (`float`): What torch's allocator holds beyond its tensors, and what these formulas may miss.
         outside (`float`): What CUDA, NCCL, and kernels that are being tuned take outside of the allocator.
-        host (`float`): Bytes of the host's memory, beside those of the GPU.
+        host (`float`): Bytes of the host's memory, not counted in `total`.
         moment (`str`): When that is.
     """
 
@@ -68,7 +68,7 @@ class MemoryEstimate:
 
     @property
     def tensors(self) -> float:
-        """What torch's allocator counts as allocated; symmetric buffers lie beside it."""
+        """What torch's allocator counts as allocated; symmetric buffers are not."""
         return self.total - self.exchange - self.gaps - self.outside
 
 
@@ -78,7 +78,7 @@ _ITEMS = tuple(item.name for item in fields(MemoryEstimate) if item.name not in 
 def estimate_memory(
     model: ModelSize, training: Training, capacity: Capacity, held: float | None = None
 ) -> MemoryEstimate:
-    """Predicts the most memory that a GPU takes in a step, see [`memory_of_step`], and what is taken beside tensors.
+    """Predicts the most memory that a GPU takes in a step, see [`memory_of_step`], and what tensors do not take.
 
     Args:
         model ([`ModelSize`]): What is trained.
@@ -120,7 +120,7 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
     unit = 2 * (model.weights - model.unused - table) / model.layers  # bytes of a layer in bf16
     states = tokens * model.hidden
     most = max(max(1, min(4, _MOST_LOGITS // states)) * states, _LOGITS) if training.fused else _PLAIN_LOGITS
-    # torch alone has three copies of logits in fp32 beside those in bf16
+    # torch alone has three copies of logits in fp32, and those in bf16
     logits = (2 if training.fused else 14) * min(tokens * model.vocabulary, most)
     layers, leaving = model.layers if training.checkpointing else 0, training.offloaded(model)
     kept_input, kept_attention = training.kept(model)
@@ -184,7 +184,7 @@ def _by_layer(layers: int, leaving: int, per_checkpoint: int) -> tuple[tuple[int
     kept = [keeping(first, layers, per_checkpoint) for first in range(layers + 1)]
 
     def start(index: int) -> int:
-        """The layer whose input that of another one is computed from."""
+        """The layer with the input from which that of another one is computed."""
         while kept[index + 1] == kept[index]:
             index -= 1
         return index
@@ -200,7 +200,7 @@ def _by_layer(layers: int, leaving: int, per_checkpoint: int) -> tuple[tuple[int
 
 
 def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: bool) -> tuple[float, float]:
-    """Bytes of activations: of the layer whose backward pass runs, with their gradients; and what all layers keep."""
+    """Bytes of activations: those of the layer that runs backward, with their gradients; and what all layers keep."""
     tokens, fused = training.tokens, training.fused
     elsewhere = model.queries if training.checkpointing and training.attention_keep == 1 else 0
     mixing = max([2 * (model.queries + model.keys) - elsewhere, *(size.elements for size in model.recurrent)])
@@ -212,13 +212,13 @@ def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: b
     if training.in_tiles:  # a tile, the gradient of all of its input, and weights of 4 bits or gradients of others
         one -= 2 * (tokens - training.tiled_mlp) * inner - 2 * tokens * model.hidden
         one += 2 * model.mlp if training.weights == "4bit" else 0 if training.lora else 4 * model.mlp
-        if training.wide_states:  # a tile's gradients beside their sums, and casts of weights and gradients
+        if training.wide_states:  # a tile's gradients next to their sums, and casts of weights and gradients
             one += 8 * model.mlp
     if model.norms and not fused:  # the backward pass of a norm, in fp32
         one = max(one, 2.0 * tokens * (row - 4 * model.inner + 8 * model.hidden))
     if model.patterns:
         one = max(one, _attention_backward(model, training, spread, on_gpu))
-    for size in model.recurrent:  # beside them its input and the gradient of its output
+    for size in model.recurrent:  # and its input and the gradient of its output
         one = max(one, 2.0 * tokens * (size.backward_elements + 2 * model.hidden))
     mean = kept_by_layer(model, fused) + model.hidden
     mean -= model.inner * (3 if fused else 4) if training.in_tiles else 0
@@ -243,7 +243,7 @@ def _attention_backward(model: ModelSize, training: Training, spread: Spread, on
 
 
 def kept_by_layer(model: ModelSize, fused: bool, mixing: float | None = None) -> float:
-    """Elements of a token that a layer keeps for its backward pass, beside its input: what norms and products are
+    """Elements of a token that a layer keeps for its backward pass, its input apart: what norms and products are
     given, what its attention or recurrence keeps (`mixing`; by default the mean of all layers), and for SwiGLU both
     halves; without Liger's kernels also its sigmoid, and norms in fp32."""
     if mixing is None:

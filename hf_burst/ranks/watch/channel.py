@@ -1,9 +1,9 @@
-"""What the ranks of a job do, told on the side: so that ranks which differ end by an error, and slow ones never do.
+"""The side channel of a job: ranks that do different things end by an error, and slow ranks never do.
 
 Nothing is posted while all goes well. A rank that waits for longer than some seconds raises a poll counter in the store
 of the job. A thread of every process sees it, and posts where its main thread stands. Only a proof is an error: ranks
-that wait for each other in a circle, or for one that has ended. It must be seen twice, unchanged. Who says nothing is
-slow.
+that wait for each other in a circle, or for one that has ended. The proof must be seen twice, unchanged. A rank that
+posts nothing counts as slow.
 """
 
 import json
