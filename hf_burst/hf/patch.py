@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from ..config import BurstConfig, Memory, renamed
 from ..errors import ConfigError, UnsupportedModelError
-from ..plan import RecurrentSize
 from ..ranks.group import ContextGroup
 from ..ranks.watch import watch_of_process
 from ..ring.resources import resources_of
@@ -27,15 +26,15 @@ from .batches.cutting import bound_arguments
 from .batches.sharded import is_sharded
 from .callers import frames
 from .context import CALL_KEY, LayerContext, PassContext
+from .forward_pass import Batch, ForwardPass
 from .groups import OLD_ARGUMENTS, PATCH, check_joined, resolve_group
 from .models.cut_point import CutPoint, cut_point_of, language_model_of
-from .models.hybrid import hybrid_of, recurrent_sizes
 from .models.peft_methods import check_adapters
 from .models.support import base_model, check_model, verdict_on
 from .models.task import task_of
 from .parts.adapters import Adapters
 from .parts.attention import Attention
-from .parts.base import ForwardPass, Part
+from .parts.base import Part
 from .parts.checkpointing import Checkpointing
 from .parts.dropout import DropoutStreams
 from .parts.experts import RouterLogits
@@ -151,23 +150,24 @@ def unpatch_model(model: AnyModel) -> AnyModel:
 def make_parts(
     model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None, cut_point: CutPoint
 ) -> tuple[Part, ...]:
-    """The parts of a model in the order of their steps. A new capability is a new part and a line here."""
-    memory = MemoryRule(model, config)
+    """The parts of a model in the order of their steps: each behind those that it `needs`. A new capability is a new
+    part and a line here."""
+    recurrence, memory, token_losses = Recurrence(), MemoryRule(model, config), TokenLosses()
     return (
         Request(),
         Replicas(config),
         Attention(model),
-        Tokens(model, cut_point),
-        LongestPosition(),
+        recurrence,
         memory,
+        Tokens(model, cut_point, recurrence),
+        LongestPosition(),
         Checkpointing(memory.advise),
         TiledMLP(),
         Adapters(),
-        Recurrence(),  # when all is known of the pass
         RouterLogits(model),
         Loss(model, group),
-        TokenLosses(),
-        Outputs(),  # gathers after the loss was computed from the outputs of this rank
+        token_losses,
+        Outputs(token_losses),
         DropoutStreams(),  # draws seeds last, when nothing stops the pass any more
     )
 
@@ -236,7 +236,6 @@ class _Patch:
         self.looked: list[RemovableHandle] = []  # hooks on modules inside of the model
         self.explicit = False  # whether the latest batch arrived sharded
         self.entered = False  # whether the model is being called, sharded or to generate
-        self.recurrent: tuple[RecurrentSize, ...] = ()
         self.run: ForwardPass | None = None  # the pass under way
         self.context = PassContext()
         self.passes = 0  # that came so far
@@ -288,13 +287,15 @@ class _Patch:
             self.context.enter(None)
             return (), batch
         self.passes += 1
-        run = ForwardPass(module, resolve_group(self.group), self.config, self.task, self.token_inputs, batch)
-        run.facts["served by"] = self.verdict
+        group = resolve_group(self.group)
+        run = ForwardPass(module, group, self.config, self.task, Batch(batch, self.token_inputs))
+        facts = run.agreement.facts
+        facts["served by"] = self.verdict
         inside, compiled = _modules_inside(module)
         run.compiled = compiled or _within_compiled()
         if self.config.schedule == "auto" and run.group.size > 1:  # graphs take another one, see `with_schedule`
-            run.facts["compiled"], run.advice["compiled"] = run.compiled, _COMPILED
-        mode = run.facts["mode"] = "training" if module.training else "evaluation"
+            run.agreement.add("compiled", run.compiled, _COMPILED)
+        mode = facts["mode"] = "training" if module.training else "evaluation"
         doing = f"forward pass {self.passes} of {type(module).__name__} in {mode}"
         self.meet(run, error, doing)
         try:
@@ -303,18 +304,18 @@ class _Patch:
                 self.seen = _Seen(inside)
             if error is None and run.group.size > 1:  # the first time all ranks meet in it, so before any of them fails
                 resources_of(run.group).topology(run.device)
-                run.hybrid = hybrid_of(self.recurrent)
             check_joined()
             for part in self.parts if error is None else ():
                 part.prepare(run)
         except Exception as problem:
             error = problem
-        run.tokens = run.group.agree(run.facts, error, run.device, run.labels, run.checksums, run.advice, doing)
-        self.run, self.explicit = run, run.explicit
+        labels, compared = run.batch.labels, (run.agreement.checksums, run.agreement.advice)
+        run.batch.tokens = run.group.agree(facts, error, run.device, labels, *compared, doing)
+        self.run, self.explicit = run, run.batch.sharded
         for part in self.parts:
             part.begin(run)
         self.context.enter(LayerContext(run.call, run.call.replay(), None, run.settings.tiled_mlp, run.obstacles))
-        return (), {**run.inputs, CALL_KEY: run.call}
+        return (), {**run.batch.inputs, CALL_KEY: run.call}
 
     def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The forward pre-hook of the decoder, which is called by itself if the model was not."""
@@ -345,7 +346,6 @@ class _Patch:
 
     def look(self, model: PreTrainedModel) -> None:
         """Has the parts look at the modules of the model anew."""
-        self.recurrent = recurrent_sizes(model)
         for handle in self.looked:
             handle.remove()
         self.looked = []
@@ -356,7 +356,8 @@ class _Patch:
         """At the first pass over a group all of its ranks have come so far, or none goes on to ask for hosts."""
         if resources_of(run.group).knows_hosts:
             return
-        facts = {"BurstConfig": str(self.config), "recurrent layers": ", ".join(map(str, self.recurrent)) or "none"}
+        (sizes,) = (part.sizes for part in self.parts if isinstance(part, Recurrence))
+        facts = {"BurstConfig": str(self.config), "recurrent layers": ", ".join(map(str, sizes)) or "none"}
         run.group.agree(facts, error, run.device, doing=doing)
 
     @torch.compiler.disable
@@ -364,7 +365,7 @@ class _Patch:
         """The forward hook: outputs of the whole batch, in sequence order."""
         if self.run is None:
             return output
-        if kwargs.get("labels") is not self.run.inputs.get("labels"):
+        if kwargs.get("labels") is not self.run.batch.inputs.get("labels"):
             raise ConfigError(
                 "A forward pre-hook changed the labels after the batch was cut over the ranks, too late for the loss. "
                 "Register it before hf_burst.patch_model(model): it then sees the whole batch."

@@ -15,10 +15,11 @@ from hf_burst.errors import BatchError
 from hf_burst.hf import patch
 from hf_burst.hf.batches.cutting import cut_inputs
 from hf_burst.hf.batches.documents import documents_of
+from hf_burst.hf.forward_pass import ForwardPass
 from hf_burst.hf.models import cut_point
 from hf_burst.hf.models.cut_point import TOKEN_INPUTS, CutPoint, TokenInput, cut_point_of
 from hf_burst.hf.models.task import CAUSAL, MASKED
-from hf_burst.hf.parts.base import ForwardPass, Part
+from hf_burst.hf.parts.base import Part
 from tests.hf.test_patch import group_mean, part_of
 from tests.support import models
 from tests.support.ranks import RankError, RankPool
@@ -220,10 +221,10 @@ class Recorder(Part):
 
     def prepare(self, run: ForwardPass) -> None:
         self.steps.append("prepare")
-        assert run.inputs["token_weights"].shape == run.inputs["input_ids"].shape
-        del run.inputs["token_weights"]
-        run.facts["colour"] = "red" if run.batch.get("colour") is None else "blue"
-        run.inputs.pop("colour", None)
+        assert run.batch.inputs["token_weights"].shape == run.batch.inputs["input_ids"].shape
+        del run.batch.inputs["token_weights"]
+        run.agreement.facts["colour"] = "red" if run.batch.given.get("colour") is None else "blue"
+        run.batch.inputs.pop("colour", None)
 
     def begin(self, run: ForwardPass) -> None:
         self.steps.append("begin")

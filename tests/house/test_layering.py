@@ -11,7 +11,18 @@ ORDER = [
     *("version", "errors", "config", "numerics", "plan", "kernels", "layers", "ranks", "ring", "attention"),
     *("recurrent", "sizing", "hf", "check", "cli"),
 ]
-HF_ORDER = ["context", "attention", "callers", "groups", "models", "batches", "parts", "patch", "trainers"]
+HF_ORDER = [
+    "context",
+    "attention",
+    "callers",
+    "groups",
+    "models",
+    "batches",
+    "forward_pass",
+    "parts",
+    "patch",
+    "trainers",
+]
 ONLY_IN = {
     "transformers": {"hf", "check"},
     "accelerate": {"hf"},

@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hf_burst
 from hf_burst.errors import KernelError
+from hf_burst.hf.forward_pass import Checkpoints
 from hf_burst.hf.parts.adapters import Adapters
 from hf_burst.layers.tiled import tiled
 from tests.layers.test_tiled import HIDDEN, PRODUCTS, TILE, gated, in_tiles
@@ -48,7 +49,7 @@ def adapted_mlp(bias: bool = False, dtype: torch.dtype = torch.float64, **option
 def joined(module: nn.Module) -> nn.Module:
     """A copy of a module, whose adapters have the forward of a patched model."""
     module = deepcopy(module)
-    Adapters().begin(SimpleNamespace(model=module, compiled=False, selective=False))  # type: ignore[arg-type]
+    Adapters().begin(SimpleNamespace(model=module, compiled=False, checkpoints=Checkpoints()))  # type: ignore[arg-type]
     return module
 
 

@@ -28,6 +28,7 @@ from transformers import (
 from hf_burst.check.tiny import shrink
 from hf_burst.cli import main
 from hf_burst.errors import ConfigError
+from hf_burst.hf.forward_pass import Checkpoints
 from hf_burst.hf.models.model_size import model_size, shape_named
 from hf_burst.hf.models.verdicts import SERVED
 from hf_burst.hf.parts.adapters import Adapters
@@ -93,7 +94,7 @@ def test_operations_are_those_that_torch_counts(checkpointing: bool, lora: int) 
     if lora:
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(base, peft.LoraConfig(r=lora, target_modules="all-linear"))
-        Adapters().begin(SimpleNamespace(model=model, compiled=False, selective=False))  # type: ignore[arg-type]
+        Adapters().begin(SimpleNamespace(model=model, compiled=False, checkpoints=Checkpoints()))  # type: ignore[arg-type]
     if checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
         base.enable_input_require_grads()

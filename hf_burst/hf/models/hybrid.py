@@ -51,11 +51,6 @@ def head_size(layer: PreTrainedConfig) -> int:
     return int(named or layer.hidden_size // layer.num_attention_heads)
 
 
-def hybrid_of(sizes: tuple[RecurrentSize, ...]) -> Hybrid | None:
-    """What batches are cut for; `None` for models without recurrent layers."""
-    return Hybrid(sizes) if sizes else None
-
-
 @lru_cache(maxsize=64)
 def chosen_way(hybrid: Hybrid, layout: SequenceLayout, rank: int) -> Way:
     """How the recurrent layers of a pass pass what they know. Rank 0 logs why, quietly for packed documents, as there

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...layers.adapted_linear import adapted_linear, autocast_dtype
-from .base import ForwardOverride, ForwardPass, Part
+from ..forward_pass import ForwardPass
+from .base import ForwardOverride, Part
 
 _LAYERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
 _OF_4_BITS = {("bitsandbytes.nn.modules", name) for name in ("Linear4bit", "LinearNF4", "LinearFP4")}
@@ -20,7 +21,7 @@ class Adapters(Part):
         # a compiler joins these passes over memory itself; hooks on all modules, such as a counter, see those of peft;
         # selective checkpoints keep outputs of peft's operators; asked once for each pass of the model, as a layer that
         # is computed again does what it did before
-        if run.compiled or run.selective or nn.modules.module._has_any_global_hook():
+        if run.compiled or run.checkpoints.selective or nn.modules.module._has_any_global_hook():
             self.remove(run.model)
             return
         for layer in _layers(run.model):  # added at any time

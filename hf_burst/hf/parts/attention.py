@@ -12,10 +12,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...errors import ConfigError, UnsupportedModelError
 from ...ring.resources import resources_of
 from ..attention import ARRIVED, NAME, register
+from ..forward_pass import ForwardPass
 from ..models.bypassed import attention_modules, check_attention_functions, forward_name, function_name
 from ..models.cut_point import language_model_of
 from ..models.support import has_attention
-from .base import ForwardPass, Handles, Part
+from .base import Handles, Part
 
 _PATCHED: WeakKeyDictionary[PreTrainedModel, "Attention"] = WeakKeyDictionary()
 
@@ -124,8 +125,8 @@ class Attention(Part):
             )
         forwards = (vars(module).get("forward") or type(module).forward for module in self.modules)
         distinct = {id(forward): forward for forward in forwards}
-        run.facts["forward of attention"] = sorted({function_name(forward) for forward in distinct.values()})
-        run.advice["forward of attention"] = "Replace or wrap the forward of attention on all ranks, or on none."
+        names = sorted({function_name(forward) for forward in distinct.values()})
+        run.agreement.add("forward of attention", names, "Replace or wrap it on all ranks, or on none.")
         resources_of(run.group).check()
 
     def begin(self, run: ForwardPass) -> None:

@@ -27,9 +27,12 @@ from ...layers.offload import KeptByLayer, kept_here, unheld
 from ...sizing.memory_rule import HOST_ROOM
 from ...sizing.model import keeping
 from ..context import CheckpointedRun, current
+from ..forward_pass import Checkpoints, ForwardPass
 from ..models.hybrid import attending_share, attention_shapes
-from .base import ForwardPass, Part
-from .tiles import takes_weights_apart
+from .base import Part
+from .memory import MemoryRule
+from .replicas import takes_weights_apart
+from .tokens import Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,8 @@ class Checkpointing(Part):
     `Memory.activation_offloading` the first layers keep both on the host. By `Memory.layers_per_checkpoint`
     some layers do not keep their input, see [`LayerRun`].
     """
+
+    needs = (MemoryRule, Tokens)
 
     def __init__(self, advise: Callable[[BaseException | None], None]) -> None:
         self.share = 1.0
@@ -70,10 +75,10 @@ class Checkpointing(Part):
         if trains and self.home is not None and self.home.refused is not None:
             raise self.home.refused
         wrapped = self.wrap(run.model)
-        if wrapped and 0 < share < 1 and run.group.size > 1 and run.layout.beginning(1 - share) is None:
+        if wrapped and 0 < share < 1 and run.group.size > 1 and run.batch.layout.beginning(1 - share) is None:
             raise BatchError(
                 f"Memory(attention_keep={share}) needs batches of which every rank holds as much of each "
-                f"part of the sequence, and this one was cut into {len(run.layout.owners)} chunks by another "
+                f"part of the sequence, and this one was cut into {len(run.batch.layout.owners)} chunks by another "
                 "BurstConfig. Give the BurstCollator (or shard_batch) the config of the model."
             )
         if offloading and not wrapped and trains:
@@ -94,10 +99,10 @@ class Checkpointing(Part):
                 "backward pass, where DeepSpeed ZeRO-3 or FSDP1 has taken their weights apart. Train by FSDP2 or "
                 "ZeRO-2, or leave it at 1."
             )
-        run.repeatable = bool(wrapped) and not run.compiled and all(function.repeatable for function in wrapped)
-        run.repeatable &= _checkpoint_all_layers(run.model, wrapped)
-        run.selective = self.selective
-        if again and not run.repeatable and trains:
+        repeatable = bool(wrapped) and not run.compiled and all(function.repeatable for function in wrapped)
+        repeatable = repeatable and _checkpoint_all_layers(run.model, wrapped)
+        run.checkpoints = Checkpoints(len(wrapped), repeatable, self.selective)
+        if again and not repeatable and trains:
             raise ConfigError(
                 f"Memory(layers_per_checkpoint={run.settings.layers_per_checkpoint}) is for layers that all "
                 "checkpoint, with use_reentrant=False, no context_fn, and no torch.compile. Set TrainingArguments("
@@ -105,7 +110,7 @@ class Checkpointing(Part):
             )
         keep = [function.options.get("use_reentrant") is False for function in wrapped if share]
         described = f"{len(wrapped)} modules, {sum(keep)} of them keep attention"
-        run.facts["activation checkpointing"] = described if wrapped else None
+        run.agreement.add("activation checkpointing", described if wrapped else None)
         self.layers = len(wrapped)
 
     def begin(self, run: ForwardPass) -> None:
@@ -195,7 +200,8 @@ class Checkpointing(Part):
         wanted, needed = self.leaving, self._bytes_of_host(self.leaving, sizes)
         if needed > self.reserved and needed != self.asked:  # once for batches of one size
             room = HOST_ROOM * (self.home.most - self.home.size)
-            self.asked, self.most = needed, max(self.reserved, int(-run.largest([-self.home.size - room])[0]))
+            smallest = int(-run.largest([-self.home.size - room], of_all=False)[0])
+            self.asked, self.most = needed, max(self.reserved, smallest)
         while self.most is not None and self.leaving and self._bytes_of_host(self.leaving, sizes) > self.most:
             self.leaving -= 1
         if self.leaving < wanted and not self.told and run.group.rank == 0:
@@ -231,7 +237,7 @@ def _kept_bytes(run: ForwardPass, share: float) -> tuple[float, float]:
     itemsize = _dtype_of_states(run.model).itemsize
     narrow = min(itemsize, 2) if run.device.type == "cuda" else itemsize
     attention = 0 if shapes is None else shapes.q_heads * (shapes.value_dim * narrow + shapes.accumulator_itemsize)
-    rows = run.layout.batch_size * run.layout.sharding.most_tokens
+    rows = run.batch.layout.batch_size * run.batch.layout.sharding.most_tokens
     page = HostMemory.page_bytes  # each of them takes whole pages
     return rows * width * itemsize + page, attending_share(run.model) * (rows * share * attention + 2 * page)
 

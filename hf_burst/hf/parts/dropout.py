@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ...errors import UnsupportedModelError
-from .base import ForwardPass, Part
+from ..forward_pass import ForwardPass
+from .base import Part
 
 # what one process decides once for a whole sequence: to skip a layer, to drop weights
 _SHARED = ("layerdrop", "rank_dropout", "module_dropout", "multiplicativedropoutlayer")

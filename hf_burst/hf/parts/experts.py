@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from ...errors import UnsupportedModelError
 from ...ranks.collectives import group_sum
 from ..context import CALL_KEY
-from .base import ForwardPass, Handles, Part
+from ..forward_pass import ForwardPass
+from .base import Handles, Part
 
 
 class RouterLogits(Part):
@@ -31,7 +32,8 @@ class RouterLogits(Part):
         return [model.base_model.register_forward_hook(self._catch, with_kwargs=True)]
 
     def prepare(self, run: ForwardPass) -> None:
-        asked = run.facts["router logits"] = run.batch.get("output_router_logits")
+        asked = run.batch.given.get("output_router_logits")
+        run.agreement.add("router logits", asked)
         check_balance(run.model, asked)
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
@@ -69,7 +71,7 @@ def check_balance(model: PreTrainedModel, asked: bool | None = None) -> None:
 def balance_share(run: ForwardPass) -> float:
     """The weight of the load-balancing loss on a rank. With `num_items_in_batch` it is yet to be multiplied by the
     number of processes, of which those of a group hold one batch."""
-    return 1 if run.items is None else 1 / run.group.size
+    return 1 if run.batch.items is None else 1 / run.group.size
 
 
 def balance_loss(layers: tuple[torch.Tensor, ...], chosen: int, run: ForwardPass) -> torch.Tensor:
@@ -81,7 +83,7 @@ def balance_loss(layers: tuple[torch.Tensor, ...], chosen: int, run: ForwardPass
         run ([`ForwardPass`]): The pass, which knows the padding.
     """
     experts = layers[0].shape[-1]
-    real = run.layout.counted(run.group.rank).flatten().to(layers[0].device)
+    real = run.batch.layout.counted(run.group.rank).flatten().to(layers[0].device)
     counts, probabilities = torch.zeros(2, experts, device=real.device).unbind()
     for scores in layers:
         weights = scores.reshape(-1, experts)[real].softmax(-1)

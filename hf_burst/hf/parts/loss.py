@@ -11,13 +11,15 @@ from ...layers.loss import IGNORE_INDEX
 from ...ranks.collectives import group_loss
 from ...ranks.group import ContextGroup
 from ..context import CALL_KEY
+from ..forward_pass import ForwardPass
 from ..groups import resolve_group
 from ..models.bypassed import forward_name
 from ..models.cut_point import language_model_of
 from ..models.head import LazyLogits, loss_sum
 from ..models.task import calls_loss_function, computes_loss
-from .base import ForwardPass, Part
-from .experts import balance_share
+from .base import Part
+from .experts import RouterLogits, balance_share
+from .tokens import Tokens
 
 _ITEMS = "num_items_in_batch (labels of all ranks: Trainer counts them unless average_tokens_across_devices=False)"
 _PAST_US = (
@@ -32,6 +34,8 @@ _PAST_US = (
 class Loss(Part):
     """Takes the place of the model's loss function."""
 
+    needs = (Tokens, RouterLogits)
+
     def __init__(self, model: PreTrainedModel, group: ContextGroup | None) -> None:
         self.group = group
         computes = self.computes(model)
@@ -40,6 +44,8 @@ class Loss(Part):
         self.averages = not calls_loss_function(model)  # each batch by itself, whatever num_items_in_batch
         self.accumulated: tuple[float, int] = (0.0, 0)  # num_items_in_batch, and its labels that have come so far
         self.run: ForwardPass | None = None
+        self.forward = ""  # of the model in the pass, by name
+        self.items: float | None = None  # `num_items_in_batch` of the pass
         self.computed = False  # whether the model has asked for the loss of the pass
         self.targets: torch.Tensor | None = None
 
@@ -57,23 +63,24 @@ class Loss(Part):
                 "The loss function of the model was changed after it was patched, so its loss would be wrong. Call "
                 "hf_burst.unpatch_model(model) first, then change it."
             )
-        forward = run.facts["forward of the model"] = forward_name(run.model)
-        run.advice["forward of the model"] = "Replace or wrap the forward of the model on all ranks, or on none."
-        if forward.startswith("liger_kernel."):
-            raise ConfigError(_PAST_US.format(forward))
-        run.facts[_ITEMS] = None if run.items is None else float(run.items)
+        self.forward = forward_name(run.model)
+        run.agreement.add("forward of the model", self.forward, "Replace or wrap it on all ranks, or on none.")
+        if self.forward.startswith("liger_kernel."):
+            raise ConfigError(_PAST_US.format(self.forward))
+        self.items = None if run.batch.items is None else float(run.batch.items)
+        run.agreement.add(_ITEMS, self.items)
         if run.targets is not None:
-            run.labels = int((run.targets != IGNORE_INDEX).sum())
+            run.batch.labels = int((run.targets != IGNORE_INDEX).sum())
 
     def begin(self, run: ForwardPass) -> None:
-        items, tokens, targets = run.facts[_ITEMS], run.tokens, run.targets
+        items, tokens, targets = self.items, run.batch.tokens, run.targets
         if items is not None and not items > 0 and (tokens or items):
             raise BatchError(
                 f"num_items_in_batch is {items:g}; it is the number of labels that count, over all ranks, and must be "
                 "above 0. Leave it out to average this batch by itself."
             )
         if items is not None and self.averages and targets is not None:
-            items = run.inputs["num_items_in_batch"] = self._items_of_batch(run, items)
+            items = run.batch.inputs["num_items_in_batch"] = self._items_of_batch(run, items)
         if run.model.training and targets is not None and tokens == 0 and not items:
             raise BatchError(
                 f"All labels of the batch are {IGNORE_INDEX}{run.task.shifted}, so there is nothing to learn from. "
@@ -81,20 +88,20 @@ class Loss(Part):
             )
         self.run, self.computed = run, False
         self.targets = None if run.task.loss_in_model else targets
-        run.inputs |= run.task.overrides(use_cache=run.group.size == 1 and not run.model.training)
+        run.batch.inputs |= run.task.overrides(use_cache=run.group.size == 1 and not run.model.training)
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if "log_probs" in outputs:  # TRL's output for `fused_lm_head=True`, whose trainers look at no other rank
-            loss = batch_loss(-outputs["log_probs"].sum(), run, run.items)
+            loss = batch_loss(-outputs["log_probs"].sum(), run, run.batch.items)
             if "aux_loss" in outputs:  # that of the whole batch already
                 factor = run.model.config.get_text_config().router_aux_loss_coef * balance_share(run)
                 loss = loss + factor * outputs["aux_loss"]
             outputs["loss"] = loss
         elif run.targets is not None and run.task.loss_in_model and not self.computed:
             if outputs.get("loss") is not None:
-                raise ConfigError(_PAST_US.format(run.facts["forward of the model"]))
+                raise ConfigError(_PAST_US.format(self.forward))
         elif self.targets is not None:
-            outputs["loss"] = batch_loss(loss_sum(outputs["logits"], self.targets), run, run.items)
+            outputs["loss"] = batch_loss(loss_sum(outputs["logits"], self.targets), run, run.batch.items)
 
     def end(self) -> None:
         self.run = self.targets = None
@@ -126,7 +133,7 @@ class Loss(Part):
     def _items_of_batch(self, run: ForwardPass, items: float) -> int:
         """`num_items_in_batch` of this batch alone, by which a class that computes its loss itself divides. `Trainer`
         counts the labels of all accumulated batches."""
-        mine = run.labels if run.explicit else run.tokens
+        mine = run.batch.labels if run.batch.sharded else run.batch.tokens
         doing = "a count of the labels of all ranks"  # also of groups that have not agreed on this pass
         total = ContextGroup.from_mesh(None).agree({}, None, run.device, mine, doing=doing)
         if not run.model.training:
@@ -151,7 +158,7 @@ def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: torch.Tensor | 
     processes, whose gradients are averaged.
     """
     if items is None:
-        return group_loss(local_sum, 1 / run.tokens if run.tokens else math.nan, run.group)
+        return group_loss(local_sum, 1 / run.batch.tokens if run.batch.tokens else math.nan, run.group)
     if isinstance(items, torch.Tensor):
         items = items.to(local_sum)  # 1 over an integer would be fp32
-    return group_loss(local_sum, 1 / (items * run.group.size if run.explicit else items), run.group)
+    return group_loss(local_sum, 1 / (items * run.group.size if run.batch.sharded else items), run.group)

@@ -18,10 +18,11 @@ from ...sizing.gpus import Capacity
 from ...sizing.memory import TUNING, outside_of_torch
 from ...sizing.memory_rule import SETTINGS, Fit, at_level, bucket, fit, longest
 from ...sizing.model import ModelSize, Training
+from ..forward_pass import ForwardPass
 from ..models.model_size import model_size
-from .base import ForwardPass, Part
+from .base import Part
 from .optimizers import bytes_to_come
-from .tiles import takes_weights_apart
+from .replicas import takes_weights_apart
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,6 @@ class MemoryRule(Part):
         elif self.chosen:  # an evaluation is to take no more than training
             most = max(self.chosen.values(), key=lambda choice: choice.level).training
             run.settings = Memory(tiled_mlp=most.tiled_mlp, head_groups=most.head_groups)
-        run.call = replace(run.call, settings=run.settings)
 
     def advise(self, problem: BaseException | None) -> None:
         """Adds to an error of memory that was short what follows by the rule, or what else can be turned."""
@@ -98,7 +98,7 @@ class MemoryRule(Part):
             return
         self.compared = True
         own = zlib.crc32(str(run.config).encode())
-        largest, smallest = run.largest_of_all([own, -own])
+        largest, smallest = run.largest([own, -own])
         if largest != -smallest:
             raise ConfigError(
                 f"Weights are sharded over ranks that were patched with different settings; this one has {run.config}. "
@@ -110,7 +110,7 @@ class MemoryRule(Part):
             self._look(run)
         if self.size is None:
             return run.settings
-        tokens = bucket(run.layout.batch_size * run.layout.length)
+        tokens = bucket(run.batch.layout.batch_size * run.batch.layout.length)
         training = replace(training_of(run, self.size), length=tokens, expandable_segments=self.expandable)
 
         fixed = frozenset(self.fixed | _impossible(run))
@@ -119,14 +119,14 @@ class MemoryRule(Part):
         if choice is None:
             choice = fit(self.size, training, self.capacity, fixed, self.held, least)
             self.chosen[training, fixed, least] = choice
-        if run.sharing and (level := int(run.largest_of_all([choice.level])[0])) != choice.level:
+        if run.sharing and (level := int(run.largest([choice.level])[0])) != choice.level:
             choice = at_level(self.size, training, self.capacity, fixed, self.held, level)
         if (tokens, choice.level) not in self.told:
             self.told.add((tokens, choice.level))
             self._tell(run, choice)
         self.latest = training, choice
         settings = choice.settings
-        if 0 < settings["attention_keep"] < 1 and run.layout.beginning(1 - settings["attention_keep"]) is None:
+        if 0 < settings["attention_keep"] < 1 and run.batch.layout.beginning(1 - settings["attention_keep"]) is None:
             settings["attention_keep"] = 0.0  # ranks do not hold as much of each part
         return Memory(**settings)
 
@@ -139,7 +139,7 @@ class MemoryRule(Part):
         smallest = [-gpu_memory(run.device), -share_of_host(run.device), -processes()]
         impossible = [float(name in _impossible(run)) for name in SETTINGS]  # what one rank cannot do, none does
         limits = [own, *smallest, not expandable_segments(), *impossible]
-        self.held, gpu, host, per_host, gaps, *impossible = run.largest_of_all(limits)
+        self.held, gpu, host, per_host, gaps, *impossible = run.largest(limits)
         self.expandable = not gaps
         self.capacity = Capacity(int(-gpu), int(-host), int(-per_host), on_gpu=run.device.type == "cuda")
         self.fixed = {name for name, found in zip(SETTINGS, impossible, strict=True) if found}
@@ -176,9 +176,9 @@ class MemoryRule(Part):
         if run.group.rank or not choice.level:
             return
         assert self.size is not None, "looked at"
-        tokens = run.layout.batch_size * run.layout.length
+        tokens = run.batch.layout.batch_size * run.batch.layout.length
         batch, needs = (
-            f"{run.layout.batch_size} x {run.layout.length:,} tokens",
+            f"{run.batch.layout.batch_size} x {run.batch.layout.length:,} tokens",
             described(choice, self.capacity.gpu_memory),
         )
         exactly = fit(self.size, replace(choice.training, length=tokens), self.capacity, SETTINGS, self.held)
@@ -215,10 +215,10 @@ class RoomForKernels:
 
 def _impossible(run: ForwardPass) -> set[str]:
     """The settings that the model cannot have as it is by now. A trainer may wrap or checkpoint it otherwise later."""
-    apart, checkpoints = takes_weights_apart(run.model), run.facts["activation checkpointing"] is not None
+    apart, checkpoints = takes_weights_apart(run.model), run.checkpoints.layers > 0
     found = {
         "tiled_mlp": apart,
-        "layers_per_checkpoint": apart or (checkpoints and not run.repeatable),
+        "layers_per_checkpoint": apart or (checkpoints and not run.checkpoints.repeatable),
         "activation_offloading": run.compiled,
     }
     return {name for name, impossible in found.items() if impossible}
@@ -254,7 +254,7 @@ def expandable_segments() -> bool:
 
 def training_of(run: ForwardPass, size: ModelSize) -> Training:
     """How a model is trained, as far as a forward pass shows it."""
-    rows, length = run.layout.batch_size, run.layout.length
+    rows, length = run.batch.layout.batch_size, run.batch.layout.length
     weights = list(run.model.parameters())
     trained = [weight for weight in weights if weight.requires_grad]
     count = sum(weight.numel() for weight in trained)
@@ -269,7 +269,7 @@ def training_of(run: ForwardPass, size: ModelSize) -> Training:
         sharded="fsdp2" if any(isinstance(weight, DTensor) for weight in weights) else "ddp",
         weights="4bit" if quantised else "fp32" if wide else "bf16",
         lora=lora,
-        checkpointing=run.facts["activation checkpointing"] is not None,
+        checkpointing=run.checkpoints.layers > 0,
         fused=any(name.startswith("liger_kernel.") for name in modules),
         expandable_segments=expandable_segments(),
         **{name: getattr(run.settings, name) for name in SETTINGS},

@@ -11,8 +11,12 @@ from ...errors import BatchError
 from ...ranks.collectives import gather_kept, gather_tokens
 from ...ranks.layout import SequenceLayout
 from ..callers import askers_for_logits, readers_of_logits, trainer_under_way
+from ..forward_pass import ForwardPass
 from ..models.head import LazyHead, is_hooked, is_watched, lazy_head
-from .base import ForwardPass, Part
+from .base import Part
+from .loss import Loss
+from .token_losses import TokenLosses
+from .tokens import Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -27,37 +31,40 @@ _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_
 class Outputs(Part):
     """Gathers outputs in sequence order. Those of a batch that arrived sharded stay sharded."""
 
-    def __init__(self) -> None:
+    needs = (Tokens, Loss, TokenLosses)
+
+    def __init__(self, token_losses: TokenLosses) -> None:
+        self.token_losses = token_losses
         self.head: LazyHead | None = None  # which the loss asks for the scores of some tokens at a time
         self.logits = "keep"  # as they are, or "gather", or "drop"
         self.kept: KeptRows | None = None  # of `logits_to_keep`
         self.rows: torch.Tensor | None = None  # this rank's rows of them, if the model does not choose them
 
     def prepare(self, run: ForwardPass) -> None:
-        keep = run.batch.get("logits_to_keep", 0)
+        keep = run.batch.given.get("logits_to_keep", 0)
         asked = isinstance(keep, torch.Tensor) or bool(keep)
         if asked and (run.group.size > 1 or not run.task.generates):
-            self.kept, rows = keep_rows(keep, run.layout, run.group.rank)
+            self.kept, rows = keep_rows(keep, run.batch.layout, run.group.rank)
             if run.task.generates:
-                run.inputs["logits_to_keep"] = rows
+                run.batch.inputs["logits_to_keep"] = rows
             else:
                 self.rows = rows
         self.logits = self._fate(run)
-        hidden_states = bool(run.batch.get("output_hidden_states"))
+        hidden_states = bool(run.batch.given.get("output_hidden_states"))
         head = run.model.get_output_embeddings() if self.logits == "drop" else None
-        run.facts["hooks on the head"] = head is not None and [is_hooked(head), is_watched(head)]
-        run.facts |= {"logits to keep": self.kept, "logits": self.logits, "hidden states": hidden_states}
+        run.agreement.add("hooks on the head", head is not None and [is_hooked(head), is_watched(head)])
+        run.agreement.facts |= {"logits to keep": self.kept, "logits": self.logits, "hidden states": hidden_states}
 
     def begin(self, run: ForwardPass) -> None:
         if run.sharing and not run.model.training:  # groups with other lengths gather the head at another time
-            drops = run.largest_of_all([self.logits == "drop"])[0] > 0
+            drops = run.largest([self.logits == "drop"])[0] > 0
             self.logits = "drop" if drops and self.logits == "gather" else self.logits
         self.head = lazy_head(run.model, self.head)
         if self.head is not None:
-            self.head.under_way = self.logits == "drop" and not run.inputs.get("fused_lm_head")
+            self.head.under_way = self.logits == "drop" and not run.batch.inputs.get("fused_lm_head")
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
-        layout, group = run.layout, run.group
+        layout, group = run.batch.layout, run.group
         if "log_probs" in outputs:
             _gather_fused(run, outputs)
             return
@@ -70,7 +77,7 @@ class Outputs(Part):
             outputs["logits"] = gather_tokens(logits, layout, group)
         elif self.logits == "keep":
             outputs["logits"] = logits
-        if "hidden_states" in outputs and not run.explicit and group.size > 1:
+        if "hidden_states" in outputs and not run.batch.sharded and group.size > 1:
             outputs["hidden_states"] = tuple(gather_tokens(state, layout, group) for state in outputs["hidden_states"])
 
     def end(self) -> None:
@@ -86,20 +93,20 @@ class Outputs(Part):
 
     def _fate(self, run: ForwardPass) -> str:
         """What becomes of the logits."""
-        labels, layout = run.inputs.get("labels") is not None, run.layout
-        if run.facts.get("token losses"):
+        labels, layout = run.batch.inputs.get("labels") is not None, run.batch.layout
+        if self.token_losses.wanted:
             return "drop"
-        if self.kept is not None and (labels or run.explicit):
+        if self.kept is not None and (labels or run.batch.sharded):
             raise BatchError(
                 "logits_to_keep is for full batches without labels; with labels the loss needs every token. Leave one "
                 "of them out."
             )
-        fused = bool(run.inputs.get("fused_lm_head"))
+        fused = bool(run.batch.inputs.get("fused_lm_head"))
         if labels and run.model.training and not fused:
             _check_unread("are never in memory while the model trains with labels")
         if labels and (run.model.training or (run.group.size > 1 and fused)):
             return "drop"
-        if run.explicit or run.group.size == 1:
+        if run.batch.sharded or run.group.size == 1:
             return "keep"
         rows = layout.length - layout.padding if self.kept is None else sum(map(len, self.kept))
         values = layout.batch_size * rows * run.model.config.get_text_config().vocab_size
@@ -146,9 +153,9 @@ def _gather_fused(run: ForwardPass, outputs: dict[str, Any]) -> None:
     Evaluation has no such number and needs the whole batch.
     """
     for name in _FUSED_FIELDS:
-        if name in outputs and not (run.explicit and run.model.training):
-            outputs[name] = gather_tokens(outputs[name], run.layout, run.group)
-        if name in outputs and not run.explicit:  # as without `shift_labels`: the last token predicts nothing
+        if name in outputs and not (run.batch.sharded and run.model.training):
+            outputs[name] = gather_tokens(outputs[name], run.batch.layout, run.group)
+        if name in outputs and not run.batch.sharded:  # as without `shift_labels`: the last token predicts nothing
             outputs[name] = outputs[name][:, :-1]
 
 

@@ -10,11 +10,15 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import ConfigError
+from ...plan import Hybrid, RecurrentSize
+from ...plan.recurrence import Way
 from ...recurrent import fla_kernels
 from ..context import CALL_KEY, LayerContext, current, refuse_blind_run
+from ..forward_pass import ForwardPass
 from ..models.bypassed import check_recurrent_sources, function_name
+from ..models.hybrid import chosen_way, recurrent_sizes
 from ..models.recurrent import functions_of, is_recurrent, over_ranks, recurrent_modules
-from .base import ForwardOverride, ForwardPass, Handles, Part
+from .base import ForwardOverride, Handles, Part
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +36,12 @@ _REPLACED = (
 
 class Recurrence(Part):
     """Gives recurrent modules a forward over ranks. One that did not run in a pass, though its layer did, is an
-    error."""
+    error. What it finds: how large they are, and for what batches are cut."""
 
     def __init__(self) -> None:
         self.modules: list[Any] = []
+        self.sizes: tuple[RecurrentSize, ...] = ()  # by kind; empty if one of them does not say
+        self.hybrid: Hybrid | None = None  # of the pass; `None` in one process
         self.unknown: list[str] = []
         self.check = _Check()
         self.warned = False
@@ -43,6 +49,7 @@ class Recurrence(Part):
     def look(self, model: PreTrainedModel) -> Handles:
         check_recurrent_sources(model)
         self.modules = recurrent_modules(model)
+        self.sizes = recurrent_sizes(model)
         kinds = set(map(type, self.modules))
         self.unknown = sorted(kind.__name__ for kind in kinds if not set(functions_of(kind)) <= _ON_GPUS)
         self._override_all()
@@ -51,8 +58,13 @@ class Recurrence(Part):
 
     def prepare(self, run: ForwardPass) -> None:
         self._override_all()
+        self.hybrid = Hybrid(self.sizes) if self.sizes and run.group.size > 1 else None
         if self.modules:  # by which delta rules send other messages
-            run.facts["kernels of flash-linear-attention"] = fla_kernels(run.device, 1) is not None
+            run.agreement.add("kernels of flash-linear-attention", fla_kernels(run.device, 1) is not None)
+
+    def way(self, run: ForwardPass) -> Way:
+        """How recurrent layers pass what they know in a pass."""
+        return "states" if self.hybrid is None else chosen_way(self.hybrid, run.batch.layout, run.group.rank)
 
     def begin(self, run: ForwardPass) -> None:
         self.check.under_way = True

@@ -16,7 +16,9 @@ from ...config import BurstConfig
 from ...errors import ConfigError
 from ...ranks.group import ContextGroup
 from ..batches.sharded import sum_of_bits
-from .base import ForwardPass, Part
+from ..forward_pass import ForwardPass
+from ..models.head import is_partitioned
+from .base import Part
 
 _SEEN = "_hf_burst_trained"  # the attribute of a DDP that has the parameters that were trained under it
 PARAMETERS, WEIGHTS = "parameters", "weights (checksum)"
@@ -45,8 +47,10 @@ class Replicas(Part):
         self.parameters = ""  # their names and shapes, as of the latest comparison
         self.first = 0  # the checksum of these parameters at their first comparison
         self.settled = False  # whether an update was seen
+        self.compared: tuple[str, torch.Tensor] | None = None  # in this pass: a description, and the checksum
 
     def prepare(self, run: ForwardPass) -> None:
+        self.compared = None
         if run.group.size == 1:
             return
         parameters = list(run.model.parameters())
@@ -62,17 +66,17 @@ class Replicas(Part):
         if self.settled or (self.parameters and not learns) or has_fsdp1(run.model):
             return
         held = dict(run.model.named_parameters())
-        run.facts[PARAMETERS] = _description(held)
-        run.checksums[WEIGHTS] = _checksum(held)
-        run.advice[PARAMETERS] = _AT_FIRST
-        run.advice[WEIGHTS] = _UPDATED if run.facts[PARAMETERS] == self.parameters else _AT_FIRST
+        description, checksum = _description(held), _checksum(held)
+        self.compared = description, checksum
+        run.agreement.add(PARAMETERS, description, _AT_FIRST)
+        run.agreement.add(WEIGHTS, checksum, _UPDATED if description == self.parameters else _AT_FIRST)
 
     def begin(self, run: ForwardPass) -> None:
-        if WEIGHTS not in run.checksums:
+        if self.compared is None:
             return
-        checksum = int(run.checksums[WEIGHTS])
-        if run.facts[PARAMETERS] != self.parameters:
-            self.parameters, self.first = run.facts[PARAMETERS], checksum
+        description, checksum = self.compared[0], int(self.compared[1])
+        if description != self.parameters:
+            self.parameters, self.first = description, checksum
         self.settled = checksum != self.first or len(self.key) == 1  # nothing that is trained is replicated
 
 
@@ -151,6 +155,11 @@ def has_fsdp1(model: nn.Module) -> bool:
     if state.get("distributed_type") == DistributedType.FSDP and state["fsdp_plugin"].fsdp_version == 1:
         return True
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def takes_weights_apart(model: nn.Module) -> bool:
+    """Whether a wrapper does so (DeepSpeed ZeRO-3, FSDP1), so that a backward pass cannot run its modules again."""
+    return is_partitioned(model) or has_fsdp1(model)
 
 
 def _is_replicated(parameter: nn.Parameter) -> bool:

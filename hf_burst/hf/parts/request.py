@@ -12,8 +12,9 @@ from ...errors import BatchError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX
 from ..batches.documents import batch_shape
 from ..callers import is_checkpointed
+from ..forward_pass import ForwardPass
 from ..models.peft_methods import check_adapters
-from .base import ForwardPass, Part
+from .base import Part
 
 _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
@@ -22,7 +23,7 @@ class Request(Part):
     """Checks what is asked of the model, and adds the facts of the request."""
 
     def prepare(self, run: ForwardPass) -> None:
-        model, batch = run.model, run.batch
+        model, batch = run.model, run.batch.given
         for key in _DROPOUT_KEYS:
             rate = getattr(model.config, key, None)
             if model.training and rate:  # its mask would differ from that of one process
@@ -40,7 +41,7 @@ class Request(Part):
                 "part. Leave it out of the training arguments."
             )
         kind = run.device.type
-        run.facts |= {
+        run.agreement.facts |= {
             "dtype": str(model.dtype),
             "training": model.training,
             "gradients": torch.is_grad_enabled(),

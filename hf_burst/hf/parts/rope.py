@@ -13,16 +13,21 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import UnsupportedModelError
 from ..batches.sharded import LAYOUT_KEY, ShardedBatch, longest_position
-from .base import ForwardPass, Handles, Part
+from ..forward_pass import ForwardPass
+from .base import Handles, Part
+from .tokens import Tokens
 
 
 class LongestPosition(Part):
     """Tells the rotary modules of a model the longest position of the pass under way."""
 
+    needs = (Tokens,)
+
     def __init__(self) -> None:
         self.rotary: list[nn.Module] = []  # whose frequencies follow from the longest position, or may come to do so
         self.inside: list[nn.Module] = []  # of a layer
-        self.value: int | None = None
+        self.longest: int | None = None  # of the batch, if frequencies follow from it
+        self.value: int | None = None  # the same while the model runs
 
     def look(self, model: PreTrainedModel) -> Handles:
         self.rotary = [module for module in model.modules() if hasattr(module, "rope_type")]
@@ -34,17 +39,19 @@ class LongestPosition(Part):
         return appends + [module.register_forward_hook(self._cut) for module in self.rotary]
 
     def prepare(self, run: ForwardPass) -> None:
+        self.longest = None
         if not any(map(_follows_length, self.rotary)):
             return
         self._check_inside(run.model)
-        about: ShardedBatch | None = run.batch.get(LAYOUT_KEY)
+        about: ShardedBatch | None = run.batch.given.get(LAYOUT_KEY)
         if about is not None:
-            run.facts["longest position"] = about.longest
+            self.longest = about.longest
         else:
-            run.facts["longest position"] = run.layout.length - 1 if run.explicit else longest_position(run.batch)
+            self.longest = run.batch.layout.length - 1 if run.batch.sharded else longest_position(run.batch.given)
+        run.agreement.add("longest position", self.longest)
 
     def begin(self, run: ForwardPass) -> None:
-        self.value = run.facts.get("longest position")
+        self.value = self.longest
 
     def end(self) -> None:
         self.value = None  # what is called next may hold a whole sequence

@@ -14,12 +14,13 @@ from ...errors import ConfigError
 from ...layers.tiled import tiled
 from ...layers.tokenwise import obstacle_to_tiles
 from ..context import LayerContext, current, entered
+from ..forward_pass import ForwardPass
 from ..models.cut_point import language_model_of
-from ..models.head import is_partitioned
 from ..models.recurrent import recurrent_modules
 from ..models.support import is_attention
-from .base import ForwardOverride, ForwardPass, Part
-from .replicas import has_fsdp1
+from .base import ForwardOverride, Part
+from .memory import MemoryRule
+from .replicas import takes_weights_apart
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +28,11 @@ _CONTAINERS = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDic
 _WRAPPED = {"_checkpoint_wrapped_module", "_orig_mod"}  # of torch: inside of a checkpoint, and what is compiled
 
 
-def takes_weights_apart(model: nn.Module) -> bool:
-    """Whether a wrapper does so (DeepSpeed ZeRO-3, FSDP1), so that a backward pass cannot run its modules again."""
-    return is_partitioned(model) or has_fsdp1(model)
-
-
 class TiledMLP(Part):
     """Gives the modules of a model that treat every token by itself a forward of their own, see [`tiled`]: its MLPs,
     and the experts behind a router, by `Memory.tiled_mlp`. Which do is found out when they run."""
+
+    needs = (MemoryRule,)
 
     def __init__(self) -> None:
         self.obstacles: dict[str, str] = {}  # of the latest pass

@@ -12,9 +12,10 @@ from ...layers.loss import IGNORE_INDEX
 from ...ranks.collectives import gather_tokens
 from ..batches.documents import batch_shape
 from ..batches.sharded import checksum, is_sharded
+from ..forward_pass import ForwardPass
 from ..groups import PATCH
 from ..models.head import token_losses_of
-from .base import ForwardPass, Part
+from .base import Part
 from .tokens import check_ranges
 
 
@@ -74,21 +75,22 @@ class TokenLosses(Part):
     def prepare(self, run: ForwardPass) -> None:
         if not self.wanted:
             return
-        if is_sharded(run.batch) or run.batch.get("logits_to_keep"):
+        if is_sharded(run.batch.given) or run.batch.given.get("logits_to_keep"):
             raise BatchError(
                 "token_losses takes full batches (no shard_batch, no BurstCollator) without logits_to_keep."
             )
-        shape = batch_shape(run.batch)
+        shape = batch_shape(run.batch.given)
         if self.labels is None or tuple(self.labels.shape) != shape:
             shown = "missing" if self.labels is None else f"of shape {tuple(self.labels.shape)}"
             raise BatchError(f"The labels are {shown}; token_losses needs labels of shape {shape}, as input_ids.")
         check_ranges({"labels": self.labels}, run.model.config.get_text_config().vocab_size, None, None)
         labels = checksum({"labels": self.labels}, ())
-        run.facts |= {"token losses": True, "labels of tokens (checksum)": labels if labels is None else int(labels)}
+        run.agreement.add("token losses", True)
+        run.agreement.add("labels of tokens (checksum)", None if labels is None else int(labels))
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if not self.wanted or self.labels is None:
             return
         targets = run.task.targets_of(self.labels)[run.task.targets]
-        own = run.layout.shard(targets, run.group.rank, pad_value=IGNORE_INDEX)
-        self.losses = gather_tokens(token_losses_of(outputs["logits"], own), run.layout, run.group)
+        own = run.batch.layout.shard(targets, run.group.rank, pad_value=IGNORE_INDEX)
+        self.losses = gather_tokens(token_losses_of(outputs["logits"], own), run.batch.layout, run.group)

@@ -12,13 +12,17 @@ from transformers import PreTrainedModel
 from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX
 from ...plan import Segments
+from ...plan.recurrence import Way
 from ..batches.cutting import bound_arguments, cut_inputs, cut_targets, layout_of
 from ..batches.documents import BOUNDARY_KEYS, tokens_of
 from ..batches.sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard
 from ..context import CALL_KEY, ForwardCall, change_call
+from ..forward_pass import ForwardPass
 from ..models.cut_point import TOKEN_INPUTS, CutPoint
 from ..models.support import layer_patterns
-from .base import ForwardPass, Handles, Part
+from .base import Handles, Part
+from .memory import MemoryRule
+from .recurrence import Recurrence
 
 CONTENT = "content (checksum)"
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # not 0 where a token stands for an image or sound
@@ -96,8 +100,11 @@ def segment_count(model: PreTrainedModel) -> int | None:
 class Tokens(Part):
     """Lays the batch over the ranks. Targets are cut outside of the model, token inputs at its cut point."""
 
-    def __init__(self, model: PreTrainedModel, cut_point: CutPoint) -> None:
-        self.cut_point = cut_point
+    needs = (Recurrence, MemoryRule)
+
+    def __init__(self, model: PreTrainedModel, cut_point: CutPoint, recurrence: Recurrence) -> None:
+        self.cut_point, self.recurrence = cut_point, recurrence
+        self.way: Way = "states"  # of the pass
         self._read_tables(model)
         # PaliGemma: 0 is a prefix, whose tokens see each other
         self.text_type = int(getattr(model.config.get_text_config(), "use_bidirectional_attention", None) is True)
@@ -112,42 +119,43 @@ class Tokens(Part):
         return [inner.register_forward_pre_hook(self._cut_inside, prepend=True, with_kwargs=True)]
 
     def prepare(self, run: ForwardPass) -> None:
-        run.explicit = is_sharded(run.batch)
-        if run.explicit:
+        run.batch.sharded = is_sharded(run.batch.given)
+        if run.batch.sharded:
             self._take_shard(run)
         else:
             self._cut(run)
         vocabulary = run.model.config.get_text_config().vocab_size
-        check_ranges(run.inputs, vocabulary, self.segments, self.learned.limits)
-        layout = run.layout
+        check_ranges(run.batch.inputs, vocabulary, self.segments, self.learned.limits)
+        layout = run.batch.layout
         documents, chunks = layout.documents, layout.owners + layout.boundaries
-        run.facts |= {
+        self.way = self.recurrence.way(run)
+        run.agreement.facts |= {
             "batch": f"{layout.batch_size} x {layout.length - layout.padding} tokens",
             "documents": f"{sum(map(len, documents)) - layout.batch_size} (checksum {hash(documents):x})",
             "chunks": f"{len(layout.owners)} (checksum {hash(chunks):x})",
-            "labels": run.inputs.get("labels") is not None,
-            "sharded already": run.explicit,
-            "recurrent layers by": run.way,
+            "labels": run.batch.inputs.get("labels") is not None,
+            "sharded already": run.batch.sharded,
+            "recurrent layers by": self.way,
         }
 
     def begin(self, run: ForwardPass) -> None:
-        encoded = run.layout.encode()
+        encoded = run.batch.layout.encode()
         torch._dynamo.maybe_mark_dynamic(encoded, 0)  # another packing is no reason to compile anew
-        device = tokens_of(run.inputs).device
-        fully_masked = run.layout.fully_masked(run.group.rank)
-        real = run.layout.counted(run.group.rank) if run.layout.real else None
+        device = tokens_of(run.batch.inputs).device
+        fully_masked = run.batch.layout.fully_masked(run.group.rank)
+        real = run.batch.layout.counted(run.group.rank) if run.batch.layout.real else None
         run.call = ForwardCall(
-            layout=run.layout,
-            segments=Segments(run.layout.sharding, run.layout.documents),
+            layout=run.batch.layout,
+            segments=Segments(run.batch.layout.sharding, run.batch.layout.documents),
             group=run.group,
             config=run.config,
             settings=run.settings,
             encoded=encoded,
             causal=run.task.causal,
-            positions=run.inputs.get("position_ids"),
+            positions=run.batch.inputs.get("position_ids"),
             fully_masked=None if fully_masked is None else fully_masked.to(device),
             real=None if real is None else real.to(device),
-            way=run.way,
+            way=self.way,
         )
         self.run = run
 
@@ -161,40 +169,41 @@ class Tokens(Part):
 
     def _take_shard(self, run: ForwardPass) -> None:
         """A batch that arrived sharded is passed on."""
-        name, about = type(run.model).__name__, run.batch.get(LAYOUT_KEY)
+        name, about = type(run.model).__name__, run.batch.given.get(LAYOUT_KEY)
         if self.cut_point.path:
             raise BatchError(f"{name} reads whole sequences before they are cut. Give full batches (no BurstCollator).")
-        run.layout = layout_of_shard(run.batch, run.config, run.group, run.task)
+        run.batch.layout = layout_of_shard(run.batch.given, run.config, run.group, run.task)
         if self.learned.padding_idx is not None:
             raise BatchError(
                 f"{name} counts positions from its padding_idx + 1, which was not known when the batch was sharded. "
                 "Give full batches (no BurstCollator)."
             )
-        if self.learned.from_mask and any(start for start, _ in run.layout.real):
+        if self.learned.from_mask and any(start for start, _ in run.batch.layout.real):
             raise BatchError(
                 f"{name} counts positions from the first token after the padding, which was not known when the batch "
                 "was sharded. Pad on the right, or give full batches (no BurstCollator)."
             )
-        run.inputs = {key: value for key, value in run.batch.items() if key != LAYOUT_KEY}
-        run.inputs["labels"] = run.targets
-        run.facts[CONTENT] = about.fingerprint if about else None
+        run.batch.inputs = {key: value for key, value in run.batch.given.items() if key != LAYOUT_KEY}
+        run.batch.inputs["labels"] = run.targets
+        run.agreement.add(CONTENT, about.fingerprint if about else None)
 
     def _cut(self, run: ForwardPass) -> None:
         """A full batch is cut: its targets here, its token inputs here or at the cut point."""
         patterns = layer_patterns(run.model.config, run.task)
-        run.layout = layout_of(run.batch, run.config, run.group.size, run.task, patterns, run.hybrid)
+        hybrid, ranks = self.recurrence.hybrid, run.group.size
+        run.batch.layout = layout_of(run.batch.given, run.config, ranks, run.task, patterns, hybrid)
         if self.cut_point.path:
-            check_text(run.batch, type(run.model).__name__, self.text_type)
-        run.inputs = run.batch | cut_targets(run.batch, run.layout, run.group.rank, run.task)
-        content = checksum(run.batch, run.token_inputs) if run.group.size > 1 else None
+            check_text(run.batch.given, type(run.model).__name__, self.text_type)
+        run.batch.inputs = run.batch.given | cut_targets(run.batch.given, run.batch.layout, run.group.rank, run.task)
+        content = checksum(run.batch.given, run.batch.token_inputs) if run.group.size > 1 else None
         if content is not None:
-            run.checksums[CONTENT] = content
-        self.positions = self.learned.make(run.batch)
+            run.agreement.add(CONTENT, content)
+        self.positions = self.learned.make(run.batch.given)
         if not self.cut_point.path:
-            run.inputs = self._cut_inputs(run, run.inputs)
+            run.batch.inputs = self._cut_inputs(run, run.batch.inputs)
 
     def _cut_inputs(self, run: ForwardPass, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        return cut_inputs(inputs, run.layout, run.group.rank, run.token_inputs, self.positions)
+        return cut_inputs(inputs, run.batch.layout, run.group.rank, run.batch.token_inputs, self.positions)
 
     @torch.compiler.disable
     def _cut_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

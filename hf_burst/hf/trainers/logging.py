@@ -137,7 +137,7 @@ class BurstCallback(TrainerCallback):
         if not module.training:
             resources_of(self.group).clock = None  # of a training that was interrupted
         elif torch.is_grad_enabled() and self.patch.run is not None:
-            layout = self.patch.run.layout
+            layout = self.patch.run.batch.layout
             self.tokens += tokens_of(layout)
             self.pairs += pairs_of(layout, self.size) if self.size else 0.0
             self.imbalance += layout.imbalance
