@@ -77,7 +77,7 @@ def _describe_place(group: ContextGroup, device: torch.device) -> list[str]:
 
 
 def _kernels(head_dim: int, device: torch.device) -> tuple[list[str], str]:
-    """The kernels that can compute such heads, the fastest first, and why others cannot; and the problem if none can."""
+    """The kernels that can compute such heads, and why others cannot; and the problem if none can."""
     if head_dim < 1:
         return [], f"--head-dim is {head_dim}; it must be at least 1."
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
