@@ -6,13 +6,11 @@ import platform
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from ..kernels import KernelRequest, explain_kernels
-from ..ranks.group import ContextGroup
 from . import hosts
-from .launch import backend_of, device_here, joined, launched
+from .launch import device_here, launched
 
 _ELSEWHERE = (
     "",
@@ -29,41 +27,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report on rank 0; the exit status is 0 if attention can be computed here, 1 if not."""
+    """Prints the report on rank 0; the exit status is 0 if attention can be computed here, 1 if not. Ranks meet in the
+    launcher's store, and do not connect."""
     size, rank = launched()
-    store = None
-    if size > 1 and not dist.is_initialized():
-        store = next(rendezvous("env://"))[0]
-        if _blocked(rank, size, store):
-            return 1
-    with joined(store) as (group, device):
-        lines = _describe_place(group, device)
-        kernels, problem = _kernels(arguments.head_dim, device)
-        if device.type == "cuda" and not dist.is_nccl_available():
-            problem = "this torch has GPUs and no NCCL; install a CUDA build of torch, or set ACCELERATE_USE_CPU=1."
-        lines += kernels
-        if not problem and not torch.cuda.is_available() and group.size == 1:
-            lines += _ELSEWHERE
-        if group.rank == 0:
-            print("\n".join([*lines, "", f"Not usable: {problem}" if problem else "Usable."]))
-        return 1 if problem else 0
-
-
-def _blocked(rank: int, size: int, store: Store) -> bool:
-    """Whether the ranks cannot connect; what is misconfigured is printed on rank 0."""
-    reports = hosts.gather(hosts.report(backend_of(device_here())), rank, size, store)
-    found = hosts.findings(reports)
+    device = device_here()
+    lines, problems = [], []
+    if size > 1:
+        mine = hosts.report("nccl" if device.type == "cuda" else "gloo")
+        reports = hosts.gather(mine, rank, size, next(rendezvous("env://"))[0])
+        found = hosts.findings(reports)
+        problems += [finding.text for finding in found if finding.blocks]
+        lines += [hosts.describe(reports), *(f"Check: {finding.text}" for finding in found if not finding.blocks), ""]
+    lines += _describe_place(size, device)
+    kernels, problem = _kernels(arguments.head_dim, device)
+    lines += kernels
+    if device.type == "cuda" and not dist.is_nccl_available():
+        problem = "this torch has GPUs and no NCCL; install a CUDA build of torch, or set ACCELERATE_USE_CPU=1."
+    problems += [problem] if problem else []
+    if not problems and not torch.cuda.is_available() and size == 1:
+        lines += _ELSEWHERE
     if rank == 0:
-        said = [f"{'Not usable' if finding.blocks else 'Check'}: {finding.text}" for finding in found]
-        print("\n".join([hosts.describe(reports), *said, ""]), flush=True)
-    return any(finding.blocks for finding in found)
+        verdict = [f"Not usable: {problem}" for problem in problems] or ["Usable."]
+        print("\n".join([*lines, "", *verdict]))
+    return 1 if problems else 0
 
 
-def _describe_place(group: ContextGroup, device: torch.device) -> list[str]:
+def _describe_place(size: int, device: torch.device) -> list[str]:
     """Versions, devices and the environment."""
     lines = [f"Python {platform.python_version()} on {platform.platform()}"]
     lines.append(f"  {', '.join(f'{name} {version}' for name, version in hosts.versions().items())}")
-    lines.append(f"ranks: {group.size} in this launch, on {device}")
+    lines.append(f"ranks: {size} in this launch, on {device}")
     for index in range(torch.cuda.device_count()):
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
         major, minor = torch.cuda.get_device_capability(index)
