@@ -63,7 +63,7 @@ def fit(
     capacity: Capacity,
     fixed: Collection[str] = (),
     held: float | None = None,
-    least: int = 0,
+    first_level: int = 0,
 ) -> Fit:
     """The first level of the rule that fits, or the one that takes the least of the GPU if none does.
 
@@ -73,10 +73,10 @@ def fit(
         capacity ([`Capacity`]): On what.
         fixed (collection of `str`): Settings that stay as they are.
         held (`float`, *optional*): As in [`estimate_memory`].
-        least (`int`, defaults to 0): The level to begin with, where earlier ones ran out of memory.
+        first_level (`int`, defaults to 0): The level to begin with, where earlier ones ran out of memory.
     """
     steps = levels(model, training, capacity, fixed)
-    start = min(least, len(steps) - 1)
+    start = min(first_level, len(steps) - 1)
     while 0 < start < len(steps) - 1 and steps[start] == steps[start - 1]:
         start += 1  # nothing changes
     rows = []

@@ -866,7 +866,7 @@ def test_a_watch_goes_with_its_default_group() -> None:
 
 
 def report(rank: int, kind: Any = "", group: str = "", members: Sequence[int] = (), **facts: Any) -> Report:
-    return Report(rank, 1, "here", "its start", kind=kind, group=group, members=members, **facts)
+    return Report(rank, 1, "its start", kind=kind, group=group, members=members, **facts)
 
 
 def chain(*reports: Report) -> list[int]:

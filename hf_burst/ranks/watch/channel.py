@@ -10,7 +10,6 @@ import json
 import logging
 import multiprocessing.util
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +62,6 @@ class Watch:
             store = store.underlying_store
         self.in_processes = hasattr(store, "port")  # or in files
         self.thread = get_ident()
-        self.process = f"process {os.getpid()} on {socket.gethostname()}"
         self.handled = id(sys.exc_info()[1])  # a fork inherits what its parent handles
         self.call: _Call | None = None
         self.latest = "its start"
@@ -71,7 +69,7 @@ class Watch:
         self.verdict: Verdict | None = None
         self.last_report: Report | None = None  # of the process that holds the store, and takes it along
         self.born = self._polls()  # what is older is of another default group over the same store
-        self.store.set(f"watch {self.rank}", self.process)
+        self.store.set(f"watch {self.rank}", "")
         self.answered, self.told = 0, False
         self.place = ""
         self.since, self.again = time.monotonic(), 0.0
@@ -259,7 +257,7 @@ class Watch:
 
     def _report(self, polls: int, ended: str = "") -> Report:
         call, stand = self.call, stand_of(self.thread)
-        report = Report(self.rank, polls, self.process, self.latest, stand.line, ended=ended)
+        report = Report(self.rank, polls, self.latest, stand.line, ended=ended)
         groups: dict[str, tuple[str, tuple[int, ...], str]] = {}
         world: Any = dist.distributed_c10d._world
         for group, (backend, _) in list(world.pg_map.items()):  # the main thread may destroy them meanwhile

@@ -24,7 +24,6 @@ class Report:
     Args:
         rank (`int`): Its number in the job.
         polls (`int`): How high the poll counter was by then.
-        process (`str`): Its process and host.
         latest (`str`): The last call of hf_burst that it came through.
         line (`str`): The line of the user's code that its main thread runs.
         kind (`str`): What holds the main thread up: `"agree"`, another `"collective"`, `"messages"` of an attention;
@@ -41,7 +40,6 @@ class Report:
 
     rank: int
     polls: int
-    process: str
     latest: str
     line: str = ""
     kind: Literal["", "agree", "collective", "messages"] = ""
