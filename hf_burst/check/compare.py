@@ -1,4 +1,4 @@
-"""Two ranks beside one process: the loss and the gradients of one model, computed by both. Runs on every rank."""
+"""Two ranks next to one process: the loss and the gradients of one model, computed by both. Runs on every rank."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -79,7 +79,7 @@ class BatchComparison:
 def compare(make: Maker) -> Verdict:
     """The verdict on a tiny model, in fp64: the loss and all gradients, as a data-parallel wrapper averages them.
 
-    Three batches are compared: two sequences of odd length, packed documents beside the documents one by one (not every
+    Three batches are compared: two sequences of odd length, packed documents with the documents one by one (not every
     model keeps them apart), and sequences padded at either end. Over ranks, MLPs take a few tokens at a time. Which
     classes are served is not asked; every other check of [`patch_model`] is.
     """

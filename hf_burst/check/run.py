@@ -1,7 +1,6 @@
 """`check_model`: from the name of a model to a verdict that is remembered."""
 
 import json
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,6 @@ from typing import Any
 import psutil
 import torch
 import transformers
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -27,14 +25,12 @@ from .compare import BatchComparison, compare, compare_batch
 from .ranks import RANKS, run_on_ranks
 from .tiny import prepare, tiny_copy
 
-_AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageTextToText")
-_MAPPINGS: tuple[Any, ...] = (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-)
+_CLASSES: dict[str, Any] = {
+    "AutoModelForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING,
+    "AutoModelForMaskedLM": MODEL_FOR_MASKED_LM_MAPPING,
+    "AutoModelForImageTextToText": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+}
 _NAMES = "a name on the hub, a folder or config.json of a model, or a class of Transformers such as LlamaForCausalLM"
-_UNREADABLE = (OSError, ValueError, TypeError, AttributeError, RuntimeError, EOFError)
 _COPIES = 2 * RANKS  # weights and gradients
 _SHARE = 0.7  # of the memory that is free
 
@@ -115,16 +111,14 @@ def read_batch(path: Path) -> dict[str, torch.Tensor]:
     """
     try:
         if path.suffix == ".json":
-            values = {key: torch.tensor(value) for key, value in json.loads(path.read_text()).items()}
+            values: Any = {key: torch.tensor(value) for key, value in json.loads(path.read_text()).items()}
         elif path.suffix == ".safetensors":
             values = load_file(path)
         else:
             values = torch.load(path, map_location="cpu", weights_only=True)
-    except (*_UNREADABLE, SafetensorError, pickle.UnpicklingError) as problem:
+        tensors = {str(key): value for key, value in values.items() if value is not None}
+    except Exception as problem:  # whatever a file of another kind makes of it
         raise _no_batch(path, str(problem).strip().split("\n")[0]) from problem
-    tensors = (
-        {str(key): value for key, value in values.items() if value is not None} if isinstance(values, Mapping) else {}
-    )
     labels = tensors.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or not {"input_ids", "inputs_embeds"} & set(tensors):
         raise _no_batch(path, "it lacks input_ids, or labels of shape (batch, tokens)")
@@ -163,12 +157,12 @@ def find_target(model: str | PreTrainedModel | PreTrainedConfig, trust_remote_co
 def _class_of(config: PreTrainedConfig, name: str | None, trust_remote_code: bool) -> type[PreTrainedModel]:
     """The class with a language-model head that a config is for: as its `architectures` say, else the first known."""
     remote = getattr(config, "auto_map", None) or {}
-    own = [remote[key] for key in _AUTO_CLASSES if key in remote]
+    own = [remote[key] for key in _CLASSES if key in remote]
     if own and name is not None:
         if not trust_remote_code:
             raise ConfigError(_remote(name))
         return get_class_from_dynamic_module(own[0], name)
-    known: list[type[PreTrainedModel]] = [mapping[type(config)] for mapping in _MAPPINGS if type(config) in mapping]
+    known: list[type[PreTrainedModel]] = [kinds[type(config)] for kinds in _CLASSES.values() if type(config) in kinds]
     if not known:
         raise ConfigError(
             f"{name or type(config).__name__!r} is a {type(config).__name__}, for which Transformers has no causal and "
@@ -201,8 +195,9 @@ def _cannot_load(target: Target) -> str:
 
 def _load(target: Target) -> PreTrainedModel:
     """The model with its own weights, in fp32 and without dropout."""
-    quiet = {key: 0.0 for key, value in target.config.to_dict().items() if "drop" in key and isinstance(value, float)}
-    config = type(target.config).from_dict({**target.config.to_dict(), **quiet})
+    values = target.config.to_dict()
+    quiet = {key: 0.0 for key, value in values.items() if "drop" in key and isinstance(value, float)}
+    config = type(target.config).from_dict({**values, **quiet})
     prepare(config)
     return target.model_class.from_pretrained(target.folder, config=config, dtype=torch.float32).train()
 

@@ -1,4 +1,4 @@
-"""Tiny models with random weights: a config whose sizes shrink and whose structure stays."""
+"""Tiny models with random weights: the sizes of a config shrink, and its structure stays."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def shrink(config: PreTrainedConfig, batch_length: int | None = None) -> PreTrai
 
     Args:
         config (`PreTrainedConfig`): Of the model as it is; not changed.
-        batch_length (`int`, *optional*): Tokens of a real batch, whose ids and positions must fit.
+        batch_length (`int`, *optional*): Tokens of a real batch; its ids and positions must fit.
     """
     values = {key: value for key, value in config.to_dict().items() if key not in _NO_PART_OF_IT}
     return type(config).from_dict(_shrunk(values, batch_length))
@@ -143,7 +143,7 @@ def _twice(sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shrink_heads(values: dict[str, Any], small: dict[str, Any]) -> None:
-    """Heads of keys stay as many as those of queries, or one, or fewer; heads of MLA keep their parts."""
+    """Keys keep the number of heads of queries, or one, or fewer; heads of MLA keep their parts."""
     heads = next((values[key] for key in HEAD_COUNTS if isinstance(values.get(key), int)), 0)
     for key in {"num_key_value_heads", "swa_num_key_value_heads", "kv_n_heads"} & set(values):
         if isinstance(values[key], int) and values[key] > 0:
@@ -154,7 +154,7 @@ def _shrink_heads(values: dict[str, Any], small: dict[str, Any]) -> None:
 
 
 def _shrink_states(values: dict[str, Any], small: dict[str, Any]) -> None:
-    """Heads with a state fill the expanded hidden size, and stay as many as those of their keys if they are."""
+    """Heads with a state fill the expanded hidden size. Equal numbers of heads of values and of keys stay equal."""
     if {"expand", "num_heads", "head_dim", "state_size"} <= set(values):
         small["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
     if "linear_num_value_heads" in values and values["linear_num_value_heads"] == values["linear_num_key_heads"]:

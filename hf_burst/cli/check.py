@@ -46,7 +46,9 @@ def describe(name: str, verdict: Verdict) -> str:
     for kind, error in verdict.errors.items():
         lines.append(f"  {kind}: {'exact' if error <= TOLERANCE else 'wrong'}, greatest error {error:.0e}")
     if verdict.errors:
-        lines.append(f"Two ranks beside one process, tiny, fp64, loss and all gradients; exact is up to {TOLERANCE:g}.")
+        lines.append(
+            f"Two ranks next to one process, tiny, fp64, loss and all gradients; exact is up to {TOLERANCE:g}."
+        )
     if verdict.result == "exact":
         lines.append(
             f"Remembered as {verdict.fingerprint} for these versions of transformers, torch and hf_burst: patch_model "

@@ -3,22 +3,15 @@
 import argparse
 import os
 import platform
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from ..kernels import KernelRequest, explain_kernels
-from ..ranks.group import ContextGroup
-from ..version import __version__
 from . import hosts
-from .launch import backend_of, device_here, joined, launched
+from .launch import device_here, launched
 
-_HUGGING_FACE = ("transformers", "accelerate", "trl", "peft")
-_PACKAGES = ("torch", *_HUGGING_FACE, "triton", "flash-attn", "flash-attn-4", "liger-kernel")
 _ELSEWHERE = (
     "",
     "This CPU runs everything, to try things out. For GPUs that are elsewhere:",
@@ -34,95 +27,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report on rank 0; the exit status is 0 if attention can be computed here, 1 if not."""
+    """Prints the report on rank 0; the exit status is 0 if attention can be computed here, 1 if not. Ranks meet in the
+    launcher's store, and do not connect."""
     size, rank = launched()
-    store = None
-    if size > 1 and not dist.is_initialized():
-        store = next(rendezvous("env://"))[0]
-        if _blocked(rank, size, store):
-            return 1
-    with joined(store) as (group, device):
-        problem = _problem(arguments.head_dim, device)
-        lines = _describe_place(group, device)
-        if arguments.head_dim > 0:
-            lines += _describe_kernels(arguments.head_dim, device)
-        if not problem and not torch.cuda.is_available() and group.size == 1:
-            lines += _ELSEWHERE
-        if group.rank == 0:
-            print("\n".join([*lines, "", f"Not usable: {problem}" if problem else "Usable."]))
-        return 1 if problem else 0
-
-
-def _blocked(rank: int, size: int, store: Store) -> bool:
-    """Whether the ranks cannot connect; what is misconfigured is printed on rank 0."""
-    reports = hosts.gather(hosts.report(backend_of(device_here())), rank, size, store)
-    found = hosts.findings(reports)
-    if rank == 0:
-        kinds = ((finding, "Not usable" if finding.blocks else "Check") for finding in found)
-        said = [f"{kind}: {finding.text}" for finding, kind in kinds]
-        print("\n".join([hosts.describe(reports), *said, ""]), flush=True)
-    return any(finding.blocks for finding in found)
-
-
-def _explained(head_dim: int, device: torch.device) -> list[tuple[str, str | None]]:
-    """The kernels, the fastest first, each with the reason why it cannot compute such heads, or `None`."""
-    return explain_kernels(KernelRequest(device.type, _dtype(device), head_dim, head_dim))
-
-
-def _problem(head_dim: int, device: torch.device) -> str:
-    """Why attention cannot be computed here; empty if it can. The same on all ranks."""
-    if head_dim < 1:
-        return f"--head-dim is {head_dim}; it must be at least 1."
+    device = device_here()
+    lines, problems = [], []
+    if size > 1:
+        mine = hosts.report("nccl" if device.type == "cuda" else "gloo")
+        reports = hosts.gather(mine, rank, size, next(rendezvous("env://"))[0])
+        found = hosts.findings(reports)
+        problems += [finding.text for finding in found if finding.blocks]
+        lines += [hosts.describe(reports), *(f"Check: {finding.text}" for finding in found if not finding.blocks), ""]
+    lines += _describe_place(size, device)
+    kernels, problem = _kernels(arguments.head_dim, device)
+    lines += kernels
     if device.type == "cuda" and not dist.is_nccl_available():
-        return "this torch has GPUs and no NCCL; install a CUDA build of torch, or set ACCELERATE_USE_CPU=1."
-    refusals = _explained(head_dim, device)
-    if all(refusal for _, refusal in refusals):
-        why = "; ".join(f"{name} {refusal}" for name, refusal in refusals)
-        return f"no kernel computes {_dtype(device)} on {device.type}: {why}. Take another --head-dim."
-    return ""
+        problem = "this torch has GPUs and no NCCL; install a CUDA build of torch, or set ACCELERATE_USE_CPU=1."
+    problems += [problem] if problem else []
+    if not problems and not torch.cuda.is_available() and size == 1:
+        lines += _ELSEWHERE
+    if rank == 0:
+        verdict = [f"Not usable: {problem}" for problem in problems] or ["Usable."]
+        print("\n".join([*lines, "", *verdict]))
+    return 1 if problems else 0
 
 
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def _describe_place(group: ContextGroup, device: torch.device) -> list[str]:
-    """Versions and devices."""
-    lines, versions = [f"Python {platform.python_version()} on {platform.platform()}"], [f"hf_burst {__version__}"]
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions.append(f"{name} {version(name)}")
-    lines.append(f"  {', '.join(versions)}")
-    lines.append(f"ranks: {group.size} in this launch, on {device}")
+def _describe_place(size: int, device: torch.device) -> list[str]:
+    """Versions, devices and the environment."""
+    lines = [f"Python {platform.python_version()} on {platform.platform()}"]
+    lines.append(f"  {', '.join(f'{name} {version}' for name, version in hosts.versions().items())}")
+    lines.append(f"ranks: {size} in this launch, on {device}")
     for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        name = torch.cuda.get_device_name(index)
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
         major, minor = torch.cuda.get_device_capability(index)
-        lines.append(f"  cuda:{index} {name} (sm_{major}{minor}), {_gib(free)} of {_gib(total)} GiB free")
+        name = f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})"
+        lines.append(f"  cuda:{index} {name}, {free:.0f} of {total:.0f} GiB free")
     if not torch.cuda.is_available():
         lines.append(f"  no GPU; {os.cpu_count()} processors, {torch.get_num_threads()} threads a rank")
-    backends = ", ".join(name for name in ("nccl", "gloo") if dist.is_backend_available(name))
-    reach = f"; rank 0 {'reads' if _reaches_peers(device) else 'does not read'} the memory of other GPUs of its host"
-    return [*lines, f"messages: {backends}{reach if device.type == 'cuda' else ''}"]
+    lines.append(f"messages: {', '.join(name for name in ('nccl', 'gloo') if dist.is_backend_available(name))}")
+    settings = " ".join(f"{name}={value}" for name, value in hosts.variables().items())
+    return [*lines, f"environment: {settings or 'nothing is set'}"]
 
 
-def _describe_kernels(head_dim: int, device: torch.device) -> list[str]:
-    """The kernels that can compute such heads, and why others cannot."""
-    lines = [f"kernels for {_dtype(device)} and heads of {head_dim}, the fastest first:"]
-    kernels: dict[str, list[str]] = {}
-    for name, refusal in sorted(_explained(head_dim, device), key=lambda kernel: kernel[1] is not None):
-        kernels.setdefault(refusal or "can", []).append(name)
-    return [*lines, *(f"  {answer}: {', '.join(names)}" for answer, names in kernels.items())]
-
-
-def _reaches_peers(device: torch.device) -> bool:
-    """Whether a GPU reads the memory of all others that this process sees, and sees any."""
-    if device.type != "cuda":
-        return False
-    here = torch.cuda.current_device() if device.index is None else device.index
-    others = [index for index in range(torch.cuda.device_count()) if index != here]
-    return bool(others) and all(torch.cuda.can_device_access_peer(here, index) for index in others)
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.0f}"
+def _kernels(head_dim: int, device: torch.device) -> tuple[list[str], str]:
+    """The kernels that can compute such heads, and why others cannot; and the problem if none can."""
+    if head_dim < 1:
+        return [], f"--head-dim is {head_dim}; it must be at least 1."
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    explained = explain_kernels(KernelRequest(device.type, dtype, head_dim, head_dim))
+    names: dict[str, list[str]] = {"can": []}
+    for name, refusal in explained:
+        names.setdefault(refusal or "can", []).append(name)
+    problem = ""
+    if not names["can"]:
+        why = "; ".join(f"{name} {refusal}" for name, refusal in explained)
+        problem = f"no kernel computes {dtype} on {device.type}: {why}. Take another --head-dim."
+    lines = [f"kernels for {dtype} and heads of {head_dim}, the fastest first:"]
+    return [*lines, *(f"  {answer}: {', '.join(own)}" for answer, own in names.items() if own)], problem

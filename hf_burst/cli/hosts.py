@@ -5,8 +5,10 @@ import json
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,16 +19,28 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..errors import ConfigError
 from ..ranks.host import HOST_VARIABLE, host_id, misplaced
+from ..version import __version__
 
 SIZE_VARIABLE = "HF_BURST_SIZE"
 _PREFIXES = ("HF_BURST_", "NCCL_", "TORCH_NCCL_", "GLOO_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMP_NUM_")
-_OWN = (HOST_VARIABLE, "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")  # may well differ
-_PACKAGES = ("torch", "hf_burst", "transformers", "accelerate", "trl", "peft", "triton", "flash-attn", "flash-attn-4")
+_OWN = {HOST_VARIABLE, "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"}  # may well differ
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "trl",
+    "peft",
+    "triton",
+    "flash-attn",
+    "flash-attn-4",
+    "liger-kernel",
+)
 _CARDS = Path("/sys/class/infiniband")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _REPORTED = timedelta(minutes=2)
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)  # without addresses of a link alone (fe80)
-_SHORTEST = 60  # seconds
+_LOOPBACK = ("127.", "::1")
+_LINKED = "the number of InfiniBand cards with a link"
 
 
 @dataclass(frozen=True)
@@ -37,11 +51,11 @@ class Report:
         host (`str`): As [`host_id`] has it.
         name (`str`): What people call the host.
         backend (`str`): `"nccl"` or `"gloo"`.
-        versions (mapping from `str` to `str`): Of packages, NCCL, the driver and the GPU.
+        versions (mapping from `str` to `str`): Of packages, NCCL, the driver and the GPU; and how many cards of
+            InfiniBand or RoCE have a link.
         environment (mapping from `str` to `str`): The variables that hf_burst, torch, NCCL and accelerate read.
-        interfaces (mapping from `str` to sequence of `str`): Network interfaces that are up, and their addresses.
+        interfaces (sequence of `str`): Network interfaces that are up and have an address.
         address (`str`): The address of the host's own name, empty if it has none.
-        cards (sequence of `str`): Cards of InfiniBand or RoCE that have a link.
     """
 
     host: str
@@ -49,14 +63,13 @@ class Report:
     backend: str
     versions: Mapping[str, str]
     environment: Mapping[str, str]
-    interfaces: Mapping[str, Sequence[str]]
+    interfaces: Sequence[str]
     address: str
-    cards: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong and what to do; ranks cannot connect if it `blocks`. What is inferred from names does not block."""
+    """What is wrong and what to do; ranks cannot connect if it `blocks`."""
 
     text: str
     blocks: bool = False
@@ -64,25 +77,41 @@ class Finding:
 
 def report(backend: str) -> Report:
     """What this rank says of itself."""
-    versions = {name: _version(name) for name in _PACKAGES}
+    told = versions()
+    ports = [port for port in _CARDS.glob("*/ports/*/state") if "ACTIVE" in port.read_text()]
+    told[_LINKED] = str(len({port.parts[-4] for port in ports}))
     if torch.cuda.is_available():
-        versions |= {"NCCL": ".".join(map(str, torch.cuda.nccl.version())), "GPU": torch.cuda.get_device_name()}
-        versions["driver"] = _driver()
+        told |= {"NCCL": ".".join(map(str, torch.cuda.nccl.version())), "GPU": torch.cuda.get_device_name()}
+        told["driver"] = _driver()
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found = {
-        name: [one.address for one in addresses if one.family in _FAMILIES and not one.address.startswith("fe80")]
+    reached = {
+        name
         for name, addresses in psutil.net_if_addrs().items()
+        if any(one.family in _FAMILIES and not one.address.startswith("fe80") for one in addresses)
     }
     return Report(
         host=host_id(),
         name=os.environ.get(HOST_VARIABLE) or socket.gethostname(),
         backend=backend,
-        versions=versions,
-        environment={name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
-        interfaces={name: addresses for name, addresses in found.items() if name in up and addresses},
-        address=_own_address([address for addresses in found.values() for address in addresses]),
-        cards=_linked(),
+        versions=told,
+        environment=variables(),
+        interfaces=sorted(up & reached),
+        address=_own_address(),
     )
+
+
+def versions() -> dict[str, str]:
+    """Of hf_burst and the packages that it works with, as far as they are installed."""
+    found = {"hf_burst": __version__}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def variables() -> dict[str, str]:
+    """The variables of the environment that hf_burst, torch, NCCL and accelerate read, as they are set."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
 
 
 def gather(mine: Report, rank: int, size: int, store: Store) -> list[Report]:
@@ -103,164 +132,83 @@ def gather(mine: Report, rank: int, size: int, store: Store) -> list[Report]:
 
 def describe(reports: Sequence[Report]) -> str:
     """The hosts, in a line."""
-    names = _names(reports)
-    counted = {host: sum(one.host == host for one in reports) for host in names}
-    return f"hosts: {len(names)}, " + ", ".join(f"{counted[host]} ranks on {name}" for host, name in names.items())
+    hosts = [first.name for first in _by_rank(reports)]
+    return f"hosts: {len(set(hosts))}, {_counted(hosts, 'ranks on')}"
 
 
 def findings(reports: Sequence[Report]) -> list[Finding]:
-    """What is wrong, the worst first."""
-    found = [*_interfaces(reports), *_cards(reports), *_places(reports), *_versions(reports)]
-    found += [*_environment(reports), *_limits(reports)]
-    return sorted(found, key=lambda finding: not finding.blocks)
+    """What is wrong, first what keeps the ranks from connecting. The first rank of a host speaks for all of them."""
+    by_rank = _by_rank(reports)
+    hosts = list({first.name: first for first in by_rank}.values())
+    return [*_interfaces(hosts), *_places(by_rank), *_differences(hosts)]
 
 
-def chosen(variable: str, names: Sequence[str]) -> list[str]:
-    """The interfaces or cards that a variable of NCCL takes from those that there are: names or their beginnings, `=`
-    for whole names, `^` for all others."""
-    without, exact = variable.startswith("^"), variable.lstrip("^").startswith("=")
-    wanted = [one.split(":")[0] for one in variable.lstrip("^=").split(",") if one]
-    meant = [name for name in names if any(name == one if exact else name.startswith(one) for one in wanted)]
-    return [name for name in names if name not in meant] if without else meant
+def chosen(variable: str, names: Sequence[str], backend: str) -> list[str]:
+    """The interfaces that a variable takes from those that there are. Gloo reads whole names; NCCL reads beginnings of
+    names, with `=` whole names, and with `^` all others."""
+    whole = backend == "gloo" or "=" in variable[:2]
+    wanted = [name for name in variable.lstrip("^=").split(",") if name]
+    meant = [name for name in names if any(name == one if whole else name.startswith(one) for one in wanted)]
+    return [name for name in names if name not in meant] if variable.startswith("^") else meant
 
 
-def _interfaces(reports: Sequence[Report]) -> Iterator[Finding]:
-    """Interfaces that are not there, or that no other host reaches."""
-    names = _names(reports)
-    if len(names) == 1:
-        return
-    taken = {}
-    for host, first in _firsts(reports).items():
-        variable = "NCCL_SOCKET_IFNAME" if first.backend == "nccl" else "GLOO_SOCKET_IFNAME"
-        wanted, has = first.environment.get(variable), ", ".join(first.interfaces) or "none"
-        others = [name for name in first.interfaces if not name.startswith(("lo", "docker", "virbr"))]
-        advice = f"Set {variable} to the interface by which the other hosts reach it (it has {has})."
+def _interfaces(hosts: Sequence[Report]) -> Iterator[Finding]:
+    """Hosts that would talk by an interface that is not there, or by their loopback."""
+    for host in hosts if len(hosts) > 1 else ():
+        variable = "NCCL_SOCKET_IFNAME" if host.backend == "nccl" else "GLOO_SOCKET_IFNAME"
+        wanted, problem = host.environment.get(variable), ""
         if wanted:
-            exact = first.backend == "gloo"
-            named = [one for one in wanted.split(",") if one in first.interfaces]
-            taken[host] = named if exact else chosen(wanted, list(first.interfaces))
-            if not taken[host] or (exact and len(named) < len(wanted.split(","))):
-                del taken[host]
-                yield Finding(f"{variable} is {wanted} on {names[host]}, where no such interface is up. {advice}", True)
-                continue
-        elif first.backend == "gloo":
-            taken[host] = [name for name, addresses in first.interfaces.items() if first.address in addresses]
-            if _is_loopback(first.address) or not taken[host]:
-                del taken[host]
-                known = f"has the address {first.address}" if first.address else "has no address"
-                text = f"The name of {names[host]} {known} there, so gloo listens where no other host reaches it."
-                yield Finding(f"{text} {advice}", not first.address or _is_loopback(first.address))
-                continue
-        else:
-            infiniband = [name for name in others if name.startswith("ib")]
-            taken[host] = infiniband or others or list(first.interfaces)
-        if not [name for name in taken[host] if name in others]:
-            said = f"is {wanted}" if wanted else "is not set"
-            text = f"{variable} {said} on {names[host]}, which takes {', '.join(taken[host]) or 'no interface'}:"
-            yield Finding(f"{text} no other host reaches it by that. {advice}", taken[host] == ["lo"])
-            del taken[host]
-    used = [", ".join(sorted(interfaces)) for interfaces in taken.values()]
-    if len(set(used)) > 1:
-        values = "; ".join(f"{interfaces} on {names[host]}" for host, interfaces in zip(taken, used, strict=True))
-        yield Finding(f"Hosts talk by interfaces of different names: {values}. See that these are of one network.")
+            taken = chosen(wanted, host.interfaces, host.backend)
+            if not taken or (host.backend == "gloo" and len(taken) < len(wanted.split(","))):
+                problem = f"{variable} is {wanted} on {host.name}, where no such interface is up."
+            elif taken == ["lo"]:
+                problem = f"{variable} is {wanted} on {host.name}: no other host reaches it by its loopback."
+        elif host.backend == "gloo" and (not host.address or host.address.startswith(_LOOPBACK)):
+            known = f"has the address {host.address}" if host.address else "has no address"
+            problem = f"The name of {host.name} {known} there, so gloo listens where no other host reaches it."
+        if problem:
+            has = ", ".join(host.interfaces) or "none"
+            advice = f"Set {variable} to the interface by which the other hosts reach it (it has {has})."
+            yield Finding(f"{problem} {advice}", blocks=True)
 
 
-def _cards(reports: Sequence[Report]) -> Iterator[Finding]:
-    """Cards of InfiniBand that NCCL is told not to use, or that are not there."""
-    names, firsts = _names(reports), _firsts(reports)
-    if len(names) == 1 or all(first.backend != "nccl" for first in firsts.values()):
-        return
-    for host, first in firsts.items():
-        count, disabled = len(first.cards), first.environment.get("NCCL_IB_DISABLE", "0") not in ("", "0")
-        wanted = first.environment.get("NCCL_IB_HCA")
-        if disabled and count:
-            text = f"NCCL_IB_DISABLE is set on {names[host]}, which has InfiniBand: {', '.join(first.cards)}."
-            yield Finding(f"{text} NCCL takes slower sockets. Unset it.")
-        elif wanted and not chosen(wanted, first.cards):
-            has = ", ".join(first.cards) or "none with a link"
-            yield Finding(f"NCCL_IB_HCA is {wanted} on {names[host]}, whose cards are: {has}. Unset it, or name these.")
-        elif wanted and not wanted.startswith("^") and len(chosen(wanted, first.cards)) < count:
-            left = [card for card in first.cards if card not in chosen(wanted, first.cards)]
-            text = f"NCCL_IB_HCA is {wanted} on {names[host]}, so that {', '.join(left)} are idle."
-            yield Finding(f"{text} Unset it, unless these belong to storage.")
-    if len({len(one.cards) for one in reports}) > 1:
-        values = _apart([str(len(one.cards)) for one in reports], reports)
-        yield Finding(f"InfiniBand cards with a link: {values}. All wait for the host with the fewest: see ibstat.")
-
-
-def _places(reports: Sequence[Report]) -> Iterator[Finding]:
+def _places(by_rank: Sequence[Report]) -> Iterator[Finding]:
     """Hosts with different numbers of ranks, and groups that reach over more hosts than they must."""
-    names, size = _names(reports), reports[0].environment.get(SIZE_VARIABLE, "")
-    hosts = [names[one.host] for one in reports]
-    counts = {name: hosts.count(name) for name in hosts}
-    if len(set(counts.values())) > 1:
-        held = ", ".join(f"{count} on {name}" for name, count in counts.items())
-        yield Finding(f"Hosts have different numbers of ranks: {held}. Start as many on each, one a GPU.")
-    if size and not (size.isdecimal() and int(size) > 0 and len(reports) % int(size) == 0):
-        yield Finding(f"{SIZE_VARIABLE} is {size}, which does not divide {len(reports)} ranks. Set a divisor.")
-        return
-    problem = misplaced(hosts, int(size or len(reports)))
-    if problem:
+    size, hosts = by_rank[0].environment.get(SIZE_VARIABLE, ""), [first.name for first in by_rank]
+    if len(set(Counter(hosts).values())) > 1:
+        held = _counted(hosts, "on")
+        yield Finding(f"Hosts have different numbers of ranks: {held}. Start the same number on each, one a GPU.")
+    if size and not (size.isdecimal() and int(size) > 0 and len(hosts) % int(size) == 0):
+        yield Finding(f"{SIZE_VARIABLE} is {size}, which does not divide {len(hosts)} ranks. Set a divisor.")
+    elif problem := misplaced(hosts, int(size or len(hosts))):
         yield Finding(problem)
 
 
-def _versions(reports: Sequence[Report]) -> Iterator[Finding]:
-    for name in dict.fromkeys(name for one in reports for name in one.versions):
-        values = [one.versions.get(name, "") for one in reports]
-        if len(set(values)) > 1:
-            advice = "Use GPUs of one kind." if name == "GPU" else "Install the same on all hosts."
-            yield Finding(f"{name} differs: {_apart(values, reports)}. {advice}")
+def _differences(hosts: Sequence[Report]) -> Iterator[Finding]:
+    """Versions and variables of the environment that are not the same everywhere."""
+    advice = {"GPU": "Use GPUs of one kind.", _LINKED: "All wait for the host with the fewest: see ibstat."}
+    kinds = (("versions", "Install the same on all hosts."), ("environment", "Launch with the same on all hosts."))
+    for kind, otherwise in kinds:
+        facts = {host.name: getattr(host, kind) for host in hosts}
+        for name in sorted(set().union(*facts.values()) - _OWN):
+            places: dict[str, list[str]] = {}
+            for host, own in facts.items():
+                places.setdefault(own.get(name) or "nothing", []).append(host)
+            if len(places) > 1:
+                values = "; ".join(f"{value} on {', '.join(where)}" for value, where in places.items())
+                yield Finding(f"{name} differs: {values}. {advice.get(name, otherwise)}")
 
 
-def _environment(reports: Sequence[Report]) -> Iterator[Finding]:
-    for name in sorted({name for one in reports for name in one.environment} - set(_OWN)):
-        values = [one.environment.get(name, "") for one in reports]
-        if len(set(values)) > 1:
-            yield Finding(f"{name} differs: {_apart(values, reports)}. Launch with the same on all hosts.")
+def _by_rank(reports: Sequence[Report]) -> list[Report]:
+    """For each rank the first report of its host, by a name that no other host has."""
+    ids = [one.host for one in reports]
+    names = Counter(reports[ids.index(host)].name for host in dict.fromkeys(ids))
+    firsts = [(reports[first], first) for first in map(ids.index, ids)]
+    return [one if names[one.name] == 1 else replace(one, name=f"{one.name} (rank {first})") for one, first in firsts]
 
 
-def _limits(reports: Sequence[Report]) -> Iterator[Finding]:
-    """Settings by which ranks wait for ever, or not long enough."""
-    names = _names(reports)
-    for host, first in _firsts(reports).items():
-        if first.environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
-            text = f"TORCH_NCCL_ASYNC_ERROR_HANDLING is 0 on {names[host]}"
-            yield Finding(f"{text}: ranks would wait for ever for one that is gone. Unset it.")
-        beats = first.environment.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "")
-        if beats.isdecimal() and int(beats) < _SHORTEST:
-            text = f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC is {beats} on {names[host]}"
-            yield Finding(f"{text}: a rank that compiles or saves would be ended. Unset it, or set {_SHORTEST}.")
-
-
-def _apart(values: Sequence[str], reports: Sequence[Report]) -> str:
-    """Which value is where: hosts by name, or ranks where those of one host differ."""
-    names = _names(reports)
-    places: dict[str, list[str]] = {}
-    for rank, (value, one) in enumerate(zip(values, reports, strict=True)):
-        mates = {other for other, peer in zip(values, reports, strict=True) if peer.host == one.host}
-        place = names[one.host] if len(mates) == 1 else f"rank {rank}"
-        where = places.setdefault(value or "nothing", [])
-        if place not in where:
-            where.append(place)
-    return "; ".join(f"{value} on {', '.join(where)}" for value, where in places.items())
-
-
-def _firsts(reports: Sequence[Report]) -> dict[str, Report]:
-    """The first report of each host."""
-    firsts: dict[str, Report] = {}
-    for one in reports:
-        firsts.setdefault(one.host, one)
-    return firsts
-
-
-def _names(reports: Sequence[Report]) -> dict[str, str]:
-    """What to call each host: its name, with a rank where several have the same."""
-    firsts, hosts = _firsts(reports), [one.host for one in reports]
-    every = [first.name for first in firsts.values()]
-    return {
-        host: first.name if every.count(first.name) == 1 else f"{first.name} (rank {hosts.index(host)})"
-        for host, first in firsts.items()
-    }
+def _counted(hosts: Sequence[str], word: str) -> str:
+    return ", ".join(f"{count} {word} {host}" for host, count in Counter(hosts).items())
 
 
 def _wait(store: Store, kind: str, size: int) -> None:
@@ -275,33 +223,15 @@ def _wait(store: Store, kind: str, size: int) -> None:
         ) from problem
 
 
-def _version(name: str) -> str:
+def _own_address() -> str:
+    """The first address of the host's name, at which gloo listens; empty if it has none."""
     try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
-
-
-def _own_address(held: Sequence[str]) -> str:
-    """The first address of the host's name that an interface holds, as gloo takes it; else the first, if any."""
-    try:
-        known = [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
+        return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
     except OSError:
         return ""
-    return next((address for address in known if address in held), next(iter(known), ""))
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 def _driver() -> str:
     """The version of NVIDIA's driver, empty where it is not told."""
     told = re.search(r"Kernel Module.*?\s(\d+(\.\d+)+)\s", _DRIVER.read_text()) if _DRIVER.exists() else None
     return told[1] if told else ""
-
-
-def _linked() -> list[str]:
-    """The cards of InfiniBand or RoCE of which a port has a link."""
-    ports = sorted(_CARDS.glob("*/ports/*/state"))
-    return list(dict.fromkeys(port.parts[-4] for port in ports if "ACTIVE" in port.read_text()))

@@ -1,15 +1,10 @@
 """The processes of a launch, as `torchrun` and `accelerate launch` describe them in the environment."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from ..errors import ConfigError
-from ..ranks.group import ContextGroup
 
 
 def launched() -> tuple[int, int]:
@@ -34,31 +29,3 @@ def device_here() -> torch.device:
     forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     on_gpu = torch.cuda.is_available() and here < torch.cuda.device_count() and not forced
     return torch.device("cuda", here) if on_gpu else torch.device("cpu")
-
-
-def backend_of(device: torch.device) -> str:
-    """By what ranks with such devices communicate."""
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
-@contextmanager
-def joined(store: Store | None = None) -> Iterator[tuple[ContextGroup, torch.device]]:
-    """The ranks of a launch, joined for the time of a command, and the device of this one; or this process alone.
-    Raises as [`launched`] does.
-
-    Args:
-        store (`Store`, *optional*): By which the ranks have met already.
-    """
-    size, rank = launched()
-    device = device_here()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    joins = size > 1 and dist.is_available() and not dist.is_initialized()
-    if joins:
-        rank, size = (-1, -1) if store is None else (rank, size)  # torch finds them out where it makes the store
-        dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=size)
-    try:
-        yield ContextGroup.from_mesh(None), device
-    finally:
-        if joins:
-            dist.destroy_process_group()

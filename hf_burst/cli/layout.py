@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import get_args
 
 import numpy as np
@@ -12,7 +11,7 @@ from ..errors import ConfigError
 from ..plan import Mask, MaskPattern, Plan, Shapes, Sharding, choose_schedule, make_plan, name_of, sharding_for
 from ..plan.work import tile_pairs
 from .launch import launched
-from .tokens import tokens
+from .sequence import add_sequence, named_sequence, tokens
 
 _LENGTH = 4096  # tokens where none are given
 _POINTS = 32  # of a picture, along each side
@@ -26,10 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--mask", choices=("causal", "full"), default="causal", help="(default %(default)s)")
     parser.add_argument("--window", type=tokens, help="earlier tokens that a query sees (default all)")
-    length = f"tokens of all ranks, such as 4096, 128k or 1M (default {_LENGTH}, or those of the documents)"
-    parser.add_argument("--length", type=tokens, help=length)
-    documents = "lengths of packed documents, one after the other"
-    parser.add_argument("--documents", type=tokens, nargs="+", metavar="TOKENS", help=documents)
+    add_sequence(parser, f" (default {_LENGTH}, or those of the documents)")
     parser.add_argument("--ranks", type=int, default=4, help="ranks that share the sequence (default %(default)s)")
     parser.add_argument("--ranks-per-host", type=int, help="ranks on one host (default all)")
     parser.add_argument("--chunking", choices=get_args(Chunking), default="balanced", help="(default %(default)s)")
@@ -44,7 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     if rank:
         return 0
     _check(arguments)
-    ranks, per_host, mask = arguments.ranks, arguments.ranks_per_host or arguments.ranks, _mask(arguments)
+    ranks, per_host = arguments.ranks, arguments.ranks_per_host or arguments.ranks
+    length, documents = named_sequence(arguments)
+    mask = Mask(_LENGTH if length is None else length, arguments.mask == "causal", arguments.window, documents)
     sharding = sharding_for((mask.documents,), {MaskPattern(mask.causal, mask.window): 1}, ranks, arguments.chunking)
     shapes = Shapes(arguments.q_heads, arguments.kv_heads, 128, 128, 2, 4)
     choice = choose_schedule((mask,), sharding, shapes, per_host)
@@ -82,22 +80,12 @@ def _asked(arguments: argparse.Namespace, ranks: int) -> Schedule:
     return schedule if ranks > 1 else Schedule()
 
 
-def _mask(arguments: argparse.Namespace) -> Mask:
-    """The mask that is asked for."""
-    length, sizes = arguments.length, arguments.documents or ()
-    if sizes and length not in (None, sum(sizes)):
-        raise ConfigError(f"--documents have {sum(sizes)} tokens together and --length is {length}; give one.")
-    length = sum(sizes) if sizes else _LENGTH if length is None else length
-    documents = tuple(accumulate(sizes, initial=0)) if sizes else ()
-    return Mask(length, arguments.mask == "causal", arguments.window, documents)
-
-
 def describe(plan: Plan, sharding: Sharding) -> str:
     """A table of the tokens and the work of every rank, and of its work by step, and how even that is.
 
     Args:
         plan ([`Plan`]): The plan of the ring ranks.
-        sharding ([`Sharding`]): Who holds what, as many neighbours of a ring rank each as exchange heads.
+        sharding ([`Sharding`]): Who holds what. Neighbours that exchange heads are one rank of the ring.
     """
     ranks, work, ulysses = plan.ranks, steps_of(plan), sharding.ranks // plan.ranks
     total = sum(map(sum, work))

@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Collection
 from dataclasses import replace
 from difflib import get_close_matches
-from itertools import accumulate
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -13,14 +12,14 @@ from ..config import Memory
 from ..errors import ConfigError, ShardingError
 from ..layers.host_limits import gpus_of_host, host_memory
 from ..plan import Mask, name_of
-from ..sizing.gpus import DATA_SHEETS, HOST_MEMORY, Capacity, DataSheet, capacity_of, data_sheet, gpu_named
+from ..sizing.gpus import DATA_SHEETS, Capacity, DataSheet, capacity_of, gpu_named
 from ..sizing.memory_rule import HOST_ROOM, SETTINGS, Fit, fit, longest
 from ..sizing.model import ModelSize, Sharded, Training, Weights
 from ..sizing.seconds import StepSeconds, estimate_seconds, step_flops
 from ..sizing.shapes import SHAPES
 from ..sizing.spread import Spread, spread_of
 from .launch import launched
-from .tokens import tokens
+from .sequence import add_sequence, named_sequence
 
 _MODEL = (
     "a name on the hub, a folder or config.json of a model, a class of Transformers, or without a network one of "
@@ -40,9 +39,7 @@ _LEGEND = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--model", help=_MODEL)
-    parser.add_argument("--length", type=tokens, help="tokens of a sequence, such as 4096, 128k or 1M")
-    documents = "lengths of packed documents, one after the other"
-    parser.add_argument("--documents", type=tokens, nargs="+", metavar="TOKENS", help=documents)
+    add_sequence(parser)
     parser.add_argument("--gpus", type=int, help="(default those of this host, or 8)")
     machine = f"{', '.join(DATA_SHEETS)} (default the GPUs of this host, or h200)"
     parser.add_argument("--machine", help=machine)
@@ -74,11 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if not arguments.model:
         raise ConfigError("hf-burst plan needs --model. Which rank computes what is shown by hf-burst layout.")
-    length, documents = _sequence(arguments)
+    length, documents = named_sequence(arguments)
+    if length is None:
+        raise ConfigError("--model needs --length, the tokens of a sequence, or --documents.")
+    mask = Mask(length, documents=documents)  # raises for what is no sequence
     sheet, capacity, gpus = find_gpus(arguments)
     model = find_model(arguments.model, arguments.trust_remote_code)
     settings = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
-    training = _training(arguments, length, gpus, documents, settings)
+    training = _training(arguments, mask, gpus, settings)
     fixed = SETTINGS if settings else ()  # a Memory of the user's leaves nothing to the rule
     rows = divisions(model, training, sheet, capacity, fixed)
     fitting = [row for row in rows if row.fit.fits]
@@ -86,7 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
     lines = [*_assumptions(model, training, sheet, capacity), "", *_table(rows, best, sheet), *_LEGEND]
     lines += ["", *_details(best or rows[0], capacity)]
     if best is None:
-        lines.append(_advice(training, capacity))
+        gpu, host = capacity.gpu_memory / 2**30, capacity.host_memory / 2**30
+        less = "" if training.weights == "4bit" else " or --qlora" if training.lora else " or --lora"
+        limits = f"{gpu:.0f} GiB and {HOST_ROOM:.0%} of the host's {host:.0f}"
+        lines.append(f"None fits into {limits}. Give more --gpus, fewer tokens{less}.")
     if not documents[2:]:
         most = longest(model, rows[0].fit.training, capacity, fixed)
         lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs.")
@@ -94,22 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if best else 1
 
 
-def _sequence(arguments: argparse.Namespace) -> tuple[int, tuple[int, ...]]:
-    """Tokens of a sequence, and the boundaries of its documents; none for a whole one."""
-    length, sizes = arguments.length, arguments.documents or ()
-    if length is None and not sizes:
-        raise ConfigError("--model needs --length, the tokens of a sequence, or --documents.")
-    if sizes and length not in (None, sum(sizes)):
-        raise ConfigError(f"--documents have {sum(sizes)} tokens together and --length is {length}; give one.")
-    documents = tuple(accumulate(sizes, initial=0)) if sizes else ()
-    mask = Mask(sum(sizes) if sizes else length, documents=documents)  # raises for what is no sequence
-    return mask.length, mask.documents
-
-
-def _training(
-    arguments: argparse.Namespace, length: int, gpus: int, documents: tuple[int, ...], settings: dict[str, Any]
-) -> Training:
-    """The training that is asked for, whose sequences all GPUs share."""
+def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: dict[str, Any]) -> Training:
+    """The training that is asked for, with sequences that all GPUs share."""
     rank = arguments.lora if arguments.qlora is None else arguments.qlora
     if rank is not None and rank < 1:
         option = "--lora" if arguments.qlora is None else "--qlora"
@@ -118,7 +107,7 @@ def _training(
         raise ConfigError("--qlora has adapters in fp32. Leave out --weights bf16.")
     weights: Weights = "4bit" if arguments.qlora else arguments.weights or "bf16"
     options = {name: getattr(arguments, name) for name in ("sharded", "checkpointing", "fused", "expandable_segments")}
-    return Training(length, gpus, gpus, documents, weights=weights, lora=rank or 0, **options, **settings)
+    return Training(mask.length, gpus, gpus, mask.documents, weights=weights, lora=rank or 0, **options, **settings)
 
 
 def find_model(name: str, trust_remote_code: bool) -> ModelSize:
@@ -137,6 +126,8 @@ def find_model(name: str, trust_remote_code: bool) -> ModelSize:
 def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:
     """The GPUs that are named, or those of this host, or H200s: their data sheet, what they and their hosts hold, and
     how many there are."""
+    from ..hf.parts.memory import gpu_memory  # which takes seconds to import
+
     here = torch.cuda.device_count()
     gpus = (here or 8) if arguments.gpus is None else arguments.gpus
     per_host = arguments.gpus_per_host
@@ -146,28 +137,17 @@ def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:
         raise ConfigError(f"--gpus is {gpus} and --gpus-per-host {per_host}; give at least 1.")
     if gpus > per_host and gpus % per_host:
         raise ConfigError(f"{gpus} GPUs do not lie on hosts of {per_host} each: give --gpus-per-host that divides.")
-    if arguments.machine or not here:
-        sheet = gpu_named(arguments.machine or "h200")
-        capacity = capacity_of(sheet, HOST_MEMORY, per_host)
-    else:
-        sheet, capacity = _gpus_here(per_host)
+    sheet = gpu_named(arguments.machine or (torch.cuda.get_device_name(0) if here else "h200"))
+    capacity = capacity_of(sheet, ranks_per_host=per_host)
+    if here and not arguments.machine:
+        device = torch.device("cuda", 0)
+        share = host_memory()[0] // max(per_host, gpus_of_host(device))
+        capacity = Capacity(gpu_memory(device), share, per_host)
     if arguments.host_memory is not None:
         if not 0 <= arguments.host_memory < 2**30:
             raise ConfigError(f"--host-memory is {arguments.host_memory}; give the GiB of a host for each of its GPUs.")
         capacity = replace(capacity, host_memory=int(arguments.host_memory * 2**30))
     return sheet, capacity, gpus
-
-
-def _gpus_here(per_host: int) -> tuple[DataSheet, Capacity]:
-    """The first GPU of this host, and what it and the host hold."""
-    from ..hf.parts.memory import gpu_memory
-
-    device = torch.device("cuda", 0)
-    name = torch.cuda.get_device_name(device)
-    sheet = data_sheet(name)
-    if sheet is None:
-        raise ConfigError(f"There is no data sheet of {name}. Give --machine, one of {', '.join(DATA_SHEETS)}.")
-    return sheet, Capacity(gpu_memory(device), host_memory()[0] // max(per_host, gpus_of_host(device)), per_host)
 
 
 class Division(NamedTuple):
@@ -197,7 +177,7 @@ def divisions(
                 how, per_host = chosen.training, capacity.ranks_per_host
                 seconds = estimate_seconds(model, how, sheet, per_host)
                 rows.append(Division(chosen, seconds, step_flops(model, how), spread_of(model, how, per_host)))
-            except ShardingError:  # too short for so many
+            except ShardingError:  # too short for this number of ranks
                 continue
     if not rows:
         raise ConfigError(f"--length {training.length} is too short for any of {training.gpus} GPUs.")
@@ -256,14 +236,6 @@ def _schedule(row: Division) -> str:
         return "-"
     attention = [name_of(row.spread.schedule, ranks)] if row.seconds.attention else []
     return ", ".join(attention + ([row.spread.recurrence] if row.spread.recurrence else []))
-
-
-def _advice(training: Training, capacity: Capacity) -> str:
-    """What to do where nothing fits."""
-    gpu, host = capacity.gpu_memory / 2**30, capacity.host_memory / 2**30
-    less = "" if training.weights == "4bit" else " or --qlora" if training.lora else " or --lora"
-    limits = f"{gpu:.0f} GiB and {HOST_ROOM:.0%} of the host's {host:.0f}"
-    return f"None fits into {limits}. Give more --gpus, fewer tokens{less}."
 
 
 def _details(row: Division, capacity: Capacity) -> list[str]:

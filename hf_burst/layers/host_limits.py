@@ -1,4 +1,4 @@
-"""How much of its host's memory a process may take: within its control groups, and beside the host's other GPUs."""
+"""How much memory of its host a process may take: within its control groups, with a share for each GPU."""
 
 import contextlib
 import os
@@ -24,8 +24,8 @@ def processes() -> int:
 
 
 def share_of_host(device: torch.device) -> int:
-    """Bytes of host memory that a process may plan with: an equal part for each GPU of the host, so that jobs beside
-    this one keep theirs, and no more than is available for each process of this job."""
+    """Bytes of host memory that a process may plan with: an equal part for each GPU of the host, so that other jobs
+    keep theirs, and no more than is available for each process of this job."""
     total, available = host_memory()
     return min(total // max(processes(), gpus_of_host(device)), available // processes())
 

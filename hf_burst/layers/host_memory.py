@@ -65,20 +65,20 @@ class HostMemory:
 
     @property
     def most(self) -> int:
-        """Bytes that there are or were asked for, and those that the host has beside them for this process."""
+        """Bytes that there are or were asked for, and those that the host still has for this process."""
         ahead = self._ahead
         left = host_memory()[1] // processes() - ahead.unmade * self.block_bytes
         return self.size + ahead.pending * self.block_bytes + max(0, left)
 
     def reserve(self, size: int, most: int | None = None) -> None:
-        """Sees to it that so many bytes are there in all, or will be when they are taken.
+        """Makes sure that `size` bytes are there in all, or will be when they are taken.
 
         Args:
             size (`int`): How many.
             most (`int`, *optional*): How many the host may be asked for; `self.most` by default.
 
         Raises:
-            ConfigError: If the host has not as many.
+            ConfigError: If the host has less.
             KernelError: If the driver refuses to page-lock.
         """
         taken = self.size + self._ahead.pending * self.block_bytes
@@ -94,7 +94,7 @@ class HostMemory:
             self._lock(1)  # a driver that page-locks nothing refuses here, where all ranks can be told
 
     def take(self, size: int) -> list[Page]:
-        """Pages for so many bytes.
+        """Pages for `size` bytes.
 
         Raises:
             KernelError: If there is no more memory.
@@ -157,7 +157,7 @@ class _Ahead:
         return self.pending - self._made.qsize()
 
     def ask(self, blocks: int) -> None:
-        """Has so many blocks made, soon."""
+        """Has blocks made, soon."""
         if blocks <= 0:
             return
         most = max(1, min(_MAKERS, _cores() // processes())) if _locks(self.device) else 0
@@ -166,13 +166,12 @@ class _Ahead:
             self._waiting += blocks
             starting = max(0, min(self._waiting, most - self._threads))
             self._threads += starting
-        for index in range(starting):
+        for _ in range(starting):
             try:
-                Thread(target=self._make, name="hf_burst host memory").start()
+                Thread(target=self._make_all, name="hf_burst host memory").start()
             except RuntimeError:  # no thread is left for us: who takes a block makes it
                 with self._lock:
-                    self._threads -= starting - index
-                return
+                    self._threads -= 1
 
     def take(self) -> Tensor:
         """The next block. Waits until it is made, or makes it.
@@ -183,8 +182,8 @@ class _Ahead:
         Raises:
             KernelError: If there is no memory for it.
         """
-        if not self._made.qsize() and self._begins():
-            self._make_one()
+        if not self._made.qsize():
+            self._make_next()
         made = self._made.get()
         self.pending -= 1
         if isinstance(made, KernelError):
@@ -202,22 +201,21 @@ class _Ahead:
             self._ended = True
         with contextlib.suppress(Empty):
             while True:
-                self._give_back(self._made.get_nowait())
+                _unlock(self._made.get_nowait(), self.device)
 
-    def _begins(self) -> bool:
-        """Whether a block waits, which the caller is to make."""
-        with self._lock:
-            self._waiting -= (begins := self._waiting > 0 and not self._ended)
-        return begins
-
-    def _make(self) -> None:
+    def _make_all(self) -> None:
         """What a thread does. The interpreter waits for it at its end, which is when the main thread has ended."""
-        while main_thread().is_alive() and self._begins():
-            self._make_one()
+        while main_thread().is_alive() and self._make_next():
+            pass
         with self._lock:
             self._threads -= 1
 
-    def _make_one(self) -> None:
+    def _make_next(self) -> bool:
+        """Makes a block that nobody has begun; whether there was one."""
+        with self._lock:
+            if self._ended or not self._waiting:
+                return False
+            self._waiting -= 1
         made: Tensor | Exception
         try:
             made = _new_block(self.size, self.device)
@@ -227,12 +225,9 @@ class _Ahead:
         with self._lock:
             if not self._ended:
                 self._made.put(made)
-                return
-        self._give_back(made)
-
-    def _give_back(self, made: Tensor | Exception) -> None:
-        if isinstance(made, Tensor):
-            _unlock(made, self.device)
+                return True
+        _unlock(made, self.device)
+        return False
 
 
 def check_unchanged(tensor: Tensor, version: int) -> None:
@@ -277,9 +272,9 @@ def _page_lock(memory: Tensor, device: torch.device) -> None:
         )
 
 
-def _unlock(memory: Tensor, device: torch.device) -> None:
-    """Gives memory that was page-locked back, after the copies that are under way."""
-    if not _locks(device):
+def _unlock(memory: Tensor | Exception, device: torch.device) -> None:
+    """Gives memory back that was page-locked, if any was, after the copies that are under way."""
+    if not _locks(device) or isinstance(memory, Exception):
         return
     torch.cuda.synchronize(device)
     driver: Any = torch.cuda.cudart()

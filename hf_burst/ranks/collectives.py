@@ -13,18 +13,18 @@ from .group import ContextGroup
 from .layout import SequenceLayout
 
 
-def all_gather(tensor: Tensor, group: ContextGroup, kept: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
-    """The tensors of all ranks, of one shape. On the way back, the gradients of all ranks for a tensor are summed.
-    With what was `kept` of an earlier call for the same tensor, nothing is sent forward."""
-    return _AllGather.apply(tensor, group, kept) if group.size > 1 else (tensor,)
+def all_gather(tensor: Tensor, group: ContextGroup, saved: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
+    """The tensors of all ranks, of one shape. The backward pass sums the gradients of all ranks for a tensor. If
+    `saved` is given, the result of an earlier call for the same tensor, returns it without communicating."""
+    return _AllGather.apply(tensor, group, saved) if group.size > 1 else (tensor,)
 
 
 @torch.compiler.disable
 def group_loss(local_sum: Tensor, weight: Tensor | float, group: ContextGroup) -> Tensor:
     """The loss of the whole batch from each rank's sum: the same value on every rank of the group.
 
-    Its gradient is `size` times that of this rank's part, since data-parallel wrappers average gradients over all
-    ranks, of which those of a group hold one batch.
+    Its gradient is `size` times that of this rank's part, because data-parallel wrappers average gradients over all
+    ranks, while the `size` ranks of a group hold one batch.
 
     Args:
         local_sum (`torch.Tensor`, scalar): Sum over this rank's tokens.
@@ -73,10 +73,10 @@ class _AllGather(torch.autograd.Function):
     """The tensors of all ranks; backward, the sum over the ranks of the gradients of this rank's tensor."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ContextGroup, kept: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, tensor: Tensor, group: ContextGroup, saved: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
         ctx.group = group
-        if kept is not None:
-            return tuple(shard.detach() for shard in kept)
+        if saved is not None:
+            return tuple(shard.detach() for shard in saved)
         shards = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(group.size)]
         dist.all_gather(shards, tensor.contiguous(), group=group.process_group)
         return tuple(shards)
@@ -90,7 +90,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _GroupSum(torch.autograd.Function):
-    """A sum over the group, whose gradient is that of this rank's part times the size of the group."""
+    """A sum over the group. Its gradient is that of this rank's part, times the size of the group."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: ContextGroup) -> Tensor:

@@ -1,13 +1,13 @@
-"""How ranks agree without a word on the users' process groups, where it could meet one of theirs.
+"""How ranks agree before a pass, by a gloo group of its own next to each process group of the user.
 
-A rank that alone calls the model waits here, for ranks that may be in any collective of a user's. On one group the two
-would pair: gloo ends a process whose message is shorter than what came, and else our numbers would be its data. So
-agreements have a group of gloo's beside each group of ranks, on GPUs as well: they are some numbers of the host, a
-communicator of NCCL takes GPU memory, and gloo knows at once of a rank that was killed.
+The agreement cannot use the user's group. A rank that alone calls the model waits in the agreement, while other ranks
+may be in any collective of the user, and on one group the two would pair: the user would receive our numbers as data.
+Gloo serves ranks on GPUs too, because an agreement is a few numbers of the host, a communicator of NCCL takes GPU
+memory, and gloo notices at once that a rank was killed.
 
-Messages of a pass, such as those of the ring, travel on the users' group all the same. Each comes after the agreement
-of its pass, which no rank leaves before all have come to it. Until the pass is over every rank runs the same code of
-ours in the same order, so no collective of a user's lies between; and a rank that fails in the middle is told of.
+Messages of a pass, such as those of the ring, do use the user's group. No rank leaves the agreement of a pass before
+all have come to it, and until the pass is over every rank runs our code in the same order. So no collective of the user
+can come between, and the watch tells the others of a rank that fails in the middle.
 """
 
 import ipaddress

@@ -136,8 +136,8 @@ class ContextGroup:
         return ContextGroup.from_mesh(group)
 
     def gather(self, mine: Any, device: torch.device, doing: str) -> list[Any]:
-        """What every rank holds, in rank order: any objects. All ranks call this at the same time, as [`agree`] beside
-        the messages of the process group.
+        """What every rank holds, in rank order: any objects. All ranks call this at the same time. It sends nothing on
+        the process group itself, as [`agree`].
 
         Args:
             mine (`Any`): What this rank holds.

@@ -26,7 +26,7 @@ class SequenceLayout:
         real (`tuple[tuple[int, int], ...]`, defaults to all): For each row, the tokens `[start, stop)` that are not
             padding. What stands before them is a document of its own and sees nothing.
         boundaries (`tuple[int, ...]`, defaults to equal chunks): Cumulative boundaries of the chunks. Every rank holds
-            as many tokens.
+            the same number of tokens.
     """
 
     length: int
@@ -61,7 +61,8 @@ class SequenceLayout:
             documents (sequence of `tuple[int, ...]`): Cumulative boundaries of the documents of each row.
             ranks (`int`): Ranks of the group.
             chunking (`str` or sequence of `int`, defaults to `"balanced"`): Which rank owns which chunk, as in
-                [`BurstConfig`]; or the owner of each of the equal chunks, as many for every rank.
+                [`BurstConfig`]; or the owner of each of the equal chunks; every rank owns the
+                same number.
             real (`tuple[tuple[int, int], ...]`, defaults to all): The tokens of each row that are not padding.
             patterns (mapping from [`MaskPattern`] to `int`, *optional*): How many layers have which pattern, for the
                 balance. By default all are causal and see whole documents.
@@ -72,7 +73,7 @@ class SequenceLayout:
         Raises:
             BatchError: If the batch is empty.
             ConfigError: If there is no such chunking.
-            ShardingError: If owners do not give every rank as many chunks.
+            ShardingError: If owners do not give every rank the same number of chunks.
         """
         if not documents or documents[0][-1] < 1:
             raise BatchError(f"The batch is empty: {len(documents)} sequences. Give at least one token.")
@@ -132,8 +133,8 @@ class SequenceLayout:
 
     @lru_cache(maxsize=64)  # noqa: B019, since layouts are values
     def beginning(self, share: float) -> "SequenceLayout | None":
-        """The layout of the first part of the sequence, of which every rank holds as many tokens, its first ones;
-        `None` if it cannot be cut there."""
+        """The layout of the first part of the sequence: on every rank its first tokens, the same number on each. `None`
+        if it cannot be cut there."""
         chunks = round(len(self.owners) * share)
         owners, length = self.owners[:chunks], self.length // len(self.owners) * chunks
         even = len({owners.count(rank) for rank in range(self.ranks)}) == 1

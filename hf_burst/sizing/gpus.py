@@ -38,7 +38,6 @@ class DataSheet(NamedTuple):
     link: float  # bytes/s to the other GPUs of a host, each way
     host: float = 64e9  # bytes/s to the host, each way
     kernel: str = "flash_attn_4"
-    source: str = "NVIDIA's data sheet; memory about what torch reports"
 
     @property
     def rates(self) -> str:
@@ -48,14 +47,14 @@ class DataSheet(NamedTuple):
         return "rates of its data sheet, at the shares that H200s reached of theirs"
 
 
-_SEEN = "NVIDIA's data sheet; memory by torch.cuda.mem_get_info on one"
+# From NVIDIA's data sheets. Memory is what torch.cuda.mem_get_info told on an H200 and an H100 SXM, else about that.
 # PCIe is counted as x16 of its generation; where GPUs have nothing else, hosts copy for them. NVLink bridges, which
 # join two or four of a host's cards, are not counted.
 DATA_SHEETS = {
     "b200": DataSheet("NVIDIA B200", 178, 8.0e12, 2250e12, 900e9),
-    "h200": DataSheet("NVIDIA H200", 139.8, 4.8e12, 989e12, 450e9, source=_SEEN),
+    "h200": DataSheet("NVIDIA H200", 139.8, 4.8e12, 989e12, 450e9),
     "h200-nvl": DataSheet("NVIDIA H200 NVL", 139.8, 4.8e12, 835e12, 64e9),
-    "h100": DataSheet("NVIDIA H100 SXM", 79.2, 3.35e12, 989e12, 450e9, source=_SEEN),
+    "h100": DataSheet("NVIDIA H100 SXM", 79.2, 3.35e12, 989e12, 450e9),
     "h100-nvl": DataSheet("NVIDIA H100 NVL", 93.1, 3.9e12, 835e12, 64e9),
     "h100-pcie": DataSheet("NVIDIA H100 PCIe", 79.2, 2.0e12, 756e12, 64e9),
     "a100": DataSheet("NVIDIA A100 SXM 80GB", 79.3, 2.04e12, 312e12, 300e9, 32e9, "flash_attn_2"),
@@ -83,7 +82,7 @@ def gpu_named(name: str) -> DataSheet:
     sheet = data_sheet(name)
     if sheet is None:
         near = "".join(f" Did you mean {match}?" for match in get_close_matches(name.lower(), DATA_SHEETS, n=1))
-        raise ConfigError(f"No machine is called {name!r}.{near} Known are {', '.join(DATA_SHEETS)}.")
+        raise ConfigError(f"No machine is called {name!r}.{near} Known are {', '.join(DATA_SHEETS)}. Name one of them.")
     return sheet
 
 

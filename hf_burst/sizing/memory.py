@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any
 
 from .gpus import Capacity
 from .model import ModelSize, Training, keeping
@@ -33,7 +32,7 @@ class MemoryEstimate:
         exchange (`float`): Buffers through which ranks exchange blocks.
         gaps (`float`): What torch's allocator holds beyond its tensors, and what these formulas may miss.
         outside (`float`): What CUDA, NCCL, and kernels that are being tuned take outside of the allocator.
-        host (`float`): Bytes of the host's memory, beside those of the GPU.
+        host (`float`): Bytes of the host's memory, not counted in `total`.
         moment (`str`): When that is.
     """
 
@@ -69,7 +68,7 @@ class MemoryEstimate:
 
     @property
     def tensors(self) -> float:
-        """What torch's allocator counts as allocated; symmetric buffers lie beside it."""
+        """What torch's allocator counts as allocated; symmetric buffers are not."""
         return self.total - self.exchange - self.gaps - self.outside
 
 
@@ -79,7 +78,7 @@ _ITEMS = tuple(item.name for item in fields(MemoryEstimate) if item.name not in 
 def estimate_memory(
     model: ModelSize, training: Training, capacity: Capacity, held: float | None = None
 ) -> MemoryEstimate:
-    """Predicts the most memory that a GPU takes in a step, see [`memory_of_step`], and what is taken beside tensors.
+    """Predicts the most memory that a GPU takes in a step, see [`memory_of_step`], and what tensors do not take.
 
     Args:
         model ([`ModelSize`]): What is trained.
@@ -88,25 +87,14 @@ def estimate_memory(
         held (`float`, *optional*): Bytes of a GPU that stay from step to step, if they are known better than by the
             sizes: weights, the optimizer, and what CUDA takes.
     """
-    at_loss, moments = _moments(model, training, capacity)
-
-    def more(changes: dict[str, Any]) -> float:
-        """Bytes beyond those at the loss."""
-        return sum(value - getattr(at_loss, name) for name, value in changes.items() if name != "moment")
-
-    most = replace(at_loss, **max(moments, key=more))
+    most = max(memory_of_step(model, training, capacity), key=lambda moment: moment.total)
     if capacity.on_gpu:
+        share, of_gradients, of_shards = _GAPS_EXPANDABLE if training.expandable_segments else _GAPS
+        gradients = training.trained(model) * training.number / training.shards
+        gaps = share * (most.tensors - most.held) + gradients * (of_shards if training.shards > 1 else of_gradients)
         outside = outside_of_torch(training.gpus) + (TUNING if model.recurrent else 0.0)
-        most = replace(most, gaps=_gaps(model, training, most), outside=outside)
+        most = replace(most, gaps=gaps, outside=outside)
     return most if held is None else replace(most, weights=held, optimizer=0.0)
-
-
-def _gaps(model: ModelSize, training: Training, memory: MemoryEstimate) -> float:
-    """Bytes that torch's allocator holds beyond its tensors, and that formulas miss."""
-    share, of_gradients, of_shards = _GAPS_EXPANDABLE if training.expandable_segments else _GAPS
-    gradients = training.trained(model) * training.number / training.shards
-    comes_and_goes = memory.tensors - memory.held
-    return share * comes_and_goes + gradients * (of_shards if training.shards > 1 else of_gradients)
 
 
 def outside_of_torch(gpus: int) -> float:
@@ -123,12 +111,6 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
         training ([`Training`]): How.
         capacity ([`Capacity`]): On what.
     """
-    at_loss, moments = _moments(model, training, capacity)
-    return [replace(at_loss, **changes) for changes in moments]
-
-
-def _moments(model: ModelSize, training: Training, capacity: Capacity) -> tuple[MemoryEstimate, list[dict[str, Any]]]:
-    """The memory at the loss, and what is other at each moment, that one first."""
     number, trained, tokens = training.number, training.trained(model), training.tokens
     learns, shards, table = not training.lora, training.shards, model.vocabulary * model.hidden
     gradients, sharded = trained * number / shards, shards > 1
@@ -138,7 +120,7 @@ def _moments(model: ModelSize, training: Training, capacity: Capacity) -> tuple[
     unit = 2 * (model.weights - model.unused - table) / model.layers  # bytes of a layer in bf16
     states = tokens * model.hidden
     most = max(max(1, min(4, _MOST_LOGITS // states)) * states, _LOGITS) if training.fused else _PLAIN_LOGITS
-    # torch alone has three copies of logits in fp32 beside those in bf16
+    # torch alone has three copies of logits in fp32, and those in bf16
     logits = (2 if training.fused else 14) * min(tokens * model.vocabulary, most)
     layers, leaving = model.layers if training.checkpointing else 0, training.offloaded(model)
     kept_input, kept_attention = training.kept(model)
@@ -157,7 +139,7 @@ def _moments(model: ModelSize, training: Training, capacity: Capacity) -> tuple[
         host=training.host_bytes(model),
         moment="the loss",
     )
-    moments: list[dict[str, Any]] = [{}]
+    moments = [at_loss]
     first = table * number / shards if learns else 0.0
     between = gradients - first * (1 if model.tied else 2)  # those of the embeddings come behind those of all layers
     counts = _by_layer(layers, leaving, training.layers_per_checkpoint) if layers else ((0, 0, 0),) * model.layers
@@ -166,28 +148,33 @@ def _moments(model: ModelSize, training: Training, capacity: Capacity) -> tuple[
         inputs, attentions, again = counts[layer - 1]
         names = {model.layers: "of the last layer", 1: "of the first layer"}
         moments.append(
-            {
-                "gradients": buckets + first + done * between,
+            replace(
+                at_loss,
+                gradients=buckets + first + done * between,
                 # layers that were computed again for the input of the next one are still together
-                "gathered": 2 * unit * (1 + learns + again) + 2 * table if sharded else 0.0,
-                "layer_inputs": inputs * kept_input,
-                "attention": attentions * attending * kept_attention,
-                "activations": every * layer / model.layers + one,
-                "loss": 0.0,
-                "moment": f"the backward pass {names.get(layer, f'of layer {layer}')}",
-            }
+                gathered=2 * unit * (1 + learns + again) + 2 * table if sharded else 0.0,
+                layer_inputs=inputs * kept_input,
+                attention=attentions * attending * kept_attention,
+                activations=every * layer / model.layers + one,
+                loss=0.0,
+                moment=f"the backward pass {names.get(layer, f'of layer {layer}')}",
+            )
         )
     if learns:  # when all layers are behind
         moments.append(
-            {
-                **dict.fromkeys(("layer_inputs", "attention", "loss", "states"), 0.0),
-                "gradients": buckets + gradients,
-                "gathered": 4.0 * table if sharded else 0.0,
-                "activations": 2.0 * states,
-                "moment": "the backward pass of the embeddings",
-            }
+            replace(
+                at_loss,
+                layer_inputs=0.0,
+                attention=0.0,
+                loss=0.0,
+                states=0.0,
+                gradients=buckets + gradients,
+                gathered=4.0 * table if sharded else 0.0,
+                activations=2.0 * states,
+                moment="the backward pass of the embeddings",
+            )
         )
-    return at_loss, moments
+    return moments
 
 
 @lru_cache(maxsize=1024)
@@ -197,7 +184,7 @@ def _by_layer(layers: int, leaving: int, per_checkpoint: int) -> tuple[tuple[int
     kept = [keeping(first, layers, per_checkpoint) for first in range(layers + 1)]
 
     def start(index: int) -> int:
-        """The layer whose input that of another one is computed from."""
+        """The layer with the input from which that of another one is computed."""
         while kept[index + 1] == kept[index]:
             index -= 1
         return index
@@ -213,7 +200,7 @@ def _by_layer(layers: int, leaving: int, per_checkpoint: int) -> tuple[tuple[int
 
 
 def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: bool) -> tuple[float, float]:
-    """Bytes of activations: of the layer whose backward pass runs, with their gradients; and what all layers keep."""
+    """Bytes of activations: those of the layer that runs backward, with their gradients; and what all layers keep."""
     tokens, fused = training.tokens, training.fused
     elsewhere = model.queries if training.checkpointing and training.attention_keep == 1 else 0
     mixing = max([2 * (model.queries + model.keys) - elsewhere, *(size.elements for size in model.recurrent)])
@@ -225,13 +212,13 @@ def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: b
     if training.in_tiles:  # a tile, the gradient of all of its input, and weights of 4 bits or gradients of others
         one -= 2 * (tokens - training.tiled_mlp) * inner - 2 * tokens * model.hidden
         one += 2 * model.mlp if training.weights == "4bit" else 0 if training.lora else 4 * model.mlp
-        if training.wide_states:  # a tile's gradients beside their sums, and casts of weights and gradients
+        if training.wide_states:  # a tile's gradients next to their sums, and casts of weights and gradients
             one += 8 * model.mlp
     if model.norms and not fused:  # the backward pass of a norm, in fp32
         one = max(one, 2.0 * tokens * (row - 4 * model.inner + 8 * model.hidden))
     if model.patterns:
         one = max(one, _attention_backward(model, training, spread, on_gpu))
-    for size in model.recurrent:  # beside them its input and the gradient of its output
+    for size in model.recurrent:  # and its input and the gradient of its output
         one = max(one, 2.0 * tokens * (size.backward_elements + 2 * model.hidden))
     mean = kept_by_layer(model, fused) + model.hidden
     mean -= model.inner * (3 if fused else 4) if training.in_tiles else 0
@@ -256,7 +243,7 @@ def _attention_backward(model: ModelSize, training: Training, spread: Spread, on
 
 
 def kept_by_layer(model: ModelSize, fused: bool, mixing: float | None = None) -> float:
-    """Elements of a token that a layer keeps for its backward pass, beside its input: what norms and products are
+    """Elements of a token that a layer keeps for its backward pass, its input apart: what norms and products are
     given, what its attention or recurrence keeps (`mixing`; by default the mean of all layers), and for SwiGLU both
     halves; without Liger's kernels also its sigmoid, and norms in fp32."""
     if mixing is None:

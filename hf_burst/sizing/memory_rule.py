@@ -1,7 +1,7 @@
 """Which settings let a training step fit into memory: the rule behind `BurstConfig(memory="auto")`.
 
 A step that fits as it is stays as it is. Otherwise settings are added, one after another, until it fits: checkpointed
-layers wait on the host, as many as its memory takes; then MLPs are computed in tiles and attention in groups of heads;
+layers wait on the host, as far as its memory reaches; then MLPs are computed in tiles and attention in groups of heads;
 then layers share checkpoints; then attention is computed again. Sequences of less than 32K tokens a GPU begin with the
 tiles, since copies to the host would take longer than the layers that they hide behind.
 """
@@ -46,8 +46,8 @@ class Fit(NamedTuple):
 
 
 def bucket(tokens: int) -> int:
-    """Up to how many tokens settings hold that were chosen for so many: a sixteenth of a power of two further at most,
-    so that batches of similar lengths are trained alike."""
+    """The number of tokens for which settings are chosen: rounded up by a sixteenth of a power of two at most, so that
+    batches of similar lengths are trained alike."""
     unit = max(1, 2 ** (max(0, tokens - 1).bit_length() - 1) // _BUCKETS)
     return -(-tokens // unit) * unit
 
@@ -63,7 +63,7 @@ def fit(
     capacity: Capacity,
     fixed: Collection[str] = (),
     held: float | None = None,
-    least: int = 0,
+    first_level: int = 0,
 ) -> Fit:
     """The first level of the rule that fits, or the one that takes the least of the GPU if none does.
 
@@ -73,10 +73,10 @@ def fit(
         capacity ([`Capacity`]): On what.
         fixed (collection of `str`): Settings that stay as they are.
         held (`float`, *optional*): As in [`estimate_memory`].
-        least (`int`, defaults to 0): The level to begin with, where earlier ones ran out of memory.
+        first_level (`int`, defaults to 0): The level to begin with, where earlier ones ran out of memory.
     """
     steps = levels(model, training, capacity, fixed)
-    start = min(least, len(steps) - 1)
+    start = min(first_level, len(steps) - 1)
     while 0 < start < len(steps) - 1 and steps[start] == steps[start - 1]:
         start += 1  # nothing changes
     rows = []

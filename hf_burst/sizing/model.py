@@ -30,7 +30,7 @@ class ModelSize:
         tied (`bool`): Whether the head shares its weights with the embeddings.
         adapted (`int`): Rows and columns of all linear layers but the head: weights of adapters of rank 1.
         patterns (`tuple[tuple[MaskPattern, float], ...]`): How many layers see how far. A layer with heads of twice
-            the mean size counts as two. Empty for a model without attention, whose heads are 0.
+            the mean size counts as two. Empty for a model without attention; its heads are 0.
         recurrent (`tuple[RecurrentSize, ...]`): Its recurrent layers.
         unused (`int`, defaults to 0): Weights that a batch of text does not use: those of towers for images and sound.
         norms (`float`, defaults to 0): Elements of a token that the norms of a layer are given, but torch's own norms,
@@ -111,8 +111,8 @@ class ModelSize:
 
 
 def keeping(first: int, layers: int, per_checkpoint: int) -> int:
-    """How many of the `first` checkpointed layers keep their input: the first one of so many in a row, and the last so
-    many of all `layers`, whose inputs are asked for at once."""
+    """How many of the `first` checkpointed layers keep their input: the first one of each `per_checkpoint` in a row,
+    and each of the last `per_checkpoint` of all `layers`, because their inputs are needed at once."""
     least = max(0, layers - per_checkpoint)
     return -(-min(first, least) // per_checkpoint) + max(0, first - least)
 
@@ -202,7 +202,7 @@ class Training:
         return max(0, min(round(self.activation_offloading * layers), layers - 1))
 
     def inputs(self, first: int, model: ModelSize) -> int:
-        """How many of so many first layers keep their input. The others compute it again."""
+        """How many of the `first` layers keep their input. The others compute it again."""
         return keeping(first, model.layers, self.layers_per_checkpoint) if self.checkpointing else 0
 
     def repeated(self, model: ModelSize) -> float:

@@ -16,7 +16,7 @@ ATTENTION = 0.66, 0.61  # forward, backward
 WIDE_HEADS = {"flash_attn_4": (1.15, 0.61), "flash_attn_2": (0.85, 0.85)}
 RECURRENCE = 0.052, 0.033  # of the recurrence, token by token; chunked kernels compute more
 MEMORY, LINK, HOST = 0.83, 0.8, 0.84
-SLOWED = 0.5  # share of the time of NCCL's messages by which kernels that run meanwhile take longer
+HIDDEN = 0.5  # share of NCCL's messages that kernels hide: these take longer by the rest of their time
 BETWEEN_HOSTS = 45e9  # bytes/s of a GPU, each way: assumed, nine tenths of 400 Gb/s
 _ADAMW = 8  # times that a step reads or writes a trained weight's number: gradient norm, p, g, m and v; then p, m and v
 
@@ -73,9 +73,8 @@ def estimate_seconds(model: ModelSize, training: Training, sheet: DataSheet, ran
     elementwise = touched(model, training) / bandwidth
     computing = attention + recurrence + multiplying + elementwise
     exchange = _exchange(model, training, sheet, spread, attention) + _sharding(model, training, link, computing)
-    # layers leave in the forward pass, about a third of their time, and come back in the backward pass
-    offloaded = training.host_bytes(model) / (HOST * sheet.host)
-    beside = computing * training.offloaded(model) / model.layers
+    copied = 2 * training.host_bytes(model) / (HOST * sheet.host)  # out in the forward pass, back in the backward pass
+    meanwhile = computing * training.offloaded(model) / model.layers
     updated = _ADAMW * training.number * training.trained(model) / training.shards
     return StepSeconds(
         attention=attention,
@@ -83,7 +82,7 @@ def estimate_seconds(model: ModelSize, training: Training, sheet: DataSheet, ran
         products=multiplying,
         elementwise=elementwise,
         exchange=exchange,
-        host=max(0.0, offloaded - beside / 3) + max(0.0, offloaded - 2 * beside / 3),
+        host=max(0.0, copied - meanwhile),
         optimizer=updated / bandwidth,
     )
 
@@ -173,16 +172,9 @@ def _sharded_bytes(model: ModelSize, training: Training) -> float:
 
 
 def _sharding(model: ModelSize, training: Training, link: float, computing: float) -> float:
-    """Messages of weights and gradients: what takes longer than computation, by how much kernels meanwhile are slower,
-    and the first and the last unit, which nothing hides."""
-    if training.gpus == 1:
-        return 0.0
-    if training.shards == 1:  # gradients as they are, to be added and to come back
-        total = 2.0 * training.number * training.trained(model)
-        ends = total / model.layers
-    else:
+    """Messages of weights and gradients, but for what computation hides."""
+    total = 2.0 * training.number * training.trained(model)  # gradients as they are, to be added and to come back
+    if training.shards > 1:
         total = _sharded_bytes(model, training)
-        ends = 4.0 * (model.vocabulary * model.hidden + (model.used - model.head) / model.layers)
-    away = (training.gpus - 1) / training.gpus / link  # seconds a byte
-    sending = away * total
-    return max(0.0, sending - computing) + SLOWED * min(sending, computing) + away * ends
+    sending = total * (training.gpus - 1) / training.gpus / link
+    return sending - HIDDEN * min(sending, computing)

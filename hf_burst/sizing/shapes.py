@@ -11,7 +11,7 @@ _TIED = {"tie_word_embeddings": True}
 
 
 def _delta_net(heads: int) -> dict[str, int]:
-    """Sizes of recurrent layers with so many heads of values."""
+    """Sizes of recurrent layers with this number of value heads."""
     sizes = {"linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     return {**sizes, "linear_num_value_heads": heads}
 

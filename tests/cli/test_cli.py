@@ -22,7 +22,7 @@ def call(*words: str, home: Path, launcher: tuple[str, ...] = ()) -> subprocess.
         **{"HF_HOME": str(home), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"},
         **{"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "HF_HUB_OFFLINE": "1"},
     }
-    command = [sys.executable, *launcher, "-m", "hf_burst", *words]
+    command = [sys.executable, *launcher, "-m", "hf_burst.cli", *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
 
 
@@ -32,6 +32,7 @@ def test_the_doctor_in_one_process(tmp_path):
     report = done.stdout
     assert re.search(r"^  hf_burst \S+, torch \d", report, re.MULTILINE)
     assert "ranks: 1 in this launch, on cpu" in report
+    assert re.search(r"^environment: .*ACCELERATE_USE_CPU=1", report, re.MULTILINE)
     assert "kernels for torch.float32 and heads of 64, the fastest first:" in report
     assert re.search("^  runs on cuda, not on cpu: .*torch_flash", report, re.MULTILINE)
     assert "  can: cpu_flash, reference" in report
@@ -122,7 +123,7 @@ def test_a_command_that_is_interrupted_says_so(monkeypatch, capsys):
 def test_a_reader_that_is_gone_is_no_traceback(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "hf_burst", "layout"]
+    command = [sys.executable, "-m", "hf_burst.cli", "layout"]
     done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=100)
     os.close(writer)
     assert done.returncode == 1

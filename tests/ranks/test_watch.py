@@ -33,7 +33,7 @@ from hf_burst.ranks import control
 from hf_burst.ranks.control import address_towards
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ranks.watch import Report, Verdict, Watch, channel, stuck, watch_of_process
-from hf_burst.ranks.watch.report import after_the_limit
+from hf_burst.ranks.watch.report import why_lost
 from hf_burst.ring.resources import resources_of
 from tests.support import models, trainers
 from tests.support.ranks import forked
@@ -629,18 +629,28 @@ def test_a_rank_that_never_came_may_be_slow() -> None:
 
 def test_what_is_said_after_the_limit() -> None:
     """Slowness is blamed only if all answered."""
-    slow, silent, gone = (
-        after_the_limit(["Rank 2 runs."], *others) for others in (([], True), ([1], True), ([1], False))
-    )
-    assert slow.startswith("Rank 2 runs. If a rank was slow, raise the limit")
+    runs, ended = report(2), report(0, ended="ended")
+    slow = why_lost(True, [runs], [], [], "open")
+    silent = why_lost(True, [runs], [], [1], "open")
+    gone = why_lost(True, [runs], [], [1], "lost")
+    assert slow.startswith("Rank 2 runs its own code. If a rank was slow, raise the limit")
     assert silent.startswith(
-        "Rank 1 could not be reached: it was killed, is stalled, or its host or network is down. Rank 2 runs."
+        "Rank 1 could not be reached: it was killed, is stalled, or its host or network is down. Rank 2 runs"
     )
     assert gone.startswith("Neither the other ranks nor the store of the job could be reached")
     assert "slow" not in silent + gone
-    closed = after_the_limit(["Rank 0 ended after its start."], [1], False, closed=True)
+    closed = why_lost(True, [ended], [], [1], "closed")
     assert closed.startswith("Rank 0 ended after its start. The store of the job ended with it, so that other ranks")
     assert "If a rank was slow" in closed
+
+
+def test_what_is_said_of_a_connection_that_broke() -> None:
+    runs, ended = report(2), report(0, ended="ended")
+    silent = why_lost(False, [runs, ended], [3], [1], "open")
+    assert silent.startswith("Nothing was heard of rank 1, which was killed or left the process group. Rank 3 never")
+    assert "call of hf_burst. Rank 0 ended after its start. Look for the first error" in silent
+    assert why_lost(False, [], [], [1], "lost").startswith("The store of the job cannot be reached: the process that")
+    assert why_lost(False, [ended], [], [1], "closed").startswith("Rank 0 ended after its start. Look for")
 
 
 def lay_meshes(rank: int, size: int) -> None:
@@ -856,7 +866,7 @@ def test_a_watch_goes_with_its_default_group() -> None:
 
 
 def report(rank: int, kind: Any = "", group: str = "", members: Sequence[int] = (), **facts: Any) -> Report:
-    return Report(rank, 1, "here", "its start", kind=kind, group=group, members=members, **facts)
+    return Report(rank, 1, "its start", kind=kind, group=group, members=members, **facts)
 
 
 def chain(*reports: Report) -> list[int]:

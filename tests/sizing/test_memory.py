@@ -63,9 +63,9 @@ def test_the_first_level_that_fits_is_taken(
     totals = [estimate_memory(LLAMA, how, capacity).total for how in steps]
     assert chosen.fits or chosen.memory.total == min(totals)
     assert steps[0] == training
-    last = fit(LLAMA, training, capacity, least=99)
+    last = fit(LLAMA, training, capacity, first_level=99)
     assert (last.level, last.training) == (len(steps) - 1, steps[-1])
-    assert fit(LLAMA, training, capacity, least=1).level >= max(1, chosen.level * chosen.fits)
+    assert fit(LLAMA, training, capacity, first_level=1).level >= max(1, chosen.level * chosen.fits)
     for name, value in (("tiled_mlp", 1024), ("activation_offloading", 0.5), ("attention_keep", 0.0)):
         asked = replace(training, **{name: value})
         assert {getattr(how, name) for how in levels(LLAMA, asked, capacity, {name})} == {value}

@@ -283,8 +283,6 @@ def test_steps_on_gpus_of_data_sheets(name: str) -> None:
     assert 0.1 < share < 0.68, "of the peak"
     assert ("measured" in sheet.rates, "data sheet" in sheet.rates) == (name == "h200", name != "h200")
     assert capacity_of(sheet, ranks_per_host=4) == Capacity(int(sheet.memory * 2**30), 2**37, 4)
-    assert "NVIDIA" in sheet.source
-    assert "torch" in sheet.source
 
 
 @pytest.mark.parametrize(

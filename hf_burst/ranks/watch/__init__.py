@@ -1,4 +1,4 @@
-"""Ranks that differ are found out, and slow ones are waited for: a side channel beside torch.distributed."""
+"""Finds ranks that wait for each other in vain, and waits for slow ones: a side channel next to torch.distributed."""
 
 from .channel import Watch, watch_of_process
 from .counts import group_key

@@ -1,16 +1,15 @@
-"""What the ranks of a job do, told on the side: so that ranks which differ end by an error, and slow ones never do.
+"""The side channel of a job: ranks that do different things end by an error, and slow ranks never do.
 
 Nothing is posted while all goes well. A rank that waits for longer than some seconds raises a poll counter in the store
 of the job. A thread of every process sees it, and posts where its main thread stands. Only a proof is an error: ranks
-that wait for each other in a circle, or for one that has ended. It must be seen twice, unchanged. Who says nothing is
-slow.
+that wait for each other in a circle, or for one that has ended. The proof must be seen twice, unchanged. A rank that
+posts nothing counts as slow.
 """
 
 import json
 import logging
 import multiprocessing.util
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +17,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from threading import Event, Thread, get_ident
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
 from ...errors import BurstError, ConfigError, LostRankError, RankMismatchError
 from .counts import Counts, begun_over, group_key
-from .report import NO_STORE, START_ANEW, Report, Verdict, after_the_limit, stuck
+from .report import START_ANEW, Report, StoreState, Verdict, stuck, why_lost
 from .stack import stand_of
 from .worker import Worker
 
@@ -34,8 +33,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of hf_burst in which all ranks of a group meet."""
+    """What the ranks of a group do together, as a [`Report`] has it."""
 
+    kind: Literal["agree", "collective", "messages"]
     group: str
     members: tuple[int, ...]
     number: int
@@ -62,16 +62,14 @@ class Watch:
             store = store.underlying_store
         self.in_processes = hasattr(store, "port")  # or in files
         self.thread = get_ident()
-        self.process = f"process {os.getpid()} on {socket.gethostname()}"
         self.handled = id(sys.exc_info()[1])  # a fork inherits what its parent handles
         self.call: _Call | None = None
-        self.messages: tuple[str, tuple[int, ...]] | None = None  # the group over which an attention is under way
         self.latest = "its start"
         self.counts: WeakKeyDictionary[dist.ProcessGroup, Counts] = WeakKeyDictionary()
         self.verdict: Verdict | None = None
         self.last_report: Report | None = None  # of the process that holds the store, and takes it along
         self.born = self._polls()  # what is older is of another default group over the same store
-        self.store.set(f"watch {self.rank}", self.process)
+        self.store.set(f"watch {self.rank}", "")
         self.answered, self.told = 0, False
         self.place = ""
         self.since, self.again = time.monotonic(), 0.0
@@ -94,7 +92,6 @@ class Watch:
             RankMismatchError: If they wait in different places.
             LostRankError: If one of them ended, or did not come within the time limit.
         """
-        members = tuple(dist.get_process_group_ranks(group))
         counts = self.counts.setdefault(group, Counts())
         if counts.broken:
             raise ConfigError(
@@ -103,20 +100,38 @@ class Watch:
             )
         self.thread = get_ident()
         counts.agreed += 1
-        self.call = _Call(group_key(group.group_name, members), members, counts.agreed, doing)
-        try:
+        with self._under_way("agree", group, doing):
             yield self
-            counts.met, counts.mark = counts.agreed, begun_over(group) - counts.own
-            self.latest = doing
+        counts.met = counts.agreed
+        counts.mark = begun_over(group) - counts.own
+        self.latest = doing
+
+    @contextmanager
+    def messaging(self, group: dist.ProcessGroup) -> Iterator[None]:
+        """The messages of one attention. If they end in the middle, no rank is sure any more of what was sent: the
+        others are told, and calls over these ranks are refused."""
+        before, counts = begun_over(group), self.counts.setdefault(group, Counts())
+        try:
+            with self._under_way("messages", group, f"the attention after {self.latest}"):
+                yield
+        finally:
+            counts.own += begun_over(group) - before
+
+    @contextmanager
+    def _under_way(self, kind: Literal["agree", "messages"], group: dist.ProcessGroup, doing: str) -> Iterator[None]:
+        members, counts = tuple(dist.get_process_group_ranks(group)), self.counts[group]
+        outer = self.call
+        self.call = _Call(kind, group_key(group.group_name, members), members, counts.agreed, doing)
+        try:
+            yield
         except BaseException as problem:  # also when the user interrupts
-            # what this rank has sent would meet what another one sends later
-            counts.end_in_the_middle(problem)
-            self.worker.within(self.interval, self._tell)
-            if isinstance(problem, RuntimeError) and lost(problem):
+            counts.broken = counts.broken or repr(problem).splitlines()[0][:300]
+            self.worker.within(self.interval, self._tell)  # what was sent would meet what another rank sends later
+            if lost(problem):
                 raise self.explain(problem, members, doing) from problem
             raise
         finally:
-            self.call = None
+            self.call = outer
 
     def wait(self, work: dist.Work) -> None:
         """Waits for a collective by gloo of the call under way, and ends with it if that is proved to be hopeless."""
@@ -144,60 +159,26 @@ class Watch:
         if self.verdict is not None and self.call is not None and self.verdict.concerns(self.call.members):
             raise RankMismatchError(self.verdict.text)
 
-    @contextmanager
-    def messaging(self, group: dist.ProcessGroup) -> Iterator[None]:
-        """The messages of one attention. If they end in the middle, no rank is sure any more of what was sent: the
-        others are told, and calls over these ranks are refused."""
-        members = tuple(dist.get_process_group_ranks(group))
-        counts = self.counts.setdefault(group, Counts())
-        self.messages = group_key(group.group_name, members), members
-        before = begun_over(group)
-        try:
-            yield
-        except BaseException as problem:  # also when the user interrupts
-            counts.end_in_the_middle(problem)
-            self.worker.within(self.interval, self._tell)
-            if lost(problem):
-                raise self.explain(problem, members, f"the attention after {self.latest}") from problem
-            raise
-        finally:
-            self.messages = None
-            counts.own += begun_over(group) - before
-
     def explain(self, problem: BaseException, members: Sequence[int], doing: str) -> BurstError:
         """The error that stands for one of torch.distributed, after what the others answer within some seconds."""
         at_once = "hf_burst: rank %d lost another rank in %s. Look for the first error in the logs of the others."
         logger.error(at_once, self.rank, doing)  # a launcher ends the rank soon
         answered: dict[int, Report] = {}
-        unknown_ranks: list[int] = []
-        reached = self.worker.within(4 * self.interval, lambda: self._ask(members, answered, unknown_ranks))
-        reports = dict(answered)  # a task that is late may add more
+        unknown: list[int] = []
+        reached = self.worker.within(4 * self.interval, lambda: self._ask(members, answered, unknown))
+        reports = {rank: report for rank, report in list(answered.items()) if rank != self.rank}
         if self.last_report is not None:
             reports.setdefault(self.last_report.rank, self.last_report)
         if self.verdict is not None and self.verdict.concerns([self.rank, *members]):
             return RankMismatchError(self.verdict.text)
-        ended = [str(report) for report in reports.values() if report.gives_up("")]
-        asked = reached and self.last_report is None  # else the store is gone, and silence proves nothing
-        silent = [rank for rank in members if rank not in reports and rank != self.rank]
-        unknown = [rank for rank in silent if asked and rank in unknown_ranks]
-        lacking = [rank for rank in silent if rank not in unknown]
-        never = [f"Rank {', '.join(map(str, unknown))} never came to a call of hf_burst."] if unknown else []
-        if "imed out" in str(problem) or "timeout" in str(problem):
-            answers = [str(report) for rank, report in reports.items() if rank != self.rank]
-            return LostRankError(
-                f"Rank {self.rank} waited in {doing} until the time limit of the process group ran out. "
-                f"{after_the_limit([*never, *answers], lacking, asked, self.last_report is not None)} {START_ANEW}"
-            )
-        ended[:0] = never
-        if lacking and asked:
-            killed = ", ".join(map(str, lacking))
-            ended.insert(0, f"Nothing was heard of rank {killed}, which was killed or left the process group.")
-        elif lacking and self.last_report is None:
-            ended.insert(0, f"The store of the job cannot be reached: {NO_STORE}.")
-        return LostRankError(
-            f"Rank {self.rank} lost the connection to another rank in {doing}. {' '.join(ended)} Look for the first "
-            f"error in the logs of the other ranks, and for a lack of memory of their hosts. {START_ANEW}"
-        )
+        store: StoreState = "closed" if self.last_report is not None else "open" if reached else "lost"
+        never = [rank for rank in unknown if rank not in reports] if store == "open" else []
+        silent = [rank for rank in members if rank not in {self.rank, *reports, *never}]
+        late = "imed out" in str(problem) or "timeout" in str(problem)
+        what = f"Rank {self.rank} lost the connection to another rank in {doing}."
+        if late:
+            what = f"Rank {self.rank} waited in {doing} until the time limit of the process group ran out."
+        return LostRankError(f"{what} {why_lost(late, list(reports.values()), never, silent, store)}")
 
     def _run(self) -> None:
         """The thread: reads the poll counter, answers, and asks if the main thread waits."""
@@ -235,23 +216,7 @@ class Watch:
     def _look(self, now: float) -> None:
         """Asks the others, and decides when it has seen the same proof twice."""
         reports: dict[int, Report] = {}
-        polls = self._ask_all()
-        self._answer(polls)
-        last = now + 3 * self.interval
-
-        def read(rank: int) -> Report | None:
-            while rank not in reports:
-                report = self._read(rank)
-                if report is not None and (report.polls >= polls or report.ended):
-                    reports[rank] = report
-                elif self.stopped.is_set() or time.monotonic() > last:
-                    return None
-                else:
-                    self._answer(self._polls())
-                    time.sleep(self.interval / 10)
-            return reports[rank]
-
-        found = stuck(self.rank, read)
+        found = stuck(self.rank, self._reader(reports, self.stopped.is_set))
         states, waited = [report.state for report in found], now - self.since
         self.again = now if found else now + min(15.0, max(self.interval, waited / 2))
         if found and states == self.suspected:
@@ -291,37 +256,25 @@ class Watch:
             os._exit(1)
 
     def _report(self, polls: int, ended: str = "") -> Report:
-        call = self.call
-        facts: dict[str, Any] = {"agreed": {}, "broken": {}, "begun": {}, "idle": {}, "ended": ended}
-        groups: dict[str, tuple[str, tuple[int, ...]]] = {}
-        by_gloo: set[str] = set()
+        call, stand = self.call, stand_of(self.thread)
+        report = Report(self.rank, polls, self.latest, stand.line, ended=ended)
+        groups: dict[str, tuple[str, tuple[int, ...], str]] = {}
         world: Any = dist.distributed_c10d._world
         for group, (backend, _) in list(world.pg_map.items()):  # the main thread may destroy them meanwhile
-            name, members = group.group_name, tuple(world.pg_group_ranks.get(group, ()))
-            groups[name] = key, _ = group_key(name, members), members
-            counts = self.counts.get(group) or Counts()
-            begun = facts["begun"][key] = begun_over(group) - counts.own
-            facts["agreed"][key] = counts.agreed
-            if begun == counts.mark:
-                facts["idle"][key] = counts.met
+            members = tuple(world.pg_group_ranks.get(group, ()))
+            key, counts = group_key(group.group_name, members), self.counts.get(group) or Counts()
+            groups[group.group_name] = key, members, backend
+            report.agreed[key] = counts.agreed
+            report.begun[key] = begun_over(group) - counts.own
+            if report.begun[key] == counts.mark:
+                report.idle[key] = counts.met
             if counts.broken:
-                facts["broken"][key] = counts.broken
-            if "gloo" in backend:
-                by_gloo.add(name)
-        stand = stand_of(self.thread)
-        facts["line"] = stand.line
-        if call is not None:
-            facts |= {"kind": "agree", "doing": call.doing, "group": call.group, "members": call.members}
-            facts["number"] = call.number
-        elif stand.group in groups and not ended:
-            key, members = groups[stand.group]
-            facts |= {"kind": "collective", "doing": stand.doing, "group": key, "members": members}
-            facts["number"], facts["counted"] = facts["begun"][key], stand.meets or stand.group not in by_gloo
-        elif self.messages is not None:
-            key, members = self.messages
-            facts |= {"kind": "messages", "doing": f"the attention after {self.latest}", "group": key}
-            facts |= {"members": members, "number": facts["agreed"].get(key, 0)}
-        return Report(self.rank, polls, self.process, self.latest, **facts)
+                report.broken[key] = counts.broken
+        if stand.group in groups and not ended and (call is None or call.kind == "messages"):
+            key, members, backend = groups[stand.group]
+            collective = _Call("collective", key, members, report.begun[key], stand.doing)
+            return replace(report, **vars(collective), counted=stand.meets or "gloo" not in backend)
+        return report if call is None else replace(report, **vars(call))
 
     def _answer(self, polls: int, ended: str = "") -> None:
         """Posts where this rank stands, if the counter has risen since, and reads what was decided."""
@@ -348,17 +301,30 @@ class Watch:
 
     def _ask(self, members: Sequence[int], reports: dict[int, Report], unknown: list[int]) -> None:
         """Collects what these ranks answer within some seconds, and which of them never made a watch."""
-        if self.last_report is not None:
-            return
-        unknown += [rank for rank in members if not self.store.check([f"watch {rank}"])]
-        polls, last = self._ask_all(), time.monotonic() + 3 * self.interval
-        while time.monotonic() < last and len(reports) < len(members):
-            self._answer(self._polls())
+        if self.last_report is None:
+            unknown += [rank for rank in members if not self.store.check([f"watch {rank}"])]
+            read = self._reader(reports, lambda: False)
             for rank in members:
+                read(rank)
+
+    def _reader(self, reports: dict[int, Report], given_up: Callable[[], bool]) -> Callable[[int], Report | None]:
+        """Makes the others look, and collects what a rank then answers; `None` if it does not within some seconds."""
+        polls, last = self._ask_all(), time.monotonic() + 3 * self.interval
+        self._answer(polls)
+
+        def read(rank: int) -> Report | None:
+            while rank not in reports:
                 report = self._read(rank)
                 if report is not None and (report.polls >= polls or report.ended):
                     reports[rank] = report
-            time.sleep(self.interval / 10)
+                elif given_up() or time.monotonic() > last:
+                    return None
+                else:
+                    self._answer(self._polls())
+                    time.sleep(self.interval / 10)
+            return reports[rank]
+
+        return read
 
     def _ask_all(self) -> int:
         return int(self.store.add("polls", 1))
@@ -379,20 +345,19 @@ class Watch:
             self.stopped.set()
             if dist.is_initialized():  # else the store may be gone as well
                 answers = self.worker.within(2.0, self._polls)
-                self._say_end(answers)
+                problem = _uncaught()
+                if problem is None or id(problem) == self.handled:
+                    ended = "ended"
+                else:
+                    ended = f"ended by {problem!r}".splitlines()[0][:300]
+                    if lost(problem):
+                        everyone = range(dist.get_world_size())
+                        explained = self.explain(problem, everyone, "a message of torch.distributed")
+                        logger.error("hf_burst: %s", explained)
+                if answers:
+                    self.worker.within(4 * self.interval, lambda: self._leave(ended))
         self.worker.end()
         return answers
-
-    def _say_end(self, answers: bool) -> None:
-        problem = _uncaught()
-        if id(problem) == self.handled:
-            problem = None
-        if isinstance(problem, RuntimeError) and lost(problem):
-            everyone = range(dist.get_world_size())
-            logger.error("hf_burst: %s", self.explain(problem, everyone, "a message of torch.distributed"))
-        ended = f"ended by {problem!r}".splitlines()[0][:300] if problem is not None else "ended"
-        if answers:
-            self.worker.within(4 * self.interval, lambda: self._leave(ended))
 
     def _leave(self, ended: str) -> None:
         """Tells the others that this process ends, and gives them time if their store ends with it."""
@@ -434,8 +399,9 @@ def _flush() -> None:
 
 def lost(problem: BaseException) -> bool:
     """Whether an error is that of a backend of torch.distributed whose messages do not come through."""
-    ours = isinstance(problem, BurstError)
-    return not ours and (isinstance(problem, dist.DistError) or "gloo/" in str(problem) or "NCCL" in str(problem))
+    if not isinstance(problem, RuntimeError) or isinstance(problem, BurstError):
+        return False
+    return isinstance(problem, dist.DistError) or "gloo/" in str(problem) or "NCCL" in str(problem)
 
 
 _WATCHES: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()

@@ -37,7 +37,3 @@ class Counts:
     mark: int = 0
     own: int = 0
     broken: str = ""
-
-    def end_in_the_middle(self, problem: BaseException) -> None:
-        """Notes down by what a pass ended in the middle, where none did before."""
-        self.broken = self.broken or repr(problem).splitlines()[0][:300]

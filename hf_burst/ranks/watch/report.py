@@ -8,11 +8,13 @@ START_ANEW = (
     "Start the job anew: resume_from_checkpoint=True goes on from the last checkpoint, and torchrun --max-restarts "
     "starts it by itself (docs/faults.md)."
 )
-NO_STORE = "the process that holds it, mostly rank 0, ended, or the network to its host is down"
+_NO_STORE = "the process that holds it, mostly rank 0, ended, or the network to its host is down"
 _TOGETHER = (
     "Every rank of a group must call the model equally often, and in the same turn: let all ranks evaluate, and save "
     "or print on one (docs/faq.md, 'It hangs')."
 )
+
+StoreState = Literal["open", "lost", "closed"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,6 @@ class Report:
     Args:
         rank (`int`): Its number in the job.
         polls (`int`): How high the poll counter was by then.
-        process (`str`): Its process and host.
         latest (`str`): The last call of hf_burst that it came through.
         line (`str`): The line of the user's code that its main thread runs.
         kind (`str`): What holds the main thread up: `"agree"`, another `"collective"`, `"messages"` of an attention;
@@ -39,7 +40,6 @@ class Report:
 
     rank: int
     polls: int
-    process: str
     latest: str
     line: str = ""
     kind: Literal["", "agree", "collective", "messages"] = ""
@@ -112,32 +112,41 @@ def stuck(rank: int, read: Callable[[int], Report | None]) -> list[Report]:
     return [] if own is None else follow(own, [])
 
 
-def after_the_limit(known: Sequence[str], silent: Sequence[int], reached: bool, closed: bool = False) -> str:
-    """What a rank knows of the others, and advises, when it has waited until the time limit.
+def why_lost(
+    late: bool, reports: Sequence[Report], unknown: Sequence[int], silent: Sequence[int], store: StoreState
+) -> str:
+    """What a rank knows of the others, and advises, when messages did not come through.
 
     Args:
-        known (`Sequence[str]`): Sentences about other ranks.
-        silent (`Sequence[int]`): The ranks that did not answer.
-        reached (`bool`): Whether the store of the job answered.
-        closed (`bool`, defaults to `False`): Whether it ended with the process that held it, so that nobody was asked.
+        late (`bool`): Whether it waited until the time limit; else a connection broke.
+        reports (sequence of [`Report`]): What other ranks answered.
+        unknown (sequence of `int`): The ranks that never made a watch.
+        silent (sequence of `int`): Those that made one and did not answer.
+        store (`str`): Whether the store of the job answered (`"open"`) or not (`"lost"`), or told that it ends with
+            the process that holds it, so that nobody was asked (`"closed"`).
     """
-    heard = "".join(f"{sentence} " for sentence in known)
-    if closed:
-        heard += "The store of the job ended with it, so that other ranks could not be asked. "
-    elif not reached:
-        return (
-            f"Neither the other ranks nor the store of the job could be reached: {NO_STORE}. {heard}"
-            "Look at the network between the hosts, and at the logs of the other ranks."
+    known = [f"Rank {', '.join(map(str, unknown))} never came to a call of hf_burst."] if unknown else []
+    known += [str(report) for report in reports if late or report.gives_up("")]
+    names, network = ", ".join(map(str, silent)), "Look at the network between the hosts, and at the logs of"
+    if late and store == "lost":
+        first = f"Neither the other ranks nor the store of the job could be reached: {_NO_STORE}."
+        advice = f"{network} the other ranks."
+    elif late and silent and store == "open":
+        first = f"Rank {names} could not be reached: it was killed, is stalled, or its host or network is down."
+        advice = f"{network} these ranks."
+    elif late:
+        first = ""
+        if store == "closed":
+            known.append("The store of the job ended with it, so that other ranks could not be asked.")
+        advice = (
+            "If a rank was slow, raise the limit: TrainingArguments(ddp_timeout=SECONDS), or "
+            "init_process_group(timeout=...). Else look at the log of the rank that did not come."
         )
-    elif silent:
-        return (
-            f"Rank {', '.join(map(str, silent))} could not be reached: it was killed, is stalled, or its host or "
-            f"network is down. {heard}Look at the network between the hosts, and at the logs of these ranks."
-        )
-    return (
-        f"{heard}If a rank was slow, raise the limit: TrainingArguments(ddp_timeout=SECONDS), or "
-        "init_process_group(timeout=...). Else look at the log of the rank that did not come."
-    )
+    else:
+        lost = f"Nothing was heard of rank {names}, which was killed or left the process group." if silent else ""
+        first = {"open": lost, "lost": f"The store of the job cannot be reached: {_NO_STORE}.", "closed": ""}[store]
+        advice = "Look for the first error in the logs of the other ranks, and for a lack of memory of their hosts."
+    return " ".join(filter(None, [first, *known, advice, START_ANEW]))
 
 
 @dataclass(frozen=True)

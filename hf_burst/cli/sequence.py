@@ -1,0 +1,34 @@
+"""The options that name a sequence: its tokens, as people write them, and its packed documents."""
+
+import argparse
+import re
+from itertools import accumulate
+
+from ..errors import ConfigError
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20}
+
+
+def tokens(text: str) -> int:
+    """A number of tokens: 131072, 128k or 1M, of 1,024 and 1,048,576 tokens."""
+    match = re.fullmatch(r"(-?\d+)([km]?)", text.replace(",", "").replace("_", "").lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; give one as 131072, 128k or 1M")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def add_sequence(parser: argparse.ArgumentParser, default: str = "") -> None:
+    """The options `--length` and `--documents`."""
+    parser.add_argument("--length", type=tokens, help=f"tokens of a sequence, such as 4096, 128k or 1M{default}")
+    documents = "lengths of packed documents, one after the other"
+    parser.add_argument("--documents", type=tokens, nargs="+", metavar="TOKENS", help=documents)
+
+
+def named_sequence(arguments: argparse.Namespace) -> tuple[int | None, tuple[int, ...]]:
+    """Tokens of the sequence, `None` if nothing is named, and the cumulative boundaries of its documents, if any."""
+    length, sizes = arguments.length, arguments.documents
+    if not sizes:
+        return length, ()
+    if length not in (None, sum(sizes)):
+        raise ConfigError(f"--documents have {sum(sizes)} tokens together and --length is {length}; give one.")
+    return sum(sizes), tuple(accumulate(sizes, initial=0))
