@@ -31,12 +31,12 @@ RANKS = 4
 STEPS = {
     "training_4xH200.json": (32768, 131072),
     "training_4xH200_long.json": (262144,),
-    "training_4xH200_512k.json": (524288,),
 }
 CONTENDERS = {
-    "hf_burst, attention saved": ("hf_burst", COLORS[0]),
-    "DeepSpeed Ulysses, flash-attn 4": ("DeepSpeed\nUlysses", "#c5c9ce"),
-    "accelerate context parallelism, cuDNN": ("torch\ncontext\nparallelism", GREY),
+    "hf_burst, attention saved": ("hf_burst, attention kept", COLORS[0]),
+    "hf_burst, attention recomputed": ("hf_burst, attention computed again", "#9ebbd9"),
+    "DeepSpeed Ulysses, flash-attn 4": ("DeepSpeed Ulysses (not measured at 256K)", "#c5c9ce"),
+    "accelerate context parallelism, cuDNN": ("torch's context parallelism", GREY),
 }
 
 
@@ -60,30 +60,28 @@ def blank(axes: Axes, x: tuple[float, float], y: tuple[float, float], title: str
 
 
 def step_time() -> Figure:
-    """Seconds of a training step, from the committed results."""
+    """Seconds and memory of a training step, from the committed results."""
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for name in STEPS:
         for row in json.loads((ROOT / "recipes/benchmarks/results" / name).read_text())["results"]:
             if row["contender"] in CONTENDERS and row["length"] in STEPS[name]:
                 rows[row["length"], row["contender"]] = row
     lengths = sorted({length for length, _ in rows})
-    figure, panels = plt.subplots(1, len(lengths), figsize=(10, 3.3), layout="constrained")
-    for axes, length in zip(panels, lengths, strict=True):
-        for place, (name, (_, color)) in enumerate(CONTENDERS.items()):
-            measured = rows.get((length, name))
-            if measured is None:
-                axes.text(place, 0, "not\nmeasured", ha="center", va="bottom", fontsize=8, color=GREY)
-                continue
-            seconds, memory = measured["median_s"], measured["peak_memory_gib"]
-            axes.bar(place, seconds, 0.8, color=color)
-            label = f"{seconds:#.3g}".rstrip(".") + f" s\n{memory:.0f} GiB"
-            axes.text(place, seconds, label, ha="center", va="bottom", fontsize=9)
-        tallest = max(row["median_s"] for (tokens, _), row in rows.items() if tokens == length)
-        axes.set(title=f"{length // 1024}K tokens", ylim=(0, tallest * 1.3), yticks=[], xlim=(-0.6, 2.6))
-        axes.set_xticks(range(len(CONTENDERS)), [label for label, _ in CONTENDERS.values()], fontsize=8)
+    figure, panels = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    for axes, key, unit in zip(panels, ("median_s", "peak_memory_gib"), ("s", "GiB"), strict=True):
+        for group, length in enumerate(lengths):
+            for place, (name, (label, color)) in enumerate(CONTENDERS.items()):
+                if (length, name) not in rows:
+                    continue
+                value, x = rows[length, name][key], group + (place - 1.5) * 0.2
+                axes.bar(x, value, 0.19, color=color, label=label if not group else None)
+                text = f"{value:.1f}" if value < 10 else f"{value:.0f}"
+                axes.text(x, value, text, ha="center", va="bottom", fontsize=8, color=DARK)
+        axes.set_xticks(range(len(lengths)), [f"{length // 1024}K tokens" for length in lengths])
+        axes.set(title=f"{'seconds' if unit == 's' else 'GiB a GPU'} of a step", yticks=[])
         axes.spines[["top", "right", "left"]].set_visible(False)
-    panels[0].set_ylabel("seconds of a step")
-    figure.suptitle("One training step of an 8B Llama on 4 H200s: all weights, every layer checkpointed", fontsize=11)
+    panels[0].legend(frameon=False, fontsize=8, loc="upper left")
+    figure.suptitle("Training an 8B Llama on 4 H200s: all weights, bf16, every layer checkpointed", fontsize=11)
     return figure
 
 

@@ -32,7 +32,7 @@ _PRECISION = {
 }
 _LEGEND = (
     "burst_size GPUs share a sequence; each group has one of its own. MFU: share of the GPU's peak. GiB: the most of a",
-    "step. schedule: how the GPUs of a group exchange attention (docs/schedules.md). settings: of hf_burst.Memory.",
+    "step. schedule: how the GPUs of a group exchange attention. settings: of hf_burst.Memory.",
 )
 
 

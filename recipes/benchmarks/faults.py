@@ -1,6 +1,7 @@
 """Faults in a real training of several CPU processes: how every process ends, and whether the same command goes on.
 
-    python recipes/benchmarks/faults.py --out recipes/benchmarks/results/faults_2xCPU.json --page docs/faults.md
+    python recipes/benchmarks/faults.py --out recipes/benchmarks/results/faults_2xCPU.json \
+        --page recipes/benchmarks/results/faults_2xCPU.md
 
 Each process is a command that runs recipes/finetune_long_document.py as users do. There is no launcher, which would end
 the others as soon as one is gone. So their own ends are seen, as those on another host are. After each fault the same

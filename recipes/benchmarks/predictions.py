@@ -1,6 +1,6 @@
 """What `hf-burst plan` predicts for the whole steps that were measured on GPUs. Needs no GPU.
 
-    python recipes/benchmarks/predictions.py --write    # results/predictions.md, and the summary in docs/sizing.md
+    python recipes/benchmarks/predictions.py --write    # results/predictions.md, docs/how-to/sizing.md
     python recipes/benchmarks/predictions.py --check    # whether they are those of this version
 
 Predicted are all steps of hf_burst in `results/training_*.json` and `results/fits_*.json`, and those of recipes/sft.py
@@ -33,7 +33,7 @@ from recipes.benchmarks.training_job import class_of, config_of
 GIB = 2**30
 RESULTS = Path(__file__).parent / "results"
 RECIPES = Path(__file__).parents[1] / "results"
-PAGE, TABLE = Path(__file__).parents[2] / "docs/sizing.md", RESULTS / "predictions.md"
+PAGE, TABLE = Path(__file__).parents[2] / "docs/how-to/sizing.md", RESULTS / "predictions.md"
 # inputs of layers that stayed on the GPU when these were measured, and no longer do: next to adapters the embeddings'
 # output, and a shared checkpoint's own next to those that are computed from it
 MORE_INPUTS = {

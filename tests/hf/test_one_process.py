@@ -110,8 +110,9 @@ def test_a_cache_in_a_training_pass_is_refused() -> None:
 
 
 def launched_in_a_notebook(folder: Path, processes: int) -> dict[str, torch.Tensor]:
-    """The weights that the cell of docs/launching.md trains over so many processes."""
-    cell = re.search(r"```python\n(.*?)```", (ROOT / "docs/launching.md").read_text(), re.DOTALL)[1]
+    """The weights that the cell of docs/how-to/launch.md trains over so many processes."""
+    cells = re.findall(r"```python\n(.*?)```", (ROOT / "docs/how-to/launch.md").read_text(), re.DOTALL)
+    (cell,) = (cell for cell in cells if "notebook_launcher" in cell)
     assert cell.count("num_processes=2") == 1
     folder.mkdir()
     (folder / "cell.py").write_text(cell.replace("num_processes=2", f"num_processes={processes}"))

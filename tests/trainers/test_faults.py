@@ -258,7 +258,7 @@ LAUNCHERS = {
 )
 @pytest.mark.slow
 def test_launchers_start_again_and_go_on(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    """As docs/faults.md has it: a rank is killed, and losses are those of a run without faults, bit by bit."""
+    """As docs/how-to/resume.md has it: a rank is killed, and losses are those of a run without faults, bit by bit."""
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / restarted.FIRST).touch()
@@ -416,7 +416,7 @@ def run_the_page(rank: int, size: int, folder: str) -> None:
     """The script for asynchronous checkpoints."""
     from tests.house.test_docs import SCRIPTS, arguments_of, run_script
 
-    (script,) = (block for block in SCRIPTS if block.page == "faults.md" and "async_save" in block.source)
+    (script,) = (block for block in SCRIPTS if block.page == "docs/how-to/resume.md" and "async_save" in block.source)
     if rank == 0:
         Path(folder, "script.py").write_text(script.source)
     dist.barrier()
@@ -478,7 +478,7 @@ def check(faults: Any, fault: Any, row: dict[str, Any]) -> None:
 
 def test_the_page_has_the_faults_that_were_provoked(faults: Any) -> None:
     result = json.loads((ROOT / "recipes/benchmarks/results/faults_2xCPU.json").read_text())
-    assert faults.table(result) in (ROOT / "docs/faults.md").read_text()
+    assert faults.table(result) in (ROOT / "recipes/benchmarks/results/faults_2xCPU.md").read_text()
     for fault, row in zip(faults.FAULTS, result["faults"], strict=True):
         assert asdict(fault).items() <= row.items()
         check(faults, fault, row)

@@ -6,12 +6,12 @@ from typing import Literal
 
 START_ANEW = (
     "Start the job anew: resume_from_checkpoint=True goes on from the last checkpoint, and torchrun --max-restarts "
-    "starts it by itself (docs/faults.md)."
+    "starts it by itself (docs/how-to/resume.md)."
 )
 _NO_STORE = "the process that holds it, mostly rank 0, ended, or the network to its host is down"
 _TOGETHER = (
     "Every rank of a group must call the model equally often, and in the same turn: let all ranks evaluate, and save "
-    "or print on one (docs/faq.md, 'It hangs')."
+    "or print on one (docs/how-to/troubleshooting.md, 'It hangs')."
 )
 
 StoreState = Literal["open", "lost", "closed"]
