@@ -279,22 +279,51 @@ def test_what_is_remembered_must_be_a_verdict(unseen: ModuleType) -> None:
             verdicts.served_by(model)
 
 
-def test_classes_changed_in_a_newer_transformers_are_served_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("result", ["exact", "wrong", "nothing"])
+def test_a_class_changed_in_a_newer_transformers_is_compared_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, result: str
 ) -> None:
-    model = models.make_model("qwen2")
-    name = type(model).__name__
+    """The command of the comparison is replaced; it leaves a verdict, or nothing."""
+    model, ran = models.make_model("qwen2"), list[list[str]]()
+
+    def check(command: list[str], **options: Any) -> None:
+        ran.append(command)
+        config = json.loads((Path(command[4]) / "config.json").read_text())
+        assert config["architectures"] == ["Qwen2ForCausalLM"]
+        assert "RANK" not in options["env"]
+        if result != "nothing":
+            found = verdicts.fingerprint(model) or ""
+            verdicts.remember(verdicts.Verdict(result, {"packed": 0.9}, fingerprint=found))
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(verdicts.subprocess, "run", check)
     digest = verdicts.source_hash(type(model).__module__) or ""
-    for version, shipped, warnings in (("5.99.0", digest, 0), ("5.18.0", "another", 0), ("5.99.0", "another", 1)):
+    for version, shipped in (("5.99.0", digest), ("5.18.0", "another")):
         monkeypatch.setattr(verdicts.transformers, "__version__", version)
-        monkeypatch.setattr(verdicts, "SERVED", {name: shipped})
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            assert verdicts.served_by(model) == "shipped"
-        assert len(caplog.records) == warnings
-    assert "hf_burst.check_model(model)" in caplog.text
-    verdicts.remember(verdicts.Verdict("exact", fingerprint=verdicts.fingerprint(model) or ""))
-    assert verdicts.served_by(model).startswith("checked ")
+        monkeypatch.setattr(verdicts, "SERVED", {type(model).__name__: shipped})
+        assert verdicts.served_by(model) == "shipped"
+    assert not ran
+    monkeypatch.setattr(verdicts.transformers, "__version__", "5.99.0")
+    with caplog.at_level(logging.WARNING):
+        if result == "wrong":
+            with pytest.raises(UnsupportedModelError, match="found wrong over several ranks"):
+                verdicts.served_by(model)
+        else:
+            served = "shipped" if result == "nothing" else f"checked {verdicts.fingerprint(model)}"
+            assert verdicts.served_by(model) == served
+    assert len(ran) == 1
+    assert ("could not be compared" in caplog.text) == (result == "nothing")
+    if result == "exact":
+        assert verdicts.served_by(model).startswith("checked ")
+        assert len(ran) == 1
+
+
+@pytest.mark.slow
+def test_the_comparison_of_a_changed_class_runs_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.make_model("lfm2")
+    monkeypatch.setattr(verdicts, "TESTED", "5.0.0")
+    monkeypatch.setattr(verdicts, "SERVED", {type(model).__name__: "another"})
+    assert verdicts.served_by(model) == f"checked {verdicts.fingerprint(model)}"
 
 
 def test_ranks_agree_by_which_verdict_a_model_is_served(ranks: Callable[[int], RankPool]) -> None:

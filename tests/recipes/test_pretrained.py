@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_burst
 from tests.support import models
+from tests.support.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [

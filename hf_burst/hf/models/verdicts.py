@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 from contextlib import suppress
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from filelock import FileLock
 from packaging.version import Version
 from transformers import PreTrainedModel
 
@@ -33,6 +35,8 @@ _LIBRARIES = re.compile(
     r"transformer_engine|bitsandbytes|gptqmodel|awq|hqq|eetq|aqlm|optimum|compressed_tensors|auto_round|spqr_quant|"
     r"vptq|quark|sinq|fouroversix|fp_quant"
 )
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SECONDS = 600  # that a comparison of a class may take
 _NORMS = re.compile(r"fla\.modules\.[\w.]*Norm\w*")  # of flash-linear-attention, which has convolutions there, too
 
 
@@ -120,9 +124,9 @@ def served_by(model: PreTrainedModel) -> str:
     shipped = next((cls for cls in bases if cls.__name__ in SERVED), None)
     newer = Version(transformers.__version__).release[:2] > Version(TESTED).release[:2]
     unchanged = shipped is not None and (not newer or source_hash(shipped.__module__) == SERVED[shipped.__name__])
-    verdict: Verdict | None = None
-    with suppress(OSError, ValueError, TypeError):  # none is remembered, or something else wrote it
-        verdict = Verdict(**json.loads(_remembered(fingerprint(model) or "").read_text()))
+    verdict = _verdict_for(fingerprint(model))
+    if verdict is None and shipped is type(model) and not unchanged:
+        verdict = _compared_anew(model)
     if verdict is not None and verdict.result != "exact":
         reasons = ", ".join(f"{kind}: {error:.0e}" for kind, error in verdict.errors.items()) or verdict.note
         raise UnsupportedModelError(
@@ -140,11 +144,42 @@ def served_by(model: PreTrainedModel) -> str:
         )
     if not unchanged:
         logger.warning(
-            "The source of %s in transformers %s differs from that in %s, the newest that hf_burst was tested with. To "
-            "compare it with one process, run on every node: %s",
+            "The source of %s in transformers %s differs from that in %s, the newest that hf_burst was tested with. It "
+            "could not be compared with one process by itself: run on every node %s",
             *(shipped.__name__, transformers.__version__, TESTED, command),
         )
     return "shipped"
+
+
+def _compared_anew(model: PreTrainedModel) -> Verdict | None:
+    """The verdict on a class whose source a newer Transformers has changed, of `hf-burst check` in a process of its
+    own. It runs once on a machine: other processes wait for it. `None` if it could not be run."""
+    found_for = fingerprint(model)
+    if found_for is None:
+        return None
+    path = _remembered(found_for)
+    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
+    with suppress(OSError, subprocess.SubprocessError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")), tempfile.TemporaryDirectory() as folder:
+            if not path.exists():
+                logger.warning(
+                    "Transformers %s has another %s than %s, with which hf_burst was tested. It is compared with one "
+                    "process now, on the CPU, which takes some seconds and is done once on this machine.",
+                    *(transformers.__version__, type(model).__name__, TESTED),
+                )
+                config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+                Path(folder, "config.json").write_text(json.dumps(config, default=str))
+                command = [sys.executable, "-m", "hf_burst.cli", "check", folder, "--limit", str(_SECONDS)]
+                subprocess.run(command, env=environment, capture_output=True, timeout=2 * _SECONDS, check=False)
+    return _verdict_for(found_for)
+
+
+def _verdict_for(found_for: str | None) -> Verdict | None:
+    """The verdict that is remembered; `None` if there is none, or something else wrote it."""
+    with suppress(OSError, ValueError, TypeError):
+        return Verdict(**json.loads(_remembered(found_for or "").read_text()))
+    return None
 
 
 def _remembered(found_for: str) -> Path:
