@@ -18,7 +18,17 @@ import numpy
 import pyarrow.compute
 import report
 from chats import IGNORED, ChatTokenizer, clean, parse_tools, without_nulls
-from datasets import Dataset, DatasetDict, Features, Json, List, Value, load_dataset, load_from_disk
+from datasets import (
+    Dataset,
+    DatasetDict,
+    Features,
+    Json,
+    List,
+    Value,
+    concatenate_datasets,
+    load_dataset,
+    load_from_disk,
+)
 from datasets.exceptions import DatasetsError
 from settings import TEXT_FILES, DataSettings, using
 from transformers import PreTrainedTokenizerBase
@@ -58,16 +68,25 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
         if len(names) == 1 and (Path(names[0]) / "dataset_dict.json").exists():
             return named_split(load_from_disk(names[0]), split)
     files = list(chain.from_iterable(expand(name) for name in names))
-    kinds = {READERS.get(Path(file).suffix) for file in files}
-    if len(kinds) > 1:
-        raise SystemExit(f"dataset {names} mixes kinds of files; give files of one kind ({', '.join(READERS)}).")
-    kind = kinds.pop()
-    with using(f"dataset {names}"), reading(files):
-        if kind is None:
-            return load_dataset(*names, split=split)
-        options = {"sample_by": "document"} if kind == "text" else {}
-        rows = load_dataset(kind, data_files=files, split=split, **options)
-    return rows.rename_column("text", text_column) if kind == "text" and text_column != "text" else rows
+    kinds: dict[str | None, list[str]] = {}
+    for file in files:
+        kinds.setdefault(READERS.get(Path(file).suffix.lower()), []).append(file)
+    if len(kinds) > 1 and (None in kinds or split != "train"):
+        raise SystemExit(
+            f"dataset {names} mixes kinds of files and hub names, or takes a part of several kinds; give one kind "
+            f"({', '.join(READERS)})."
+        )
+    parts = []
+    for kind, own in kinds.items():
+        with using(f"dataset {own}"), reading(own):
+            if kind is None:
+                return load_dataset(*names, split=split)
+            options = {"sample_by": "document"} if kind == "text" else {}
+            rows = load_dataset(kind, data_files=own, split=split, **options)
+        renamed = kind == "text" and text_column != "text"
+        parts.append(rows.rename_column("text", text_column) if renamed else rows)
+    with using(f"dataset {names}"):
+        return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
 
 @contextmanager
@@ -77,7 +96,14 @@ def reading(files: list[str]) -> Iterator[None]:
         yield
     except StopIteration:
         raise ValueError("it holds no rows") from None
-    except DatasetsError as error:  # which says only that there was one
+    except (DatasetsError, UnicodeDecodeError) as error:  # which say only that there was one
+        for file in files:
+            with Path(file).open("rb") as bytes_of_file:
+                try:
+                    for line in bytes_of_file if Path(file).suffix.lower() in TEXT_FILES else ():
+                        line.decode()
+                except UnicodeDecodeError as problem:
+                    raise ValueError(f"{file} is not UTF-8: {problem.reason} in {line[:40]!r}") from None
         for file, number, line in json_lines(files):
             try:
                 wrong = None if isinstance(json.loads(line.rstrip()), dict) else "it must be a mapping, such as {...}"
@@ -136,7 +162,7 @@ def expand(name: str) -> list[str]:
         return [name]
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    readable = [str(path) for path in files if path.suffix in READERS]
+    readable = [str(path) for path in files if path.suffix.lower() in READERS]
     if not readable:
         kinds = ", ".join(sorted({path.suffix or path.name for path in files})) or "nothing"
         raise SystemExit(f"dataset {name!r} is a folder that holds {kinds}; it must hold {', '.join(READERS)}.")

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 import hf_burst
+from hf_burst.kernels import KernelRequest, explain_kernels
 
 MARKS = {"8K": 2**13, "32K": 2**15, "64K": 2**16, "128K": 2**17, "256K": 2**18, "1M": 2**20}
 
@@ -109,10 +110,36 @@ def describe(trainer: Trainer) -> str:
         tokens = "of any length"
     else:
         tokens = f"of at most {length:,} tokens, {-(-length // size):,} a rank: at most {rows * length:,} tokens a step"
+    alone = ranks == 1 and training.use_cpu and "ACCELERATE_MIXED_PRECISION" in os.environ  # by accelerate launch
+    hint = "; for several processes on a CPU take --config_file recipes/configs/accelerate_2_processes.yaml" * alone
     return (
         f"{ranks} rank{'s' * (ranks > 1)} in {groups} group{'s' * (groups > 1)} of {size}; a step takes {rows} "
-        f"sequence{'s' * (rows > 1)} {tokens}"
+        f"sequence{'s' * (rows > 1)} {tokens}{hint}"
     )
+
+
+def kernels(training: TrainingArguments) -> str:
+    """Which kernels run, and what is missing for the published speed."""
+    device = training.device
+    request = KernelRequest(device.type, torch.bfloat16 if training.bf16 else torch.float32, 128, 128)
+    name, _ = next((each for each in explain_kernels(request) if each[1] is None), ("none", None))
+    if device.type != "cuda":
+        return f"kernels: attention by {name}; published speeds are those of GPUs"
+    liger = "Liger's norms, rotary positions, SwiGLU and loss" if training.use_liger_kernel else "the rest by torch"
+    lacks = [] if training.use_liger_kernel else ["Liger"]
+    if torch.cuda.get_device_capability(device) >= (9, 0) and name != "flash_attn_4":
+        lacks.append("flash-attn 4")
+    missing = f'; for the published speed {" and ".join(lacks)}: pip install ".[fast]" in a clone' if lacks else ""
+    return f"kernels: attention by {name}, {liger}{missing}"
+
+
+def next_steps(trainer: Trainer) -> str:
+    """What can be done with what was trained."""
+    folder = Path(trainer.args.output_dir)
+    evaluate = f"evaluate it: recipes/evaluate.py --model_name_or_path {folder}"
+    if (folder / "adapter_config.json").exists():
+        return f"next: merge it: python recipes/merge_adapter.py {folder} {folder}_merged; {evaluate}"
+    return f"next: load it: AutoModelForCausalLM.from_pretrained({str(folder)!r}); {evaluate}"
 
 
 def made_by(processes: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NoReturn
 from zlib import crc32
 
-import allocator  # noqa: F401 (before torch)
+import beginning  # noqa: F401 (before torch)
 import resuming
 import yaml
 from huggingface_hub.errors import StrictDataclassError
@@ -50,7 +50,10 @@ DEFAULTS = {  # where long sequences want others than TRL
     "resume_from_checkpoint": resuming.AUTO,  # the same command goes on
     "lora_dropout": 0.0,
     "lora_target_modules": ["all-linear"],
+    # as accelerate reads it: Transformers would refuse bf16 otherwise
+    "use_cpu": os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"),
 }
+LIGER = "liger_kernel"
 
 
 @dataclass
@@ -80,6 +83,8 @@ class ModelSettings(ModelConfig):
             raise SystemExit("attn_implementation is set, but the attention is hf_burst's; leave it out.")
         if (self.load_in_4bit or self.load_in_8bit) and not self.use_peft:
             raise SystemExit("Quantized weights cannot be trained; set use_peft to train adapters beside them (QLoRA).")
+        if (self.load_in_4bit or self.load_in_8bit) and find_spec("bitsandbytes") is None:
+            raise SystemExit('load_in_4bit and load_in_8bit need bitsandbytes: pip install ".[qlora]" in a clone.')
         if self.load_in_4bit and self.dtype == "auto":
             raise SystemExit("load_in_4bit computes in dtype, which is 'auto'; set bfloat16, float16 or float32.")
         if self.model_config and self.model_name_or_path is not None:
@@ -215,7 +220,13 @@ def parse(arguments: list[str], kinds: tuple[type | str, ...], defaults: dict[st
     own = tuple(kind for kind in kinds if not isinstance(kind, str))
     if len(own) == len(kinds):
         return read(arguments, own, defaults)
-    if not {"-h", "--help"} & set(arguments):
+    if {"-h", "--help"} & set(arguments):
+        libraries = ", ".join(kind for kind in kinds if isinstance(kind, str))
+        more = f"Settings of TRL's {libraries} are taken, too: --help_all lists all of them."
+        read(arguments, own, defaults, more=more)
+    if "--help_all" in arguments:
+        arguments = ["--help"]
+    else:
         read(arguments, own, defaults, alone=False)
     import trl
 
@@ -223,17 +234,18 @@ def parse(arguments: list[str], kinds: tuple[type | str, ...], defaults: dict[st
 
 
 def read(
-    arguments: list[str], kinds: tuple[type, ...], defaults: dict[str, Any], alone: bool = True
+    arguments: list[str], kinds: tuple[type, ...], defaults: dict[str, Any], alone: bool = True, more: str = ""
 ) -> tuple[Any, ...]:
-    """One value of each dataclass; if they are not alone, other settings than theirs are passed over."""
+    """One value of each dataclass; if they are not alone, other settings than theirs are passed over. The help ends by
+    `more`."""
     usage = "%(prog)s [--config FILE] [--SETTING VALUE ...]"
-    parser = Parser(kinds, usage=usage, allow_abbrev=False, add_help=alone)
+    parser = Parser(kinds, usage=usage, allow_abbrev=False, add_help=alone, epilog=more)
     known = {action.dest: action for action in parser._actions if action.dest != "help"}
     checkpointing = {"activation_checkpointing", "gradient_checkpointing"} & set(known)  # two names of one setting
     parser.set_defaults(**dict.fromkeys(checkpointing))
     parser.set_defaults(**{name: value for name, value in {**DEFAULTS, **defaults}.items() if name in known})
-    more = "YAML file of settings; of several, later ones overrule, and the command line overrules all."
-    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=more)
+    file = "YAML file of settings; of several, later ones overrule, and the command line overrules all."
+    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=file)
     given, unknown = parser.parse_known_args(arguments)
     if unknown and alone:
         raise SystemExit(f"No setting is called {unknown[0].lstrip('-')}{similar(unknown[0].lstrip('-'), known)}")
@@ -278,9 +290,11 @@ def check_value(file: Path, setting: Any, value: Any) -> None:
 
 
 def other_model(names: Iterable[str]) -> dict[str, None]:
-    """Takes back the model of an earlier source where a later one names another, by weights or by a config."""
-    ways = ("model_name_or_path", "model_config")
-    return dict.fromkeys(way for way in ways if way not in names and set(ways) & set(names))
+    """Takes back the model of an earlier source where a later one names another, and its tokenizer where that model has
+    its own."""
+    ways, given = {"model_name_or_path", "model_config"}, set(names)
+    taken = ways if ways & given else set()
+    return dict.fromkeys((taken | ({"tokenizer"} if "model_name_or_path" in given else set())) - given)
 
 
 def similar(name: str, known: dict[str, Any]) -> str:
@@ -313,15 +327,23 @@ def prepare(
         raise SystemExit("merge_to is set without use_peft; what is trained in full is a full model already.")
     if burst.merge_to is not None:
         probe_merged("merge_to", burst.merge_to, training.output_dir)
+    check_groups(burst.parallelism.burst_size)
     keep_time_limit(training)
     run = resuming.settings_of(training, model, documents)
     training.resume_from_checkpoint = resuming.checkpoint(training, run)
     training.parallelism_config = burst.parallelism
-    if training.use_liger_kernel and find_spec("liger_kernel") is None:
+    if training.use_liger_kernel and find_spec(LIGER) is None:
         raise SystemExit("use_liger_kernel needs Liger: pip install liger-kernel")
     if training.use_liger_kernel:  # hf_burst has the loss of all ranks, fused by Liger too
         training.liger_kernel_config = {"fused_linear_cross_entropy": False, **(training.liger_kernel_config or {})}
     return run
+
+
+def check_groups(size: int | None) -> None:
+    """Refuses groups that do not divide the processes; accelerate would say so when the data is tokenized."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if size is not None and processes % size:
+        raise SystemExit(f"burst_size is {size}, which does not divide the processes that were launched: {processes}.")
 
 
 def keep_time_limit(training: "TrainingArguments") -> None:
@@ -367,6 +389,8 @@ def run(main: Callable[[list[str]], None]) -> None:
             sentence = 1
         raise SystemExit(sentence) from None
     except KeyboardInterrupt:
+        if not told_by_another("interrupted"):
+            print("interrupted; the same command goes on from the last checkpoint, if one was saved", file=sys.stderr)
         raise SystemExit(130) from None
 
 

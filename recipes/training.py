@@ -2,11 +2,13 @@
 
 import gc
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import resuming
 import settings
+import torch
 from settings import BurstSettings, DataSettings, ModelSettings
 
 import hf_burst
@@ -61,6 +63,7 @@ def make(
 def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> "tuple[SFTTrainer, BurstSettings]":
     """TRL's trainer on tokens and labels, as the command line and its YAML files describe it."""
     kinds = (ModelSettings, DataSettings, BurstSettings, "SFTConfig")
+    defaults = {"use_liger_kernel": torch.cuda.is_available() and find_spec(settings.LIGER) is not None, **defaults}
     model, documents, burst, args = settings.parse(arguments, kinds, defaults)
     run = settings.prepare(args, model, documents, burst)
     import data  # the settings are right; these take seconds
@@ -89,6 +92,7 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
 
     first, training = trainer.is_world_process_zero(), trainer.args
     report.follow(trainer)
+    trainer.accelerator.print(report.kernels(training))
     retry_when_short(trainer)
     with disable_input_dtype_casting(trainer.model, active=training.bf16):
         resuming.train(trainer)
@@ -98,6 +102,7 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
             trainer.evaluate()
         if measure is not None:
             measure()
+    trainer.accelerator.unwrap_model(trainer.model).config.use_cache = True  # which training had switched off
     trainer.save_model()
     if first:
         report.write_log(trainer)
@@ -105,6 +110,8 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
     if burst.merge_to is not None and first:
         models.merge_adapter(training.output_dir, burst.merge_to)
         print(f"the full model is in {Path(burst.merge_to)}")
+    elif first:
+        print(report.next_steps(trainer))
 
 
 def retry_when_short(trainer: "Trainer") -> None:
@@ -113,8 +120,6 @@ def retry_when_short(trainer: "Trainer") -> None:
     The gradients of such a step are dropped. Those of batches that were accumulated before it would be, too: then the
     error stays.
     """
-    import torch
-
     from hf_burst.hf.groups import PATCH
     from hf_burst.hf.parts.memory import MemoryRule
 

@@ -148,7 +148,7 @@ def find_target(model: str | PreTrainedModel | PreTrainedConfig, trust_remote_co
             raise ConfigError(_remote(model)) from problem
         raise ConfigError(
             f"{model!r} names no model whose config can be read ({str(problem).strip().splitlines()[0][:200]}). Give "
-            f"{_NAMES}."
+            f"{_NAMES}. A class of your own is checked in Python: hf_burst.check_model(model)."
         ) from problem
     path = Path(model)
     return Target(_class_of(config, model, trust_remote_code), config, path if path.is_dir() else None)

@@ -2,6 +2,7 @@
 is imported when it is called for."""
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted. For `plan` 1 is a training that does not fit, and 2 what cannot be planned. (argparse ends the
         process with 2 for words that it does not know.)
     """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels that no command needs
     try:
         status = _run(argv)
         sys.stdout.flush()  # a reader that is gone is found here, and not when Python ends

@@ -6,8 +6,10 @@ import platform
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.distributed.rendezvous import rendezvous
 
+from ..hf.models.verdicts import TESTED
 from ..kernels import KernelRequest, explain_kernels
 from . import hosts
 from .launch import device_here, launched
@@ -55,7 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _describe_place(size: int, device: torch.device) -> list[str]:
     """Versions, devices and the environment."""
     lines = [f"Python {platform.python_version()} on {platform.platform()}"]
-    lines.append(f"  {', '.join(f'{name} {version}' for name, version in hosts.versions().items())}")
+    versions = hosts.versions()
+    lines.append(f"  {', '.join(f'{name} {version}' for name, version in versions.items())}")
+    if Version(versions["transformers"]).release[:2] > Version(TESTED).release[:2]:
+        lines.append(f"  Transformers is newer than {TESTED}, the newest tested. A class that it changed is compared")
+        lines.append("  with one process when it is first patched, once on this machine")
     lines.append(f"ranks: {size} in this launch, on {device}")
     for index in range(torch.cuda.device_count()):
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Collection
 from dataclasses import replace
 from difflib import get_close_matches
+from textwrap import fill
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -30,9 +31,11 @@ _PRECISION = {
     "fp32": "assumed: trained weights in fp32, as accelerate's mixed_precision=bf16 keeps them (else --weights bf16)",
     "4bit": "assumed: adapters in fp32, as peft makes them; TRL's trainers hold them in bf16, which takes less",
 }
+_WIDTH = 120  # of a line
 _LEGEND = (
-    "burst_size GPUs share a sequence; each group has one of its own. MFU: share of the GPU's peak. GiB: the most of a",
-    "step. schedule: how the GPUs of a group exchange attention. settings: of hf_burst.Memory.",
+    "burst_size GPUs share a sequence; each group has one of its own: groups that share less wait less for each other.",
+    "MFU: share of the GPU's peak. GiB: the most of a step. schedule: how the GPUs of a group exchange attention.",
+    "settings: of hf_burst.Memory.",
 )
 
 
@@ -93,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not documents[2:]:
         most = longest(model, rows[0].fit.training, capacity, fixed)
         lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs.")
-    print("\n".join(lines))
+    print("\n".join(fill(line, _WIDTH, subsequent_indent=" " * 8) for line in lines))
     return 0 if best else 1
 
 
@@ -206,7 +209,9 @@ def _table(rows: list[Division], best: Division | None, sheet: DataSheet) -> lis
     cells = [list(heads)]
     for row in rows:
         how = row.fit.training
-        verdict = "fastest that fits" if row is best else "" if row.fit.fits else "does not fit"
+        at_a_time = how.gpus // how.burst_size
+        sequences = f", {at_a_time} sequences at a time" if at_a_time > 1 else ""
+        verdict = f"fastest that fits{sequences}" if row is best else "" if row.fit.fits else "does not fit"
         cells.append(
             [
                 f"{how.burst_size} x {how.gpus // how.burst_size}",
@@ -220,7 +225,7 @@ def _table(rows: list[Division], best: Division | None, sheet: DataSheet) -> lis
             ]
         )
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(map(str.rjust, line, widths)).rstrip() for line in cells]
+    return ["  ".join([*map(str.rjust, line[:-2], widths), *line[-2:]]).rstrip() for line in cells]
 
 
 def _settings(training: Training) -> str:

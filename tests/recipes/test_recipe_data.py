@@ -69,8 +69,15 @@ def test_every_source_gives_the_same_documents(tmp_path: Path) -> None:
     for names in ([str(tmp_path / "saved")], ["python_topics"]):
         with pytest.raises(SystemExit, match="dataset_split is 'validation'"):
             data.load_rows(names, "validation")
+    kinds = [str(tmp_path / "documents.jsonl"), str(tmp_path / "text"), str(tmp_path / "documents.parquet")]
+    assert list(data.load_rows(kinds, "train")["text"]) == TEXTS * 3
+    (tmp_path / "text" / "D.TXT").write_text("capital")
+    assert "capital" in data.load_rows([str(tmp_path / "text")], "train")["text"]
     with pytest.raises(SystemExit, match="mixes kinds of files"):
-        data.load_rows([str(tmp_path / "documents.jsonl"), str(tmp_path / "documents.parquet")], "train")
+        data.load_rows(kinds, "train[:2]")
+    (tmp_path / "text" / "latin.txt").write_bytes("Stra\xdfe".encode("latin-1"))
+    with pytest.raises(SystemExit, match=r"latin.txt is not UTF-8"):
+        data.load_rows([str(tmp_path / "text")], "train")
 
 
 def test_a_text_ends_by_one_end_token(tmp_path: Path, arguments: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,6 +179,7 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         ("--max_length", "0", "max_length is 0; give a whole number of tokens, at least 2"),
         ("--dtype", "nonsense", "invalid choice: 'nonsense'"),
         ("--burst_size", "0", "burst_size is 0"),
+        ("--burst_size", "3", "burst_size is 3, which does not divide the processes that were launched: 1"),
         ("--burst", "{schedule: nonsense}", "no schedule 'nonsense'"),
         ("--burst", "{schedule: 3}", "BurstConfig.schedule is 3; give its name"),
         ("--burst", "{nokey: 1}", "no setting nokey"),
@@ -203,7 +204,7 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         ),
         ("--rope_scaling", "{rope_type: nonsense}", "rope_scaling has the rope_type 'nonsense'; it must be one of"),
         ("--rope_scaling", "{rope_type: yarn}", "rope_scaling {'rope_type': 'yarn'} cannot be used: \"Missing"),
-        ("--model_name_or_path", ".", "model_name_or_path '.' cannot be used"),
+        ("--model_name_or_path", ".", "tokenizer '.' cannot be used"),
         ("--model_name_or_path", "./nothing", "model_name_or_path is './nothing', which does not exist; the current"),
         ("--tokenizer", ".", "tokenizer '.' cannot be used"),
         ("--dataset", "missing.txt", "dataset has 'missing.txt', which does not exist; the current folder is /"),
@@ -239,7 +240,7 @@ def test_settings_that_are_wrong(wrong: Sentence, option: str, value: str, told:
 @pytest.mark.parametrize(
     ("library", "options", "told"),
     [
-        ("bitsandbytes", ["--use_peft", "--load_in_4bit"], "base' cannot be used: "),
+        ("bitsandbytes", ["--use_peft", "--load_in_4bit"], "need bitsandbytes: pip install"),
         ("liger_kernel", ["--use_liger_kernel"], "use_liger_kernel needs Liger: pip install"),
         ("wandb", ["--report_to", "wandb"], "the settings cannot be used: WandbCallback requires wandb"),
     ],
@@ -705,3 +706,23 @@ def test_what_cannot_be_drawn(
 def test_an_empty_file_cannot_be_drawn(sentence: Sentence, tmp_path: Path) -> None:
     (tmp_path / "empty.json").touch()
     assert "cannot be read as JSON" in sentence(plot.main, str(tmp_path / "empty.json"), "--markdown")
+
+
+def test_another_model_comes_with_its_tokenizer(tmp_path: Path) -> None:
+    """A config file names a model and a tokenizer; the command line another model, and maybe a tokenizer."""
+    (tmp_path / "own.yaml").write_text("{model_config: {model_type: llama}, tokenizer: bytes}")
+    base = str(make_base(tmp_path / "base"))
+    for more, tokenizer in (([], None), (["--tokenizer", "other"], "other")):
+        words = ["--config", str(tmp_path / "own.yaml"), "--model_name_or_path", base, *more]
+        (model,) = settings.parse(words, (settings.ModelSettings,), {})
+        assert (model.model_name_or_path, model.tokenizer) == (base, tokenizer)
+
+
+def test_processes_on_cpus_follow_the_variable_of_accelerate() -> None:
+    """Which is read when the module is imported."""
+    source = "import settings; print(settings.DEFAULTS['use_cpu'])"
+    for value, expected in (("1", "True"), ("", "False")):
+        environment = {**os.environ, "ACCELERATE_USE_CPU": value, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", source]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
+        assert done.stdout.split()[-1] == expected

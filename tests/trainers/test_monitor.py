@@ -201,7 +201,7 @@ def test_a_line_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[
     lines = re.findall(r"^step .*$", capsys.readouterr().out, re.MULTILINE)
     assert len(lines) == STEPS
     number = r"[\d.,]+"
-    pattern = rf"step 1 of 3, 0:00:\d\d left, loss {number}, {number} tokens/s a GPU, MFU {number}%, {number} GiB"
+    pattern = rf"step 1 of 3, 0:00:\d\d left, loss {number}, {number} tokens/s a process, MFU {number}%, {number} GiB"
     assert re.fullmatch(pattern, lines[0])
     assert lines[-1].startswith("step 3 of 3, 0:00:00 left, ")
 

@@ -177,7 +177,8 @@ class BurstCallback(TrainerCallback):
         each = (time.perf_counter() - self.began) / done if done else self.seconds  # evaluation and saving included
         left = timedelta(seconds=round(each * (state.max_steps - state.global_step)))
         mfu = f", MFU {logs['mfu']:.1%}" if "mfu" in logs else ""
-        speed = f"{logs['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU{mfu}, {logs['peak_memory_gib']:.1f} GiB"
+        place = "GPU" if self.trainer.args.device.type == "cuda" else "process"
+        speed = f"{logs['tokens_per_second_per_gpu']:,.0f} tokens/s a {place}{mfu}, {logs['peak_memory_gib']:.1f} GiB"
         return f"step {state.global_step:,} of {state.max_steps:,}, {left} left, loss {logs['loss']:.4g}, {speed}"
 
 
