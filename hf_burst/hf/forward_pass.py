@@ -94,7 +94,8 @@ class ForwardPass:
         task ([`Task`]): What the model learns.
         batch ([`Batch`]): What it computes.
         settings ([`Memory`]): Those of the config; from `begin` on those chosen for this batch.
-        checkpoints ([`Checkpoints`]): How layers checkpoint; known from `begin` on.
+        checkpoints ([`Checkpoints`]): How layers checkpoint, as the part `Checkpointing` finds in `prepare`; read from
+            `begin` on.
         agreement ([`Agreement`]): What the ranks compare before any of them runs the model.
         compiled (`bool`): Whether torch.compile runs it, or a module in it.
         call ([`ForwardCall`]): What layers know of the pass; from `begin` on.

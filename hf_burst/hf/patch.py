@@ -38,6 +38,7 @@ from .parts.base import Part
 from .parts.checkpointing import Checkpointing
 from .parts.dropout import DropoutStreams
 from .parts.experts import RouterLogits
+from .parts.head import Head
 from .parts.loss import Loss
 from .parts.memory import MemoryRule
 from .parts.outputs import Outputs
@@ -153,6 +154,7 @@ def make_parts(
     """The parts of a model in the order of their steps: each behind those that it `needs`. A new capability is a new
     part and a line here."""
     recurrence, memory, token_losses = Recurrence(), MemoryRule(model, config), TokenLosses()
+    head = Head(token_losses)
     return (
         Request(),
         Replicas(config),
@@ -167,7 +169,8 @@ def make_parts(
         RouterLogits(model),
         Loss(model, group),
         token_losses,
-        Outputs(token_losses),
+        head,
+        Outputs(head),
         DropoutStreams(),  # draws seeds last, when nothing stops the pass any more
     )
 
@@ -378,10 +381,6 @@ class _Patch:
     @torch.compiler.disable
     def end(self, *_: Any) -> None:
         """The forward hook that is called even if the pass failed."""
-        problem = sys.exception()
-        for part in self.parts:
-            if isinstance(part, MemoryRule):
-                part.advise(problem)
         self.run, self.entered = None, False
         self.context.leave()
         for part in self.parts:

@@ -24,7 +24,7 @@ from hf_burst.errors import (
     RankMismatchError,
     UnsupportedModelError,
 )
-from hf_burst.hf.parts import outputs
+from hf_burst.hf.parts import head
 from hf_burst.hf.patch import patch_under_check
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ring.resources import resources_of
@@ -371,7 +371,7 @@ def missing_kernel(rank: int, size: int) -> None:
 
 def large_logits(rank: int, size: int) -> None:
     model = models.patch(models.make_model("llama").eval())
-    with mock.patch.object(outputs, "LOGITS_LIMIT_GIB", 1e-9):
+    with mock.patch.object(head, "LOGITS_LIMIT_GIB", 1e-9):
         assert model(**good(rank)).logits is None, "with labels the loss is all that is asked for"
         model(good(rank)["input_ids"])
 

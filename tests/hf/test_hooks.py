@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import hf_burst
 from hf_burst.errors import ConfigError
-from hf_burst.hf.models.head import LazyLogits
+from hf_burst.hf.lazy_head import LazyLogits
 from tests.support import models
 from tests.support.ranks import RankError, RankPool
 
@@ -91,7 +91,7 @@ def test_a_hook_on_every_module_is_given_logits() -> None:
 
 
 def test_the_memory_that_a_hook_on_the_head_takes_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    from hf_burst.hf.models import head
+    from hf_burst.hf import lazy_head as head
 
     head.logger.warning_once.cache_clear()
     model = hook_head(hf_burst.patch_model(models.make_model("llama").train()), scale_tensors)

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_burst
 from hf_burst.errors import ConfigError
+from hf_burst.hf.lazy_head import LazyLogits
 from hf_burst.hf.models import sizes
-from hf_burst.hf.models.head import LazyLogits
-from hf_burst.hf.parts.outputs import Outputs
+from hf_burst.hf.parts.head import Head
 from hf_burst.layers import linear_loss
 from hf_burst.layers.linear_loss import Linear, linear_loss_sum
 from hf_burst.layers.loss import token_loss_sum
@@ -227,7 +227,7 @@ def test_evaluation_has_its_logits_and_nothing_stays_behind() -> None:
     assert model.train()(**batch).logits is None
     with mock.patch.object(type(model.model), "forward", side_effect=EOFError), pytest.raises(EOFError):
         model(**batch)
-    assert not part_of(model, Outputs).head.under_way
+    assert not part_of(model, Head).lazy.under_way
     head = model.lm_head
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"]))  # another module takes its place
     adapted(**batch).loss.backward()

@@ -18,7 +18,7 @@ from transformers import TrainerCallback, get_linear_schedule_with_warmup
 
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError
-from hf_burst.hf.parts import outputs
+from hf_burst.hf.parts import head
 from tests.support import models, trainers
 from tests.support.ranks import RankError, RankPool, reset_accelerate
 from tests.support.trainers import Case, make_trainer
@@ -308,7 +308,7 @@ def without_logits(rank: int, size: int, folder: str, what: str, evaluate: bool)
     trainer = make_trainer(Case(), folder, model=model, eval_dataset=trainers.samples("padded", 4), **given)
     for name, value in later.items():
         setattr(trainer, name, partial(value, trainer) if name == "compute_loss" else value)
-    with mock.patch.object(outputs, "LOGITS_LIMIT_GIB", 1e-9):
+    with mock.patch.object(head, "LOGITS_LIMIT_GIB", 1e-9):
         return trainer.evaluate() if evaluate else trainer.train().metrics
 
 

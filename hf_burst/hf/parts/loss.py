@@ -13,9 +13,9 @@ from ...ranks.group import ContextGroup
 from ..context import CALL_KEY
 from ..forward_pass import ForwardPass
 from ..groups import resolve_group
+from ..lazy_head import LazyLogits, loss_sum
 from ..models.bypassed import forward_name
 from ..models.cut_point import language_model_of
-from ..models.head import LazyLogits, loss_sum
 from ..models.task import calls_loss_function, computes_loss
 from .base import Part
 from .experts import RouterLogits, balance_share

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import zlib
 from dataclasses import replace
 from typing import Any
@@ -70,6 +71,9 @@ class MemoryRule(Part):
         elif self.chosen:  # an evaluation is to take no more than training
             most = max(self.chosen.values(), key=lambda choice: choice.level).training
             run.settings = Memory(tiled_mlp=most.tiled_mlp, head_groups=most.head_groups)
+
+    def end(self) -> None:
+        self.advise(sys.exception())
 
     def advise(self, problem: BaseException | None) -> None:
         """Adds to an error of memory that was short what follows by the rule, or what else can be turned."""

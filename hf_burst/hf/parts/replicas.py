@@ -17,7 +17,7 @@ from ...errors import ConfigError
 from ...ranks.group import ContextGroup
 from ..batches.sharded import sum_of_bits
 from ..forward_pass import ForwardPass
-from ..models.head import is_partitioned
+from ..lazy_head import is_partitioned
 from .base import Part
 
 _SEEN = "_hf_burst_trained"  # the attribute of a DDP that has the parameters that were trained under it

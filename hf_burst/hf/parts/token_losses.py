@@ -14,7 +14,7 @@ from ..batches.documents import batch_shape
 from ..batches.sharded import checksum, is_sharded
 from ..forward_pass import ForwardPass
 from ..groups import PATCH
-from ..models.head import token_losses_of
+from ..lazy_head import token_losses_of
 from .base import Part
 from .tokens import check_ranges
 

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...layers.linear_loss import Linear, linear_loss_sum, linear_token_losses
-from ...layers.loss import token_loss_sum, token_losses
+from ..layers.linear_loss import Linear, linear_loss_sum, linear_token_losses
+from ..layers.loss import token_loss_sum, token_losses
 
 _WRAPPERS = ("torch.distributed.", "deepspeed.", "accelerate.", "trl.")  # whose hooks look after weights and memory
 _HOOKED = (

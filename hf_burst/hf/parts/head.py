@@ -1,0 +1,147 @@
+"""The head of a model: which of its logits a pass is to have, and the loss without any in memory."""
+
+import logging
+import operator
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from ...errors import BatchError
+from ...ranks.layout import SequenceLayout
+from ..callers import askers_for_logits, readers_of_logits, trainer_under_way
+from ..forward_pass import ForwardPass
+from ..lazy_head import LazyHead, is_hooked, is_watched, lazy_head
+from .base import Part
+from .loss import Loss
+from .token_losses import TokenLosses
+from .tokens import Tokens
+
+logger = logging.getLogger(__name__)
+
+KeptRows = tuple[tuple[int, ...], ...]  # for each rank, where the rows that it kept stand in the gathered logits
+
+LOGITS_LIMIT_GIB = 4.0  # of logits gathered over the ranks
+_SMALLER = "lower per_device_train_batch_size or per_device_eval_batch_size, or shorten the rows"
+
+
+class Head(Part):
+    """Decides what becomes of the logits: `"keep"` as they are, `"gather"` over the ranks, or `"drop"`. The head whose
+    logits are dropped is put off, see [`LazyHead`]: the loss asks it for the scores of some tokens at a time."""
+
+    needs = (Tokens, Loss)
+
+    def __init__(self, token_losses: TokenLosses) -> None:
+        self.token_losses = token_losses
+        self.lazy: LazyHead | None = None
+        self.logits: Literal["keep", "gather", "drop"] = "keep"
+        self.kept: KeptRows | None = None  # of `logits_to_keep`
+        self.rows: torch.Tensor | None = None  # this rank's rows of them, if the model does not choose them
+
+    def prepare(self, run: ForwardPass) -> None:
+        keep = run.batch.given.get("logits_to_keep", 0)
+        asked = isinstance(keep, torch.Tensor) or bool(keep)
+        if asked and (run.group.size > 1 or not run.task.generates):
+            self.kept, rows = keep_rows(keep, run.batch.layout, run.group.rank)
+            if run.task.generates:
+                run.batch.inputs["logits_to_keep"] = rows
+            else:
+                self.rows = rows
+        self.logits = self._fate(run)
+        head = run.model.get_output_embeddings() if self.logits == "drop" else None
+        run.agreement.add("hooks on the head", head is not None and [is_hooked(head), is_watched(head)])
+        run.agreement.facts |= {"logits to keep": self.kept, "logits": self.logits}
+
+    def begin(self, run: ForwardPass) -> None:
+        if run.sharing and not run.model.training:  # groups with other lengths gather the head at another time
+            drops = run.largest([self.logits == "drop"])[0] > 0
+            self.logits = "drop" if drops and self.logits == "gather" else self.logits
+        self.lazy = lazy_head(run.model, self.lazy)
+        if self.lazy is not None:
+            self.lazy.under_way = self.logits == "drop" and not run.batch.inputs.get("fused_lm_head")
+
+    def end(self) -> None:
+        self.kept = self.rows = None
+        if self.lazy is not None:
+            self.lazy.under_way = False
+
+    def remove(self, model: PreTrainedModel) -> None:
+        for module in model.modules():  # adapters may have made copies
+            forward = vars(module).get("forward")
+            if isinstance(forward, LazyHead):
+                forward.remove()
+
+    def _fate(self, run: ForwardPass) -> Literal["keep", "gather", "drop"]:
+        """What becomes of the logits."""
+        labels, layout = run.batch.inputs.get("labels") is not None, run.batch.layout
+        if self.token_losses.wanted:
+            return "drop"
+        if self.kept is not None and (labels or run.batch.sharded):
+            raise BatchError(
+                "logits_to_keep is for full batches without labels; with labels the loss needs every token. Leave one "
+                "of them out."
+            )
+        fused = bool(run.batch.inputs.get("fused_lm_head"))
+        if labels and run.model.training and not fused:
+            _check_unread("are never in memory while the model trains with labels")
+        if labels and (run.model.training or (run.group.size > 1 and fused)):
+            return "drop"
+        if run.batch.sharded or run.group.size == 1:
+            return "keep"
+        rows = layout.length - layout.padding if self.kept is None else sum(map(len, self.kept))
+        values = layout.batch_size * rows * run.model.config.get_text_config().vocab_size
+        gib = values * run.model.dtype.itemsize / 2**30
+        if gib <= LOGITS_LIMIT_GIB:
+            return "gather"
+        sentence = (
+            f"The logits of {layout.batch_size} x {rows} tokens take {gib:.1f} GiB on every rank, and up to "
+            f"{LOGITS_LIMIT_GIB:g} GiB are gathered"
+        )
+        if not labels:
+            raise BatchError(f"{sentence}. {_way_out(run.model.training)}")
+        _check_unread(f"are not gathered. {sentence}")
+        logger.warning("%s, so they are not gathered and outputs.logits is None.", sentence)
+        return "drop"
+
+
+def _check_unread(why: str) -> None:
+    """Raises if a function of a trainer's user would meet `None` in the place of logits."""
+    readers = readers_of_logits()
+    if readers:
+        raise BatchError(
+            f"{', '.join(readers)} would be given outputs.logits=None: logits {why}. {_SMALLER.capitalize()}; "
+            "prediction_loss_only=True evaluates without them, and hf_burst.token_losses returns the loss of every "
+            "token."
+        )
+
+
+def _way_out(training: bool) -> str:
+    """What to do where logits are wanted that are too large."""
+    trainer = trainer_under_way()
+    if trainer is None:
+        return (
+            "Pass logits_to_keep=1 (or as many as you need), or take hf_burst.token_losses for the loss of every token."
+        )
+    askers = " and ".join(askers_for_logits(trainer, training)) or "what asks for them"
+    return f"Trainer wants them for {askers}: {_SMALLER}, or leave that out."
+
+
+def keep_rows(keep: int | torch.Tensor, layout: SequenceLayout, rank: int) -> tuple[KeptRows, torch.Tensor]:
+    """For `logits_to_keep`: for each rank, the places of its rows in the result; and this rank's rows."""
+    length = layout.length - layout.padding
+    if isinstance(keep, torch.Tensor):
+        bad = keep.dtype == torch.bool or keep.ndim != 1 or not len(keep)
+        bad = bad or bool(((keep < -length) | (keep >= length)).any())
+    else:
+        keep = operator.index(keep)
+        bad = keep < 0
+    if bad:
+        raise BatchError(
+            f"logits_to_keep is {keep}; it must be a number of last tokens, or a tensor of one or more indices into "
+            f"the {length} tokens of the sequence."
+        )
+    wanted = range(max(0, length - keep), length) if isinstance(keep, int) else [row % length for row in keep.tolist()]
+    tokens = [layout.indices(holder).tolist() for holder in range(layout.ranks)]
+    row_of = [{token: row for row, token in enumerate(held)} for held in tokens]
+    places = tuple(tuple(place for place, token in enumerate(wanted) if token in held) for held in row_of)
+    return places, torch.tensor([row_of[rank][wanted[place]] for place in places[rank]], dtype=torch.int64)
