@@ -67,10 +67,13 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
             return load_from_disk(names[0])
         if len(names) == 1 and (Path(names[0]) / "dataset_dict.json").exists():
             return named_split(load_from_disk(names[0]), split)
-    files = list(chain.from_iterable(expand(name) for name in names))
     kinds: dict[str | None, list[str]] = {}
-    for file in files:
-        kinds.setdefault(READERS.get(Path(file).suffix.lower()), []).append(file)
+    for name in names:
+        files = expand(name)
+        for file in files:
+            kinds.setdefault(kind_of(file), []).append(file)
+        if len(set(map(kind_of, files))) > 1:
+            raise SystemExit(f"dataset {name!r} mixes kinds of files; name those to read ({', '.join(READERS)}).")
     if len(kinds) > 1 and (None in kinds or split != "train"):
         raise SystemExit(
             f"dataset {names} mixes kinds of files and hub names, or takes a part of several kinds; give one kind "
@@ -85,8 +88,15 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
             rows = load_dataset(kind, data_files=own, split=split, **options)
         renamed = kind == "text" and text_column != "text"
         parts.append(rows.rename_column("text", text_column) if renamed else rows)
-    with using(f"dataset {names}"):
-        return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+    columns = {tuple(sorted(part.column_names)) for part in parts}
+    if len(columns) > 1:
+        raise SystemExit(f"dataset {names} mixes kinds of files with other columns: {sorted(columns)}; give one kind.")
+    return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+
+
+def kind_of(file: str) -> str | None:
+    """What reads a file; `None` for the name of a data set."""
+    return READERS.get(Path(file).suffix.lower())
 
 
 @contextmanager
@@ -98,9 +108,11 @@ def reading(files: list[str]) -> Iterator[None]:
         raise ValueError("it holds no rows") from None
     except (DatasetsError, UnicodeDecodeError) as error:  # which say only that there was one
         for file in files:
-            with Path(file).open("rb") as bytes_of_file:
+            if Path(file).suffix.lower() not in TEXT_FILES or not Path(file).is_file():
+                continue
+            with Path(file).open("rb") as lines:
                 try:
-                    for line in bytes_of_file if Path(file).suffix.lower() in TEXT_FILES else ():
+                    for line in lines:
                         line.decode()
                 except UnicodeDecodeError as problem:
                     raise ValueError(f"{file} is not UTF-8: {problem.reason} in {line[:40]!r}") from None
@@ -117,7 +129,7 @@ def reading(files: list[str]) -> Iterator[None]:
 def json_lines(files: list[str]) -> Iterator[tuple[str, int, str]]:
     """The lines of all files that hold JSON lines, each with its file and number, from 1."""
     for file in files:
-        if file.endswith(".jsonl"):
+        if file.lower().endswith(".jsonl"):
             with Path(file).open(encoding="utf-8", errors="replace") as lines:
                 yield from ((file, number, line) for number, line in enumerate(lines, 1) if line.strip())
 
@@ -166,7 +178,7 @@ def expand(name: str) -> list[str]:
     if not readable:
         kinds = ", ".join(sorted({path.suffix or path.name for path in files})) or "nothing"
         raise SystemExit(f"dataset {name!r} is a folder that holds {kinds}; it must hold {', '.join(READERS)}.")
-    others = Counter(path.suffix or path.name for path in files if path.suffix not in READERS)
+    others = Counter(path.suffix or path.name for path in files if path.suffix.lower() not in READERS)
     if others and os.environ.get("RANK", "0") == "0":
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(5))
         print(f"dataset {name}: {len(readable)} files are read, others are left out ({kinds}).")

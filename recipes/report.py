@@ -118,14 +118,16 @@ def describe(trainer: Trainer) -> str:
     )
 
 
-def kernels(training: TrainingArguments) -> str:
+def kernels(trainer: Trainer) -> str:
     """Which kernels run, and what is missing for the published speed."""
-    device = training.device
-    request = KernelRequest(device.type, torch.bfloat16 if training.bf16 else torch.float32, 128, 128)
+    training, config = trainer.args, trainer.model.config.get_text_config()
+    device, heads = training.device, getattr(config, "num_attention_heads", None) or 1
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    request = KernelRequest(device.type, torch.bfloat16 if training.bf16 else torch.float32, size, size)
     name, _ = next((each for each in explain_kernels(request) if each[1] is None), ("none", None))
     if device.type != "cuda":
         return f"kernels: attention by {name}; published speeds are those of GPUs"
-    liger = "Liger's norms, rotary positions, SwiGLU and loss" if training.use_liger_kernel else "the rest by torch"
+    liger = "the rest by Liger where it knows the model" if training.use_liger_kernel else "the rest by torch"
     lacks = [] if training.use_liger_kernel else ["Liger"]
     if torch.cuda.get_device_capability(device) >= (9, 0) and name != "flash_attn_4":
         lacks.append("flash-attn 4")

@@ -57,7 +57,7 @@ def contents(name: str) -> Iterator[str]:
             if any(part.startswith(".") for part in parts):
                 continue
             digest.update(f"{'/'.join(parts)} {(size := file.stat().st_size)} ".encode())
-            if file.suffix not in READ:  # such as pictures
+            if file.suffix.lower() not in READ:  # such as pictures
                 continue
             with file.open("rb") as held:
                 for piece in range(PIECES):

@@ -24,6 +24,7 @@ from zlib import crc32
 import beginning  # noqa: F401 (before torch)
 import resuming
 import yaml
+from accelerate.utils import parse_flag_from_env
 from huggingface_hub.errors import StrictDataclassError
 from transformers import HfArgumentParser
 from trl import ModelConfig
@@ -51,7 +52,7 @@ DEFAULTS = {  # where long sequences want others than TRL
     "lora_dropout": 0.0,
     "lora_target_modules": ["all-linear"],
     # as accelerate reads it: Transformers would refuse bf16 otherwise
-    "use_cpu": os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"),
+    "use_cpu": parse_flag_from_env("ACCELERATE_USE_CPU"),
 }
 LIGER = "liger_kernel"
 
@@ -160,7 +161,7 @@ def sources(name: str, value: Any) -> list[str]:
     if not isinstance(listed, list) or not listed or not all(item and isinstance(item, str) for item in listed):
         raise SystemExit(f"{name} is {value!r}; give files, folders, a hub name or python_topics.")
     for file in map(Path, listed):
-        local = file.suffix in (*TEXT_FILES, *TABLES) and not set("*?[:") & set(
+        local = file.suffix.lower() in (*TEXT_FILES, *TABLES) and not set("*?[:") & set(
             str(file)
         )  # neither a pattern nor a URL
         if local and not file.exists():
@@ -332,6 +333,7 @@ def prepare(
     run = resuming.settings_of(training, model, documents)
     training.resume_from_checkpoint = resuming.checkpoint(training, run)
     training.parallelism_config = burst.parallelism
+    training.use_liger_kernel = training.use_liger_kernel and not training.use_cpu  # its kernels are those of GPUs
     if training.use_liger_kernel and find_spec(LIGER) is None:
         raise SystemExit("use_liger_kernel needs Liger: pip install liger-kernel")
     if training.use_liger_kernel:  # hf_burst has the loss of all ranks, fused by Liger too

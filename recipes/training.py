@@ -48,8 +48,10 @@ def make(
     import models
 
     with settings.using("the settings", RuntimeError):
-        return kind(
-            models.load_model(model, config, burst, args.seed),  # patched by hf_burst
+        patched: Any = models.load_model(model, config, burst, args.seed)  # by hf_burst
+        loaded = {"use_cache": patched.config.use_cache} if hasattr(patched.config, "use_cache") else {}
+        trainer: Any = kind(
+            patched,
             args=args,
             train_dataset=rows[0],
             eval_dataset=rows[1],
@@ -58,6 +60,8 @@ def make(
             callbacks=callbacks(model, config, run),
             **more,
         )
+        trainer.loaded_config = loaded  # what training changes, and a saved model is to have
+        return trainer
 
 
 def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> "tuple[SFTTrainer, BurstSettings]":
@@ -92,7 +96,7 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
 
     first, training = trainer.is_world_process_zero(), trainer.args
     report.follow(trainer)
-    trainer.accelerator.print(report.kernels(training))
+    trainer.accelerator.print(report.kernels(trainer))
     retry_when_short(trainer)
     with disable_input_dtype_casting(trainer.model, active=training.bf16):
         resuming.train(trainer)
@@ -102,7 +106,7 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
             trainer.evaluate()
         if measure is not None:
             measure()
-    trainer.accelerator.unwrap_model(trainer.model).config.use_cache = True  # which training had switched off
+    trainer.accelerator.unwrap_model(trainer.model).config.update(getattr(trainer, "loaded_config", {}))
     trainer.save_model()
     if first:
         report.write_log(trainer)

@@ -78,11 +78,20 @@ def signature(name: str, thing: Any) -> str:
     shown = []
     for parameter in inspect.signature(thing).parameters.values():
         if parameter.name not in ("self", "cls"):
-            given = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+            given = "" if parameter.default is parameter.empty else f"={shown_default(parameter.default)}"
             stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
             shown.append(f"{stars}{parameter.name}{given}")
     one = f"{name}({', '.join(shown)})"
     return one if len(one) < 100 else f"{name}(\n" + "".join(f"    {each},\n" for each in shown) + ")"
+
+
+def shown_default(value: Any) -> str:
+    """A default as it is written in code; of functions and objects, their names."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    if value is None or isinstance(value, bool | int | float | tuple):
+        return repr(value)
+    return getattr(value, "__name__", f"{type(value).__name__}()")
 
 
 def markdown(doc: str) -> str:

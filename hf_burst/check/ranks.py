@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from ..errors import ConfigError
+from ..hf.groups import tells_of_launch
 
 RANKS = 2
-_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run_on_ranks(function: Callable[..., Any], *arguments: Any, limit: float) -> Any:
@@ -68,8 +68,8 @@ def run_on_ranks(function: Callable[..., Any], *arguments: Any, limit: float) ->
 def _serve(rank: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """A rank: leaves what the function returns, or the `ValueError` that it raises, in a file."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # which `spawn` sends when the process that waits has ended
-    for name in _LAUNCHER:
-        os.environ.pop(name, None)
+    for name in filter(tells_of_launch, list(os.environ)):
+        del os.environ[name]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     logging.disable(logging.WARNING)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))

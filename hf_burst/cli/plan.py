@@ -13,7 +13,7 @@ from ..config import Memory
 from ..errors import ConfigError, ShardingError
 from ..layers.host_limits import gpus_of_host, host_memory
 from ..plan import Mask, name_of
-from ..sizing.gpus import DATA_SHEETS, Capacity, DataSheet, capacity_of, gpu_named
+from ..sizing.gpus import DATA_SHEETS, Capacity, DataSheet, capacity_of, data_sheet, gpu_named
 from ..sizing.memory_rule import HOST_ROOM, SETTINGS, Fit, fit, longest
 from ..sizing.model import ModelSize, Sharded, Training, Weights
 from ..sizing.seconds import StepSeconds, estimate_seconds, step_flops
@@ -140,7 +140,7 @@ def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:
         raise ConfigError(f"--gpus is {gpus} and --gpus-per-host {per_host}; give at least 1.")
     if gpus > per_host and gpus % per_host:
         raise ConfigError(f"{gpus} GPUs do not lie on hosts of {per_host} each: give --gpus-per-host that divides.")
-    sheet = gpu_named(arguments.machine or (torch.cuda.get_device_name(0) if here else "h200"))
+    sheet = _sheet_of(arguments.machine, here)
     capacity = capacity_of(sheet, ranks_per_host=per_host)
     if here and not arguments.machine:
         device = torch.device("cuda", 0)
@@ -151,6 +151,20 @@ def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:
             raise ConfigError(f"--host-memory is {arguments.host_memory}; give the GiB of a host for each of its GPUs.")
         capacity = replace(capacity, host_memory=int(arguments.host_memory * 2**30))
     return sheet, capacity, gpus
+
+
+def _sheet_of(machine: str | None, here: int) -> DataSheet:
+    """The data sheet of the GPUs that are named, or of those of this host, or of H200s."""
+    if machine or not here:
+        return gpu_named(machine or "h200")
+    name = torch.cuda.get_device_name(0)
+    sheet = data_sheet(name)
+    if sheet is None:
+        raise ConfigError(
+            f"The GPUs of this host are {name!r}, of which no data sheet is known. Give --machine, one of "
+            f"{', '.join(DATA_SHEETS)}."
+        )
+    return sheet
 
 
 class Division(NamedTuple):

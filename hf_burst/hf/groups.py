@@ -9,6 +9,7 @@ from ..errors import ConfigError
 from ..ranks.group import CP_DIM, ContextGroup
 
 PATCH = "_hf_burst"  # the attribute by which a patched model is known
+_OF_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OLD_ARGUMENTS = {"mesh": "The argument mesh is called group now: group=mesh. It takes a DeviceMesh or a ProcessGroup."}
 
 
@@ -43,7 +44,12 @@ def check_joined() -> None:
 
 def _launched() -> int:
     """How many processes torchrun, or a launcher that is built on it, has started."""
-    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+    return int(os.environ.get("WORLD_SIZE", "1")) if dist.is_torchelastic_launched() else 1
+
+
+def tells_of_launch(variable: str) -> bool:
+    """Whether a variable of the environment tells a process that a launcher started it with others."""
+    return variable in _OF_LAUNCH or variable.startswith("TORCHELASTIC_")
 
 
 def resolve_group(named: ContextGroup | None) -> ContextGroup:

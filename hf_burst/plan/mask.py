@@ -27,8 +27,8 @@ class Band:
 
     @cached_property
     def _hash(self) -> int:
-        """Computed once, since there may be thousands of documents."""
-        return hash((self.low, self.high, self.documents))
+        """Computed once, since there may be thousands of documents. It holds in other processes, too."""
+        return hash((self.low is None, self.low or 0, self.high is None, self.high or 0, self.documents))
 
     def shift(self, rows: int) -> "Band":
         """The band as counted from a corner that lies `rows` further down."""

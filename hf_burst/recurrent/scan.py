@@ -41,7 +41,7 @@ def scan_by_states(
         `torch.Tensor` of shape `(batch, n, heads, P)`.
     """
     x, _, b, _ = inputs
-    segments, own, groups = shards.segments, shards.own, b.shape[2]
+    segments, own, exports, groups = shards.segments, shards.own, shards.exports, b.shape[2]
     out, _ = rule(segments, joined(inputs, own), [piece.size for piece in own])
     if not segments.slots:
         return out.view(x.shape)
@@ -49,11 +49,11 @@ def scan_by_states(
     handed, decays = dict[int, tuple[Tensor, Tensor]](), dict[int, Tensor]()
     with in_full_precision(x):
         for index, piece in enumerate(own):
-            if index in shards.exports or not piece.opens:
+            if index in exports or not piece.opens:
                 x_own, b_own, step = joined((x, b, steps), [piece])
                 log = (step * decay).cumsum(0)
                 decays[index] = log.exp()
-            if index in shards.exports:
+            if index in exports:
                 weighted = x_own.to(log.dtype) * (step * (log[-1] - log).exp())[..., None]
                 end = torch.einsum("tghp,tgn->ghpn", weighted.unflatten(1, (groups, -1)), b_own.to(log.dtype))
                 handed[index] = end.flatten(0, 1), decays[index][-1]

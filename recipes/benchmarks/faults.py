@@ -328,7 +328,9 @@ def write(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     if arguments.page is not None:
-        before, _, rest = arguments.page.read_text().partition(MARKS[0])
+        before, mark, rest = arguments.page.read_text().partition(MARKS[0])
+        if not mark:
+            raise SystemExit(f"{arguments.page} has no line {MARKS[0]}, behind which the table is written.")
         after = rest.partition(MARKS[1])[2]
         arguments.page.write_text(f"{before}{MARKS[0]}\n{table(result)}{MARKS[1]}{after}")
 

@@ -73,8 +73,18 @@ def test_every_source_gives_the_same_documents(tmp_path: Path) -> None:
     assert list(data.load_rows(kinds, "train")["text"]) == TEXTS * 3
     (tmp_path / "text" / "D.TXT").write_text("capital")
     assert "capital" in data.load_rows([str(tmp_path / "text")], "train")["text"]
-    with pytest.raises(SystemExit, match="mixes kinds of files"):
-        data.load_rows(kinds, "train[:2]")
+    for names, split in ((kinds, "train[:2]"), ([str(tmp_path / "documents.jsonl"), "org/name"], "train")):
+        with pytest.raises(SystemExit, match="mixes kinds of files and hub names"):
+            data.load_rows(names, split)
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "README.md").write_text("about the data")
+    (tmp_path / "mixed" / "titles.csv").write_text("title,year\nbook,1999\n")
+    with pytest.raises(SystemExit, match="mixed' mixes kinds of files; name those to read"):
+        data.load_rows([str(tmp_path / "mixed")], "train")
+    with pytest.raises(SystemExit, match="with other columns"):
+        data.load_rows([str(tmp_path / "mixed/titles.csv"), str(tmp_path / "text/a.txt")], "train")
+    with pytest.raises(SystemExit, match="on the Hub"):
+        data.load_rows(["no/such"], "train")
     (tmp_path / "text" / "latin.txt").write_bytes("Stra\xdfe".encode("latin-1"))
     with pytest.raises(SystemExit, match=r"latin.txt is not UTF-8"):
         data.load_rows([str(tmp_path / "text")], "train")

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ...errors import ConfigError, UnsupportedModelError
 from ...version import __version__
+from ..groups import tells_of_launch
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,7 @@ _LIBRARIES = re.compile(
     r"transformer_engine|bitsandbytes|gptqmodel|awq|hqq|eetq|aqlm|optimum|compressed_tensors|auto_round|spqr_quant|"
     r"vptq|quark|sinq|fouroversix|fp_quant"
 )
-_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SECONDS = 600  # that a comparison of a class may take
+_SECONDS = 120  # that a comparison of a class may take
 _NORMS = re.compile(r"fla\.modules\.[\w.]*Norm\w*")  # of flash-linear-attention, which has convolutions there, too
 
 
@@ -100,6 +100,7 @@ def remember(verdict: Verdict) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
             file.write(json.dumps(asdict(verdict), indent=1))
+        os.chmod(file.name, 0o644)  # other users may share the folder
         os.replace(file.name, path)  # all at once: no other process reads half of it
     except OSError as problem:
         raise ConfigError(
@@ -124,16 +125,19 @@ def served_by(model: PreTrainedModel) -> str:
     shipped = next((cls for cls in bases if cls.__name__ in SERVED), None)
     newer = Version(transformers.__version__).release[:2] > Version(TESTED).release[:2]
     unchanged = shipped is not None and (not newer or source_hash(shipped.__module__) == SERVED[shipped.__name__])
-    verdict = _verdict_for(fingerprint(model))
-    if verdict is None and shipped is type(model) and not unchanged:
-        verdict = _compared_anew(model)
+    stock = shipped is type(model) and not own_classes(model)
+    found_for, failure = fingerprint(model), ""
+    verdict = _verdict_for(found_for)
+    if verdict is None and stock and not unchanged and found_for is not None:
+        failure = _compare_anew(model, found_for)
+        verdict = _verdict_for(found_for)
     if verdict is not None and verdict.result != "exact":
         reasons = ", ".join(f"{kind}: {error:.0e}" for kind, error in verdict.errors.items()) or verdict.note
         raise UnsupportedModelError(
             f"{name} was compared with one process by hf-burst check and found {verdict.result} over several ranks "
             f"({reasons}), so it is refused. Once its source is changed, {command} compares it anew."
         )
-    if shipped is type(model) and unchanged and not own_classes(model):
+    if stock and (unchanged or verdict is not None):
         return "shipped"
     if verdict is not None:
         return f"checked {verdict.fingerprint}"
@@ -144,35 +148,51 @@ def served_by(model: PreTrainedModel) -> str:
         )
     if not unchanged:
         logger.warning(
-            "The source of %s in transformers %s differs from that in %s, the newest that hf_burst was tested with. It "
-            "could not be compared with one process by itself: run on every node %s",
-            *(shipped.__name__, transformers.__version__, TESTED, command),
+            "The source of %s in transformers %s differs from that in %s, the newest that hf_burst was tested with%s. "
+            "To compare it with one process, run on every node: %s",
+            *(shipped.__name__, transformers.__version__, TESTED),
+            *(f", and comparing it by itself failed ({failure})" if failure else "", command),
         )
     return "shipped"
 
 
-def _compared_anew(model: PreTrainedModel) -> Verdict | None:
-    """The verdict on a class whose source a newer Transformers has changed, of `hf-burst check` in a process of its
-    own. It runs once on a machine: other processes wait for it. `None` if it could not be run."""
-    found_for = fingerprint(model)
-    if found_for is None:
-        return None
+def _compare_anew(model: PreTrainedModel, found_for: str) -> str:
+    """Compares a class whose source a newer Transformers has changed, by `hf-burst check` in a process of its own. It
+    runs once on a machine, and other processes wait for it. Returns why there is no verdict, if it failed."""
     path = _remembered(found_for)
-    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
-    with suppress(OSError, subprocess.SubprocessError):
+    failed = path.with_suffix(".failed")
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    config.pop("auto_map", None)  # the class is Transformers' own
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")), tempfile.TemporaryDirectory() as folder:
-            if not path.exists():
+            if not path.exists() and not failed.exists():
                 logger.warning(
                     "Transformers %s has another %s than %s, with which hf_burst was tested. It is compared with one "
-                    "process now, on the CPU, which takes some seconds and is done once on this machine.",
+                    "process now, on the CPU, once on this machine; other processes wait for it, some minutes at most.",
                     *(transformers.__version__, type(model).__name__, TESTED),
                 )
-                config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
                 Path(folder, "config.json").write_text(json.dumps(config, default=str))
-                command = [sys.executable, "-m", "hf_burst.cli", "check", folder, "--limit", str(_SECONDS)]
-                subprocess.run(command, env=environment, capture_output=True, timeout=2 * _SECONDS, check=False)
-    return _verdict_for(found_for)
+                reason = _run_check(folder)
+                if not path.exists():
+                    failed.write_text(reason)
+        return failed.read_text() if failed.exists() else ""
+    except (OSError, NotImplementedError) as problem:  # a folder that cannot be written, a file system without locks
+        return str(problem)
+
+
+def _run_check(folder: str) -> str:
+    """Runs `hf-burst check` on a folder, and returns its last line."""
+    environment = {name: value for name, value in os.environ.items() if not tells_of_launch(name)}
+    command = [sys.executable, "-m", "hf_burst.cli", "check", folder, "--limit", str(_SECONDS)]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=2 * _SECONDS, check=False
+        )
+    except subprocess.SubprocessError as problem:
+        return str(problem)
+    said = [line for line in (*done.stdout.splitlines(), *done.stderr.splitlines()) if line.strip()]
+    return said[-1] if said else f"exit code {done.returncode}"
 
 
 def _verdict_for(found_for: str | None) -> Verdict | None:
