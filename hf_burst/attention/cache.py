@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KernelError
-from ..layers.offload import Kept, kept_here
+from ..layers.offload import Saved, saved_in_place
 from ..ranks.layout import SequenceLayout
 from ..ring.resources import resources_of
 from .operator import TrackedAttention
@@ -18,8 +18,8 @@ from .request import AttentionRequest
 class CachedAttention(NamedTuple):
     """The results of an attention: all of them, or the last rows of every rank."""
 
-    out: Kept  # (B, rows, Hq, Dv)
-    lse: Kept  # (B, rows, Hq)
+    out: Saved  # (B, rows, Hq, Dv)
+    lse: Saved  # (B, rows, Hq)
     beginning: SequenceLayout | None  # of the tokens whose rows are missing
     shape: torch.Size  # of q
     request: AttentionRequest
@@ -66,7 +66,7 @@ class AttentionCache:
         keep (callable): From a tensor to what returns it again.
     """
 
-    def __init__(self, share: float, keep: Callable[[Tensor], Kept] = kept_here) -> None:
+    def __init__(self, share: float, keep: Callable[[Tensor], Saved] = saved_in_place) -> None:
         self.share, self.keep = share, keep
         # `None` for one without a graph, which the backward pass does not ask for
         self.entries: list[CachedAttention | None] = []

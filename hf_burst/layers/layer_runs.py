@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .offload import Kept, KeptByLayer, kept_here
+from .offload import Saved, SavedByLayer, saved_in_place
 from .surroundings import autocast_as_now, draws_as_now, function_modes_as_now
 
 
@@ -34,19 +34,19 @@ class LayerRun:
     last input that is kept run again, without a graph. Each of these has its input by then, until it is asked for it.
 
     Args:
-        kept ([`KeptByLayer`]): Where the layer keeps things.
+        saved ([`SavedByLayer`]): Where the layer saves things.
         inputs (sequence): What it is called with. The first tensor with a gradient is its hidden state.
     """
 
-    def __init__(self, kept: KeptByLayer, inputs: Sequence[Any]) -> None:
-        self.kept = kept
+    def __init__(self, saved: SavedByLayer, inputs: Sequence[Any]) -> None:
+        self.saved = saved
         tensors = (at for at, value in enumerate(inputs) if type(value) is Tensor and value.requires_grad)
         self.position = next(tensors, None)
         self.place = None if self.position is None else Place.of(inputs[self.position])
         self.before: LayerRun | None = None  # whose output the input is, if this run does not keep it
         self.again: Callable[[Tensor], Tensor] | None = None  # from its input to its output, without a graph
-        self.input: Kept | None = None
-        self.ready: Kept | None = None  # the input, computed again
+        self.input: Saved | None = None
+        self.ready: Saved | None = None  # the input, computed again
 
     @property
     def start(self) -> "LayerRun":
@@ -114,17 +114,17 @@ class LayerRun:
             runs.insert(0, runs[0].before)
         for run, following in pairwise(runs):
             assert run.again is not None, "followed by another run"
-            with run.kept.once_more():
+            with run.saved.once_more():
                 given = run.ready or run.input
                 assert given is not None, "the first of them has its input, and computes that of the others"
-                following.kept.prefetch()
-                following.ready = kept_here(run.again(given()))
+                following.saved.prefetch()
+                following.ready = saved_in_place(run.again(given()))
 
-    def _keep(self, tensor: Tensor) -> Kept:
+    def _keep(self, tensor: Tensor) -> Saved:
         if self.place is None or Place.of(tensor) != self.place:
-            return self.kept.keep(tensor) if tensor.requires_grad else kept_here(tensor)
+            return self.saved.save(tensor) if tensor.requires_grad else saved_in_place(tensor)
         if self.before is None:
-            self.input = self.kept.keep(tensor)
+            self.input = self.saved.save(tensor)
         return self.recall
 
 

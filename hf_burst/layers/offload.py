@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _SMALL = 2**20  # bytes; smaller tensors stay
 
-Kept = Callable[[], Tensor]  # the tensor that is kept, wherever it is
+Saved = Callable[[], Tensor]  # the tensor that is kept, wherever it is
 
 
 class OffloadedTensor:
@@ -29,39 +29,39 @@ class OffloadedTensor:
 
     Args:
         tensor (`torch.Tensor`): Not to be changed before [`HostMemory.settle`].
-        home ([`HostMemory`]): Where it goes.
+        host ([`HostMemory`]): Where it goes.
     """
 
-    def __init__(self, tensor: Tensor, home: HostMemory) -> None:
-        self.home, self.pages = home, list[Page]()
+    def __init__(self, tensor: Tensor, host: HostMemory) -> None:
+        self.host, self.pages = host, list[Page]()
         self.coming: tuple[Tensor, Any] | None = None
         dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
         left = tensor.detach() if dense else tensor.detach().contiguous()
         self.form = left.shape, left.stride(), left.dtype
-        self.pages = home.take(left.nbytes)
-        self.copied = home.module.Event()
-        home.outward.wait_stream(home.computing)
-        with home.module.stream(home.outward):
-            for page, part in zip(self.pages, _bytes(left).split(home.page_bytes), strict=True):
+        self.pages = host.take(left.nbytes)
+        self.copied = host.module.Event()
+        host.outward.wait_stream(host.computing)
+        with host.module.stream(host.outward):
+            for page, part in zip(self.pages, _bytes(left).split(host.page_bytes), strict=True):
                 if page.read is not None:
-                    home.outward.wait_event(page.read)
+                    host.outward.wait_event(page.read)
                 page.memory[: len(part)].copy_(part, non_blocking=True)
-            self.copied.record(home.outward)
-        home.leaving.append((left, left._version, self.copied))
+            self.copied.record(host.outward)
+        host.leaving.append((left, left._version, self.copied))
 
     def prefetch(self) -> None:
         """Starts to bring the tensor back, behind what the device has been given to do so far."""
         if self.coming is not None:
             return
-        home, (shape, stride, dtype) = self.home, self.form
-        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=home.device)
-        arrived = home.module.Event()
-        home.inward.wait_stream(home.computing)
-        home.inward.wait_event(self.copied)
-        with home.module.stream(home.inward):
-            for page, part in zip(self.pages, _bytes(tensor).split(home.page_bytes), strict=True):
+        host, (shape, stride, dtype) = self.host, self.form
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=host.device)
+        arrived = host.module.Event()
+        host.inward.wait_stream(host.computing)
+        host.inward.wait_event(self.copied)
+        with host.module.stream(host.inward):
+            for page, part in zip(self.pages, _bytes(tensor).split(host.page_bytes), strict=True):
                 part.copy_(page.memory[: len(part)], non_blocking=True)
-            arrived.record(home.inward)
+            arrived.record(host.inward)
         for page in self.pages:
             page.read = arrived
         self.coming = tensor, arrived
@@ -71,44 +71,44 @@ class OffloadedTensor:
         self.prefetch()
         assert self.coming is not None
         (tensor, arrived), self.coming = self.coming, None
-        self.home.computing.wait_event(arrived)
+        self.host.computing.wait_event(arrived)
         return tensor
 
     def __del__(self) -> None:
         if self.coming is not None:  # memory that is still written to must not be used again
-            self.home.computing.wait_event(self.coming[1])
-        self.home.free.extend(self.pages)
+            self.host.computing.wait_event(self.coming[1])
+        self.host.free.extend(self.pages)
 
 
-class KeptByLayer:
+class SavedByLayer:
     """What one run of a checkpointed layer keeps for its backward pass, on the host or where it is.
 
     When the layer runs again, what is asked for next begins to come back.
 
     Args:
-        home ([`HostMemory`]): Where it leaves for.
-        leaves (`bool`): Whether it does.
-        following ([`KeptByLayer`], *optional*): That of the layer which the backward pass runs next.
+        host ([`HostMemory`]): Where it leaves for.
+        offloads (`bool`): Whether it does.
+        following ([`SavedByLayer`], *optional*): That of the layer which the backward pass runs next.
     """
 
-    def __init__(self, home: HostMemory, leaves: bool, following: "KeptByLayer | None") -> None:
-        home.settle()
-        self.home, self.leaves, self.following = home, leaves, following
+    def __init__(self, host: HostMemory, offloads: bool, following: "SavedByLayer | None") -> None:
+        host.settle()
+        self.host, self.offloads, self.following = host, offloads, following
         self.offloaded: list[OffloadedTensor] = []
         self.comes = False
 
-    def keep(self, tensor: Tensor) -> Kept:
-        """Keeps a tensor, on the host if the layer `leaves`, the tensor is not small, and the host has room."""
-        if not self.leaves or tensor.nbytes < _SMALL or tensor.device != self.home.device:
-            return _Kept(self, kept_here(tensor))
-        if self.home.refused is None:
+    def save(self, tensor: Tensor) -> Saved:
+        """Keeps a tensor, on the host if the layer `offloads`, the tensor is not small, and the host has room."""
+        if not self.offloads or tensor.nbytes < _SMALL or tensor.device != self.host.device:
+            return _Fetched(self, saved_in_place(tensor))
+        if self.host.refused is None:
             try:
-                self.offloaded.append(OffloadedTensor(tensor, self.home))
-                return _Kept(self, self.offloaded[-1].fetch)
+                self.offloaded.append(OffloadedTensor(tensor, self.host))
+                return _Fetched(self, self.offloaded[-1].fetch)
             except KernelError as problem:  # in the midst of a step the other ranks would wait for this one
-                self.home.refused = problem.with_traceback(None)  # whose frames hold tensors
+                self.host.refused = problem.with_traceback(None)  # whose frames hold tensors
                 logger.warning("hf_burst keeps tensors on the GPU until this step ends: %s", problem)
-        return _Kept(self, kept_here(tensor))
+        return _Fetched(self, saved_in_place(tensor))
 
     def prefetch(self) -> None:
         """Everything begins to come back, once."""
@@ -128,14 +128,14 @@ class KeptByLayer:
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """What [`KeptByLayer`] hands out: where the layer runs again, its tensor."""
+class _Fetched:
+    """What [`SavedByLayer`] hands out: where the layer runs again, its tensor."""
 
-    layer: KeptByLayer
-    fetch: Kept
+    layer: SavedByLayer
+    fetch: Saved
 
     def __call__(self) -> Tensor:
-        self.layer.home.settle()
+        self.layer.host.settle()
         self.layer.prefetch()
         tensor = self.fetch()
         if self.layer.following is not None:
@@ -143,7 +143,7 @@ class _Kept:
         return tensor
 
 
-class _Unheld(torch.autograd.Function):
+class _DetachedLeaf(torch.autograd.Function):
     """A leaf's values in a graph that begins with a number instead. Whoever has the leaf by then gets its gradient."""
 
     @staticmethod
@@ -158,15 +158,15 @@ class _Unheld(torch.autograd.Function):
         return None, None, None
 
 
-def unheld(leaf: Tensor) -> Tensor:
+def detached_leaf(leaf: Tensor) -> Tensor:
     """A leaf, for a graph that does not keep it: graphs hold their leaves until the backward pass has ended, wherever
     what was kept of them went."""
     number = torch.zeros((), device=leaf.device, requires_grad=True)
-    result: Tensor = _Unheld.apply(number, leaf.detach(), weakref.ref(leaf))
+    result: Tensor = _DetachedLeaf.apply(number, leaf.detach(), weakref.ref(leaf))
     return result
 
 
-def kept_here(tensor: Tensor) -> Kept:
+def saved_in_place(tensor: Tensor) -> Saved:
     """Keeps a tensor where it is, and raises when it is asked for if it was changed in place meanwhile."""
     version, tensor = tensor._version, tensor.detach()
 

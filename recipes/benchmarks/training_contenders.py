@@ -46,11 +46,11 @@ def burst(job: Job, settings: Mapping[str, Any]) -> Iterator[Loss]:
     choice = (*settings.items(), job.tokens.shape[1])
     hf_burst.patch_model(job.model, config_of(job.choices.get(choice, settings)), job.mesh)
     parts = {type(part): part for part in getattr(job.base, PATCH).parts}
-    parts[Checkpointing].home = job.home  # page-locked once, as for a model that stays patched
+    parts[Checkpointing].host = job.home  # page-locked once, as for a model that stays patched
 
     def loss(job: Job) -> torch.Tensor:
         value: torch.Tensor = job.model(**job.batch).loss
-        job.home = parts[Checkpointing].home
+        job.home = parts[Checkpointing].host
         return value
 
     try:

@@ -17,7 +17,7 @@ from hf_burst.attention import AttentionRequest, ContextGroup, SequenceLayout, b
 from hf_burst.hf.models.model_size import model_size
 from hf_burst.kernels import KernelRequest, explain_kernels
 from hf_burst.layers.host_memory import HostMemory
-from hf_burst.layers.offload import KeptByLayer
+from hf_burst.layers.offload import SavedByLayer
 from hf_burst.layers.tiled import tiled
 from hf_burst.plan import MaskPattern
 from hf_burst.sizing.gpus import capacity_of, gpu_named
@@ -57,9 +57,9 @@ def offload_under_load(rank: int, size: int, device: str, elements: int, layers:
     for step in range(steps):
         kept, latest = list[Callable[[], torch.Tensor]](), None
         for index in range(layers):
-            latest = KeptByLayer(home, index < layers - 1, latest)
+            latest = SavedByLayer(home, index < layers - 1, latest)
             keep_busy(place)
-            kept.append(latest.keep(numbers + (step * layers + index)))
+            kept.append(latest.save(numbers + (step * layers + index)))
             torch.full_like(numbers, -1)
         for index in reversed(range(layers // 2 if step == steps - 1 else 0, layers)):
             back = kept[index]()

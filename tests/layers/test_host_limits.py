@@ -110,7 +110,7 @@ def others_take_memory(rank: int, size: int) -> tuple[int, float]:
             for found, gradient in zip(group_mean(model), expected, strict=True):
                 error = max(error, float((found - gradient).abs().max()))
             model.zero_grad()
-    return part_of(model, Checkpointing).home.size, error
+    return part_of(model, Checkpointing).host.size, error
 
 
 def test_a_promise_that_the_host_cannot_keep(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:

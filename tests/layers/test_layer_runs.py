@@ -60,7 +60,7 @@ def runs_of(model: PreTrainedModel) -> Iterator[list[int]]:
 
 
 def all_pages_are_free(model: nn.Module) -> bool:
-    home = part_of(model, Checkpointing).home
+    home = part_of(model, Checkpointing).host
     if home is None:
         return True
     home.settle()
@@ -161,7 +161,7 @@ def kept_bytes(per_checkpoint: int) -> int:
     model.gradient_checkpointing_enable()
     with small_pages():
         loss = model(**batch).loss
-        home = part_of(model, Checkpointing).home
+        home = part_of(model, Checkpointing).host
         taken = home.size - home.page_bytes * len(home.free)
         loss.backward()
     return taken
@@ -332,7 +332,7 @@ def test_what_comes_back_and_when() -> None:
 
     def note(index: int) -> None:
         if torch.is_grad_enabled():
-            there = [(at, sum(one.coming is not None for one in run.kept.offloaded)) for at, run in enumerate(made)]
+            there = [(at, sum(one.coming is not None for one in run.saved.offloaded)) for at, run in enumerate(made)]
             coming.append((index, [(at, count) for at, count in there if count]))
 
     with small_pages(), mock.patch.object(checkpointing, "LayerRun", Noted):

@@ -30,7 +30,7 @@ from hf_burst.errors import ConfigError, KernelError, RankMismatchError
 from hf_burst.hf.parts.checkpointing import Checkpointing
 from hf_burst.layers import host_memory
 from hf_burst.layers.host_memory import HostMemory
-from hf_burst.layers.offload import KeptByLayer, OffloadedTensor
+from hf_burst.layers.offload import OffloadedTensor, SavedByLayer
 from tests.hf.test_checkpointing import SWITCHES
 from tests.hf.test_patch import part_of
 from tests.support import models
@@ -257,8 +257,8 @@ def test_memory_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             home.reserve(10 * 256)
         with pytest.raises(KernelError, match="Cannot allocate memory"):
             home.reserve(256)
-        layer = KeptByLayer(home, True, None)
-        kept = layer.keep(torch.arange(64.0))
+        layer = SavedByLayer(home, True, None)
+        kept = layer.save(torch.arange(64.0))
         assert torch.equal(kept(), torch.arange(64.0)), "it stays where it is"
         assert "Cannot allocate memory" in str(home.refused)
     assert len(taken(home, 1)) == 4
@@ -349,23 +349,23 @@ def test_memory_that_is_refused_on_one_rank(ranks: Ranks, count: int) -> None:
 
 def test_a_tensor_that_changes_is_noticed(tiny_pages: None) -> None:
     home, tensor = HostMemory(CPU), torch.ones(8)
-    layer = KeptByLayer(home, True, None)
-    kept = layer.keep(tensor)
+    layer = SavedByLayer(home, True, None)
+    kept = layer.save(tensor)
     tensor.add_(1)
     with pytest.raises(KernelError, match="in place"):
         kept()
     assert not home.leaving, "the next pass is another one"
-    stays = KeptByLayer(home, False, None).keep(tensor)
+    stays = SavedByLayer(home, False, None).save(tensor)
     tensor.add_(1)
     with pytest.raises(KernelError, match="in place"):
         stays()
 
 
 def test_the_layer_before_comes_back_meanwhile(tiny_pages: None) -> None:
-    home, layers = HostMemory(CPU), list[KeptByLayer]()
+    home, layers = HostMemory(CPU), list[SavedByLayer]()
     for index in range(4):
-        layers.append(KeptByLayer(home, index < 3, layers[-1] if layers else None))
-    kept = [[layer.keep(torch.full((8,), index + part)) for part in (0, 10)] for index, layer in enumerate(layers)]
+        layers.append(SavedByLayer(home, index < 3, layers[-1] if layers else None))
+    kept = [[layer.save(torch.full((8,), index + part)) for part in (0, 10)] for index, layer in enumerate(layers)]
 
     def coming() -> list[int]:
         return [sum(tensor.coming is not None for tensor in layer.offloaded) for layer in layers]
@@ -400,7 +400,7 @@ def bit_equal(rank: int, size: int, name: str, kind: str, keep: float = 1.0, swi
             )
             SWITCHES[switch][0](model)
             results.append(gradients(model, batch))
-            home = part_of(model, Checkpointing).home
+            home = part_of(model, Checkpointing).host
             if share == 1.0:
                 full, again = home.size, gradients(model, batch)
                 assert all(map(torch.equal, again, results[-1]))
@@ -447,7 +447,7 @@ def test_graphs_that_run_twice_and_passes_that_fail(count: int) -> None:
     losses[0].backward()
     for parameter, gradient in zip(model.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, 3 * gradient, rtol=1e-4, atol=1e-5)
-    home = part_of(model, Checkpointing).home
+    home = part_of(model, Checkpointing).host
     del losses, loss
     gc.collect()
     home.settle()

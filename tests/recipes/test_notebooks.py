@@ -14,6 +14,7 @@ nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbcli
 from tests.support.notebooks import IN_A_CLONE, execute  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
+REAL_WEIGHTS = ("07_real_weights",)
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
@@ -30,12 +31,14 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_there_are_notebooks() -> None:
-    assert len(NOTEBOOKS) == 6
+    assert len(NOTEBOOKS) == 7
 
 
 @pytest.mark.slow
 def test_runs_from_its_folder(notebook: Path, tmp_path: Path, offline: None) -> None:
     """Shorter, in a folder of its own, so that what a notebook writes does not meet what lies in outputs/."""
+    if notebook.stem in REAL_WEIGHTS:
+        pytest.skip("its weights are downloaded and trained by the full tests, and by tests/recipes/test_pretrained.py")
     check_executed(notebook, tmp_path, execute(notebook, tmp_path, shorter=True), steps=60)
 
 
@@ -91,11 +94,20 @@ def states_stay_small(text: str) -> None:
     assert [size / others[0] for size in others] == [1, 2, 4, 8]
 
 
+def weights_are_real(text: str) -> None:
+    """The loss is that of one process, and held-out text is more likely after the training."""
+    alone, over_two = map(float, re.findall(r"processes: loss ([\d.]+)", text))
+    assert over_two == pytest.approx(alone, rel=1e-5)
+    before, after = (float(re.search(rf"{name}: perplexity ([\d.]+)", text)[1]) for name in ("before", "after"))
+    assert after < before < 30
+
+
 CLAIMS: dict[str, Callable[[str], object]] = {
     "03_your_documents": answers_right,
     "04_longer_context": context_is_longer,
     "05_chats_and_agents": answers_right,
     "06_hybrids": states_stay_small,
+    "07_real_weights": weights_are_real,
 }
 
 
@@ -144,7 +156,8 @@ def test_says_what_it_needs(notebook: Path, tmp_path: Path) -> None:
     bare = first_cell(notebook, tmp_path, "-I", "-S")
     assert bare.returncode == 1
     assert "Not installed: hf_burst," in bare.stderr
-    assert 'pip install ".[recipes]" ipykernel' in bare.stderr
+    extras = "recipes,gguf" if notebook.stem in REAL_WEIGHTS else "recipes"
+    assert f'pip install ".[{extras}]" ipykernel' in bare.stderr
     installed = first_cell(notebook, tmp_path)
     if notebook.stem in IN_A_CLONE:
         assert installed.returncode == 1

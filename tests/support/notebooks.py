@@ -7,7 +7,7 @@ import nbclient
 import nbformat
 
 ROOT = Path(__file__).parents[2]
-IN_A_CLONE = ("01_quickstart",)  # they launch a recipe; the others stand on installed packages alone
+IN_A_CLONE = ("01_quickstart", "07_real_weights")  # they launch a recipe; the others need installed packages alone
 _RECALL = '"outputs/quickstart"'  # where the quickstart's training is launched
 _EASIER = '"--length", "32", "--num_keys", "2", "--num_values", "4", "--steps", "60", "--learning_rate", "4e-3"'
 SHORTER = {  # what is trained always; notebooks as they stand are run by `pytest -m full`
@@ -25,6 +25,7 @@ SHORTER = {  # what is trained always; notebooks as they stand are run by `pytes
         "max_steps=140": "max_steps=20",
     },
     "06_hybrids": {"max_steps=16": "max_steps=2"},
+    "07_real_weights": {"STEPS = 12": "STEPS = 2"},
 }
 
 

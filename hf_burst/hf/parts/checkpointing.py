@@ -23,7 +23,7 @@ from ...attention import AttentionCache
 from ...errors import BatchError, ConfigError
 from ...layers.host_memory import HostMemory
 from ...layers.layer_runs import LayerRun, Place, first_tensor
-from ...layers.offload import KeptByLayer, kept_here, unheld
+from ...layers.offload import SavedByLayer, detached_leaf, saved_in_place
 from ...sizing.memory_rule import HOST_ROOM
 from ...sizing.model import keeping
 from ..context import CheckpointedRun, current
@@ -56,12 +56,12 @@ class Checkpointing(Part):
     def __init__(self, advise: Callable[[BaseException | None], None]) -> None:
         self.share = 1.0
         self.advise = advise  # on memory that was short
-        self.home: HostMemory | None = None
+        self.host: HostMemory | None = None
         self.reserved = 0  # bytes of the host, on all ranks
-        self.most: int | None = None  # bytes that the host of some rank had left when they did not suffice
-        self.asked = 0  # bytes for which the hosts were asked last
-        self.told = False  # that fewer layers leave
-        self.layers = self.leaving = self.begun = 0  # that checkpoint; that offload in this pass; that ran
+        self.available: int | None = None  # bytes that the host of some rank had left when they did not suffice
+        self.requested = 0  # bytes for which the hosts were asked last
+        self.logged = False  # that fewer layers leave
+        self.layers = self.offloading = self.started = 0  # that checkpoint; that offload in this pass; that ran
         self.per_checkpoint = 1
         self.selective = False  # whether a module checkpoints by a context_fn of the user's
         self.latest: LayerRun | None = None
@@ -72,8 +72,8 @@ class Checkpointing(Part):
     def prepare(self, run: ForwardPass) -> None:
         share, offloading = run.settings.attention_keep, run.settings.activation_offloading
         trains = run.model.training and torch.is_grad_enabled()
-        if trains and self.home is not None and self.home.refused is not None:
-            raise self.home.refused
+        if trains and self.host is not None and self.host.refused is not None:
+            raise self.host.refused
         wrapped = self.wrap(run.model)
         if wrapped and 0 < share < 1 and run.group.size > 1 and run.batch.layout.beginning(1 - share) is None:
             raise BatchError(
@@ -119,13 +119,13 @@ class Checkpointing(Part):
         if apart and self.layers and torch.is_grad_enabled():
             self._prepare_host(run)
             # behind the hook by which Transformers has the embeddings require a gradient, when weights do not
-            self.hook = run.model.get_input_embeddings().register_forward_hook(_let_go)
+            self.hook = run.model.get_input_embeddings().register_forward_hook(_detach_embeddings)
 
     def end(self) -> None:
         if self.hook is not None:
             self.hook.remove()
             self.hook = None
-        self.latest, self.output, self.begun, self.leaving, self.per_checkpoint = None, None, 0, 0, 1
+        self.latest, self.output, self.started, self.offloading, self.per_checkpoint = None, None, 0, 0, 1
 
     def remove(self, model: PreTrainedModel) -> None:
         for module in model.modules():
@@ -160,17 +160,17 @@ class Checkpointing(Part):
         everything on the device."""
         context = current()
         inside = context is not None and context.cache is not None
-        if not (self.leaving or self.per_checkpoint > 1) or self.home is None or inside:
+        if not (self.offloading or self.per_checkpoint > 1) or self.host is None or inside:
             return None
-        latest, index = self.latest, self.begun
-        self.begun += 1
-        kept = KeptByLayer(self.home, index < self.leaving, None)
-        run = self.latest = LayerRun(kept, inputs)
+        latest, index = self.latest, self.started
+        self.started += 1
+        saved = SavedByLayer(self.host, index < self.offloading, None)
+        run = self.latest = LayerRun(saved, inputs)
         keeps = keeping(index + 1, self.layers, self.per_checkpoint) > keeping(index, self.layers, self.per_checkpoint)
         if latest is not None and self.output is not None and not keeps:
             run.follow(latest, self.output[1])
         if latest is not None:  # which the backward pass runs next, or first a layer that computes its input
-            kept.following = (latest.start if run.before is None else latest).kept
+            saved.following = (latest.start if run.before is None else latest).saved
         self.output = None
         return run
 
@@ -178,17 +178,17 @@ class Checkpointing(Part):
         """Makes room on the host for what layers keep. Where the host has less of it than layers were to have by the
         config, all ranks raise. Layers that were chosen to leave stay on the GPU, as many as need be. The last layer
         keeps what it keeps: it is asked for at once."""
-        self.leaving = min(round(run.settings.activation_offloading * self.layers), self.layers - 1)
-        if self.home is None or self.home.device != run.device:
-            self.home, self.reserved, self.asked, self.most = HostMemory(run.device), 0, 0, None
+        self.offloading = min(round(run.settings.activation_offloading * self.layers), self.layers - 1)
+        if self.host is None or self.host.device != run.device:
+            self.host, self.reserved, self.requested, self.available = HostMemory(run.device), 0, 0, None
         sizes = _kept_bytes(run, self.share)
         if run.settings.activation_offloading != run.config.memory_settings.activation_offloading:
             self._stay_within(run, sizes)
-        needed = self._bytes_of_host(self.leaving, sizes)
+        needed = self._bytes_of_host(self.offloading, sizes)
         if needed > self.reserved:
             error = None
             try:
-                self.home.reserve(needed, self.most)
+                self.host.reserve(needed, self.available)
             except Exception as problem:  # whatever it is, the other ranks must not wait for this one
                 error = problem
             run.group.agree({}, error, run.device)
@@ -196,20 +196,24 @@ class Checkpointing(Part):
 
     def _stay_within(self, run: ForwardPass, sizes: tuple[float, float]) -> None:
         """Has fewer layers leave where others have taken the host's memory since it was chosen how many do."""
-        assert self.home is not None, "made before"
-        wanted, needed = self.leaving, self._bytes_of_host(self.leaving, sizes)
-        if needed > self.reserved and needed != self.asked:  # once for batches of one size
-            room = HOST_ROOM * (self.home.most - self.home.size)
-            smallest = int(-run.largest([-self.home.size - room], of_all=False)[0])
-            self.asked, self.most = needed, max(self.reserved, smallest)
-        while self.most is not None and self.leaving and self._bytes_of_host(self.leaving, sizes) > self.most:
-            self.leaving -= 1
-        if self.leaving < wanted and not self.told and run.group.rank == 0:
-            self.told = True
+        assert self.host is not None, "made before"
+        wanted, needed = self.offloading, self._bytes_of_host(self.offloading, sizes)
+        if needed > self.reserved and needed != self.requested:  # once for batches of one size
+            room = HOST_ROOM * (self.host.most - self.host.size)
+            smallest = int(-run.largest([-self.host.size - room], of_all=False)[0])
+            self.requested, self.available = needed, max(self.reserved, smallest)
+        while (
+            self.available is not None
+            and self.offloading
+            and self._bytes_of_host(self.offloading, sizes) > self.available
+        ):
+            self.offloading -= 1
+        if self.offloading < wanted and not self.logged and run.group.rank == 0:
+            self.logged = True
             logger.warning(
                 "The host has %.1f GiB left for each process, so %d instead of %d layers are offloaded, and the GPU "
                 "may run out of memory. Give the host more memory, or run fewer jobs on it.",
-                *((self.most or 0) / 2**30, self.leaving, wanted),
+                *((self.available or 0) / 2**30, self.offloading, wanted),
             )
 
     def _bytes_of_host(self, leaving: int, sizes: tuple[float, float]) -> int:
@@ -218,9 +222,9 @@ class Checkpointing(Part):
         return round(keeping(leaving, self.layers, self.per_checkpoint) * inputs + leaving * attention)
 
 
-def _let_go(module: nn.Module, inputs: Any, output: Any) -> torch.Tensor | None:
+def _detach_embeddings(module: nn.Module, inputs: Any, output: Any) -> torch.Tensor | None:
     """Gives the first layer an input that may leave, where it is a leaf that requires a gradient."""
-    return unheld(output) if type(output) is torch.Tensor and output.is_leaf and output.requires_grad else None
+    return detached_leaf(output) if type(output) is torch.Tensor and output.is_leaf and output.requires_grad else None
 
 
 def _checkpoint_all_layers(model: nn.Module, functions: Sequence["_Checkpoint"]) -> bool:
@@ -277,7 +281,7 @@ class _Checkpoint:
             return run(*args, **named)
         options, layer, cache = {**self.options, **kwargs}, self.part.layer(args), None
         if options.get("use_reentrant") is False:  # a reentrant one runs first without a graph
-            cache = AttentionCache(self.part.share, kept_here if layer is None else layer.kept.keep)
+            cache = AttentionCache(self.part.share, saved_in_place if layer is None else layer.saved.save)
         again = CheckpointedRun(run, cache, self.part.advise)
         if layer is None:
             return self.function(again, *args, **kwargs)
