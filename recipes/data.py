@@ -73,7 +73,10 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
         for file in files:
             kinds.setdefault(kind_of(file), []).append(file)
         if len(set(map(kind_of, files))) > 1:
-            raise SystemExit(f"dataset {name!r} mixes kinds of files; name those to read ({', '.join(READERS)}).")
+            counts = Counter(Path(file).suffix.lower() for file in files)
+            found = " and ".join(f"{suffix} ({count})" for suffix, count in sorted(counts.items()))
+            example = " ".join(f"{name.rstrip('/')}/*{suffix}" for suffix in sorted(counts))
+            raise SystemExit(f"dataset {name!r} mixes kinds of files: {found}. Name the files: --dataset {example}")
     if len(kinds) > 1 and (None in kinds or split != "train"):
         raise SystemExit(
             f"dataset {names} mixes kinds of files and hub names, or takes a part of several kinds; give one kind "

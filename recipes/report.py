@@ -138,7 +138,9 @@ def kernels(trainer: Trainer) -> str:
 def next_steps(trainer: Trainer) -> str:
     """What can be done with what was trained."""
     folder = Path(trainer.args.output_dir)
-    evaluate = f"evaluate it: recipes/evaluate.py --model_name_or_path {folder}"
+    device = "cpu" if trainer.args.use_cpu else "1gpu"
+    recipe = f"python recipes/evaluate.py --config recipes/configs/evaluate_{device}.yaml"
+    evaluate = f"evaluate it (minutes): {recipe} --model_name_or_path {folder}"
     if (folder / "adapter_config.json").exists():
         return f"next: merge it: python recipes/merge_adapter.py {folder} {folder}_merged; {evaluate}"
     return f"next: load it: AutoModelForCausalLM.from_pretrained({str(folder)!r}); {evaluate}"

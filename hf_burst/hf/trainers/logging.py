@@ -91,6 +91,8 @@ class BurstCallback(TrainerCallback):
         self.began, self.first, self.warm, self.samples = time.perf_counter(), state.global_step, False, False
         self.mark = self.began
         self._reset()
+        if self.progress and state.is_world_process_zero:
+            tqdm.write(shared_by(self.group.size, args.world_size))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Starts to time messages, if this is the step for it."""
@@ -180,6 +182,13 @@ class BurstCallback(TrainerCallback):
         place = "GPU" if self.trainer.args.device.type == "cuda" else "process"
         speed = f"{logs['tokens_per_second_per_gpu']:,.0f} tokens/s a {place}{mfu}, {logs['peak_memory_gib']:.1f} GiB"
         return f"step {state.global_step:,} of {state.max_steps:,}, {left} left, loss {logs['loss']:.4g}, {speed}"
+
+
+def shared_by(size: int, processes: int) -> str:
+    """How many processes share a sequence, in a sentence."""
+    if processes == 1:
+        return "hf_burst: one process, which shares its sequences with nobody; is that the number that was launched?"
+    return f"hf_burst: {processes} processes, of which {size} share each sequence"
 
 
 def tokens_of(layout: SequenceLayout) -> int:
