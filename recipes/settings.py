@@ -24,7 +24,6 @@ from zlib import crc32
 import beginning  # noqa: F401 (before torch)
 import resuming
 import yaml
-from accelerate.utils import parse_flag_from_env
 from huggingface_hub.errors import StrictDataclassError
 from transformers import HfArgumentParser
 from trl import ModelConfig
@@ -52,7 +51,7 @@ DEFAULTS = {  # where long sequences want others than TRL
     "lora_dropout": 0.0,
     "lora_target_modules": ["all-linear"],
     # as accelerate reads it: Transformers would refuse bf16 otherwise
-    "use_cpu": parse_flag_from_env("ACCELERATE_USE_CPU"),
+    "use_cpu": os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("y", "yes", "t", "true", "on", "1"),
 }
 LIGER = "liger_kernel"
 
@@ -333,17 +332,23 @@ def prepare(
     run = resuming.settings_of(training, model, documents)
     training.resume_from_checkpoint = resuming.checkpoint(training, run)
     training.parallelism_config = burst.parallelism
-    training.use_liger_kernel = training.use_liger_kernel and not training.use_cpu  # its kernels are those of GPUs
     if training.use_liger_kernel and find_spec(LIGER) is None:
         raise SystemExit("use_liger_kernel needs Liger: pip install liger-kernel")
+    training.use_liger_kernel = training.use_liger_kernel and on_gpu(training)  # its kernels are those of GPUs
     if training.use_liger_kernel:  # hf_burst has the loss of all ranks, fused by Liger too
         training.liger_kernel_config = {"fused_linear_cross_entropy": False, **(training.liger_kernel_config or {})}
     return run
 
 
+def on_gpu(training: "TrainingArguments") -> bool:
+    import torch
+
+    return torch.cuda.is_available() and not training.use_cpu
+
+
 def check_groups(size: int | None) -> None:
-    """Refuses groups that do not divide the processes; accelerate would say so when the data is tokenized."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    """Refuses groups that do not divide the processes that a launcher has started, before the data is read."""
+    processes = int(os.environ.get("WORLD_SIZE", "0"))
     if size is not None and processes % size:
         raise SystemExit(f"burst_size is {size}, which does not divide the processes that were launched: {processes}.")
 

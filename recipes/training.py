@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import resuming
 import settings
-import torch
 from settings import BurstSettings, DataSettings, ModelSettings
 
 import hf_burst
@@ -67,7 +66,7 @@ def make(
 def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> "tuple[SFTTrainer, BurstSettings]":
     """TRL's trainer on tokens and labels, as the command line and its YAML files describe it."""
     kinds = (ModelSettings, DataSettings, BurstSettings, "SFTConfig")
-    defaults = {"use_liger_kernel": torch.cuda.is_available() and find_spec(settings.LIGER) is not None, **defaults}
+    defaults = {"use_liger_kernel": find_spec(settings.LIGER) is not None, **defaults}  # on GPUs
     model, documents, burst, args = settings.parse(arguments, kinds, defaults)
     run = settings.prepare(args, model, documents, burst)
     import data  # the settings are right; these take seconds
@@ -124,6 +123,8 @@ def retry_when_short(trainer: "Trainer") -> None:
     The gradients of such a step are dropped. Those of batches that were accumulated before it would be, too: then the
     error stays.
     """
+    import torch
+
     from hf_burst.hf.groups import PATCH
     from hf_burst.hf.parts.memory import MemoryRule
 

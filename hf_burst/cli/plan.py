@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Collection
 from dataclasses import replace
 from difflib import get_close_matches
-from textwrap import fill
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -31,7 +30,6 @@ _PRECISION = {
     "fp32": "assumed: trained weights in fp32, as accelerate's mixed_precision=bf16 keeps them (else --weights bf16)",
     "4bit": "assumed: adapters in fp32, as peft makes them; TRL's trainers hold them in bf16, which takes less",
 }
-_WIDTH = 120  # of a line
 _LEGEND = (
     "burst_size GPUs share a sequence; each group has one of its own: groups that share less wait less for each other.",
     "MFU: share of the GPU's peak. GiB: the most of a step. schedule: how the GPUs of a group exchange attention.",
@@ -96,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not documents[2:]:
         most = longest(model, rows[0].fit.training, capacity, fixed)
         lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs.")
-    print("\n".join(fill(line, _WIDTH, subsequent_indent=" " * 8) for line in lines))
+    print("\n".join(lines))
     return 0 if best else 1
 
 

@@ -179,7 +179,6 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         ("--max_length", "0", "max_length is 0; give a whole number of tokens, at least 2"),
         ("--dtype", "nonsense", "invalid choice: 'nonsense'"),
         ("--burst_size", "0", "burst_size is 0"),
-        ("--burst_size", "3", "burst_size is 3, which does not divide the processes that were launched: 1"),
         ("--burst", "{schedule: nonsense}", "no schedule 'nonsense'"),
         ("--burst", "{schedule: 3}", "BurstConfig.schedule is 3; give its name"),
         ("--burst", "{nokey: 1}", "no setting nokey"),
@@ -655,7 +654,15 @@ def test_an_evaluation_set_is_drawn_and_evaluated(
     capsys.readouterr()
     training.train(trainer, burst)
     said = capsys.readouterr()
-    starts = ("1 rank in", "step 1 of 1,", "step 1: evaluation loss ", "loss ")
+    starts = (
+        "1 rank in",
+        "kernels: ",
+        "hf_burst: one process",
+        "step 1 of 1,",
+        "step 1: evaluation loss ",
+        "loss ",
+        "next",
+    )
     lines = said.out.splitlines()
     assert len(lines) == len(starts), said.out
     assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), said.out
@@ -718,11 +725,20 @@ def test_another_model_comes_with_its_tokenizer(tmp_path: Path) -> None:
         assert (model.model_name_or_path, model.tokenizer) == (base, tokenizer)
 
 
+def test_groups_must_divide_what_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings.check_groups(3)  # nothing was launched
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    settings.check_groups(2)
+    with pytest.raises(SystemExit, match="burst_size is 3, which does not divide the processes that were launched: 4"):
+        settings.check_groups(3)
+
+
 def test_processes_on_cpus_follow_the_variable_of_accelerate() -> None:
     """Which is read when the module is imported."""
     source = "import settings; print(settings.DEFAULTS['use_cpu'])"
     for value, expected in (("1", "True"), ("", "False")):
-        environment = {**os.environ, "ACCELERATE_USE_CPU": value, "PYTHONPATH": os.pathsep.join(sys.path)}
+        paths = os.pathsep.join([str(ROOT / "recipes"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environment = {**CPU, "ACCELERATE_USE_CPU": value, "PYTHONPATH": paths}
         command = [sys.executable, "-c", source]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
         assert done.stdout.split()[-1] == expected

@@ -454,9 +454,12 @@ def faults() -> Any:
     return faults
 
 
+ANEW = START_ANEW.partition(" (")[0]  # the page that it names may move
+
+
 def ours(sentence: str) -> bool:
     """Whether hf_burst says it, with the way out."""
-    return re.match(r"(hf_burst: )?(Rank \d+ |Ranks wait |A rank )", sentence) is not None and START_ANEW in sentence
+    return re.match(r"(hf_burst: )?(Rank \d+ |Ranks wait |A rank )", sentence) is not None and ANEW in sentence
 
 
 def check(faults: Any, fault: Any, row: dict[str, Any]) -> None:
