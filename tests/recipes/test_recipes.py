@@ -657,7 +657,7 @@ def test_an_evaluation_set_is_drawn_and_evaluated(
     starts = (
         "1 rank in",
         "kernels: ",
-        "hf_burst: one process",
+        "hf_burst: 1 process",
         "step 1 of 1,",
         "step 1: evaluation loss ",
         "loss ",

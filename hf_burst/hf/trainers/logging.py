@@ -187,7 +187,7 @@ class BurstCallback(TrainerCallback):
 def shared_by(size: int, processes: int) -> str:
     """How many processes share a sequence, in a sentence."""
     if processes == 1:
-        return "hf_burst: one process, which shares its sequences with nobody; is that the number that was launched?"
+        return "hf_burst: 1 process, so no sequence is shared"
     return f"hf_burst: {processes} processes, of which {size} share each sequence"
 
 
