@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from trl import SFTConfig, SFTTrainer
 
-DEFAULTS = {"too_long": "split", "eval_share": 0.1, "packing": True, "output_dir": "outputs/extended"}
+DEFAULTS = {"too_long": "split", "packing": True, "output_dir": "outputs/extended"}
 BEFORE, STRETCHED, TRAINED = "before", "stretched, not trained", "stretched and trained"
 
 
@@ -60,7 +60,8 @@ def measure(trainer: "SFTTrainer", windows: list[list[int]], old: int, model: "t
     from scoring import Groups, losses_by_position
 
     model = model.to(trainer.args.device).eval()
-    return losses_by_position(model, trainer.args.max_length, windows, Groups(trainer.accelerator), [old])
+    with trainer.accelerator.autocast():  # computes as the training does
+        return losses_by_position(model, trainer.args.max_length, windows, Groups(trainer.accelerator), [old])
 
 
 def pretrain(

@@ -32,6 +32,8 @@ class RecurrentSize:
         reach (`int`, defaults to 0): How many earlier tokens the convolution sees.
         norm_copies (`tuple[int, int]`, defaults to `(9, 7)`): Copies of a delta rule's gated output in bf16 that its
             norm keeps, and further ones in its backward pass: those of Transformers' norm, which are in fp32 or bf16.
+        convolution_copies (`int`, defaults to 2): Copies of its channels that a delta rule's convolution keeps: its
+            input, and without the package causal-conv1d what its activation is given.
         itemsize (`int`, defaults to 2): Bytes of an element.
     """
 
@@ -45,6 +47,7 @@ class RecurrentSize:
     channels: int = 0
     reach: int = 0
     norm_copies: tuple[int, int] = (9, 7)
+    convolution_copies: int = 2
     itemsize: int = 2
 
     def __str__(self) -> str:
@@ -111,7 +114,7 @@ class RecurrentSize:
         outputs = self.heads * self.values
         if self.kind != "delta":
             return 2 * self.channels + 3 * outputs
-        return self.channels + self._rule_elements + self.norm_copies[0] * outputs
+        return self.convolution_copies * self.channels + self._rule_elements + self.norm_copies[0] * outputs
 
     @property
     def backward_elements(self) -> int:
@@ -120,12 +123,14 @@ class RecurrentSize:
         outputs = self.heads * self.values
         if self.kind != "delta":
             return self.elements
-        return self.channels + max(self._rule_elements + sum(self.norm_copies) * outputs, _RULE_COPIES * outputs)
+        convolved = self.convolution_copies * self.channels
+        return convolved + max(self._rule_elements + sum(self.norm_copies) * outputs, _RULE_COPIES * outputs)
 
     @property
     def _rule_elements(self) -> int:
-        """What a delta rule keeps of its inputs."""
-        return 2 * self.key_heads * self.keys + self.heads * (self.values + _CHUNK + 2 * self.decays)
+        """What a delta rule keeps of its inputs: keys for every head of values, as Transformers before 5.18 repeats them
+        for flash-linear-attention."""
+        return 2 * self.heads * self.keys + self.heads * (self.values + _CHUNK + 2 * self.decays)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ _LOGITS, _MOST_LOGITS, _PLAIN_LOGITS = 2**29, 2**31, 2**27  # at a time, as in l
 _CONTEXT, _NCCL, TUNING = 1.25 * 2**30, 1.0 * 2**30, 7.0 * 2**30
 # what torch's allocator holds beyond its tensors, and what formulas miss, as shares: of what comes and goes in a step,
 # of gradients that come where activations went, and of those under FSDP2; by default, and with expandable segments
-_GAPS, _GAPS_EXPANDABLE = (0.12, 0.35, 0.25), (0.09, 0.15, 0.15)
+_GAPS, _GAPS_EXPANDABLE = (0.18, 0.35, 0.25), (0.09, 0.15, 0.15)
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def longest(
     unit = _STEP * training.burst_size
 
     def has_room(units: int) -> bool:
-        longer = replace(training, length=units * unit, documents=())
+        longer = replace(training, length=bucket(units * unit), documents=())  # as the rule will be asked
         return fit(model, longer, capacity, fixed, held).fits
 
     low, high = 0, 1
