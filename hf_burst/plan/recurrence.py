@@ -34,6 +34,7 @@ class RecurrentSize:
             norm keeps, and further ones in its backward pass: those of Transformers' norm, which are in fp32 or bf16.
         convolution_copies (`int`, defaults to 2): Copies of its channels that a delta rule's convolution keeps: its
             input, and without the package causal-conv1d what its activation is given.
+        repeats_keys (`bool`, defaults to `False`): Whether a delta rule is given keys for every head of values.
         itemsize (`int`, defaults to 2): Bytes of an element.
     """
 
@@ -48,6 +49,7 @@ class RecurrentSize:
     reach: int = 0
     norm_copies: tuple[int, int] = (9, 7)
     convolution_copies: int = 2
+    repeats_keys: bool = False
     itemsize: int = 2
 
     def __str__(self) -> str:
@@ -128,9 +130,9 @@ class RecurrentSize:
 
     @property
     def _rule_elements(self) -> int:
-        """What a delta rule keeps of its inputs: keys for every head of values, as Transformers before 5.18 repeats them
-        for flash-linear-attention."""
-        return 2 * self.heads * self.keys + self.heads * (self.values + _CHUNK + 2 * self.decays)
+        """What a delta rule keeps of its inputs."""
+        key_heads = self.heads if self.repeats_keys else self.key_heads
+        return 2 * key_heads * self.keys + self.heads * (self.values + _CHUNK + 2 * self.decays)
 
 
 @dataclass(frozen=True)

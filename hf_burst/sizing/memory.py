@@ -14,7 +14,7 @@ _LOGITS, _MOST_LOGITS, _PLAIN_LOGITS = 2**29, 2**31, 2**27  # at a time, as in l
 _CONTEXT, _NCCL, TUNING = 1.25 * 2**30, 1.0 * 2**30, 7.0 * 2**30
 # what torch's allocator holds beyond its tensors, and what formulas miss, as shares: of what comes and goes in a step,
 # of gradients that come where activations went, and of those under FSDP2; by default, and with expandable segments
-_GAPS, _GAPS_EXPANDABLE = (0.18, 0.35, 0.25), (0.09, 0.15, 0.15)
+_GAPS, _GAPS_EXPANDABLE = (0.2, 0.35, 0.25), (0.09, 0.15, 0.15)
 
 
 @dataclass(frozen=True)
@@ -206,6 +206,8 @@ def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: b
     mixing = max([2 * (model.queries + model.keys) - elsewhere, *(size.elements for size in model.recurrent)])
     row = kept_by_layer(model, fused, mixing) + model.hidden
     inner = model.inner * (4 if fused else 6)  # of its MLP, with gradients
+    if model.routed and fused:  # Liger's experts: activations with their weights, and gradients of the copies
+        inner += model.inner + model.routed
     one = 2.0 * tokens * (row - model.inner * (3 if fused else 4) + inner)
     if training.wide_states:  # those of the layer in fp32, and its weights and their gradients cast to bf16
         one += 2.0 * tokens * 5 * model.hidden + 4 * (model.weights - model.unused) / model.layers
@@ -214,6 +216,8 @@ def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: b
         one += 2 * model.mlp if training.weights == "4bit" else 0 if training.lora else 4 * model.mlp
         if training.wide_states:  # a tile's gradients next to their sums, and casts of weights and gradients
             one += 8 * model.mlp
+    if model.routed and fused and training.lora:  # Liger computes gradients of experts that are frozen
+        one += 2 * model.mlp
     if model.norms and not fused:  # the backward pass of a norm, in fp32
         one = max(one, 2.0 * tokens * (row - 4 * model.inner + 8 * model.hidden))
     if model.patterns:

@@ -35,6 +35,7 @@ class ModelSize:
         unused (`int`, defaults to 0): Weights that a batch of text does not use: those of towers for images and sound.
         norms (`float`, defaults to 0): Elements of a token that the norms of a layer are given, but torch's own norms,
             which keep nothing in fp32.
+        routed (`int`, defaults to 0): Elements of a token's copies for the experts that it is sent to.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ModelSize:
     recurrent: tuple[RecurrentSize, ...] = ()
     unused: int = 0
     norms: float = 0.0
+    routed: int = 0
 
     def __str__(self) -> str:
         unused = f" ({self.unused / 1e9:.2f}e9 not for text)" if self.unused else ""

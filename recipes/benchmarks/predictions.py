@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, LlamaForCausalLM
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
@@ -44,6 +45,12 @@ MORE_INPUTS = {
     "training_1xH200_qlora_750k_packed": 1,
     "training_1xH200_lora_512k_80gb_packed": 2,
     "training_1xH200_lora_1m_packed": 2,
+}
+# what fits.py calls them, as [`Training`] has them
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "all": {"weights": "fp32"},
+    "lora": {"weights": "fp32", "lora": 16},
+    "qlora": {"weights": "4bit", "lora": 16},
 }
 FUSED_NORM = (3, 2)  # copies of a gated output that a fused norm keeps, and those of its gradients
 # contenders of results that do not tell their settings, or whose way is none of them
@@ -129,8 +136,10 @@ def predict(result: dict[str, Any], row: dict[str, Any], layers: int | None, fir
     """
     config = config_of(result["shape"], **({} if layers is None else {"num_hidden_layers": layers}))
     model, ranks = model_size(class_of(config), config), result["hardware"]["ranks"]
-    if result.get("gated_norms"):
-        model = replace(model, recurrent=tuple(replace(size, norm_copies=FUSED_NORM) for size in model.recurrent))
+    kernels: dict[str, Any] = {"norm_copies": FUSED_NORM} if result.get("gated_norms") else {}
+    if "causal-conv1d" in result["versions"]:
+        kernels["convolution_copies"] = 1  # and with it Transformers did not repeat keys
+    model = replace(model, recurrent=tuple(replace(size, **kernels) for size in model.recurrent))
     length, document = row["length"], result.get("document")
     training = Training(
         length,
@@ -186,7 +195,7 @@ def _training_step(file: str, result: dict[str, Any], row: dict[str, Any], first
 
 
 def _fits_step(file: str, row: dict[str, Any]) -> Step:
-    """A row of fits.py, of all weights."""
+    """A row of fits.py."""
     settings, steps = row["chosen"]["settings"], row["steps"][1:]  # the first step compiles
     kept = ", ".join(f"{name}={value:g}" for name, value in settings.items())
     length, document = row["length"], row["document"]
@@ -194,7 +203,7 @@ def _fits_step(file: str, row: dict[str, Any]) -> Step:
     seconds, gib = statistics.median(step["seconds"] for step in steps), max(step["allocated_gib"] for step in steps)
     config = _config_of(row["model"], row["layers"])
     name = row["model"] + (f", {row['layers']} layers" if row["layers"] else "")
-    settings = {**settings, "documents": documents}
+    settings = {**settings, "documents": documents, **WEIGHTS[row["weights"]]}
     return _trainer_step(file, row["hardware"], name, config, length, kept, settings, seconds, gib)
 
 
@@ -227,13 +236,16 @@ def _trainer_step(
     seconds: float,
     gib: float,
 ) -> Step:
-    """A step of a Llama under `Trainer`: accelerate's bf16 mixed precision, and FSDP2 over several GPUs."""
+    """A step under `Trainer`: accelerate's bf16 mixed precision, and FSDP2 over several GPUs."""
     ranks, sheet = hardware["ranks"], data_sheet(hardware["device"])
     assert sheet is not None, "no result is of another GPU"
-    model, training = model_size(LlamaForCausalLM, config), Training(length, ranks, ranks, weights="fp32", **settings)
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config))
+    model = model_size(kind, config)
+    training = Training(length, ranks, ranks, **{**WEIGHTS["all"], **settings})
     return Step(
         file=file,
-        kind="all weights, Trainer",
+        kind=f"{'adapters' if training.lora else 'all weights'}, Trainer",
         device=f"{ranks} x {hardware['device']}",
         model=name,
         length=length,

@@ -112,8 +112,9 @@ def test_the_longest_sequence_is_the_longest() -> None:
     training = Training(1, 2, 2)
     most = longest(LLAMA, training, H200)
     assert most % 2048 == 0
+    assert most == bucket(most)  # the rule rounds up: what is promised fits as it is run
     assert fit(LLAMA, replace(training, length=most), H200).fits
-    assert not fit(LLAMA, replace(training, length=most + 2048), H200).fits
+    assert not fit(LLAMA, replace(training, length=bucket(most + 2048)), H200).fits
     assert most > 1.9 * longest(LLAMA, training, H200, SETTINGS)
     assert longest(LLAMA, Training(1, 1, 1), capacity_of(gpu_named("rtx4090"))) == 0
     assert longest(LLAMA, training, replace(H200, host_memory=0)) < most
@@ -127,7 +128,7 @@ def test_what_is_taken_beside_tensors() -> None:
     training = Training(65536, 2, 2, weights="fp32")
     memory = estimate_memory(LLAMA, training, H200)
     shard = 4 * LLAMA.weights / 2
-    assert memory.gaps == pytest.approx(0.12 * (memory.tensors - memory.held) + 0.25 * shard)
+    assert memory.gaps == pytest.approx(0.2 * (memory.tensors - memory.held) + 0.25 * shard)
     assert memory.total == memory.tensors + memory.exchange + memory.gaps + memory.outside
     assert estimate_memory(LLAMA, replace(training, expandable_segments=True), H200).gaps < 0.8 * memory.gaps
     assert memory.outside == 2.25 * 2**30

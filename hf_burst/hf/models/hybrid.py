@@ -1,9 +1,11 @@
 """What the planner knows of a model with recurrent layers: their sizes, and the heads of its attention."""
 
+import inspect
 import logging
 from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
@@ -77,7 +79,9 @@ def _size_of(module: Any) -> RecurrentSize | None:
     try:
         if _DELTA in functions:
             heads, keys = (module.num_v_heads, module.num_k_heads), (module.head_k_dim, module.head_v_dim)
-            return replace(size, kind="delta", heads=heads[0], key_heads=heads[1], keys=keys[0], values=keys[1])
+            own = {"heads": heads[0], "key_heads": heads[1], "keys": keys[0], "values": keys[1]}
+            copies = 1 if find_spec("causal_conv1d") else 2
+            return replace(size, kind="delta", convolution_copies=copies, repeats_keys=_repeats_keys(kind), **own)
         if _KIMI in functions:
             heads, width = module.num_heads, module.head_dim
             own = {"heads": heads, "key_heads": heads, "keys": width, "values": width, "decays": width}
@@ -91,3 +95,11 @@ def _size_of(module: Any) -> RecurrentSize | None:
     except AttributeError:  # a class from outside of Transformers
         return None
     return size
+
+
+def _repeats_keys(kind: Any) -> bool:
+    """Whether a layer gives its rule keys for every head of values, as older releases of Transformers do."""
+    try:
+        return "repeat_interleave" in inspect.getsource(kind.forward)
+    except (OSError, TypeError):  # no source
+        return True

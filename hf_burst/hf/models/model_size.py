@@ -87,6 +87,7 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         recurrent=recurrent,
         unused=counts.unused,
         norms=_normed(model, counts, shapes) / text.num_hidden_layers,
+        routed=counts.chosen * text.hidden_size,
     )
 
 
@@ -108,7 +109,8 @@ class _Weights:
     """The weights of a model, counted by what a batch of text does with them.
 
     `used` are those that a token is multiplied with, `head` and `mixing` those of them in the language-model head and
-    in layers that mix tokens (attention, recurrent ones), and `unused` those beside the language model.
+    in layers that mix tokens (attention, recurrent ones), and `unused` those beside the language model. A token is sent
+    to as many experts as `chosen`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -117,7 +119,8 @@ class _Weights:
         tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
         mixers = {id(weight) for module in recurrent_modules(model) for weight in module.parameters()}
         experts = _first(text, _EXPERTS, 0)  # 0 also in configs of models that could have some
-        share = _first(text, _CHOSEN, 1) / experts if experts else 1.0
+        self.chosen = _first(text, _CHOSEN, 1) if experts else 0
+        share = self.chosen / experts if experts else 1.0
         self.tied = any(self.weight is table for table in tables)
         self.head = 0 if self.weight is None else self.weight.numel()
         self.used, self.mixing, self.unused = 0.0, 0, 0
