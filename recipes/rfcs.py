@@ -1,6 +1,6 @@
 """Long documents that every machine can have: the RFCs that Debian packs, cleaned, some of them held out.
 
-    apt-get download doc-rfc-std doc-rfc-std-proposed doc-rfc-old-std doc-rfc-informational doc-rfc-experimental
+    apt-get download doc-rfc-{std,std-proposed,old-std,informational,experimental,fyi-bcp}  # of non-free
     for package in doc-rfc-*.deb; do dpkg -x "$package" packages; done
     python recipes/rfcs.py packages rfcs
 

@@ -4,7 +4,9 @@ import argparse
 import json
 from dataclasses import replace
 from itertools import pairwise
+from math import exp
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -319,7 +321,42 @@ def step_memory() -> Figure:
     return figure
 
 
-PICTURES = (step_time, ring_step, two_levels, packed_batch, state_passing, query_path, step_memory)
+def longer_context() -> Figure:
+    """SmolLM2 before and after its context was extended: perplexity by position, facts that it finds, and losses."""
+    result = json.loads((ROOT / "recipes/results/extension_smollm2.json").read_text())
+    colors = dict(
+        zip(("before", "stretched, not trained", "stretched and trained"), (GREY, *COLORS[1::-1]), strict=True)
+    )
+    figure, (curves, facts, steps) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    for place, (label, color) in enumerate(colors.items()):
+        curve = result["extension"]["curves"][label]
+        middles = [(first * end) ** 0.5 for first, end in pairwise(curve["edges"])]
+        curves.plot(middles[8:], [exp(loss) for loss in curve["losses"]][8:], marker=".", color=color, label=label)
+        cells = [cell for cell in result["evaluation"][label]["recall"] if cell["task"] == "single"]
+        for group, length in enumerate(sorted({cell["length"] for cell in cells})):
+            share = fmean(cell["right"] for cell in cells if cell["length"] == length)
+            facts.bar(group + (place - 1) * 0.27, share, 0.25, color=color)
+            facts.text(group + (place - 1) * 0.27, share, f"{share:.0%}", ha="center", va="bottom", fontsize=8)
+    old = result["extension"]["old length"]
+    curves.axvline(old, color=DARK, linestyle=":", linewidth=1)
+    curves.text(old * 0.93, 3000, "old length", ha="right", fontsize=8)
+    curves.set(xscale="log", yscale="log", title="perplexity of held-out RFCs, by position")
+    curves.set_xticks([256, 2048, 16384, 65536], ["256", "2K", "16K", "64K"])
+    curves.set_yticks([5, 10, 100, 1000], ["5", "10", "100", "1,000"])
+    curves.minorticks_off()
+    curves.legend(frameon=False, fontsize=8, loc="upper left")
+    facts.set(title="a hidden fact is found, by tokens of the text", yticks=[], ylim=(0, 1.1))
+    facts.set_xticks(range(3), ["8K", "32K", "64K"])
+    for (label, run), (color, width) in zip(result["steps"].items(), ((COLORS[0], 2.5), (COLORS[1], 0.8)), strict=True):
+        steps.plot(run["loss"], color=color, linewidth=width, label=label)
+    steps.set(title="loss of each of 300 steps of 64K tokens", xlabel="step")
+    steps.legend(frameon=False, fontsize=8)
+    for axes in (curves, facts, steps):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+PICTURES = (step_time, longer_context, ring_step, two_levels, packed_batch, state_passing, query_path, step_memory)
 
 
 def main() -> None:

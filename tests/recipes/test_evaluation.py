@@ -9,6 +9,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -433,6 +436,7 @@ def test_configs_hold_settings_that_exist(name: str, tmp_path: Path) -> None:
     arguments = ["--config", str(ROOT / "recipes/configs" / name), "--output_dir", str(tmp_path)]
     if "extend" in name:
         arguments += ["--bf16", "false", "--use_cpu", "true", "--dataset", "python_topics"]
+        arguments += ["--eval_dataset", "python_topics"] if "smollm2" in name else []
     assert len(parse(arguments, (*kinds, *more), {})) == len(kinds) + len(more)
 
 
@@ -479,6 +483,37 @@ def test_a_context_is_extended_by_two_processes(tmp_path: Path) -> None:
     assert model.config.rope_parameters["rope_type"] == "yarn"
     assert model.config.rope_parameters["factor"] == 4.0
     assert model.config.rope_parameters["original_max_position_embeddings"] == 256
+
+
+def test_curves_are_computed_in_the_precision_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights in fp32 would otherwise take a kernel that holds all scores."""
+    seen = []
+    monkeypatch.setattr(scoring, "losses_by_position", lambda *_: seen.append(torch.get_autocast_dtype("cpu")))
+    monkeypatch.setattr(scoring, "Groups", lambda _: None)
+    accelerator = SimpleNamespace(autocast=lambda: torch.autocast("cpu", torch.float16))
+    args = SimpleNamespace(device="cpu", max_length=8)
+    trainer: Any = SimpleNamespace(args=args, accelerator=accelerator)
+    extend_context.measure(trainer, [], 4, torch.nn.Linear(1, 1))
+    assert seen == [torch.float16]
+
+
+def test_smollm2_uses_its_longer_context() -> None:
+    """The committed result of real weights: before, nothing beyond 8K; after, perplexity falls up to 64K, and facts are
+    found; two GPUs and one have the same losses up to bf16's rounding."""
+    result = json.loads((ROOT / "recipes/results/extension_smollm2.json").read_text())
+    perplexity = result["extension"]["perplexity"]
+    assert perplexity["before"]["beyond"] > 1000
+    trained = result["extension"]["curves"][extend_context.TRAINED]
+    assert trained["losses"][-1] < trained["losses"][-6] < trained["losses"][-8] + 0.2
+    found = {
+        label: fmean(cell["right"] for cell in own["recall"] if cell["length"] == 65536)
+        for label, own in result["evaluation"].items()
+    }
+    assert found["before"] == 0
+    assert found[extend_context.STRETCHED] < 0.25 < 0.5 < found[extend_context.TRAINED]
+    two, one = (result["steps"][label]["loss"] for label in ("2 GPUs", "1 GPU"))
+    assert len(two) == len(one) == 300
+    assert fmean(abs(a - b) for a, b in zip(two, one, strict=True)) < 0.002
 
 
 def test_the_committed_extension_shows_the_effect() -> None:
