@@ -122,9 +122,9 @@ def forward(rank: int, size: int, name: str, more: Part, only: int | None = None
 @pytest.mark.parametrize("only", [None, 1])
 def test_images_are_refused_on_every_rank(ranks: Ranks, only: int | None) -> None:
     with pytest.raises(RankError) as caught:
-        ranks(2).run(forward, "Mistral3ForConditionalGeneration", IMAGE, only)
+        ranks(2).run(forward, GEMMA, IMAGE, only)
     assert all(isinstance(error, hf_burst.errors.BurstError) for error in caught.value.errors)
-    sentence = r"holds pixel_values\. Of Mistral3ForConditionalGeneration text is served.*Give batches of text"
+    sentence = r"holds pixel_values\. Of Gemma3ForConditionalGeneration text is served.*Give batches of text"
     assert pytest.RaisesExc(BatchError, match=sentence).matches(caught.value.errors[1])
 
 
@@ -133,9 +133,9 @@ def test_images_are_refused_on_every_rank(ranks: Ranks, only: int | None) -> Non
     [
         (GEMMA, {"token_type_ids": torch.ones(2, 37, dtype=torch.long)}, "holds token_type_ids"),
         (GEMMA3N, {"input_features": torch.zeros(1, 9, 128)}, "holds input_features"),
-        (QWEN, {"pixel_values_videos": torch.zeros(4, 8)}, "holds pixel_values_videos"),
-        (QWEN, {"image_grid_thw": torch.ones(1, 3, dtype=torch.long)}, "holds image_grid_thw"),
-        (QWEN, {"mm_encoder_outputs": {"image": torch.zeros(4, 32)}}, "holds mm_encoder_outputs"),
+        (GEMMA, {"pixel_values_videos": torch.zeros(4, 8)}, "holds pixel_values_videos"),
+        (GEMMA, {"image_grid_thw": torch.ones(1, 3, dtype=torch.long)}, "holds image_grid_thw"),
+        (GEMMA, {"mm_encoder_outputs": {"image": torch.zeros(4, 32)}}, "holds mm_encoder_outputs"),
     ],
 )
 def test_sound_video_and_features_are_refused(name: str, more: Part, sentence: str) -> None:

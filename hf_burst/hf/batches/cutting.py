@@ -1,7 +1,7 @@
 """Full batches cut over the ranks."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX
 from ...plan import Hybrid, MaskPattern
 from ...ranks.layout import SequenceLayout
-from ..models.cut_point import TOKEN_INPUTS, TokenInput
+from ..models.cut_point import TOKEN_INPUTS, MaskedRows, TokenInput
 from ..models.task import CAUSAL, Task
 from .documents import BOUNDARY_KEYS, TOKEN_KEYS, batch_shape, documents_of, real_tokens, tokens_of
 
@@ -98,8 +98,9 @@ def cut_inputs(
     rank: int,
     token_inputs: Sequence[TokenInput] = TOKEN_INPUTS,
     positions: torch.Tensor | None = None,
+    done: Collection[str] = (),
 ) -> dict[str, Any]:
-    """One rank's part of the inputs of a cut point, by name. Targets among them are cut already.
+    """One rank's part of the inputs of a cut point, by name. Targets among them are cut already, and those in `done`.
 
     Position ids are made explicit: `positions` of shape `(batch, tokens)`, or from 0, where the inputs have none. The
     padding mask and the boundaries of documents are left out: the layout has them.
@@ -121,15 +122,40 @@ def cut_inputs(
         if name in known and value is not None:
             cut = layout.shard(value, rank, known[name].pad, known[name].dim)
             part[name] = _filled(cut, value, layout, rank) if name in _EMBEDDINGS and layout.padding else cut
-        elif name not in _TARGETS and isinstance(value, torch.Tensor) and value.ndim >= 2:
+        elif name not in (*_TARGETS, *done) and (shape := _shape_of_values(value)):
             raise BatchError(
-                f"{name} of shape {tuple(value.shape)} looks like values of tokens, images or audio, and hf_burst does "
+                f"{name} of shape {shape} looks like values of tokens, images or audio, and hf_burst does "
                 f"not know how to shard it; known are {', '.join((*known, *_TARGETS))} and attention_mask. Remove it "
                 "from the batch."
             )
         else:
             part[name] = value
     return part
+
+
+def cut_masked_rows(
+    inputs: Mapping[str, Any], layout: SequenceLayout, rank: int, masked: Sequence[MaskedRows]
+) -> dict[str, Any]:
+    """The inputs of a cut point, those with a row for each token that a mask shows cut for one rank. Their gradients
+    are those of this rank's rows, and zero for the others."""
+    part = dict(inputs)
+    for known in masked:
+        mask, rows = inputs.get(known.mask), inputs.get(known.rows)
+        if mask is None or rows is None:
+            continue
+        numbers = (mask.flatten().cumsum(0) - 1).view_as(mask)  # of the row of a token that is shown
+        own = layout.shard(numbers, rank)[layout.shard(mask, rank)]
+        part[known.rows] = [of_layer.index_select(0, own) for of_layer in rows]
+    return part
+
+
+def _shape_of_values(value: Any) -> tuple[int, ...]:
+    """The shape of an argument that may hold values of tokens: of a tensor, or of the first one in a container; empty
+    for others."""
+    if isinstance(value, Mapping | list | tuple):
+        inner = value.values() if isinstance(value, Mapping) else value
+        return next((shape for item in inner if (shape := _shape_of_values(item))), ())
+    return tuple(value.shape) if isinstance(value, torch.Tensor) and value.ndim >= 2 else ()
 
 
 def _filled(cut: torch.Tensor, whole: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:

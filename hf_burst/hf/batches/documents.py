@@ -52,6 +52,8 @@ def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[in
     rows, length = batch_shape(batch)
     real = real_tokens(batch)
     positions = batch.get("position_ids")
+    if positions is not None and positions.ndim == 3:  # 3 rows of images' positions, which jump; a fourth is the text's
+        positions = positions[0] if len(positions) == 4 else None
     if positions is not None:
         if positions.ndim != 2 or positions.shape[1] != length or positions.shape[0] not in (1, rows):
             raise BatchError(

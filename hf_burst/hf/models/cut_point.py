@@ -25,7 +25,23 @@ TOKEN_INPUTS = (
     TokenInput("position_ids", dim=-1),  # (batch, tokens), or (3 or 4, batch, tokens) of rotary positions of images
     TokenInput("token_type_ids"),
 )
-_PER_LAYER = (TokenInput("per_layer_inputs"),)  # of Gemma 3n and 4
+# what wrappers hand to their language models besides: of Gemma 3n and 4, of Qwen3-VL and its kin, of Ernie 4.5 VL
+_OF_WRAPPERS = (
+    TokenInput("per_layer_inputs"),
+    TokenInput("visual_pos_masks"),
+    TokenInput("moe_mm_token_type_ids"),
+)
+
+
+@dataclass(frozen=True)
+class MaskedRows:
+    """Inputs of a model with a row for each token that a mask shows."""
+
+    mask: str  # the argument with the mask, `(batch, tokens)`, which is a token input too
+    rows: str  # the argument with a list of tensors `(tokens that are shown, hidden)`
+
+
+_DEEPSTACK = (MaskedRows("visual_pos_masks", "deepstack_visual_embeds"),)
 
 
 @dataclass(frozen=True)
@@ -34,8 +50,16 @@ class CutPoint:
 
     path: str = ""  # the submodule whose inputs are cut, such as "model.language_model"; empty for the model itself
     inputs: tuple[TokenInput, ...] = TOKEN_INPUTS  # those of its inputs that are cut
+    masked: tuple[MaskedRows, ...] = ()  # those with rows for some tokens
 
 
+# families of wrappers that were compared on images, and Qwen 2's on videos: no token of theirs sees a later one
+_SEEING = frozenset(
+    {
+        *("AyaVision", "Glm4v", "Idefics3", "InternVL", "Llama4", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3"),
+        *("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "SmolVLM"),
+    }
+)
 CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})  # by the name of a class; all others are cut at the outside
 
 
@@ -46,8 +70,13 @@ def cut_point_of(model: nn.Module) -> CutPoint:
     cut_point = next(known, None)
     if cut_point is None:
         path = language_model_path(model)
-        cut_point = CutPoint(path, (*TOKEN_INPUTS, *_PER_LAYER)) if path else CutPoint()
+        cut_point = CutPoint(path, (*TOKEN_INPUTS, *_OF_WRAPPERS), _DEEPSTACK) if path else CutPoint()
     return cut_point
+
+
+def seeing(name: str) -> bool:
+    """Whether models of a class are served with images."""
+    return name.removesuffix("ForConditionalGeneration") in _SEEING
 
 
 def modalities_of(config: PreTrainedConfig) -> list[str]:

@@ -38,6 +38,17 @@ def _configs_of(reader: PreTrainedModel) -> list[PreTrainedConfig]:
     return list(found.values())
 
 
+def _tower_configs(config: PreTrainedConfig, reader: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The configs, at any depth, of what stands beside a language model: of towers for images and sound."""
+    found = list[PreTrainedConfig]()
+    for key in config.sub_configs if config is not reader else ():
+        inner = getattr(config, key, None)
+        if isinstance(inner, PreTrainedConfig) and inner is not reader:
+            holds_reader = any(getattr(inner, name, None) is reader for name in inner.sub_configs)
+            found += [*([] if holds_reader else [inner]), *_tower_configs(inner, reader)]
+    return found
+
+
 def _arrived_inside(module: nn.Module) -> list[nn.Module]:
     """The modules that have arrived inside of one whose class, from elsewhere, leaves it to them to attend."""
     return [inner for inner in module.modules() if getattr(inner, ARRIVED, False)]
@@ -98,8 +109,8 @@ class Attention(Part):
             return
         register()
         _PATCHED[model] = self
-        model.set_attn_implementation(NAME)
         reader = language_model_of(model)
+        self._set(model, NAME)
         if reader.config._attn_implementation != NAME:  # Transformers only warns
             raise UnsupportedModelError(
                 f"{type(model).__name__} keeps its attention {self.before!r}: it does not use Transformers' "
@@ -155,11 +166,20 @@ class Attention(Part):
         for module in model.modules():
             vars(module).pop(ARRIVED, None)
         if self.attends and next(_users_of(model), None) is None:
-            model.set_attn_implementation(self.before)
+            self._set(model, self.before)
             for config in _configs_of(language_model_of(model)):  # layers may have been copied since
                 config._attn_implementation = self.before
         for config, before in self.copied:
             config._attn_implementation = before
+
+    @staticmethod
+    def _set(model: PreTrainedModel, name: str) -> None:
+        """Sets the attention of the language model; towers, which see whole images, keep theirs."""
+        towers = _tower_configs(model.config, language_model_of(model).config)
+        before = [config._attn_implementation for config in towers]
+        model.set_attn_implementation(name)
+        for config, own in zip(towers, before, strict=True):
+            config._attn_implementation = own
 
     def _set_copies(self, reader: PreTrainedModel) -> None:
         for config in _configs_of(reader):

@@ -13,19 +13,19 @@ from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX
 from ...plan import Segments
 from ...plan.recurrence import Way
-from ..batches.cutting import bound_arguments, cut_inputs, cut_targets, layout_of
-from ..batches.documents import BOUNDARY_KEYS, tokens_of
-from ..batches.sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard
+from ..batches.cutting import bound_arguments, cut_inputs, cut_masked_rows, cut_targets, layout_of
+from ..batches.documents import tokens_of
+from ..batches.modalities import SAME_IMAGES, check_modalities, pixels_of
+from ..batches.sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard, sum_of_bits
 from ..context import CALL_KEY, ForwardCall, change_call
 from ..forward_pass import ForwardPass
-from ..models.cut_point import TOKEN_INPUTS, CutPoint
+from ..models.cut_point import CutPoint
 from ..models.support import layer_patterns
 from .base import Handles, Part
 from .memory import MemoryRule
 from .recurrence import Recurrence
 
 CONTENT = "content (checksum)"
-_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # not 0 where a token stands for an image or sound
 _TABLES = ("wpe", "pos")  # in the names of tables of positions
 
 
@@ -193,17 +193,23 @@ class Tokens(Part):
         hybrid, ranks = self.recurrence.hybrid, run.group.size
         run.batch.layout = layout_of(run.batch.given, run.config, ranks, run.task, patterns, hybrid)
         if self.cut_point.path:
-            check_text(run.batch.given, type(run.model).__name__, self.text_type)
+            name = type(run.model).__name__
+            run.agreement.add("images", check_modalities(run.batch.given, name, self.text_type), SAME_IMAGES)
         run.batch.inputs = run.batch.given | cut_targets(run.batch.given, run.batch.layout, run.group.rank, run.task)
         content = checksum(run.batch.given, run.batch.token_inputs) if run.group.size > 1 else None
         if content is not None:
+            for pixels in pixels_of(run.batch.given) if self.cut_point.path else ():
+                content = content + sum_of_bits(pixels).to(content.device)
             run.agreement.add(CONTENT, content)
         self.positions = self.learned.make(run.batch.given)
         if not self.cut_point.path:
             run.batch.inputs = self._cut_inputs(run, run.batch.inputs)
 
     def _cut_inputs(self, run: ForwardPass, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        return cut_inputs(inputs, run.batch.layout, run.group.rank, run.batch.token_inputs, self.positions)
+        layout, rank, masked = run.batch.layout, run.group.rank, self.cut_point.masked
+        part = cut_masked_rows(inputs, layout, rank, masked)
+        done = [known.rows for known in masked]
+        return cut_inputs(part, layout, rank, run.batch.token_inputs, self.positions, done)
 
     @torch.compiler.disable
     def _cut_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -214,30 +220,6 @@ class Tokens(Part):
         call = replace(self.run.call, positions=inputs["position_ids"])
         change_call(call)
         return (), {**inputs, CALL_KEY: call}
-
-
-def check_text(batch: Mapping[str, Any], name: str, text_type: int = 0) -> None:
-    """Raises for a batch of a model with several modalities that holds more than text, whose tokens are of `text_type`
-    where the batch has `token_type_ids`."""
-    text = {*(known.name for known in TOKEN_INPUTS), *BOUNDARY_KEYS, *_TOKEN_TYPES, "attention_mask", "labels"}
-    held = {key: value for key, value in batch.items() if _holds_values(value)}
-    marked = {key: text_type if key == "token_type_ids" else 0 for key in _TOKEN_TYPES}
-    others = [key for key in held if key not in text]
-    others += [key for key in _TOKEN_TYPES if key in held and (held[key] != marked[key]).any()]
-    if others:
-        raise BatchError(
-            f"The batch holds {', '.join(others)}. Of {name} text is served: images, sound and video are not laid over "
-            "several ranks yet. Give batches of text."
-        )
-    if text_type and "token_type_ids" not in held:
-        raise BatchError(
-            f"In {name} tokens see later ones unless token_type_ids say that they do not. Give token_type_ids of 1."
-        )
-
-
-def _holds_values(value: Any) -> bool:
-    """Whether an argument is a tensor, or several, and no setting."""
-    return bool(value.ndim) if isinstance(value, torch.Tensor) else isinstance(value, Mapping | list | tuple)
 
 
 def check_ranges(

@@ -1,0 +1,171 @@
+"""Models that see: loss and all gradients, of towers and projectors too, equal those of one process."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import hf_burst
+from hf_burst.check.compare import Double
+from hf_burst.errors import BatchError
+from hf_burst.hf.batches import cutting
+from hf_burst.hf.parts import tokens
+from tests.support import models, pictures
+from tests.support.ranks import RankError, RankPool
+
+Ranks = Callable[[int], RankPool]
+Result = tuple[float, dict[str, torch.Tensor]]
+TOLERANCE = 1e-9
+OFFLOADED = {"tiled_mlp": 4, "activation_offloading": 1.0}
+
+
+def train(family: str, change: str = "", patched: bool = False, **settings: Any) -> Result:
+    """Loss and gradients of a pass, in fp64."""
+    model, batch = pictures.seeing_model(family), pictures.seeing_batch(family, video=change == "video")
+    if change == "text":
+        batch = models.make_batch("plain") | {"input_ids": batch["input_ids"] % 50, "labels": batch["labels"] % 50}
+    if change == "padded":
+        batch = padded(batch)
+    again = change == "checkpointed"
+    if again:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if patched:
+        models.patch(model, models.config_of(**settings))
+    with nullcontext() if again else Double():  # no mode is entered where a layer runs again
+        loss = model(**batch).loss
+        loss.backward()
+    return loss.item(), {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def padded(batch: pictures.Batch) -> pictures.Batch:
+    """Two rows: the sequence, and its beginning, padded on the right."""
+    short = batch["input_ids"].shape[1] - 6
+    rows = {}
+    for key in ("input_ids", "labels", "mm_token_type_ids"):
+        if key in batch:
+            second = batch[key].clone()
+            second[:, short:] = -100 if key == "labels" else 0
+            rows[key] = torch.cat([batch[key], second])
+    mask = torch.ones_like(rows["input_ids"])
+    mask[1, short:] = 0
+    twice = {key: torch.cat([value, value]) for key, value in batch.items() if key not in rows}
+    return {**rows, **twice, "attention_mask": mask}
+
+
+def on_ranks(rank: int, size: int, family: str, change: str = "", **settings: Any) -> Result:
+    return train(family, change, patched=True, **settings)
+
+
+def checkpointed(rank: int, size: int, family: str, settings: dict[str, Any]) -> Result:
+    return train(family, "checkpointed", patched=True, **settings)
+
+
+def assert_equal(found: list[Result], wanted: Result, tolerance: float = TOLERANCE) -> None:
+    loss, gradients = wanted
+    assert len(gradients) > 20
+    assert all(abs(own - loss) < tolerance * abs(loss) for own, _ in found)
+    largest = max(float(gradient.norm()) for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        mean = sum(own.get(name, torch.zeros(())) for _, own in found) / len(found)
+        error = float((mean - gradient).norm())
+        assert error <= tolerance * max(float(gradient.norm()), 1e-4 * largest), name
+
+
+@pytest.mark.parametrize("family", pictures.FAMILIES)
+def test_images_are_exact(ranks: Ranks, family: str) -> None:
+    wanted = train(family)
+    assert any("vis" in name and float(gradient.norm()) > 0 for name, gradient in wanted[1].items()), "a tower learns"
+    for size in (2, 3):
+        assert_equal(ranks(size).run(on_ranks, family), wanted)
+
+
+@pytest.mark.parametrize("family", pictures.WITH_VIDEO)
+def test_videos_are_exact(ranks: Ranks, family: str) -> None:
+    assert_equal(ranks(3).run(on_ranks, family, "video"), train(family, "video"))
+
+
+@pytest.mark.parametrize("change", ["text", "padded"])
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL", "LlavaOnevision"])
+def test_batches_of_other_kinds_are_exact(ranks: Ranks, family: str, change: str) -> None:
+    assert_equal(ranks(2).run(on_ranks, family, change), train(family, change))
+
+
+@pytest.mark.parametrize("family", ["Qwen3VL", "Mistral3"])
+def test_less_memory_changes_nothing(ranks: Ranks, family: str) -> None:
+    wanted = train(family, "checkpointed")
+    for settings in ({}, OFFLOADED):
+        assert_equal(ranks(2).run(checkpointed, family, settings), wanted, 1e-5)  # norms in fp32
+
+
+def test_one_process_is_exact_too() -> None:
+    assert_equal([train("Qwen3VL", patched=True)], train("Qwen3VL"))
+
+
+def without_rows(inputs: Mapping[str, Any], *others: Any) -> dict[str, Any]:
+    """Rows of the first layers, those of other ranks' tokens."""
+    part = cutting.cut_masked_rows(inputs, *others)
+    if rows := part.get("deepstack_visual_embeds"):
+        part["deepstack_visual_embeds"] = [row.roll(1, 0) for row in rows]
+    return part
+
+
+def whole_first(inputs: Mapping[str, Any], layout: Any, rank: int, *others: Any) -> dict[str, Any]:
+    """Embeddings as if they were cut before images were merged: those of images are gone on all ranks but the first."""
+    part = cutting.cut_inputs(inputs, layout, rank, *others)
+    if rank and "inputs_embeds" in part:
+        part["inputs_embeds"] = part["inputs_embeds"].detach()
+    return part
+
+
+def broken(rank: int, size: int, family: str, name: str) -> Result:
+    with mock.patch.object(tokens, name, {"cut_masked_rows": without_rows, "cut_inputs": whole_first}[name]):
+        return train(family, patched=True)
+
+
+@pytest.mark.parametrize(("family", "name"), [("Qwen3VL", "cut_masked_rows"), ("Llava", "cut_inputs")])
+def test_what_is_cut_wrongly_is_seen(ranks: Ranks, family: str, name: str) -> None:
+    with pytest.raises(AssertionError):
+        assert_equal(ranks(2).run(broken, family, name), train(family))
+
+
+def unlike(rank: int, size: int, change: str) -> None:
+    """A pass for which one rank has another image, or none."""
+    model, batch = models.patch(pictures.seeing_model("Qwen3VL")), pictures.seeing_batch("Qwen3VL")
+    if rank == 1 and change == "other":
+        batch["pixel_values"][0, 0] += 1
+    if rank == 1 and change == "none":
+        batch["input_ids"] %= 50
+        del batch["pixel_values"], batch["image_grid_thw"], batch["mm_token_type_ids"]
+    model(**batch)
+
+
+@pytest.mark.parametrize(("change", "sentence"), [("other", "content"), ("none", "images")])
+def test_all_ranks_need_the_same_images(ranks: Ranks, change: str, sentence: str) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(unlike, change)
+    assert all(isinstance(error, hf_burst.errors.BurstError) for error in caught.value.errors)
+    assert all(sentence in str(error) for error in caught.value.errors)
+
+
+def test_masks_of_images_are_refused_by_name() -> None:
+    """In Gemma 3 tokens of an image see each other."""
+    from recipes.tiny_wrappers import tiny_wrapper
+
+    model = models.patch(tiny_wrapper("Gemma3ForConditionalGeneration"))
+    batch = models.make_batch("plain")
+    with pytest.raises(BatchError, match="Of Gemma3ForConditionalGeneration text is served"):
+        model(**batch, token_type_ids=torch.ones_like(batch["input_ids"]))
+
+
+def test_attention_of_towers_stays_what_it_was() -> None:
+    model = pictures.seeing_model("Llava")
+    model.set_attn_implementation({"vision_config": "eager", "text_config": "sdpa"})
+    models.patch(model)
+    assert model.config.vision_config._attn_implementation == "eager"
+    assert model.config.text_config._attn_implementation == "hf_burst"
+    hf_burst.unpatch_model(model)
+    assert model.config.vision_config._attn_implementation == "eager"
+    assert model.config.text_config._attn_implementation == "sdpa"
