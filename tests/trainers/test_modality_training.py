@@ -17,7 +17,7 @@ import hf_burst
 from hf_burst.check.tiny import tiny_copy
 from hf_burst.hf.models.cut_point import language_model_path
 from recipes.tiny_wrappers import tiny_wrapper
-from tests.support import conversations, models, trainers
+from tests.support import conversations, models, pictures, trainers
 from tests.support.ranks import RankPool, reset_accelerate
 from tests.support.trainers import Case, make_trainer
 
@@ -78,6 +78,66 @@ def train(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
 def test_three_steps_equal_those_of_one_process(ranks: Ranks, tmp_path: Path, case: Case) -> None:
     wanted = train(0, 1, str(tmp_path / "alone"), case.alone)
     for run in ranks(case.ranks).run(train, str(tmp_path / "ranks"), case):
+        trainers.compare(run, wanted)
+
+
+def train_on_images(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
+    """TRL's collator for images as it is, chats of one and of two images, all weights or adapters; the tower learns."""
+    from datasets import Dataset
+
+    model = pictures.seeing_model(case.model).to(torch.float32)
+    if case.burst:
+        hf_burst.patch_model(model)
+    if case.lora:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(5)
+        adapters = LoraConfig(r=2, target_modules=r".*\.(q|v)_proj", init_lora_weights=False, task_type="CAUSAL_LM")
+        model = get_peft_model(model, adapters)
+    data = Dataset.from_list(pictures.chats_with_images())
+    trainer = make_trainer(case, folder, data=data, model=model, processing_class=pictures.llava_processor())
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    result = trainers.finish(trainer)
+    changed = [name for name, value in result["weights"].items() if not torch.equal(value, before[name])]
+    assert any("vision_tower" in name for name in changed)
+    return result
+
+
+SEEING = [
+    Case("SFTTrainer", "padded", model="Llava"),
+    Case("SFTTrainer", "padded", model="Llava", lora=True, checkpointing=True),
+    Case("SFTTrainer", "padded", model="Llava", data=2),
+]
+
+
+@pytest.mark.parametrize("case", SEEING, ids=str)
+def test_images_train_as_in_one_process(ranks: Ranks, tmp_path: Path, case: Case) -> None:
+    wanted = train_on_images(0, 1, str(tmp_path / "alone"), case.alone)
+    for run in ranks(case.ranks).run(train_on_images, str(tmp_path / "ranks"), case):
+        trainers.compare(run, wanted)
+
+
+def one_row(rows: list[Any]) -> dict[str, torch.Tensor]:
+    return {name: value.float() if value.is_floating_point() else value for name, value in rows[0].items()}
+
+
+def train_on_patches(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
+    """Trainer on sequences of other lengths, of a wrapper whose loss is the mean of a micro-batch."""
+    model = pictures.seeing_model(case.model).to(torch.float32)
+    assert not model.accepts_loss_kwargs
+    if case.burst:
+        hf_burst.patch_model(model)
+    data = [pictures.seeing_batch(case.model, length) for length in (53, 41, 47, 59, 43, 37)]
+    trainer = make_trainer(case, folder, data=data, model=model, per_device_train_batch_size=1)
+    trainer.data_collator = one_row
+    return trainers.finish(trainer)
+
+
+@pytest.mark.parametrize("model", ["Qwen2_5_VL", "Qwen3VL"])
+def test_sequences_with_images_of_any_size_train_as_in_one_process(ranks: Ranks, tmp_path: Path, model: str) -> None:
+    case = Case("Trainer", model=model)
+    wanted = train_on_patches(0, 1, str(tmp_path / "alone"), case.alone)
+    for run in ranks(2).run(train_on_patches, str(tmp_path / "ranks"), case):
         trainers.compare(run, wanted)
 
 
