@@ -49,6 +49,7 @@ from .parts.rope import LongestPosition
 from .parts.tiles import TiledMLP
 from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
+from .parts.towers import Towers
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 _COMPILED = (
@@ -162,6 +163,7 @@ def make_parts(
         recurrence,
         memory,
         Tokens(model, cut_point, recurrence),
+        Towers(),
         LongestPosition(),
         Checkpointing(memory.advise),
         TiledMLP(),

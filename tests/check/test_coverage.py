@@ -166,5 +166,5 @@ def test_the_page_of_limits_tells_how_many_are_exact() -> None:
 
 
 def test_the_page_of_wrappers_tells_how_many_are_exact() -> None:
-    page = " ".join((Path(__file__).parents[2] / "docs/how-to/text-of-multimodal.md").read_text().split())
+    page = " ".join((Path(__file__).parents[2] / "docs/how-to/multimodal.md").read_text().split())
     assert f"{len(EXACT_WRAPPERS)} of {len(WRAPPERS)} classes" in page

@@ -12,7 +12,8 @@ import hf_burst
 from hf_burst.check.compare import Double
 from hf_burst.errors import BatchError
 from hf_burst.hf.batches import cutting
-from hf_burst.hf.parts import tokens
+from hf_burst.hf.parts import tokens, towers
+from hf_burst.ranks.collectives import all_gather
 from tests.support import models, pictures
 from tests.support.ranks import RankError, RankPool
 
@@ -116,19 +117,63 @@ def whole_first(inputs: Mapping[str, Any], layout: Any, rank: int, *others: Any)
     """Embeddings as if they were cut before images were merged: those of images are gone on all ranks but the first."""
     part = cutting.cut_inputs(inputs, layout, rank, *others)
     if rank and "inputs_embeds" in part:
-        part["inputs_embeds"] = part["inputs_embeds"].detach()
+        embeds = part["inputs_embeds"]
+        part["inputs_embeds"] = embeds.detach() + 0 * embeds
     return part
 
 
+def own_part(tensor: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
+    """A gather whose gradient is that of this rank alone."""
+    gathered = all_gather(tensor.detach(), group)
+    return tuple(tensor if rank == group.rank else other for rank, other in enumerate(gathered))
+
+
+BROKEN = {
+    "cut_masked_rows": (tokens, without_rows, "Qwen3VL"),
+    "cut_inputs": (tokens, whole_first, "Llava"),
+    "all_gather": (towers, own_part, "Qwen2_5_VL"),
+}
+
+
 def broken(rank: int, size: int, family: str, name: str) -> Result:
-    with mock.patch.object(tokens, name, {"cut_masked_rows": without_rows, "cut_inputs": whole_first}[name]):
+    with mock.patch.object(BROKEN[name][0], name, BROKEN[name][1]):
         return train(family, patched=True)
 
 
-@pytest.mark.parametrize(("family", "name"), [("Qwen3VL", "cut_masked_rows"), ("Llava", "cut_inputs")])
+@pytest.mark.parametrize(("family", "name"), [(broken[2], name) for name, broken in BROKEN.items()])
 def test_what_is_cut_wrongly_is_seen(ranks: Ranks, family: str, name: str) -> None:
     with pytest.raises(AssertionError):
         assert_equal(ranks(2).run(broken, family, name), train(family))
+
+
+def runs_of_towers(rank: int, size: int, family: str, images: bool) -> tuple[list[int], float]:
+    """How many rows of pixels this rank's tower is given in a pass, and the norm of its gradients."""
+    model, batch = models.patch(pictures.seeing_model(family)), pictures.seeing_batch(family)
+    if not images:
+        batch = {"input_ids": batch["input_ids"] % 50, "labels": batch["labels"]}
+    tower = model.model.visual if hasattr(model.model, "visual") else model.model.vision_tower
+    given: list[int] = []
+    tower.register_forward_pre_hook(
+        lambda _, args, kwargs: given.append(len((*args, *kwargs.values())[0])), with_kwargs=True
+    )
+    model(**batch).loss.backward()
+    norms = [float(weight.grad.norm()) for weight in tower.parameters() if weight.grad is not None]
+    return given, sum(norms)
+
+
+@pytest.mark.parametrize(("family", "rows"), [("Qwen2_5_VL", ([24], [16], [16])), ("Llava", ([1], [1], [1]))])
+def test_ranks_share_the_images(ranks: Ranks, family: str, rows: tuple[list[int], ...]) -> None:
+    """A third rank, for which there is none, runs the smallest image for nothing."""
+    found = ranks(3).run(runs_of_towers, family, True)
+    assert [given for given, _ in found] == list(rows)
+    assert [norm > 0 for _, norm in found] == [True, True, False]
+    assert [given for given, _ in ranks(3).run(runs_of_towers, family, False)] == [[], [], []]
+
+
+def test_images_are_dealt_by_what_they_cost() -> None:
+    assert towers.deal([3, 9, 4, 5, 1], 2) == [[0, 1], [2, 3, 4]]
+    assert towers.deal([7], 3) == [[0], [], []]
+    assert towers.deal([1] * 5, 2) == [[0, 2, 4], [1, 3]]
 
 
 def unlike(rank: int, size: int, change: str) -> None:

@@ -105,7 +105,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "Mistral3": {
         "text_config": {"model_type": "mistral", **_TEXT, "head_dim": 8, "sliding_window": None},
-        "vision_config": {"model_type": "pixtral", **_TOWER, "head_dim": 8},
+        "vision_config": {"model_type": "pixtral", **_TOWER, "image_size": 32, "head_dim": 8},
     },
     "Qwen2VL": {
         "text_config": {**_TEXT, "rope_parameters": _mrope(1, 1, 2)},
@@ -195,7 +195,7 @@ _BATCHES: dict[str, Callable[[int], Batch]] = {
     "LlavaNext": lambda length: _pictures(length, 1, 14, (1, 3, 3, 16, 16), **_WIDE),
     "LlavaOnevision": lambda length: _pictures(length, 1, 14, (1, 3, 3, 16, 16), **_WIDE),
     "Llama4": lambda length: _pictures(length, 2, 4, _TWO),
-    "Mistral3": lambda length: _pictures(length, 2, 1, _TWO, image_sizes=torch.tensor([[16, 16], [16, 16]])),
+    "Mistral3": lambda length: _pictures(length, 2, 2, (2, 3, 32, 32), image_sizes=torch.tensor([[16, 32], [32, 16]])),
     "SmolVLM": lambda length: _pictures(length, 2, 1, (1, *_TWO)),
 }
 _TYPED = {"Glm4v", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"}  # they take token types

@@ -53,11 +53,15 @@ class CutPoint:
     masked: tuple[MaskedRows, ...] = ()  # those with rows for some tokens
 
 
-# families of wrappers that were compared on images, and Qwen 2's on videos: no token of theirs sees a later one
-_SEEING = frozenset(
+# families of wrappers that were compared on images, and Qwen 2's on videos: no token of theirs sees a later one. Ranks
+# share the images by their "patches", which grids count, or by "images" of one row each, or not at all
+_SEEING: Mapping[str, str] = MappingProxyType(
     {
-        *("AyaVision", "Glm4v", "Idefics3", "InternVL", "Llama4", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3"),
-        *("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "SmolVLM"),
+        **dict.fromkeys(("Idefics3", "Llama4", "LlavaNext", "LlavaOnevision", "SmolVLM"), ""),
+        **dict.fromkeys(("AyaVision", "InternVL", "Llava", "Mistral3"), "images"),
+        **dict.fromkeys(
+            ("Glm4v", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"), "patches"
+        ),
     }
 )
 CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})  # by the name of a class; all others are cut at the outside
@@ -77,6 +81,11 @@ def cut_point_of(model: nn.Module) -> CutPoint:
 def seeing(name: str) -> bool:
     """Whether models of a class are served with images."""
     return name.removesuffix("ForConditionalGeneration") in _SEEING
+
+
+def dealt_by(name: str) -> str:
+    """How ranks share the images of a class: by `"patches"`, by `"images"`, or not at all."""
+    return _SEEING.get(name.removesuffix("ForConditionalGeneration"), "")
 
 
 def modalities_of(config: PreTrainedConfig) -> list[str]:
