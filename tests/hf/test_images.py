@@ -10,8 +10,9 @@ import torch
 
 import hf_burst
 from hf_burst.check.compare import Double
-from hf_burst.errors import BatchError
+from hf_burst.errors import BatchError, UnsupportedModelError
 from hf_burst.hf.batches import cutting
+from hf_burst.hf.models import cut_point
 from hf_burst.hf.parts import tokens, towers
 from hf_burst.ranks.collectives import all_gather
 from tests.support import models, pictures
@@ -81,6 +82,10 @@ def test_images_are_exact(ranks: Ranks, family: str) -> None:
     assert any("vis" in name and float(gradient.norm()) > 0 for name, gradient in wanted[1].items()), "a tower learns"
     for size in (2, 3):
         assert_equal(ranks(size).run(on_ranks, family), wanted)
+
+
+def test_every_family_that_is_served_is_compared() -> None:
+    assert sorted(cut_point._SEEING) == sorted(pictures.FAMILIES)
 
 
 @pytest.mark.parametrize("family", pictures.WITH_VIDEO)
@@ -203,6 +208,21 @@ def test_masks_of_images_are_refused_by_name() -> None:
     batch = models.make_batch("plain")
     with pytest.raises(BatchError, match="Of Gemma3ForConditionalGeneration text is served"):
         model(**batch, token_type_ids=torch.ones_like(batch["input_ids"]))
+
+
+def dropping(rank: int, size: int) -> None:
+    model = models.patch(pictures.seeing_model("SmolVLM"))
+    tower = model.model.vision_model
+    tower.post_layernorm = torch.nn.Sequential(tower.post_layernorm, torch.nn.Dropout(0.1))
+    model.eval()(**pictures.seeing_batch("SmolVLM"))
+    model.train()(**pictures.seeing_batch("SmolVLM"))
+
+
+def test_towers_that_drop_at_random_are_refused(ranks: Ranks) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(dropping)
+    sentence = r"post_layernorm\.1 of SmolVLM.* drops with a probability of 0\.1"
+    assert all(pytest.RaisesExc(UnsupportedModelError, match=sentence).matches(error) for error in caught.value.errors)
 
 
 def test_attention_of_towers_stays_what_it_was() -> None:

@@ -74,7 +74,16 @@ _GLM_IDS = {
     **{"image_end_token_id": 63, "video_start_token_id": 58, "video_end_token_id": 59},
 }
 _GLM = {"rope_parameters": _mrope(1, 1, 2, partial_rotary_factor=1.0)}
+_GLM_EXPERTS = {
+    **{"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+}
 _CONFIGS: dict[str, dict[str, Any]] = {
+    "Aria": {
+        "text_config": {**_TEXT, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+        "vision_config": {"model_type": "idefics3_vision", **_TOWER},
+        "projector_patch_to_query_dict": {4: 2},
+    },
     "AyaVision": {
         "text_config": {
             **{"model_type": "cohere2", **_TEXT, "sliding_window": 16, "logit_scale": 1.0},
@@ -83,15 +92,81 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": _SIGLIP,
         "downsample_factor": 2,
     },
+    "Cohere2Vision": {
+        "text_config": {
+            **{"model_type": "cohere2", **_TEXT, "sliding_window": 16, "logit_scale": 1.0},
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": _SIGLIP,
+        **{"downsample_factor": 2, "alignment_intermediate_size": 32},
+    },
+    "DeepseekVL": {"text_config": _LLAMA, "vision_config": _SIGLIP},
+    "Ernie4_5_VLMoe": {
+        "text_config": {
+            **{**_TEXT, "moe_intermediate_size": [16, 16], "moe_num_experts": 4, "moe_k": 2},
+            **{"moe_num_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"]},
+            "rope_parameters": _mrope(1, 1, 2),
+        },
+        "vision_config": {
+            **{name: value for name, value in _PATCHES.items() if name not in ("out_hidden_size",)},
+            "temporal_merge_size": 2,
+        },
+        **_GLM_IDS,
+    },
+    "Glm46V": {
+        "text_config": {"model_type": "glm4v_text", **_TEXT, **_GLM},
+        "vision_config": {"model_type": "glm4v_vision", **_PATCHES, "image_size": 32},
+        **_GLM_IDS,
+    },
+    "Glm4vMoe": {
+        "text_config": {**_TEXT, **_GLM, **_GLM_EXPERTS, "head_dim": 8},
+        "vision_config": {**_PATCHES, "image_size": 32},
+        **_GLM_IDS,
+    },
+    "GlmOcr": {"text_config": {**_TEXT, **_GLM, "head_dim": 8}, "vision_config": _PATCHES, **_GLM_IDS},
+    "GotOcr2": {
+        "text_config": _QWEN2,
+        "vision_config": {
+            **{**_TOWER, "image_size": 64, "patch_size": 16, "output_channels": 8, "window_size": 2},
+            **{"global_attn_indexes": [1], "mlp_dim": 24, "mlp_ratio": 1.5},
+        },
+    },
     "Glm4v": {"text_config": {**_TEXT, **_GLM}, "vision_config": {**_PATCHES, "image_size": 32}, **_GLM_IDS},
+    "Idefics2": {
+        "text_config": {"model_type": "mistral", **_TEXT, "head_dim": 8, "sliding_window": None},
+        "vision_config": _TOWER,
+        "perceiver_config": {
+            **{"hidden_size": 32, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 2},
+            **{"resampler_head_dim": 8, "num_key_value_heads": 1},
+        },
+    },
     "Idefics3": {"text_config": _LLAMA, "vision_config": _TOWER, "scale_factor": 2},
     "InternVL": {
         "text_config": _QWEN2,
         "vision_config": {**_TOWER, "image_size": [16, 16], "patch_size": [4, 4]},
         "image_seq_length": 4,
     },
+    "Janus": {
+        "text_config": _LLAMA,
+        "vision_config": {**_TOWER, "projection_dim": 32, "mlp_ratio": 1.5, "depth": 2},
+        "vq_config": {"base_channels": 32, "num_embeddings": 64},
+    },
+    "Lfm2Vl": {
+        "text_config": {"model_type": "lfm2", **_TEXT, "layer_types": ["conv", "full_attention"]},
+        "vision_config": {
+            **{name: value for name, value in _TOWER.items() if name != "image_size"},
+            **{"model_type": "siglip2_vision_model", "num_patches": 16},
+        },
+        **{"downsample_factor": 2, "projector_hidden_size": 32},
+    },
+    "LightOnOcr": {
+        "text_config": {"model_type": "qwen3", **_TEXT, "head_dim": 8},
+        "vision_config": {"model_type": "pixtral", **_TOWER, "image_size": 32, "head_dim": 8},
+        "spatial_merge_size": 2,
+    },
     "Llava": {"text_config": _LLAMA, "vision_config": _CLIP, "image_seq_length": 4},
     "LlavaNext": {"text_config": _LLAMA, "vision_config": _CLIP, **_TILES},
+    "LlavaNextVideo": {"text_config": _LLAMA, "vision_config": _CLIP, **_TILES},
     "LlavaOnevision": {"text_config": _QWEN2, "vision_config": _SIGLIP, **_TILES, "vision_feature_layer": -1},
     "Llama4": {
         "text_config": {
@@ -106,6 +181,19 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "Mistral3": {
         "text_config": {"model_type": "mistral", **_TEXT, "head_dim": 8, "sliding_window": None},
         "vision_config": {"model_type": "pixtral", **_TOWER, "image_size": 32, "head_dim": 8},
+    },
+    "PaddleOCRVL": {
+        "text_config": {**_TEXT, "rope_parameters": _mrope(1, 1, 2), "head_dim": 8},
+        "vision_config": {
+            **{**_TOWER, "patch_size": 4, "image_size": 32},
+            **{"spatial_merge_size": 2, "temporal_patch_size": 1},
+        },
+        **_IDS,
+    },
+    "QianfanOCR": {
+        "text_config": {"model_type": "qwen3", **_TEXT, "head_dim": 8},
+        "vision_config": {**_TOWER, "image_size": [16, 16], "patch_size": [4, 4], "drop_path_rate": 0.0},
+        "image_seq_length": 4,
     },
     "Qwen2VL": {
         "text_config": {**_TEXT, "rope_parameters": _mrope(1, 1, 2)},
@@ -126,6 +214,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         **_IDS,
     },
     "SmolVLM": {"text_config": _LLAMA, "vision_config": _TOWER, "scale_factor": 2},
+    "VipLlava": {"text_config": _LLAMA, "vision_config": _CLIP, "vision_feature_layers": [-1, -2]},
 }
 FAMILIES = tuple(_CONFIGS)
 
@@ -164,14 +253,16 @@ def _show(batch: Batch, start: int, count: int, token: int = IMAGE) -> int:
     return start + count + 5
 
 
-def _patches(length: int, video: bool) -> Batch:
-    """Two images of other sizes, and for `video` one of three frames in the place of the second one."""
+def _patches(length: int, video: bool = False, frames_apart: bool = False) -> Batch:
+    """Two images of other sizes, and for `video` one of three frames in the place of the second one, with text between
+    the frames if they are `frames_apart`."""
     batch, grids = _text(length), [(1, 4, 4)] if video else [(1, 4, 4), (1, 4, 6)]
     place = 5
     for _, height, width in grids:
         place = _show(batch, place, height * width // 4)
     if video:
-        _show(batch, place, 12, VIDEO)
+        for tokens in (4, 4, 4) if frames_apart else (12,):
+            place = _show(batch, place, tokens, VIDEO)
         batch |= {"pixel_values_videos": _draw(48, 96, seed=2), "video_grid_thw": torch.tensor([[3, 4, 4]])}
     rows = sum(height * width for _, height, width in grids)
     return batch | {"pixel_values": _draw(rows, 96), "image_grid_thw": torch.tensor(grids)}
@@ -187,7 +278,26 @@ def _pictures(length: int, images: int, tokens: int, shape: tuple[int, ...], **m
 
 _TWO = (2, 3, 16, 16)
 _WIDE = {"image_sizes": torch.tensor([[16, 32]])}
+_OTHER_WAY = {"image_sizes": torch.tensor([[16, 32], [32, 16]])}
 _BATCHES: dict[str, Callable[[int], Batch]] = {
+    "Aria": lambda length: _pictures(length, 2, 2, _TWO),
+    "Cohere2Vision": lambda length: _pictures(length, 2, 1, _TWO),
+    "DeepseekVL": lambda length: _pictures(length, 2, 4, _TWO),
+    "Ernie4_5_VLMoe": lambda length: _routed({**_patches(length), "pixel_values": _draw(40, 48)}),
+    "GotOcr2": lambda length: _pictures(length, 2, 1, (2, 3, 64, 64)),
+    "Idefics2": lambda length: _pictures(length, 2, 4, (1, *_TWO)),
+    "Janus": lambda length: _pictures(length, 2, 4, _TWO),
+    "Lfm2Vl": lambda length: _pictures(
+        length,
+        *(2, 4, (2, 16, 192)),
+        pixel_attention_mask=torch.ones(2, 16, dtype=torch.long),
+        spatial_shapes=torch.tensor([[4, 4], [4, 4]]),
+    ),
+    "LightOnOcr": lambda length: _pictures(length, 2, 2, (2, 3, 32, 32), **_OTHER_WAY),
+    "LlavaNextVideo": lambda length: _pictures(length, 1, 14, (1, 3, 3, 16, 16), **_WIDE),
+    "PaddleOCRVL": lambda length: {**_patches(length), "pixel_values": _draw(40, 3, 4, 4)},
+    "QianfanOCR": lambda length: _pictures(length, 2, 4, _TWO),
+    "VipLlava": lambda length: _pictures(length, 2, 4, _TWO),
     "AyaVision": lambda length: _pictures(length, 2, 1, _TWO),
     "Idefics3": lambda length: _pictures(length, 2, 1, (1, *_TWO)),
     "InternVL": lambda length: _pictures(length, 2, 4, _TWO),
@@ -195,16 +305,26 @@ _BATCHES: dict[str, Callable[[int], Batch]] = {
     "LlavaNext": lambda length: _pictures(length, 1, 14, (1, 3, 3, 16, 16), **_WIDE),
     "LlavaOnevision": lambda length: _pictures(length, 1, 14, (1, 3, 3, 16, 16), **_WIDE),
     "Llama4": lambda length: _pictures(length, 2, 4, _TWO),
-    "Mistral3": lambda length: _pictures(length, 2, 2, (2, 3, 32, 32), image_sizes=torch.tensor([[16, 32], [32, 16]])),
+    "Mistral3": lambda length: _pictures(length, 2, 2, (2, 3, 32, 32), **_OTHER_WAY),
     "SmolVLM": lambda length: _pictures(length, 2, 1, (1, *_TWO)),
 }
-_TYPED = {"Glm4v", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"}  # they take token types
-WITH_VIDEO = ("Qwen2VL", "Qwen2_5_VL")  # others give every frame a text of its own
+_QWEN_3 = {"Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"}
+# they take token types
+_TYPED = {
+    *("Ernie4_5_VLMoe", "Glm46V", "Glm4v", "Glm4vMoe", "GlmOcr", "PaddleOCRVL", "Qwen2VL", "Qwen2_5_VL"),
+    *_QWEN_3,
+}
+WITH_VIDEO = ("Qwen2VL", "Qwen2_5_VL", *sorted(_QWEN_3))
+
+
+def _routed(batch: Batch) -> Batch:
+    """With the kind of expert that each token takes."""
+    return {**batch, "moe_mm_token_type_ids": (batch["mm_token_type_ids"] > 0).long()}
 
 
 def seeing_batch(family: str, length: int = 53, video: bool = False) -> Batch:
     """One sequence with images between its text."""
-    batch = _BATCHES[family](length) if family in _BATCHES else _patches(length, video)
+    batch = _BATCHES[family](length) if family in _BATCHES else _patches(length, video, family in _QWEN_3)
     if family not in _TYPED:
         batch.pop("mm_token_type_ids")
     batch["labels"][:, :3] = -100

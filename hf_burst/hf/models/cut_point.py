@@ -53,15 +53,16 @@ class CutPoint:
     masked: tuple[MaskedRows, ...] = ()  # those with rows for some tokens
 
 
-# families of wrappers that were compared on images, and Qwen 2's on videos: no token of theirs sees a later one. Ranks
+# families of wrappers that were compared on images, and Qwen's on videos: no token of theirs sees a later one. Ranks
 # share the images by their "patches", which grids count, or by "images" of one row each, or not at all
 _SEEING: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("Idefics3", "Llama4", "LlavaNext", "LlavaOnevision", "SmolVLM"), ""),
-        **dict.fromkeys(("AyaVision", "InternVL", "Llava", "Mistral3"), "images"),
-        **dict.fromkeys(
-            ("Glm4v", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"), "patches"
-        ),
+        **dict.fromkeys(("Aria", "Idefics2", "Idefics3", "Janus", "Lfm2Vl", "LightOnOcr", "Llama4", "LlavaNext"), ""),
+        **dict.fromkeys(("LlavaNextVideo", "LlavaOnevision", "SmolVLM"), ""),
+        **dict.fromkeys(("AyaVision", "Cohere2Vision", "DeepseekVL", "GotOcr2", "InternVL", "Llava"), "images"),
+        **dict.fromkeys(("Mistral3", "QianfanOCR", "VipLlava"), "images"),
+        **dict.fromkeys(("Ernie4_5_VLMoe", "Glm46V", "Glm4v", "Glm4vMoe", "GlmOcr", "PaddleOCRVL"), "patches"),
+        **dict.fromkeys(("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"), "patches"),
     }
 )
 CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})  # by the name of a class; all others are cut at the outside

@@ -10,10 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from ...errors import UnsupportedModelError
 from ...ranks.collectives import all_gather
 from ...ranks.group import ContextGroup
+from ..batches.modalities import pixels_of
 from ..context import current
-from ..models.cut_point import dealt_by
+from ..forward_pass import ForwardPass
+from ..models.cut_point import dealt_by, language_model_of, language_model_path
 from .base import ForwardOverride, Part
 
 _PATCHES = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
@@ -32,10 +35,31 @@ class Towers(Part):
             if hasattr(type(owner), name):
                 setattr(owner, name, _SharedEncoder(owner, name, how))
 
+    def prepare(self, run: ForwardPass) -> None:
+        sees = any(True for _ in pixels_of(run.batch.given)) and language_model_path(run.model)
+        if sees and run.group.size > 1 and run.model.training and not dealt_by(type(run.model).__name__):
+            refuse_draws(run.model)
+
     def remove(self, model: PreTrainedModel) -> None:
         for name, value in list(vars(model.base_model).items()):
             if isinstance(value, _SharedEncoder):
                 delattr(model.base_model, name)
+
+
+def refuse_draws(model: PreTrainedModel) -> None:
+    """Raises if a tower drops something at random: ranks that encode the same images would get other features.
+
+    Raises:
+        UnsupportedModelError: With the name of the module.
+    """
+    reader = {id(module) for module in language_model_of(model).modules()}
+    for path, module in model.named_modules():
+        rate = getattr(module, "drop_prob", module.p if isinstance(module, nn.Dropout) else 0)
+        if id(module) not in reader and rate:
+            raise UnsupportedModelError(
+                f"{path} of {type(model).__name__} drops with a probability of {rate}, other values on each rank that "
+                "encodes the images. Set it to 0 in the config of the tower before the model is made."
+            )
 
 
 class _SharedEncoder(ForwardOverride):
