@@ -7,6 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import hf_burst
 from hf_burst.check.compare import Double
@@ -179,6 +181,29 @@ def test_images_are_dealt_by_what_they_cost() -> None:
     assert towers.deal([3, 9, 4, 5, 1], 2) == [[0, 1], [2, 3, 4]]
     assert towers.deal([7], 3) == [[0], [], []]
     assert towers.deal([1] * 5, 2) == [[0, 2, 4], [1, 3]]
+
+
+def sharded(rank: int, size: int, family: str) -> Result:
+    """FSDP2 shards the layers of the language model and of the tower, and the rest."""
+    model, batch = pictures.seeing_model(family), pictures.seeing_batch(family)
+    if size > 1:
+        models.patch(model)
+        inner = model.model
+        blocks = inner.visual.blocks if hasattr(inner, "visual") else inner.vision_tower.encoder.layers
+        for module in (*inner.language_model.layers, *blocks, model):
+            fully_shard(module)
+    with Double():
+        loss = model(**batch).loss
+        loss.backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()}
+    return loss.item(), whole
+
+
+@pytest.mark.parametrize("family", ["Qwen3VL", "Llava"])
+def test_weights_may_be_sharded(ranks: Ranks, family: str) -> None:
+    """A third rank has no image, and gathers the tower's weights as the others do."""
+    assert_equal(ranks(3).run(sharded, family), sharded(0, 1, family))
 
 
 def unlike(rank: int, size: int, change: str) -> None:

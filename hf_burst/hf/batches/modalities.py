@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ...errors import BatchError
-from ..models.cut_point import TOKEN_INPUTS, seeing
+from ..models.cut_point import TOKEN_INPUTS, dealt_by
 from .documents import BOUNDARY_KEYS
 
 SAME_IMAGES = "Each rank that shares a batch needs all of its images: give all of them the same batch."
@@ -14,12 +14,12 @@ _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # not 0 where a token st
 _TEXT = {*(known.name for known in TOKEN_INPUTS), *BOUNDARY_KEYS, *_TOKEN_TYPES, "attention_mask", "labels"}
 
 
-def check_modalities(batch: Mapping[str, Any], name: str, text_type: int = 0) -> str:
+def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -> str:
     """What a batch of a model with several modalities holds besides text, to be the same on all ranks.
 
     Args:
         batch (mapping): The arguments of the model.
-        name (`str`): Its class.
+        kind (`type`): Its class.
         text_type (`int`, defaults to 0): The type of a token of text, where the batch has `token_type_ids`.
 
     Returns:
@@ -28,11 +28,11 @@ def check_modalities(batch: Mapping[str, Any], name: str, text_type: int = 0) ->
     Raises:
         BatchError: If it holds images, and the class was not compared on images, or it holds sound.
     """
-    held = {key: value for key, value in batch.items() if _holds_values(value)}
+    name, held = kind.__name__, {key: value for key, value in batch.items() if _holds_values(value)}
     marked = {key: text_type if key == "token_type_ids" else 0 for key in _TOKEN_TYPES}
     others = [key for key in held if key not in _TEXT]
     others += [key for key in _TOKEN_TYPES if key in held and (held[key] != marked[key]).any()]
-    if others and not seeing(name):
+    if others and dealt_by(kind) is None:
         raise BatchError(
             f"The batch holds {', '.join(others)}. Of {name} text is served: it was not compared on images, sound or "
             "video over several ranks. Give batches of text."

@@ -79,14 +79,11 @@ def cut_point_of(model: nn.Module) -> CutPoint:
     return cut_point
 
 
-def seeing(name: str) -> bool:
-    """Whether models of a class are served with images."""
-    return name.removesuffix("ForConditionalGeneration") in _SEEING
-
-
-def dealt_by(name: str) -> str:
-    """How ranks share the images of a class: by `"patches"`, by `"images"`, or not at all."""
-    return _SEEING.get(name.removesuffix("ForConditionalGeneration"), "")
+def dealt_by(kind: type) -> str | None:
+    """How ranks share the images of a class of models: by `"patches"`, by `"images"`, or not at all (`""`); `None` if
+    it is not served with images. Its first base class of Transformers counts: FSDP2 derives others."""
+    own = next((cls for cls in kind.__mro__ if cls.__module__.startswith("transformers.")), kind)
+    return _SEEING.get(own.__name__.removesuffix("ForConditionalGeneration"))
 
 
 def modalities_of(config: PreTrainedConfig) -> list[str]:

@@ -193,8 +193,8 @@ class Tokens(Part):
         hybrid, ranks = self.recurrence.hybrid, run.group.size
         run.batch.layout = layout_of(run.batch.given, run.config, ranks, run.task, patterns, hybrid)
         if self.cut_point.path:
-            name = type(run.model).__name__
-            run.agreement.add("images", check_modalities(run.batch.given, name, self.text_type), SAME_IMAGES)
+            held = check_modalities(run.batch.given, type(run.model), self.text_type)
+            run.agreement.add("images", held, SAME_IMAGES)
         run.batch.inputs = run.batch.given | cut_targets(run.batch.given, run.batch.layout, run.group.rank, run.task)
         content = checksum(run.batch.given, run.batch.token_inputs) if run.group.size > 1 else None
         if content is not None:

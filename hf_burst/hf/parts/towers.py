@@ -27,7 +27,7 @@ class Towers(Part):
     """Has each rank encode a share of the images and videos of a batch, dealt by their sizes."""
 
     def install(self, model: PreTrainedModel) -> None:
-        how = dealt_by(type(model).__name__)
+        how = dealt_by(type(model))
         if not how:
             return
         owner = model.base_model
@@ -37,7 +37,7 @@ class Towers(Part):
 
     def prepare(self, run: ForwardPass) -> None:
         sees = any(True for _ in pixels_of(run.batch.given)) and language_model_path(run.model)
-        if sees and run.group.size > 1 and run.model.training and not dealt_by(type(run.model).__name__):
+        if sees and run.group.size > 1 and run.model.training and not dealt_by(type(run.model)):
             refuse_draws(run.model)
 
     def remove(self, model: PreTrainedModel) -> None:
