@@ -177,6 +177,18 @@ def test_ranks_share_the_images(ranks: Ranks, family: str, rows: tuple[list[int]
     assert [given for given, _ in ranks(3).run(runs_of_towers, family, False)] == [[], [], []]
 
 
+def too_few(rank: int, size: int) -> None:
+    model, batch = models.patch(pictures.seeing_model("Qwen3VL")), pictures.seeing_batch("Qwen3VL")
+    model(**batch | {"pixel_values": batch["pixel_values"][1:]})
+
+
+def test_grids_count_the_rows_of_pixels(ranks: Ranks) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(too_few)
+    sentence = r"grids of images \[\[1, 4, 4\], \[1, 4, 6\]\] count 40 patches, and there are 39"
+    assert all(pytest.RaisesExc(BatchError, match=sentence).matches(error) for error in caught.value.errors)
+
+
 def test_images_are_dealt_by_what_they_cost() -> None:
     assert towers.deal([3, 9, 4, 5, 1], 2) == [[0, 1], [2, 3, 4]]
     assert towers.deal([7], 3) == [[0], [], []]

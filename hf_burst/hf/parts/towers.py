@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ...errors import UnsupportedModelError
+from ...errors import BatchError, UnsupportedModelError
 from ...ranks.collectives import all_gather
 from ...ranks.group import ContextGroup
 from ..batches.modalities import pixels_of
@@ -19,7 +19,7 @@ from ..forward_pass import ForwardPass
 from ..models.cut_point import dealt_by, language_model_of, language_model_path
 from .base import ForwardOverride, Part
 
-_PATCHES = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
+_PIXELS, _GRIDS, _SIZES = ("pixel_values", "pixel_values_videos"), ("image_grid_thw", "video_grid_thw"), "image_sizes"
 _FEATURES = ("pooler_output", "deepstack_features")
 
 
@@ -32,7 +32,7 @@ class Towers(Part):
             return
         owner = model.base_model
         for name in ("get_image_features", "get_video_features"):
-            if hasattr(type(owner), name):
+            if hasattr(type(owner), name) and name not in vars(owner):  # one of the user's own stays
                 setattr(owner, name, _SharedEncoder(owner, name, how))
 
     def prepare(self, run: ForwardPass) -> None:
@@ -93,13 +93,25 @@ class _SharedEncoder(ForwardOverride):
         return output
 
     def _costs(self, arguments: dict[str, Any]) -> list[int] | None:
-        """The rows of pixels of each image, or the area that it has; `None` if it is not known which are whose."""
-        grids = next((key for key in _PATCHES if arguments.get(key) is not None), None)
-        pixels = _pixels(arguments)
+        """The rows of pixels of each image, or the area that it has; `None` if it is not known what belongs to which.
+
+        Raises:
+            BatchError: If the grids count other rows of pixels than there are.
+        """
+        pixels, grids = _first(arguments, _PIXELS), _first(arguments, _GRIDS)
+        values = {name for name, value in arguments.items() if isinstance(value, Tensor)}
+        if pixels is None or values - {*_PIXELS, *_GRIDS, _SIZES, "shift_labels"}:
+            return None
         if self.how == "patches":
-            return None if grids is None else arguments[grids].prod(-1).tolist()
-        sizes = arguments.get("image_sizes")
-        if pixels is None or pixels.ndim != 4 or (sizes is not None and len(sizes) != len(pixels)):
+            costs: list[int] | None = None if grids is None else grids.prod(-1).tolist()
+            if costs is not None and sum(costs) != len(pixels):
+                raise BatchError(
+                    f"The grids of images {grids.tolist()} count {sum(costs)} patches, and there are {len(pixels)} "
+                    "rows of pixels. Give both as the processor returns them."
+                )
+            return costs
+        sizes = arguments.get(_SIZES)
+        if pixels.ndim != 4 or (sizes is not None and len(sizes) != len(pixels)):
             return None
         return [1] * len(pixels) if sizes is None else torch.as_tensor(sizes).prod(-1).tolist()
 
@@ -107,10 +119,10 @@ class _SharedEncoder(ForwardOverride):
         """The arguments that hold something of each image, for some of them."""
         part: dict[str, Any] = {}
         for name, value in arguments.items():
-            if name in _PATCHES or name == "image_sizes":
-                part[name] = None if value is None else torch.as_tensor(value)[list(chosen)]
-            elif isinstance(value, Tensor) and value is _pixels(arguments):
-                pieces = value.split(list(costs)) if self.how == "patches" else value.split(1)
+            if value is not None and name in (*_GRIDS, _SIZES):
+                part[name] = torch.as_tensor(value)[list(chosen)]
+            elif value is not None and name in _PIXELS:
+                pieces = value.split(costs if self.how == "patches" else 1)
                 part[name] = torch.cat([pieces[index] for index in chosen])
         return part
 
@@ -124,8 +136,9 @@ def _named(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return dict(zip(names, args[1:], strict=False)) | kwargs
 
 
-def _pixels(arguments: dict[str, Any]) -> Tensor | None:
-    return next((arguments[key] for key in ("pixel_values", *_PATCHES.values()) if key in arguments), None)
+def _first(arguments: dict[str, Any], names: Sequence[str]) -> Any:
+    """The first of these arguments that is given."""
+    return next((value for name in names if (value := arguments.get(name)) is not None), None)
 
 
 def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
