@@ -56,7 +56,8 @@ def choose(texts: dict[int, str], count: int, longest_first: int, most_shared: f
         own = marks[number] - boilerplate
         if len(chosen) == count or len(texts[number]) < longest_first:
             continue
-        if max(len(own & marks[other]) for other in texts if other != number) <= most_shared * len(own):
+        shared = max((len(own & marks[other]) for other in texts if other != number), default=0)
+        if own and shared <= most_shared * len(own):
             chosen.append(number)
     return chosen
 

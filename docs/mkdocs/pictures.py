@@ -349,7 +349,7 @@ def longer_context() -> Figure:
     facts.set_xticks(range(3), ["8K", "32K", "64K"])
     for (label, run), (color, width) in zip(result["steps"].items(), ((COLORS[0], 2.5), (COLORS[1], 0.8)), strict=True):
         steps.plot(run["loss"], color=color, linewidth=width, label=label)
-    steps.set(title="loss of each of 300 steps of 64K tokens", xlabel="step")
+    steps.set(title="loss of 300 steps of up to 64K tokens", xlabel="step")
     steps.legend(frameon=False, fontsize=8)
     for axes in (curves, facts, steps):
         axes.spines[["top", "right"]].set_visible(False)

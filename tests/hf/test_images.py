@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -153,7 +154,7 @@ def test_what_is_cut_wrongly_is_seen(ranks: Ranks, family: str, name: str) -> No
         assert_equal(ranks(2).run(broken, family, name), train(family))
 
 
-def runs_of_towers(rank: int, size: int, family: str, images: bool) -> tuple[list[int], float]:
+def runs_of_towers(rank: int, size: int, family: str, images: bool, **more: Any) -> tuple[list[int], float]:
     """How many rows of pixels this rank's tower is given in a pass, and the norm of its gradients."""
     model, batch = models.patch(pictures.seeing_model(family)), pictures.seeing_batch(family)
     if not images:
@@ -163,7 +164,7 @@ def runs_of_towers(rank: int, size: int, family: str, images: bool) -> tuple[lis
     tower.register_forward_pre_hook(
         lambda _, args, kwargs: given.append(len((*args, *kwargs.values())[0])), with_kwargs=True
     )
-    model(**batch).loss.backward()
+    model(**batch, **more).loss.backward()
     norms = [float(weight.grad.norm()) for weight in tower.parameters() if weight.grad is not None]
     return given, sum(norms)
 
@@ -175,6 +176,20 @@ def test_ranks_share_the_images(ranks: Ranks, family: str, rows: tuple[list[int]
     assert [given for given, _ in found] == list(rows)
     assert [norm > 0 for _, norm in found] == [True, True, False]
     assert [given for given, _ in ranks(3).run(runs_of_towers, family, False)] == [[], [], []]
+
+
+def with_more(rank: int, size: int, family: str) -> list[list[int]]:
+    bounds = torch.tensor([0, 31, 53], dtype=torch.int32)
+    packed = {**dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds), "max_length_q": 31, "max_length_k": 31}
+    return [
+        runs_of_towers(rank, size, family, True, **more)[0]
+        for more in (packed, {"num_items_in_batch": torch.tensor(49)})
+    ]
+
+
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL"])
+def test_what_wrappers_hand_on_to_towers_changes_no_share(ranks: Ranks, family: str) -> None:
+    assert ranks(2).run(with_more, family) == [[[24], [24]], [[16], [16]]]
 
 
 def too_few(rank: int, size: int) -> None:
@@ -221,6 +236,14 @@ def test_weights_may_be_sharded(ranks: Ranks, family: str) -> None:
 def unlike(rank: int, size: int, change: str) -> None:
     """A pass for which one rank has another image, or none."""
     model, batch = models.patch(pictures.seeing_model("Qwen3VL")), pictures.seeing_batch("Qwen3VL")
+    if change == "features":
+        encoded = model.model.get_image_features(batch.pop("pixel_values"), batch.pop("image_grid_thw"))
+        encoded.pooler_output = [features + rank for features in encoded.pooler_output]
+        batch["position_ids"] = torch.arange(53)[None]
+        batch["mm_encoder_outputs"] = {"image": encoded}
+    if change == "swapped":
+        batch["image_grid_thw"] = torch.tensor([[1, 4, 6], [1, 6, 4]] if rank else [[1, 6, 4], [1, 4, 6]])
+        batch["pixel_values"] = torch.ones(48, 96, dtype=torch.float64)
     if rank == 1 and change == "other":
         batch["pixel_values"][0, 0] += 1
     if rank == 1 and change == "none":
@@ -229,7 +252,9 @@ def unlike(rank: int, size: int, change: str) -> None:
     model(**batch)
 
 
-@pytest.mark.parametrize(("change", "sentence"), [("other", "content"), ("none", "images")])
+@pytest.mark.parametrize(
+    ("change", "sentence"), [("other", "content"), ("none", "images"), ("features", "content"), ("swapped", "content")]
+)
 def test_all_ranks_need_the_same_images(ranks: Ranks, change: str, sentence: str) -> None:
     with pytest.raises(RankError) as caught:
         ranks(2).run(unlike, change)
@@ -250,16 +275,64 @@ def test_masks_of_images_are_refused_by_name() -> None:
 def dropping(rank: int, size: int) -> None:
     model = models.patch(pictures.seeing_model("SmolVLM"))
     tower = model.model.vision_model
-    tower.post_layernorm = torch.nn.Sequential(tower.post_layernorm, torch.nn.Dropout(0.1))
-    model.eval()(**pictures.seeing_batch("SmolVLM"))
-    model.train()(**pictures.seeing_batch("SmolVLM"))
+    tower.encoder.layers[0].self_attn.dropout = 0.1  # as `attention_dropout` of its config sets
+    batch = pictures.seeing_batch("SmolVLM")
+    tower.eval()
+    model(**batch)
+    tower.train()
+    model(**{key: batch[key] % 50 for key in ("input_ids", "labels")})
+    model(**batch)
 
 
 def test_towers_that_drop_at_random_are_refused(ranks: Ranks) -> None:
     with pytest.raises(RankError) as caught:
         ranks(2).run(dropping)
-    sentence = r"post_layernorm\.1 of SmolVLM.* drops with a probability of 0\.1"
+    sentence = r"The tower of SmolVLMModel trains with dropout=0\.1"
     assert all(pytest.RaisesExc(UnsupportedModelError, match=sentence).matches(error) for error in caught.value.errors)
+
+
+@pytest.mark.parametrize("family", ["Llava", "Qwen2_5_VL", "Qwen3VL"])
+def test_a_model_that_saw_images_generates(family: str) -> None:
+    model, batch = pictures.seeing_model(family).float().eval(), pictures.seeing_batch(family)
+    del batch["labels"]
+    batch["pixel_values"] = batch["pixel_values"].float()
+    options = {"max_new_tokens": 4, "do_sample": False}
+    wanted = model.generate(**batch, **options)
+    assert torch.equal(models.patch(model).generate(**batch, **options), wanted)
+
+
+def test_videos_of_other_families_are_refused() -> None:
+    model, batch = models.patch(pictures.seeing_model("LlavaOnevision")), pictures.seeing_batch("LlavaOnevision")
+    with pytest.raises(BatchError, match=r"holds pixel_values, image_sizes, pixel_values_videos.* text and images"):
+        model(**batch, pixel_values_videos=torch.zeros(1, 2, 3, 16, 16))
+
+
+def mixed_groups(rank: int, size: int) -> None:
+    """Two groups of two ranks, of which one has text alone, over which FSDP2 shards the tower."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = pictures.seeing_model("Qwen3VL")
+    hf_burst.patch_model(model, group=mesh["cp"].get_group())
+    for module in (*model.model.visual.blocks, model):
+        fully_shard(module, mesh=mesh._flatten("all"))
+    batch = pictures.seeing_batch("Qwen3VL")
+    model(**({key: batch[key] % 50 for key in ("input_ids", "labels")} if rank >= 2 else batch))
+
+
+def test_groups_with_and_without_images_are_an_error_where_they_share_a_tower(ranks: Ranks) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(4).run(mixed_groups)
+    assert all("Some groups of ranks have images" in str(error) for error in caught.value.errors)
+
+
+def test_the_attention_of_a_tower_that_was_replaced_stays() -> None:
+    model, other = pictures.seeing_model("Llava"), pictures.seeing_model("Llava")
+    model.model.vision_tower = other.model.vision_tower
+    other.set_attn_implementation({"vision_config": "eager"})
+    models.patch(model)
+    assert model.model.vision_tower.config._attn_implementation == "eager"
+    model(**pictures.seeing_batch("Llava"))
+    hf_burst.unpatch_model(model)
+    assert model.model.vision_tower.config._attn_implementation == "eager"
 
 
 def test_attention_of_towers_stays_what_it_was() -> None:

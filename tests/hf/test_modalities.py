@@ -124,7 +124,7 @@ def test_images_are_refused_on_every_rank(ranks: Ranks, only: int | None) -> Non
     with pytest.raises(RankError) as caught:
         ranks(2).run(forward, GEMMA, IMAGE, only)
     assert all(isinstance(error, hf_burst.errors.BurstError) for error in caught.value.errors)
-    sentence = r"holds pixel_values\. Of Gemma3ForConditionalGeneration text is served.*Give batches of text"
+    sentence = r"holds pixel_values\. Of Gemma3ForConditionalGeneration text is served.*Give batches without the rest"
     assert pytest.RaisesExc(BatchError, match=sentence).matches(caught.value.errors[1])
 
 

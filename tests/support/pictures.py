@@ -81,7 +81,7 @@ _GLM_EXPERTS = {
 _CONFIGS: dict[str, dict[str, Any]] = {
     "Aria": {
         "text_config": {**_TEXT, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
-        "vision_config": {"model_type": "idefics3_vision", **_TOWER},
+        "vision_config": transformers.Idefics3VisionConfig(**_TOWER),
         "projector_patch_to_query_dict": {4: 2},
     },
     "AyaVision": {

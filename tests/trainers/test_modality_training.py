@@ -1,4 +1,4 @@
-"""Training a model of several modalities on text, over ranks, beside one process; saved as what it was."""
+"""Training a model of several modalities, on text and on images, beside one process; saved as what it was."""
 
 import sys
 from collections.abc import Callable

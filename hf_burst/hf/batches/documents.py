@@ -52,7 +52,8 @@ def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[in
     rows, length = batch_shape(batch)
     real = real_tokens(batch)
     positions = batch.get("position_ids")
-    if positions is not None and positions.ndim == 3:  # 3 rows of images' positions, which jump; a fourth is the text's
+    if positions is not None and positions.ndim == 3 and len(positions) in (3, 4):
+        # three rows of an image's positions jump for reasons of their own; before them may stand one of the text
         positions = positions[0] if len(positions) == 4 else None
     if positions is not None:
         if positions.ndim != 2 or positions.shape[1] != length or positions.shape[0] not in (1, rows):

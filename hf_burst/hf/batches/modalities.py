@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ...errors import BatchError
-from ..models.cut_point import TOKEN_INPUTS, dealt_by
+from ..models.cut_point import TOKEN_INPUTS, dealt_by, watches
 from .documents import BOUNDARY_KEYS
 
 SAME_IMAGES = "Each rank that shares a batch needs all of its images: give all of them the same batch."
@@ -32,10 +32,10 @@ def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -
     marked = {key: text_type if key == "token_type_ids" else 0 for key in _TOKEN_TYPES}
     others = [key for key in held if key not in _TEXT]
     others += [key for key in _TOKEN_TYPES if key in held and (held[key] != marked[key]).any()]
-    if others and dealt_by(kind) is None:
+    if others and (dealt_by(kind) is None or (any("video" in key for key in others) and not watches(kind))):
         raise BatchError(
-            f"The batch holds {', '.join(others)}. Of {name} text is served: it was not compared on images, sound or "
-            "video over several ranks. Give batches of text."
+            f"The batch holds {', '.join(others)}. Of {name} {'text' if dealt_by(kind) is None else 'text and images'} "
+            "is served: more was not compared over several ranks. Give batches without the rest."
         )
     if text_type and "token_type_ids" not in held:
         raise BatchError(
@@ -46,10 +46,18 @@ def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -
 
 
 def pixels_of(batch: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors of a batch that are no text."""
+    """The values of a batch that are no text, in containers too."""
     for key in sorted(batch):
-        if key not in _TEXT and isinstance(batch[key], torch.Tensor) and batch[key].ndim:
-            yield batch[key]
+        if key not in _TEXT:
+            yield from _tensors(batch[key])
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor) and value.ndim:
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(torch.tensor([inner]) if isinstance(inner, int | float) else inner)
 
 
 def _holds_values(value: Any) -> bool:

@@ -148,21 +148,26 @@ def checksum(batch: Mapping[str, Any], token_inputs: Sequence[TokenInput] = TOKE
             continue
         bits = _bits(value)
         tokens = bits.flatten(2).sum(2, dtype=torch.int64) if bits.ndim > 2 else bits.to(torch.int64)
-        order = torch.arange(1, tokens.numel() + 1, device=tokens.device)  # a token counts by where it stands
-        # products wrap around: odd factors lose nothing of a number
-        own = ((tokens.flatten() + zlib.crc32(key.encode())) * (order * _SPREAD * 2 + 1)).sum()
+        own = _mixed(tokens.flatten() + zlib.crc32(key.encode())).sum()
         total = own if total is None else total * _SPREAD + own.to(total.device)
     return total
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A checksum of the values of a tensor, each read as an integer and weighed by where it stands: `torch.LongTensor`,
+    """A checksum of the values of a tensor, each read as an integer and mixed with where it stands: `torch.LongTensor`,
     a scalar on its device. A part of the tensor is in memory as int64 at a time."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    order = torch.arange(1, min(tensor.numel(), _PIECE) + 1, device=tensor.device) * _SPREAD * 2 + 1
     for piece in _bits(tensor).flatten().split(_PIECE):
-        total = total * _SPREAD + (piece.to(torch.int64) * order[: len(piece)]).sum()
+        total = total * _SPREAD + _mixed(piece.to(torch.int64)).sum()
     return total
+
+
+def _mixed(values: torch.Tensor) -> torch.Tensor:
+    """Values mixed with their places, so that no swap leaves the sum as it was. Products wrap around, and odd factors
+    lose nothing of a number (splitmix64, Steele et al., OOPSLA 2014)."""
+    mixed = values + torch.arange(1, values.numel() + 1, device=values.device) * _SPREAD
+    mixed = (mixed ^ (mixed >> 30)) * _SPREAD
+    return (mixed ^ (mixed >> 27)) * _SPREAD
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -53,8 +53,8 @@ class CutPoint:
     masked: tuple[MaskedRows, ...] = ()  # those with rows for some tokens
 
 
-# families of wrappers that were compared on images, and Qwen's on videos: no token of theirs sees a later one. Ranks
-# share the images by their "patches", which grids count, or by "images" of one row each, or not at all
+# families of wrappers that were compared on images. Their tokens see no later ones. Ranks share the images by their
+# "patches", which grids count, or by "images" of one row each, or not at all
 _SEEING: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("Aria", "Idefics2", "Idefics3", "Janus", "Lfm2Vl", "LightOnOcr", "Llama4", "LlavaNext"), ""),
@@ -79,11 +79,24 @@ def cut_point_of(model: nn.Module) -> CutPoint:
     return cut_point
 
 
+_WATCHING = frozenset({"Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"})  # and on videos
+
+
+def watches(kind: type) -> bool:
+    """Whether a class of models is served with videos."""
+    return _family(kind) in _WATCHING
+
+
 def dealt_by(kind: type) -> str | None:
     """How ranks share the images of a class of models: by `"patches"`, by `"images"`, or not at all (`""`); `None` if
-    it is not served with images. Its first base class of Transformers counts: FSDP2 derives others."""
+    it is not served with images."""
+    return _SEEING.get(_family(kind))
+
+
+def _family(kind: type) -> str:
+    """The family of a wrapper, by its first base class of Transformers: FSDP2 and users derive others."""
     own = next((cls for cls in kind.__mro__ if cls.__module__.startswith("transformers.")), kind)
-    return _SEEING.get(own.__name__.removesuffix("ForConditionalGeneration"))
+    return own.__name__.removesuffix("ForConditionalGeneration")
 
 
 def modalities_of(config: PreTrainedConfig) -> list[str]:

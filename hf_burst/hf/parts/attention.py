@@ -38,15 +38,26 @@ def _configs_of(reader: PreTrainedModel) -> list[PreTrainedConfig]:
     return list(found.values())
 
 
-def _tower_configs(config: PreTrainedConfig, reader: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """The configs, at any depth, of what stands beside a language model: of towers for images and sound."""
-    found = list[PreTrainedConfig]()
-    for key in config.sub_configs if config is not reader else ():
-        inner = getattr(config, key, None)
-        if isinstance(inner, PreTrainedConfig) and inner is not reader:
-            holds_reader = any(getattr(inner, name, None) is reader for name in inner.sub_configs)
-            found += [*([] if holds_reader else [inner]), *_tower_configs(inner, reader)]
-    return found
+def _tower_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs of what stands beside a language model, such as towers for images: of modules, which may have been
+    replaced, and those that the model's config holds at any depth."""
+    reader = language_model_of(model)
+    inside = {id(module) for module in reader.modules()}
+    own = {id(config) for config in (model.config, *_configs_of(reader))}
+    configs = [vars(module).get("config") for module in model.modules() if id(module) not in inside]
+    found = dict[int, PreTrainedConfig]()
+    while configs:
+        config = configs.pop()
+        if isinstance(config, PreTrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            configs += [getattr(config, key, None) for key in config.sub_configs]
+    holds_reader = {id(config) for config in found.values() if _holds(config, reader.config)}
+    return [config for key, config in found.items() if key not in own | holds_reader]
+
+
+def _holds(config: PreTrainedConfig, inner: PreTrainedConfig) -> bool:
+    """Whether a config has another one inside."""
+    return any(getattr(config, key, None) is inner for key in config.sub_configs)
 
 
 def _arrived_inside(module: nn.Module) -> list[nn.Module]:
@@ -175,7 +186,7 @@ class Attention(Part):
     @staticmethod
     def _set(model: PreTrainedModel, name: str) -> None:
         """Sets the attention of the language model; towers, which see whole images, keep theirs."""
-        towers = _tower_configs(model.config, language_model_of(model).config)
+        towers = _tower_configs(model)
         before = [config._attn_implementation for config in towers]
         model.set_attn_implementation(name)
         for config, own in zip(towers, before, strict=True):

@@ -198,8 +198,10 @@ class Tokens(Part):
         run.batch.inputs = run.batch.given | cut_targets(run.batch.given, run.batch.layout, run.group.rank, run.task)
         content = checksum(run.batch.given, run.batch.token_inputs) if run.group.size > 1 else None
         if content is not None:
-            for pixels in pixels_of(run.batch.given) if self.cut_point.path else ():
-                content = content + sum_of_bits(pixels).to(content.device)
+            kinds = run.batch.given.get("mm_token_type_ids")
+            others = [*pixels_of(run.batch.given), *([] if kinds is None else [kinds])] if self.cut_point.path else []
+            for values in others:
+                content = content * 3 + sum_of_bits(values).to(content.device)
             run.agreement.add(CONTENT, content)
         self.positions = self.learned.make(run.batch.given)
         if not self.cut_point.path:

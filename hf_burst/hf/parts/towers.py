@@ -13,14 +13,13 @@ from transformers import PreTrainedModel
 from ...errors import BatchError, UnsupportedModelError
 from ...ranks.collectives import all_gather
 from ...ranks.group import ContextGroup
-from ..batches.modalities import pixels_of
 from ..context import current
 from ..forward_pass import ForwardPass
-from ..models.cut_point import dealt_by, language_model_of, language_model_path
+from ..models.cut_point import dealt_by
 from .base import ForwardOverride, Part
+from .dropout import random_rates
 
 _PIXELS, _GRIDS, _SIZES = ("pixel_values", "pixel_values_videos"), ("image_grid_thw", "video_grid_thw"), "image_sizes"
-_FEATURES = ("pooler_output", "deepstack_features")
 
 
 class Towers(Part):
@@ -28,17 +27,28 @@ class Towers(Part):
 
     def install(self, model: PreTrainedModel) -> None:
         how = dealt_by(type(model))
-        if not how:
+        if how is None:
             return
         owner = model.base_model
         for name in ("get_image_features", "get_video_features"):
             if hasattr(type(owner), name) and name not in vars(owner):  # one of the user's own stays
                 setattr(owner, name, _SharedEncoder(owner, name, how))
 
-    def prepare(self, run: ForwardPass) -> None:
-        sees = any(True for _ in pixels_of(run.batch.given)) and language_model_path(run.model)
-        if sees and run.group.size > 1 and run.model.training and not dealt_by(type(run.model)):
-            refuse_draws(run.model)
+    def begin(self, run: ForwardPass) -> None:
+        """Under FSDP2 towers gather their weights over all groups, and each has to run as often.
+
+        Raises:
+            BatchError: On all ranks, if one group has images, or videos, and another one has none.
+        """
+        if dealt_by(type(run.model)) is None or not run.sharing:
+            return
+        held = [float(any(kind in key for key in run.batch.given)) for kind in ("pixel_values", "pixel_values_videos")]
+        most = run.largest([*held, *(-own for own in held)])
+        if most[:2] != [-least for least in most[2:]]:
+            raise BatchError(
+                "Some groups of ranks have images or videos in this step, and others have none. FSDP2 shards the "
+                "weights of towers over all groups, which would wait for each other. Give all groups both, or none."
+            )
 
     def remove(self, model: PreTrainedModel) -> None:
         for name, value in list(vars(model.base_model).items()):
@@ -46,20 +56,22 @@ class Towers(Part):
                 delattr(model.base_model, name)
 
 
-def refuse_draws(model: PreTrainedModel) -> None:
-    """Raises if a tower drops something at random: ranks that encode the same images would get other features.
+def refuse_draws(owner: nn.Module) -> None:
+    """Raises if a tower that every rank runs is random in training: each would find other features.
+
+    Args:
+        owner (`torch.nn.Module`): The module with the tower and the language model.
 
     Raises:
-        UnsupportedModelError: With the name of the module.
+        UnsupportedModelError: With the rates.
     """
-    reader = {id(module) for module in language_model_of(model).modules()}
-    for path, module in model.named_modules():
-        rate = getattr(module, "drop_prob", module.p if isinstance(module, nn.Dropout) else 0)
-        if id(module) not in reader and rate:
-            raise UnsupportedModelError(
-                f"{path} of {type(model).__name__} drops with a probability of {rate}, other values on each rank that "
-                "encodes the images. Set it to 0 in the config of the tower before the model is made."
-            )
+    reader = {id(module) for module in owner.get_decoder().modules()}  # type: ignore[operator]
+    rates = {f"{name}={rate}" for name, rate in random_rates(owner, reader)}
+    if rates:
+        raise UnsupportedModelError(
+            f"The tower of {type(owner).__name__} trains with {', '.join(sorted(rates))}, and every rank encodes the "
+            "images, each with other random numbers. Set it to 0 in the config of the tower, or tower.eval()."
+        )
 
 
 class _SharedEncoder(ForwardOverride):
@@ -68,12 +80,15 @@ class _SharedEncoder(ForwardOverride):
     Args:
         module (`torch.nn.Module`): The module.
         name (`str`): The method.
-        how (`str`): `"patches"` where grids say how many rows of pixels an image has, or `"images"` where it has one.
+        how (`str`): `"patches"` where grids say how many rows of pixels an image has, `"images"` where it has one;
+            else every rank encodes all.
     """
 
     def __init__(self, module: nn.Module, name: str, how: str) -> None:
         super().__init__(module)
         self.name, self.how = name, how
+        # generation asks which arguments it takes
+        self.__signature__ = inspect.signature(getattr(type(module), name).__get__(module))
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +97,9 @@ class _SharedEncoder(ForwardOverride):
         group = context.call.group if context is not None and context.call is not None else None
         arguments = _named(method, (self.module, *args), kwargs)
         costs = None if group is None or group.size == 1 else self._costs(arguments)
-        if group is None or costs is None:
+        if group is not None and group.size > 1 and costs is None:
+            refuse_draws(self.module)
+        if group is None or not costs:
             return method(self.module, *args, **kwargs)
         shares = deal(costs, group.size)
         own = shares[group.rank]
@@ -99,8 +116,8 @@ class _SharedEncoder(ForwardOverride):
             BatchError: If the grids count other rows of pixels than there are.
         """
         pixels, grids = _first(arguments, _PIXELS), _first(arguments, _GRIDS)
-        values = {name for name, value in arguments.items() if isinstance(value, Tensor)}
-        if pixels is None or values - {*_PIXELS, *_GRIDS, _SIZES, "shift_labels"}:
+        others = {name for name in arguments if name.startswith(("image_", "video_"))} - {*_GRIDS, _SIZES}
+        if not self.how or not isinstance(pixels, Tensor) or any(arguments[name] is not None for name in others):
             return None
         if self.how == "patches":
             costs: list[int] | None = None if grids is None else grids.prod(-1).tolist()
@@ -163,10 +180,11 @@ def _put_together(output: Any, shares: Sequence[Sequence[int]], group: ContextGr
     """Puts the features of all images in the place of those that this rank encoded. Gradients of all ranks for the
     features of an image are summed where it was encoded."""
     count = sum(map(len, shares))
-    names = [name for name in _FEATURES if output.get(name) is not None]
-    layers = [output.pooler_output, *(output.deepstack_features if "deepstack_features" in names else ())]
-    stacked = isinstance(output.pooler_output, Tensor)
-    rows = [torch.cat(list(layer)) for layer in layers]
+    deep: Sequence[Any] = output.get("deepstack_features") or ()
+    layers = [output.pooler_output, *deep]
+    # of Transformers 5.17 features of layers are not split by image
+    rows = [layer if isinstance(layer, Tensor) and layer.ndim == 2 else torch.cat(list(layer)) for layer in layers]
+    stacked, flat = isinstance(output.pooler_output, Tensor), bool(deep) and isinstance(deep[0], Tensor)
     sizes = torch.zeros(count, dtype=torch.long, device=rows[0].device)
     for place, features in zip(shares[group.rank], output.pooler_output, strict=False):
         sizes[place] = len(features)
@@ -176,11 +194,13 @@ def _put_together(output: Any, shares: Sequence[Sequence[int]], group: ContextGr
     mine = torch.cat(rows, dim=-1)[: totals[group.rank]]  # nothing of one that was run for the weights' sake
     padded = functional.pad(mine, (0, 0, 0, max(totals) - len(mine)))
     found: dict[int, Tensor] = {}
-    for gathered, share in zip(all_gather(padded, group), shares, strict=True):
-        pieces = gathered[: sum(lengths[place] for place in share)].split([lengths[place] for place in share])
+    for rank, (gathered, share) in enumerate(zip(all_gather(padded, group), shares, strict=True)):
+        pieces = gathered[: totals[rank]].split([lengths[place] for place in share])
         found |= dict(zip(share, pieces, strict=True))
-    whole = [found[place].split([row.shape[-1] for row in rows], dim=-1) for place in range(count)]
-    by_layer: list[tuple[Tensor, ...]] = list(zip(*whole, strict=True))
+    whole: list[Sequence[Tensor]] = [
+        found[place].split([row.shape[-1] for row in rows], dim=-1) for place in range(count)
+    ]
+    by_layer = [tuple(parts[number] for parts in whole) for number in range(len(rows))]
     output.pooler_output = torch.stack(by_layer[0]) if stacked else by_layer[0]
-    if "deepstack_features" in names:
-        output.deepstack_features = list(by_layer[1:])
+    if deep:
+        output.deepstack_features = [torch.cat(layer) if flat else layer for layer in by_layer[1:]]
