@@ -307,20 +307,25 @@ def test_videos_of_other_families_are_refused() -> None:
         model(**batch, pixel_values_videos=torch.zeros(1, 2, 3, 16, 16))
 
 
-def mixed_groups(rank: int, size: int) -> None:
-    """Two groups of two ranks, of which one has text alone, over which FSDP2 shards the tower."""
+def mixed_groups(rank: int, size: int, other: str) -> None:
+    """Two groups of two ranks, over which FSDP2 shards the tower; the second has text alone, or no images."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = pictures.seeing_model("Qwen3VL")
     hf_burst.patch_model(model, group=mesh["cp"].get_group())
     for module in (*model.model.visual.blocks, model):
         fully_shard(module, mesh=mesh._flatten("all"))
-    batch = pictures.seeing_batch("Qwen3VL")
-    model(**({key: batch[key] % 50 for key in ("input_ids", "labels")} if rank >= 2 else batch))
+    batch = pictures.seeing_batch("Qwen3VL", video=other == "video")
+    if rank >= 2 and other == "text":
+        batch = {key: batch[key] % 50 for key in ("input_ids", "labels")}
+    if rank >= 2 and other == "video":
+        del batch["pixel_values"], batch["image_grid_thw"]
+    model(**batch)
 
 
-def test_groups_with_and_without_images_are_an_error_where_they_share_a_tower(ranks: Ranks) -> None:
+@pytest.mark.parametrize("other", ["text", "video"])
+def test_groups_with_and_without_images_are_an_error_where_they_share_a_tower(ranks: Ranks, other: str) -> None:
     with pytest.raises(RankError) as caught:
-        ranks(4).run(mixed_groups)
+        ranks(4).run(mixed_groups, other)
     assert all("Some groups of ranks have images" in str(error) for error in caught.value.errors)
 
 

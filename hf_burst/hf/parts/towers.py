@@ -42,7 +42,7 @@ class Towers(Part):
         """
         if dealt_by(type(run.model)) is None or not run.sharing:
             return
-        held = [float(any(kind in key for key in run.batch.given)) for kind in ("pixel_values", "pixel_values_videos")]
+        held = [float(run.batch.given.get(key) is not None) for key in _PIXELS]
         most = run.largest([*held, *(-own for own in held)])
         if most[:2] != [-least for least in most[2:]]:
             raise BatchError(
