@@ -104,6 +104,7 @@ def _checked_facts(
     _check_tensors(q, k, v)
     _check_layout(q, layout, request.group)
     _check_request(request, q, sinks)
+    _check_blocks(layout, request)
     pattern, request = request.pattern, request.with_scale(q.shape[-1])
     layout.masks(pattern)
     inputs, windowed = InputKind.of(q, k, v), pattern.window is not None
@@ -172,6 +173,22 @@ def _check_layout(q: Tensor, layout: SequenceLayout, group: ContextGroup) -> Non
             f"Rank {group.rank} of {group.size} should hold {layout.batch_size} x {own} tokens of a batch of "
             f"{layout.batch_size} x {layout.length}, q has {q.shape[0]} x {q.shape[1]}. Shard the batch with "
             "hf_burst.shard_batch."
+        )
+
+
+def _check_blocks(layout: SequenceLayout, request: AttentionRequest) -> None:
+    """Raises for blocks that a causal attention cannot have."""
+    if not layout.blocks:
+        return
+    if not request.pattern.causal:
+        raise BatchError("Blocks of tokens that see each other are for causal attention: leave them out of the layout.")
+    tokens = [[token for block in row for token in block] for row in layout.blocks]
+    if len(tokens) != layout.batch_size or any(
+        row != sorted(row) or any(token < 0 or token > layout.length for token in row) for row in tokens
+    ):
+        raise BatchError(
+            f"The blocks {str(layout.blocks)[:80]} do not fit {layout.batch_size} rows of {layout.length} tokens: give "
+            "for each row pairs (start, stop) in rising order."
         )
 
 

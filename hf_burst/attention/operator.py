@@ -17,7 +17,7 @@ from ..numerics import accumulation_dtype
 from ..ring import HeadSizes, kept_shapes, row_products
 from ..ring.resources import resources_of
 from .choice import schedule_of, topology_of
-from .prepare import InputKind, sharded_attention
+from .prepare import InputKind, later_attention, sharded_attention
 from .request import SCHEMA, AttentionRequest, Flat
 
 # From q, k, v, sinks and the encoded layout to the results of the operator, where they are known already.
@@ -47,9 +47,17 @@ def _attention(
     """The operator; see [`burst_attention`] for its tensors, and [`AttentionRequest.flatten`] for the rest."""
     *_, transport, group = flat
     resources = resources_of(group)
-    attention = sharded_attention(resources, flat, layout, InputKind.of(q, k, v))
+    inputs = InputKind.of(q, k, v)
+    attention = sharded_attention(resources, flat, layout, inputs)
     with resources.messages(q.device, transport, attention.near_ranks) as exchanges:
-        return attention.forward(exchanges, q, k, v, sinks)
+        out, lse, kept = attention.forward(exchanges, q, k, v, sinks)
+    later = later_attention(attention, flat, layout, inputs)
+    if later is not None:
+        rows = later.rows(q, k, v)
+        with resources.messages(q.device, "p2p") as exchanges:  # of the few blocks that are cut
+            later.merge_(exchanges, rows, out, lse)
+        kept = [*kept, *rows] if kept else []
+    return out, lse, kept
 
 
 @torch.library.register_fake("hf_burst::attention", lib=_library)
@@ -85,11 +93,19 @@ def _attention_backward(
     *_, transport, group = flat
     (batch, tokens, q_heads, value_dim), resources, device = dout.shape, resources_of(group), dout.device
     sizes = HeadSizes(q_heads, kv_heads, head_dim, value_dim)
-    attention = sharded_attention(resources, flat, layout, InputKind(sizes, batch, tokens, dout.dtype, device))
+    kind = InputKind(sizes, batch, tokens, dout.dtype, device)
+    attention = sharded_attention(resources, flat, layout, kind)
+    later = later_attention(attention, flat, layout, kind)
+    rows = [] if later is None else later.rows(*inputs) if len(inputs) == 3 else inputs[-3:]
     own_out = out if dlse is None else None
     delta = row_products(dout, out, dlse) if attention.needs_delta or own_out is None else None
     with resources.messages(device, transport, attention.near_ranks) as exchanges:
-        return attention.backward(exchanges, sizes, inputs, dout, own_out, lse, delta)
+        own_inputs = inputs[:-3] if later is not None and len(inputs) > 3 else inputs
+        gradients = attention.backward(exchanges, sizes, own_inputs, dout, own_out, lse, delta)
+    if later is not None:
+        with resources.messages(device, "p2p") as exchanges:
+            later.add_gradients_(exchanges, rows, (dout, own_out, lse, delta), gradients)
+    return gradients
 
 
 @torch.library.register_fake("hf_burst::attention_backward", lib=_library)

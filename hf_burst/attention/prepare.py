@@ -1,11 +1,13 @@
 """From a request to the [`ShardedAttention`] that carries it out: made once for a kind of input."""
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..config import Schedule
 from ..kernels import Kernel, KernelRequest, select_kernel
 from ..ranks.group import ContextGroup
 from ..ranks.host import Topology
@@ -13,6 +15,7 @@ from ..ranks.layout import SequenceLayout
 from ..ring import HeadSizes, ShardedAttention
 from ..ring.resources import GroupResources
 from .choice import schedule_of
+from .later import LaterAttention
 from .request import AttentionRequest, Flat
 
 
@@ -43,6 +46,40 @@ def sharded_attention(resources: GroupResources, flat: Flat, encoded: Tensor, in
     *_, per_host, _, _, _, _ = flat
     topology = resources.topology(inputs.device, per_host or None)
     return _prepared(resources.group, flat, encoded.numpy().tobytes(), inputs, deterministic(), topology)
+
+
+def later_attention(
+    attention: ShardedAttention, flat: Flat, encoded: Tensor, inputs: InputKind
+) -> LaterAttention | None:
+    """What the blocks of a layout add to a causal attention, see [`LaterAttention`]; `None` without any.
+
+    Args:
+        attention ([`ShardedAttention`]): The causal one.
+        flat, encoded, inputs: As in [`sharded_attention`].
+    """
+    return _later(attention, flat, encoded.numpy().tobytes(), inputs, deterministic())
+
+
+@lru_cache(maxsize=64)
+def _later(
+    attention: ShardedAttention, flat: Flat, layout: bytes, inputs: InputKind, same_bits: bool
+) -> LaterAttention | None:
+    plan = SequenceLayout.decode(layout).later_keys
+    if plan is None:
+        return None
+    request = AttentionRequest.restore(flat)
+    kernel = kernel_for(request, inputs, windowed=False, same_bits=same_bits)
+    of_blocks = replace(
+        attention,
+        schedule=Schedule("kv_ring"),
+        masks=(plan.mask,),
+        queries=plan.queries,
+        keys=plan.keys,
+        kernel=kernel,
+        head_groups=1,
+        ranks_per_host=None,
+    )
+    return LaterAttention(of_blocks, plan)
 
 
 @lru_cache(maxsize=64)

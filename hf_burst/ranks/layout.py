@@ -12,6 +12,7 @@ from torch.nn import functional
 from ..config import Chunking
 from ..errors import BatchError, ShardingError
 from ..plan import Hybrid, Mask, MaskPattern, Segments, Sharding, chunks_per_rank, cut, imbalance, sharding_for
+from ..plan.blocks import LaterKeys, later_keys
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class SequenceLayout:
             padding. What stands before them is a document of its own and sees nothing.
         boundaries (`tuple[int, ...]`, defaults to equal chunks): Cumulative boundaries of the chunks. Every rank holds
             the same number of tokens.
+        blocks (`tuple`, defaults to none): For each row, the tokens `[start, stop)` of blocks whose tokens see each
+            other, also later ones, as those of an image may. Documents cut them.
     """
 
     length: int
@@ -35,6 +38,7 @@ class SequenceLayout:
     padding: int = 0
     real: tuple[tuple[int, int], ...] = ()
     boundaries: tuple[int, ...] = ()
+    blocks: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -42,7 +46,7 @@ class SequenceLayout:
     @cached_property
     def _hash(self) -> int:
         """Once: there may be thousands of documents. Of numbers alone, so that it holds in other processes, too."""
-        return hash((self.length, self.owners, self.documents, self.padding, self.real, self.boundaries))
+        return hash((self.length, self.owners, self.documents, self.padding, self.real, self.boundaries, self.blocks))
 
     @classmethod
     def for_batch(
@@ -145,8 +149,17 @@ class SequenceLayout:
             return None
         if not even:
             return None
+        if any(start < length < stop for row in self.blocks for start, stop in row):
+            return None  # some of these tokens see later ones
+        blocks = tuple(tuple(block for block in row if block[1] <= length) for row in self.blocks)
         rows = tuple((*(bound for bound in row if bound < length), length) for row in self.documents)
-        return SequenceLayout(length, owners, rows, 0, tuple((min(a, length), min(b, length)) for a, b in self.real))
+        real = tuple((min(a, length), min(b, length)) for a, b in self.real)
+        return SequenceLayout(length, owners, rows, 0, real, blocks=blocks)
+
+    @property
+    def later_keys(self) -> LaterKeys | None:
+        """What blocks add to a causal attention; `None` without any."""
+        return later_keys(self.blocks, self.documents, self.sharding) if any(self.blocks) else None
 
     @lru_cache(maxsize=64)  # noqa: B019, since layouts are values
     def masks(self, pattern: MaskPattern) -> tuple[Mask, ...]:
@@ -199,6 +212,8 @@ class SequenceLayout:
         numbers = [self.length, self.padding, self.batch_size, len(self.owners), *self.owners]
         numbers += [2 * len(self.real), *chain.from_iterable(self.real), len(self.boundaries), *self.boundaries]
         numbers += [*map(len, self.documents), *chain.from_iterable(self.documents)]
+        numbers += [len(self.blocks), *map(len, self.blocks)]
+        numbers += [token for row in self.blocks for block in row for token in block]
         with torch.inference_mode(False):  # a later pass may save it for its backward
             return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
@@ -212,4 +227,8 @@ class SequenceLayout:
         edges, rest = rest[bounds], rest[bounds + 1 :]
         boundaries, sizes, rest = tuple(rest[:edges]), rest[edges : edges + rows], rest[edges + rows :]
         documents = tuple(tuple(rest[start:stop]) for start, stop in pairwise([0, *accumulate(sizes)]))
-        return cls(length, owners, documents, padding, real, boundaries)
+        count, *rest = rest[sum(sizes) :]
+        sizes, rest = rest[:count], rest[count:]
+        spans = list(zip(rest[::2], rest[1::2], strict=True))
+        blocks = tuple(tuple(spans[start:stop]) for start, stop in pairwise([0, *accumulate(sizes)]))
+        return cls(length, owners, documents, padding, real, boundaries, blocks)
