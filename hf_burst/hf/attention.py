@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from types import FunctionType
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..attention import AttentionRequest, attend
 from ..errors import UnsupportedModelError
 from ..kernels import Scores
 from ..plan import MaskPattern
+from ..ranks.layout import SequenceLayout
 from .context import ForwardCall, current, refuse_blind_run
 
 NAME = "hf_burst"
@@ -25,6 +27,7 @@ _REFUSED = ("sinks", "position_bias", "indices")  # arguments that change the re
 _SLIDING, _CHUNKED, _CAUSAL = "sliding_window_overlay", "chunked_overlay", "causal_mask_function"
 _BOTH_WAYS, _SLIDING_BOTH_WAYS = "bidirectional_mask_function", "sliding_window_bidirectional_overlay"
 _REFERENCE = "create_reference_sliding_window_causal_mask"  # or sees all before it, if nothing was generated yet
+_BLOCKS = "blockwise_overlay"  # or sees all of its block, such as an image
 _DOCUMENTS = ("packed_sequence_mask_function", "remap_positions_for_packed_sequence")
 _KNOWN = {
     True: frozenset({_CAUSAL, _SLIDING, _CHUNKED, _REFERENCE, "and_masks", *_DOCUMENTS}),
@@ -74,18 +77,46 @@ class LazyMask:
     def pattern(self) -> MaskPattern:
         """How far queries see, without documents, which the layout knows; raises for masks that are not served."""
         causal = _CAUSAL in self.parts
-        either = {"or_masks"} if _REFERENCE in self.parts else set()
+        either = {"or_masks", _BLOCKS} if self.parts & {_REFERENCE, _BLOCKS} else set()
         if not self.parts - either <= _KNOWN[causal] or not self.parts & {_CAUSAL, _BOTH_WAYS}:
             raise UnsupportedModelError(
                 f"The model has a mask of {', '.join(sorted(self.parts))}. Only causal masks are exact over ranks, "
                 "those with sliding windows, chunks or packed documents among them, and those of encoders, with "
                 "sliding windows."
             )
+        if _SLIDING in self.parts and _REFERENCE not in self.parts:
+            return MaskPattern(True, self._held(_SLIDING, "sliding_window") - 1)
         size: Any = self.arguments.get("local_size")
-        if _SLIDING in self.parts and not either:
-            return MaskPattern(True, size - 1)
         window, chunk = _SLIDING_BOTH_WAYS in self.parts, _CHUNKED in self.parts
         return MaskPattern(causal, size if window else None, size if chunk else None)
+
+    def laid(self, layout: SequenceLayout) -> SequenceLayout:
+        """A layout with the blocks of this mask, whose tokens see each other."""
+        return replace(layout, blocks=self._blocks(layout.documents)) if _BLOCKS in self.parts else layout
+
+    @lru_cache(maxsize=8)  # noqa: B019, since few masks live at a time
+    def _blocks(self, documents: tuple[tuple[int, ...], ...]) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The blocks `[start, stop)` of each row, cut by documents."""
+        numbers = self._held(_BLOCKS, "block_sequence_ids").cpu()
+        window = self.pattern.window
+        blocks = tuple(_blocks_of(row, bounds) for row, bounds in zip(numbers.tolist(), documents, strict=True))
+        for row, spans in enumerate(blocks):
+            for start, stop in spans:
+                long = window is not None and stop - start > window + 1
+                if long and bool(self.arguments["mask_function"](row, 0, stop - 1, start)):
+                    raise UnsupportedModelError(
+                        f"Tokens {start} to {stop - 1} see each other beyond the sliding window of {window + 1} "
+                        "tokens. Make the image or prefix shorter than the window."
+                    )
+        return blocks
+
+    def _held(self, part: str, name: str) -> Any:
+        """What one of the functions that the mask is made of holds under a name."""
+        return next(
+            dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))[name].cell_contents
+            for function in _functions(self.arguments["mask_function"])
+            if _part_of(function) == part
+        )
 
     @cached_property
     def built(self) -> torch.Tensor | None:
@@ -165,7 +196,13 @@ def attention_forward(
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
     settings = config.kernel, config.schedule, config.transport, burst_call.settings.head_groups
     request = AttentionRequest(group, pattern, scores, *settings)
-    out = attend(q, k, v, s_aux, layout, burst_call.encoded, request, cache)
+    encoded = burst_call.encoded
+    if isinstance(attention_mask, LazyMask) and _BLOCKS in attention_mask.parts:
+        if torch.compiler.is_compiling():
+            raise UnsupportedModelError("Blocks of tokens that see each other are not compiled. Leave out torch.compile.")
+        layout = attention_mask.laid(layout)
+        encoded = layout.encode()
+    out = attend(q, k, v, s_aux, layout, encoded, request, cache)
     if burst_call.fully_masked is not None:
         out = out.masked_fill(burst_call.fully_masked[..., None, None], 0)
     return out, None
@@ -179,9 +216,19 @@ def attention_mask(**arguments: Any) -> Mask:
     """
     context, padding = current(), arguments.get("attention_mask")
     sharded = context is not None and context.call is not None
-    mask = LazyMask(arguments, frozenset(_parts(arguments["mask_function"])), sharded)
+    mask = LazyMask(arguments, frozenset(map(_part_of, _functions(arguments["mask_function"]))), sharded)
+    if context is not None and context.call is not None:
+        mask = next((whole for whole in context.call.masks if whole.pattern == mask.pattern), mask)
     square = arguments["q_length"] == arguments["kv_length"]
     return mask if square and (padding is None or bool(padding.all())) else mask.built
+
+
+def masks_with_blocks(given: Any) -> tuple[LazyMask, ...]:
+    """The masks that a wrapper hands to its language model, one or several by name, if tokens of blocks see each other
+    in some of them; else none, and the language model makes its own."""
+    masks = tuple(given.values()) if isinstance(given, dict) else (given,)
+    known = tuple(mask for mask in masks if isinstance(mask, LazyMask))
+    return known if any(_BLOCKS in mask.parts for mask in known) else ()
 
 
 def _is_of_a_pass(mask: Mask) -> bool:
@@ -243,14 +290,45 @@ def _at_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor | 
     return (query * ratio).to(query.dtype)
 
 
-def _parts(function: Callable[..., Any]) -> Iterator[str]:
-    """The functions of `transformers.masking_utils` that a mask function was put together from."""
-    yield function.__qualname__.partition(".")[0]
+def _functions(function: Callable[..., Any]) -> Iterator[Any]:
+    """A mask function, and those that it was put together from."""
+    yield function
     for cell in getattr(function, "__closure__", None) or ():
         held = cell.cell_contents
         for inner in held if isinstance(held, tuple) else (held,):
             if isinstance(inner, FunctionType):
-                yield from _parts(inner)
+                yield from _functions(inner)
+
+
+def _part_of(function: Callable[..., Any]) -> str:
+    """The function of `transformers.masking_utils` that made a mask function."""
+    return function.__qualname__.partition(".")[0]
+
+
+def _blocks_of(numbers: Sequence[int], documents: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The runs `[start, stop)` of tokens of one document with the same number of at least 0.
+
+    Raises:
+        UnsupportedModelError: If tokens of one number do not lie together: their keys are no interval.
+    """
+    blocks, edges, seen = [], set(documents), set[int]()
+    start = 0
+    for token in range(1, len(numbers) + 1):
+        ends = token == len(numbers) or token in edges or numbers[token] != numbers[start]
+        if not ends:
+            continue
+        if numbers[start] >= 0:
+            if numbers[start] in seen:
+                raise UnsupportedModelError(
+                    f"Token {start} sees tokens of an image that do not lie next to it, with text between them. Over "
+                    "ranks a token sees one interval of others."
+                )
+            seen.add(numbers[start])
+            blocks.append((start, token))
+        if token in edges:
+            seen.clear()
+        start = token
+    return tuple(blocks)
 
 
 def _attend_whole(

@@ -44,6 +44,7 @@ class ForwardCall:
     fully_masked: torch.Tensor | None  # this rank's tokens that see nothing, `(batch, n)`
     real: torch.Tensor | None  # this rank's tokens that are not padding, `(batch, n)`; `None` if there is no padding
     way: Way = "states"  # how recurrent layers pass what they know
+    masks: tuple[Any, ...] = ()  # those of the whole sequence that a wrapper made, if they have blocks, as of images
 
     def replay(self, outer: ReplayBuffer | None = None, keeps: bool = False) -> ReplayBuffer:
         """A buffer for what recurrent layers receive: it keeps nothing, or it is that of a checkpoint."""

@@ -13,6 +13,7 @@ from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX
 from ...plan import Segments
 from ...plan.recurrence import Way
+from ..attention import masks_with_blocks
 from ..batches.cutting import bound_arguments, cut_inputs, cut_masked_rows, cut_targets, layout_of
 from ..batches.documents import tokens_of
 from ..batches.modalities import SAME_IMAGES, check_modalities, pixels_of
@@ -218,8 +219,9 @@ class Tokens(Part):
         """The forward pre-hook of a cut point inside of the model."""
         if self.run is None:
             return None
-        inputs = self._cut_inputs(self.run, bound_arguments(module, args, kwargs))
-        call = replace(self.run.call, positions=inputs["position_ids"])
+        whole = bound_arguments(module, args, kwargs)
+        inputs, masks = self._cut_inputs(self.run, whole), masks_with_blocks(whole.get("attention_mask"))
+        call = replace(self.run.call, positions=inputs["position_ids"], masks=masks)
         change_call(call)
         return (), {**inputs, CALL_KEY: call}
 
