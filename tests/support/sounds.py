@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from hf_burst.check.compare import Double
 
 Batch = dict[str, torch.Tensor]
-SOUND = 60  # token id; text has smaller ones
+START, SOUND = 57, 60  # token ids; text has smaller ones
 _WORDS = 56
 _TEXT: dict[str, Any] = {
     "vocab_size": 64,
@@ -56,7 +56,7 @@ _PATCHES = {  # of a tower for images, which sees none
 }
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _IDS = {
-    **{"audio_token_id": SOUND, "image_token_id": 61, "video_token_id": 62, "audio_start_token_id": 57},
+    **{"audio_token_id": SOUND, "image_token_id": 61, "video_token_id": 62, "audio_start_token_id": START},
     **{"audio_end_token_id": 58, "vision_start_token_id": 59, "vision_end_token_id": 63, "user_token_id": 56},
 }
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
@@ -64,6 +64,10 @@ _GEMMA_3N = {
     **{"hidden_size": 16, "conf_num_attention_heads": 2, "conf_num_hidden_layers": 2, "input_feat_size": 8},
     **{"sscp_conv_channel_size": (4, 4), "vocab_size": 4, "vocab_offset": 68, "conf_attention_chunk_size": 4},
     **{"conf_attention_context_left": 5},
+}
+_CONVOLUTIONS = {  # of a tokenizer that makes one token of four values
+    **{"model_type": "vibevoice_acoustic_tokenizer_encoder", "hidden_size": 8, "num_filters": 4},
+    **{"downsampling_ratios": [2, 2], "depths": [1, 1, 1]},
 }
 _CONFIGS: dict[str, dict[str, Any]] = {
     "AudioFlamingo3": {"text_config": _QWEN2, "audio_config": _TOWER},
@@ -109,6 +113,12 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**_PATCHES, "deepstack_visual_indexes": [0], "num_position_embeddings": 64},
         **_IDS,
     },
+    "VibeVoiceAsr": {
+        "text_config": _QWEN2,
+        "acoustic_tokenizer_encoder_config": _CONVOLUTIONS,
+        "semantic_tokenizer_encoder_config": _CONVOLUTIONS,
+        "acoustic_tokenizer_chunk_size": 16,
+    },
     "Voxtral": {"text_config": _LLAMA, "audio_config": _TOWER},
 }
 FAMILIES = tuple(sorted(_CONFIGS))
@@ -146,6 +156,16 @@ def _text(length: int, last: int = _WORDS) -> Batch:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+def _text_with(length: int, tokens: list[int], token: int = SOUND) -> Batch:
+    """A text with a place of so many tokens for each clip."""
+    batch, place = _text(length), 9  # so that ranks hold tokens of clips that others encode
+    for count in tokens:
+        batch["input_ids"][0, place - 1] = START
+        batch["input_ids"][0, place : place + count] = token
+        place += count + 8
+    return batch
+
+
 def _clips(
     length: int,
     frames: list[int],
@@ -154,11 +174,8 @@ def _clips(
     mask: str = "input_features_mask",
     token: int = SOUND,
 ) -> Batch:
-    """Clips of so many frames, padded to `size`, and a place of so many tokens for each in the text."""
-    batch, place = _text(length), 5
-    for count in tokens:
-        batch["input_ids"][0, place : place + count] = token
-        place += count + 5
+    """Clips of so many frames, padded to `size`, between text."""
+    batch = _text_with(length, tokens, token)
     features = torch.randn(len(frames), 8, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     batch["input_features"] = features
     if mask:
@@ -166,10 +183,11 @@ def _clips(
     return batch
 
 
-def _by_time(batch: Batch) -> Batch:
-    """With a row for each frame, and a mask of booleans."""
+def _by_time(batch: Batch, types: str) -> Batch:
+    """With a row for each frame, a mask of booleans, and types of tokens, of which 3 is sound."""
     return {
         **batch,
+        types: 3 * (batch["input_ids"] >= SOUND),
         "input_features": batch["input_features"].transpose(1, 2),
         "input_features_mask": batch["input_features_mask"].bool(),
     }
@@ -177,14 +195,19 @@ def _by_time(batch: Batch) -> Batch:
 
 _BATCHES: dict[str, Callable[[int], Batch]] = {
     "AudioFlamingo3": lambda length: _clips(length, [24, 14], [6, 3]),
-    "Gemma3n": lambda length: _by_time(_clips(length, [24, 14], [8, 8], token=70)),
-    "Gemma4": lambda length: _by_time(_clips(length, [24, 14], [6, 4])),
+    "Gemma3n": lambda length: _by_time(_clips(length, [24, 14], [8, 8], token=70), "token_type_ids"),
+    "Gemma4": lambda length: _by_time(_clips(length, [24, 14], [6, 4]), "mm_token_type_ids"),
     "GlmAsr": lambda length: _clips(length, [24, 14], [3, 1]),
     "MossTranscribeDiarize": lambda length: _clips(length, [24, 14], [3, 2]),
     "MusicFlamingo": lambda length: _clips(length, [24, 14], [6, 3]),
     "Qwen2_5OmniThinker": lambda length: _clips(length, [24, 14], [6, 3], mask="feature_attention_mask"),
     "Qwen3ASR": lambda length: _clips(length, [130, 14], [17, 2], size=200),
     "Qwen3OmniMoeThinker": lambda length: _clips(length, [130, 14], [17, 2], 130, "feature_attention_mask"),
+    "VibeVoiceAsr": lambda length: {
+        **_text_with(length, [5, 3]),
+        **{"input_values": torch.randn(2, 1, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)},
+        **{"padding_mask": torch.arange(20)[None] < torch.tensor([[20], [11]]), "sample": False},
+    },
     "Voxtral": lambda length: _clips(length, [24, 24], [6, 6], mask=""),
 }
 
@@ -199,7 +222,7 @@ def hearing_batch(family: str, length: int = 53) -> Batch:
 def padded(batch: Batch) -> Batch:
     """Two rows: the sequence, and its beginning, padded on the right."""
     short = batch["input_ids"].shape[1] - 6
-    twice = {key: torch.cat([value, value]) for key, value in batch.items()}
+    twice = {key: torch.cat([value, value]) for key, value in batch.items() if isinstance(value, torch.Tensor)}
     twice["input_ids"][1, short:] = 0
     twice["labels"][1, short:] = -100
     mask = torch.ones_like(twice["input_ids"])

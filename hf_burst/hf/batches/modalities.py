@@ -37,9 +37,10 @@ def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -
     served = served_modalities(kind)
     asked = {_modality_of(key) for key in others if key not in _TOKEN_TYPES}
     if others and (not served or not asked <= {*served}):
-        first, last = ", ".join(["text", *served][:-1]), ["text", *served][-1]
+        *first, last = "text", *served
+        known = f"{', '.join(first)} and {last} are" if first else "text is"
         raise BatchError(
-            f"The batch holds {', '.join(others)}. Of {name} {f'{first} and {last}' if first else last} is served: "
+            f"The batch holds {', '.join(others)}. Of {name} {known} served: "
             "more was not compared over several ranks. Give batches without the rest."
         )
     if text_type and "token_type_ids" not in held:

@@ -70,7 +70,7 @@ _SEEING: Mapping[str, str] = MappingProxyType(
 _HEARING: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("AudioFlamingo3", "GlmAsr", "MossTranscribeDiarize", "Qwen2_5OmniThinker"), "clips"),
-        **dict.fromkeys(("Qwen3ASR", "Voxtral"), "clips"),
+        **dict.fromkeys(("Qwen3ASR", "VibeVoiceAsr", "Voxtral"), "clips"),
         **dict.fromkeys(("Gemma3n", "Gemma4", "MusicFlamingo", "Qwen3OmniMoeThinker"), ""),
     }
 )

@@ -30,11 +30,26 @@ class Towers(Part):
 
     def install(self, model: PreTrainedModel) -> None:
         owner, images, sound = model.base_model, images_dealt_by(type(model)), sound_dealt_by(type(model))
-        for name in () if images is None else ("get_image_features", "get_video_features"):
-            if hasattr(type(owner), name) and name not in vars(owner):  # one of the user's own stays
-                setattr(owner, name, _SharedEncoder(owner, name, images))
-        if sound is not None and "get_audio_features" not in vars(owner):
-            owner.get_audio_features = _SharedClips(owner, "get_audio_features", sound)
+        shared = [(_SharedEncoder, "get_image_features", images), (_SharedEncoder, "get_video_features", images)]
+        for kind, name, how in (*shared, (_SharedClips, "get_audio_features", sound)):
+            if (
+                how is not None and hasattr(type(owner), name) and name not in vars(owner)
+            ):  # one of the user's own stays
+                setattr(owner, name, kind(owner, name, how))
+
+    def prepare(self, run: ForwardPass) -> None:
+        """Raises for noise that a model adds to sound, of which each rank would draw its own.
+
+        Raises:
+            BatchError: If it is not switched off.
+        """
+        noise = inspect.signature(type(run.model).forward).parameters.get("sample")
+        heard = any(run.batch.given.get(key) is not None for key in _SOUND)
+        if noise is not None and heard and run.group.size > 1 and run.batch.given.get("sample", noise.default):
+            raise BatchError(
+                f"{type(run.model).__name__} adds noise to sound, and each rank would add another one. Give batches "
+                "sample=False."
+            )
 
     def begin(self, run: ForwardPass) -> None:
         """Under FSDP2 towers gather their weights over all groups, and each has to run as often.
