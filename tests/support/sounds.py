@@ -95,7 +95,41 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "GlmAsr": {"text_config": _LLAMA, "audio_config": {**_TOWER, "head_dim": 8}},
     "MossTranscribeDiarize": {"text_config": _QWEN3, "audio_config": _TOWER},
+    "MuseSpark": {
+        "text_config": {
+            **{**_TEXT, **_SLIDING, "moe_intermediate_size": 16, "moe_hidden_size": 16, "num_local_experts": 4},
+            **{"num_experts_per_tok": 2, "layer_rope_theta": [1e4, 0], "mlp_layer_types": ["dense", "sparse"]},
+        },
+        "audio_config": {
+            **{"depths": [1, 1], "hidden_sizes": [8, 16], "patch_sizes": [2, 2], "conv_kernel_size": 3},
+            **{"num_hidden_layers": 2, "out_hidden_size": 32},
+        },
+        "vision_config": {
+            **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
+            **{"pos_emb_height": 4, "pos_emb_width": 4, "layer_types": ["full_attention"]},
+        },
+        **{"projector_hidden_size": 16, "out_hidden_size": 32},
+        **_IDS,
+    },
     "MusicFlamingo": {"text_config": _QWEN2, "audio_config": {"model_type": "audioflamingo3_encoder", **_TOWER}},
+    "NemotronH_Omni_Reasoning_V3": {
+        "text_config": {
+            **{**_TEXT, "pad_token_id": 0, "layers_block_type": ["linear_attention", "full_attention"]},
+            **{"mamba_head_dim": 8, "mamba_num_heads": 8, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8},
+        },
+        "audio_config": {
+            **{name: size for name, size in _TOWER.items() if name != "max_source_positions"},
+            **{"conv_kernel_size": 3, "subsampling_conv_channels": 4, "subsampling_factor": 4, "layerdrop": 0.0},
+            **{"projection_hidden_size": 16, "projection_bias": True, "dropout": 0.0, "activation_dropout": 0.0},
+            "attention_dropout": 0.0,
+        },
+        "vision_config": {
+            **{"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32},
+            **{"max_img_size": 32, "mlp_ratio": 1.0, "video_temporal_patch_size": 2},
+        },
+        **{"vision_hidden_size": 16, "projector_hidden_size": 16},
+        **_IDS,
+    },
     "Qwen2_5OmniThinker": {
         "text_config": {**_TEXT, "rope_parameters": _ROPE},
         "audio_config": _OF_CHUNKS,
@@ -126,7 +160,7 @@ FAMILIES = tuple(sorted(_CONFIGS))
 
 def hearing_model(family: str) -> PreTrainedModel:
     """A tiny model of a family with a tower for sound, in fp64, in training, the same in every process."""
-    kind = getattr(transformers, f"{family}ForConditionalGeneration")
+    kind = getattr(transformers, f"{family}ForConditionalGeneration", None) or getattr(transformers, family)
     torch.manual_seed(0)
     config = kind.config_class(**{"audio_token_id": SOUND, **_CONFIGS[family]})
     if family == "Gemma3n":  # its tower for images is of timm
@@ -183,11 +217,18 @@ def _clips(
     return batch
 
 
-def _by_time(batch: Batch, types: str) -> Batch:
+def _values(length: int, mask: str, *shape: int) -> Batch:
+    """Clips of 20 and 11 values, of which four make a token, between text."""
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    real = torch.arange(20)[None] < torch.tensor([[20], [11]])
+    return {**_text_with(length, [5, 3]), "input_values": values, mask: real}
+
+
+def _by_time(batch: Batch, types: str = "") -> Batch:
     """With a row for each frame, a mask of booleans, and types of tokens, of which 3 is sound."""
     return {
         **batch,
-        types: 3 * (batch["input_ids"] >= SOUND),
+        **({types: 3 * (batch["input_ids"] >= SOUND)} if types else {}),
         "input_features": batch["input_features"].transpose(1, 2),
         "input_features_mask": batch["input_features_mask"].bool(),
     }
@@ -199,15 +240,13 @@ _BATCHES: dict[str, Callable[[int], Batch]] = {
     "Gemma4": lambda length: _by_time(_clips(length, [24, 14], [6, 4]), "mm_token_type_ids"),
     "GlmAsr": lambda length: _clips(length, [24, 14], [3, 1]),
     "MossTranscribeDiarize": lambda length: _clips(length, [24, 14], [3, 2]),
+    "MuseSpark": lambda length: _values(length, "input_values_mask", 2, 20),
+    "NemotronH_Omni_Reasoning_V3": lambda length: _by_time(_clips(length, [24, 14], [6, 4])),
     "MusicFlamingo": lambda length: _clips(length, [24, 14], [6, 3]),
     "Qwen2_5OmniThinker": lambda length: _clips(length, [24, 14], [6, 3], mask="feature_attention_mask"),
     "Qwen3ASR": lambda length: _clips(length, [130, 14], [17, 2], size=200),
     "Qwen3OmniMoeThinker": lambda length: _clips(length, [130, 14], [17, 2], 130, "feature_attention_mask"),
-    "VibeVoiceAsr": lambda length: {
-        **_text_with(length, [5, 3]),
-        **{"input_values": torch.randn(2, 1, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)},
-        **{"padding_mask": torch.arange(20)[None] < torch.tensor([[20], [11]]), "sample": False},
-    },
+    "VibeVoiceAsr": lambda length: {**_values(length, "padding_mask", 2, 1, 20), "sample": False},
     "Voxtral": lambda length: _clips(length, [24, 24], [6, 6], mask=""),
 }
 

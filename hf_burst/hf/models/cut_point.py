@@ -69,9 +69,10 @@ _SEEING: Mapping[str, str] = MappingProxyType(
 # features of a clip depend on the others
 _HEARING: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("AudioFlamingo3", "GlmAsr", "MossTranscribeDiarize", "Qwen2_5OmniThinker"), "clips"),
-        **dict.fromkeys(("Qwen3ASR", "VibeVoiceAsr", "Voxtral"), "clips"),
-        **dict.fromkeys(("Gemma3n", "Gemma4", "MusicFlamingo", "Qwen3OmniMoeThinker"), ""),
+        **dict.fromkeys(("AudioFlamingo3", "GlmAsr", "MossTranscribeDiarize", "MuseSpark"), "clips"),
+        **dict.fromkeys(("Qwen2_5OmniThinker", "Qwen3ASR", "VibeVoiceAsr", "Voxtral"), "clips"),
+        **dict.fromkeys(("Gemma3n", "Gemma4", "MusicFlamingo", "NemotronH_Omni_Reasoning_V3"), ""),
+        "Qwen3OmniMoeThinker": "",
     }
 )
 CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})  # by the name of a class; all others are cut at the outside

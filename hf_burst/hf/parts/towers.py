@@ -22,7 +22,12 @@ from .dropout import random_rates
 
 _PIXELS, _GRIDS, _SIZES = ("pixel_values", "pixel_values_videos"), ("image_grid_thw", "video_grid_thw"), "image_sizes"
 _SOUND = ("input_features", "input_values")
-_LENGTHS = ("input_features_mask", "feature_attention_mask", "padding_mask")  # masks with a row for each clip
+_LENGTHS = (
+    "input_features_mask",
+    "feature_attention_mask",
+    "input_values_mask",
+    "padding_mask",
+)  # masks with a row for each clip
 
 
 class Towers(Part):
