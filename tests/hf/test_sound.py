@@ -201,6 +201,14 @@ def test_images_of_models_that_hear_are_refused() -> None:
         model(**batch)
 
 
+def test_tokens_of_images_are_refused_beside_sound() -> None:
+    """In larger models of Gemma 4 tokens of an image see each other."""
+    model, batch = models.patch(sounds.hearing_model("Gemma4")), sounds.hearing_batch("Gemma4")
+    batch["mm_token_type_ids"][0, 2:4] = 1
+    with pytest.raises(BatchError, match=r"mm_token_type_ids\. Of Gemma4ForConditionalGeneration text and sound are"):
+        model(**batch)
+
+
 def test_a_model_that_heard_generates() -> None:
     model, batch = sounds.hearing_model("Voxtral").float().eval(), sounds.hearing_batch("Voxtral")
     del batch["labels"]

@@ -11,6 +11,7 @@ from .documents import BOUNDARY_KEYS
 
 SAME_MODALITIES = "Each rank that shares a batch needs all of its images and sound: give all of them the same batch."
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # not 0 where a token stands for an image or sound
+_OF_TYPE = {1: "images", 2: "videos", 3: "sound"}  # as processors number them
 # in the names of arguments that hold sound, its lengths or its padding
 _SOUND = ("audio", "input_features", "input_values", "feature_attention_mask", "padding_mask")
 _TEXT = {*(known.name for known in TOKEN_INPUTS), *BOUNDARY_KEYS, *_TOKEN_TYPES, "attention_mask", "labels"}
@@ -35,8 +36,8 @@ def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -
     others = [key for key in held if key not in _TEXT]
     others += [key for key in _TOKEN_TYPES if key in held and (held[key] != marked[key]).any()]
     served = served_modalities(kind)
-    asked = {_modality_of(key) for key in others if key not in _TOKEN_TYPES}
-    if others and (not served or not asked <= {*served}):
+    asked = {modality for key in others for modality in _modalities_of(key, held[key], marked.get(key))}
+    if not asked <= {*served}:
         *first, last = "text", *served
         known = f"{', '.join(first)} and {last} are" if first else "text is"
         raise BatchError(
@@ -51,11 +52,12 @@ def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -
     return ", ".join(f"{key} {shape}" for key, shape in shapes.items())
 
 
-def _modality_of(key: str) -> str:
-    """What an argument of a model belongs to that is no text."""
-    if any(word in key for word in _SOUND) and "video" not in key:
-        return "sound"
-    return "videos" if "video" in key else "images"
+def _modalities_of(key: str, value: Any, text_type: int | None) -> set[str]:
+    """What an argument of a model that is no text belongs to, or the tokens of which it has the types."""
+    if text_type is not None:
+        return {_OF_TYPE.get(kind, "images") for kind in value.unique().tolist() if kind != text_type}
+    sounds = any(word in key for word in _SOUND) and "video" not in key
+    return {"sound" if sounds else "videos" if "video" in key else "images"}
 
 
 def values_besides_text(batch: Mapping[str, Any]) -> Iterator[torch.Tensor]:
