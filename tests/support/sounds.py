@@ -1,6 +1,7 @@
 """Tiny models that hear, one of each family that is served with sound, and batches with sound for them."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ _GEMMA_3N = {
 }
 _CONVOLUTIONS = {  # of a tokenizer that makes one token of four values
     **{"model_type": "vibevoice_acoustic_tokenizer_encoder", "hidden_size": 8, "num_filters": 4},
-    **{"downsampling_ratios": [2, 2], "depths": [1, 1, 1]},
+    **{"downsampling_ratios": [2, 2], "depths": [1, 1, 1], "vae_std": 0.0},
 }
 _CONFIGS: dict[str, dict[str, Any]] = {
     "AudioFlamingo3": {"text_config": _QWEN2, "audio_config": _TOWER},
@@ -155,14 +156,22 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "Voxtral": {"text_config": _LLAMA, "audio_config": _TOWER},
 }
-FAMILIES = tuple(sorted(_CONFIGS))
+NAMES = tuple(sorted(_CONFIGS))
+
+
+def _kind(family: str) -> Any:
+    """The class of a family; `None` if this version of Transformers has none."""
+    return getattr(transformers, f"{family}ForConditionalGeneration", None) or getattr(transformers, family, None)
+
+
+FAMILIES = tuple(family for family in NAMES if _kind(family))
 
 
 def hearing_model(family: str) -> PreTrainedModel:
     """A tiny model of a family with a tower for sound, in fp64, in training, the same in every process."""
-    kind = getattr(transformers, f"{family}ForConditionalGeneration", None) or getattr(transformers, family)
+    kind = _kind(family)
     torch.manual_seed(0)
-    config = kind.config_class(**{"audio_token_id": SOUND, **_CONFIGS[family]})
+    config = kind.config_class(**{"audio_token_id": SOUND, **deepcopy(_CONFIGS[family])})
     if family == "Gemma3n":  # its tower for images is of timm
         tower = {"vocab_size": 4, "vocab_offset": 64, "rms_norm_eps": 1e-6}
         vars(config)["vision_config"] = transformers.SiglipVisionConfig(
@@ -246,7 +255,7 @@ _BATCHES: dict[str, Callable[[int], Batch]] = {
     "Qwen2_5OmniThinker": lambda length: _clips(length, [24, 14], [6, 3], mask="feature_attention_mask"),
     "Qwen3ASR": lambda length: _clips(length, [130, 14], [17, 2], size=200),
     "Qwen3OmniMoeThinker": lambda length: _clips(length, [130, 14], [17, 2], 130, "feature_attention_mask"),
-    "VibeVoiceAsr": lambda length: {**_values(length, "padding_mask", 2, 1, 20), "sample": False},
+    "VibeVoiceAsr": lambda length: _values(length, "padding_mask", 2, 1, 20),
     "Voxtral": lambda length: _clips(length, [24, 24], [6, 6], mask=""),
 }
 
@@ -261,7 +270,7 @@ def hearing_batch(family: str, length: int = 53) -> Batch:
 def padded(batch: Batch) -> Batch:
     """Two rows: the sequence, and its beginning, padded on the right."""
     short = batch["input_ids"].shape[1] - 6
-    twice = {key: torch.cat([value, value]) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    twice = {key: torch.cat([value, value]) for key, value in batch.items()}
     twice["input_ids"][1, short:] = 0
     twice["labels"][1, short:] = -100
     mask = torch.ones_like(twice["input_ids"])

@@ -65,14 +65,14 @@ _SEEING: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"), "patches"),
     }
 )
-# families of wrappers that were compared on sound. Ranks share it by "clips" of one row each, or not at all, where the
-# features of a clip depend on the others
+# families of wrappers that were compared on sound. Ranks share it by "clips" of one row each, or not at all, where
+# clips are not encoded apart from each other
 _HEARING: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("AudioFlamingo3", "GlmAsr", "MossTranscribeDiarize", "MuseSpark"), "clips"),
-        **dict.fromkeys(("Qwen2_5OmniThinker", "Qwen3ASR", "VibeVoiceAsr", "Voxtral"), "clips"),
+        **dict.fromkeys(("Qwen2_5OmniThinker", "Qwen3ASR", "Voxtral"), "clips"),
         **dict.fromkeys(("Gemma3n", "Gemma4", "MusicFlamingo", "NemotronH_Omni_Reasoning_V3"), ""),
-        "Qwen3OmniMoeThinker": "",
+        **dict.fromkeys(("Qwen3OmniMoeThinker", "VibeVoiceAsr"), ""),
     }
 )
 CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})  # by the name of a class; all others are cut at the outside

@@ -22,12 +22,8 @@ from .dropout import random_rates
 
 _PIXELS, _GRIDS, _SIZES = ("pixel_values", "pixel_values_videos"), ("image_grid_thw", "video_grid_thw"), "image_sizes"
 _SOUND = ("input_features", "input_values")
-_LENGTHS = (
-    "input_features_mask",
-    "feature_attention_mask",
-    "input_values_mask",
-    "padding_mask",
-)  # masks with a row for each clip
+# masks of sound, with a row for each clip
+_LENGTHS = ("input_features_mask", "feature_attention_mask", "input_values_mask", "padding_mask")
 
 
 class Towers(Part):
@@ -37,9 +33,8 @@ class Towers(Part):
         owner, images, sound = model.base_model, images_dealt_by(type(model)), sound_dealt_by(type(model))
         shared = [(_SharedEncoder, "get_image_features", images), (_SharedEncoder, "get_video_features", images)]
         for kind, name, how in (*shared, (_SharedClips, "get_audio_features", sound)):
-            if (
-                how is not None and hasattr(type(owner), name) and name not in vars(owner)
-            ):  # one of the user's own stays
+            own = name in vars(owner)  # of the user's
+            if how is not None and hasattr(type(owner), name) and not own:
                 setattr(owner, name, kind(owner, name, how))
 
     def prepare(self, run: ForwardPass) -> None:
@@ -48,12 +43,14 @@ class Towers(Part):
         Raises:
             BatchError: If it is not switched off.
         """
-        noise = inspect.signature(type(run.model).forward).parameters.get("sample")
-        heard = any(run.batch.given.get(key) is not None for key in _SOUND)
-        if noise is not None and heard and run.group.size > 1 and run.batch.given.get("sample", noise.default):
+        config, given = run.model.config, run.batch.given
+        heard = run.group.size > 1 and any(given.get(key) is not None for key in _SOUND)
+        quiet = "sample" in inspect.signature(type(run.model).forward).parameters and given.get("sample") is False
+        noisy = [name for name in config.sub_configs if getattr(getattr(config, name, None), "vae_std", 0)]
+        if heard and noisy and not quiet:
             raise BatchError(
                 f"{type(run.model).__name__} adds noise to sound, and each rank would add another one. Give batches "
-                "sample=False."
+                f"sample=False, where the class takes it, or set config.{noisy[0]}.vae_std to 0."
             )
 
     def begin(self, run: ForwardPass) -> None:
