@@ -4,7 +4,7 @@ one process.
     python recipes/coverage.py                             # all classes
     python recipes/coverage.py --classes LlamaForCausalLM  # some of them
     python recipes/coverage.py --write                     # and writes the table, and the list of served classes
-    python recipes/coverage.py --wrappers --write          # the same for image-text-to-text classes, on text
+    python recipes/coverage.py --wrappers --write          # the same for models of images and sound, on text
 
 A class is compared as by `hf-burst check`, which says what is compared (`hf_burst/check/compare.py`), on a config that
 switches on what the class can do (`recipes/tiny_models.py`, `recipes/tiny_wrappers.py`).
@@ -57,7 +57,7 @@ WRAPPERS = Table(
     "coverage_text_of_multimodal",
     tuple(wrapper_names()),
     tiny_wrapper,
-    "Text through every image-text-to-text class",
+    "Text through every class for images or sound",
     "python recipes/coverage.py --wrappers",
 )
 
@@ -109,7 +109,7 @@ def write(table: Table, rows: dict[str, Verdict]) -> None:
     ]
     masked = {name: row for name, row in rows.items() if table is LANGUAGE and is_masked(name)}
     others = {name: row for name, row in rows.items() if name not in masked}
-    first = "Causal language models" if table is LANGUAGE else "Image-text-to-text models"
+    first = "Causal language models" if table is LANGUAGE else "Models for images or sound"
     for title, part in ((first, others), ("Masked language models", masked)):
         lines += ["", f"## {title}", "", *markdown(part)] if part else []
     (RESULTS / f"{table.name}.md").write_text("\n".join(lines) + "\n")
@@ -126,14 +126,14 @@ def write_served() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wrappers", action="store_true", help="the image-text-to-text classes, on text")
+    parser.add_argument("--wrappers", action="store_true", help="the classes for images or sound, on text")
     parser.add_argument("--classes", nargs="+", help="by default all")
     parser.add_argument("--write", action="store_true", help="write recipes/results/coverage*.* and served.json")
     arguments = parser.parse_args()
     table = WRAPPERS if arguments.wrappers else LANGUAGE
     names = arguments.classes or list(table.classes)
     if unknown := sorted(set(names) - set(table.classes)):
-        kinds = "image-text-to-text" if arguments.wrappers else "causal-LM or masked-LM"
+        kinds = "multimodal-LM" if arguments.wrappers else "causal-LM or masked-LM"
         parser.error(f"Transformers has no {kinds} class {', '.join(unknown)}")
     if arguments.write and set(names) != set(table.classes):
         parser.error("--write needs the rows of all classes; leave --classes out")

@@ -1,4 +1,5 @@
-"""A tiny model with random weights for every image-text-to-text class of Transformers, by its own config class.
+"""A tiny model with random weights for every class of Transformers that answers images or sound by text, by its own
+config class.
 
 A wrapper's config holds one for its language model and one for each tower. All of them are made small as by `hf-burst
 check`. `SETTINGS` holds what single families need besides, and switches on what their default configs leave out.
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel, SiglipVisionConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from hf_burst.check.tiny import shrink, tiny_model
 
@@ -27,6 +28,7 @@ _TOWER = {
 }
 _SIGLIP = {"model_type": "siglip_vision_model", **_TOWER}
 _INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 8}
+_OF_SOUND = ("AudioFlamingo3ForConditionalGeneration", "MusicFlamingoForConditionalGeneration")
 SETTINGS: dict[str, dict[str, Any]] = {
     "ChameleonForConditionalGeneration": {"vocabulary_map": {"<image>": 1, "IMGIMGBSZ": 2}},
     "CohereCompassForConditionalGeneration": {
@@ -87,8 +89,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "Qwen3OmniMoeThinkerForConditionalGeneration": {"vision_start_token_id": 151652},
     "Qwen4ExpForConditionalGeneration": {"text_config": {**_INDEXER, "indexer_compress_ratio": 2}},
+    "KyutaiSpeechToTextForConditionalGeneration": {"audio_pad_token_id": 64},
     "Step3p7ForConditionalGeneration": {
         "text_config": {"sliding_window": 512, "layer_types": [*_MIXED["layer_types"], *["full_attention"] * 41]}
+    },
+    "VibeVoiceAsrForConditionalGeneration": {
+        f"{kind}_tokenizer_encoder_config": {"num_filters": 2, "depths": [1] * 7} for kind in ("acoustic", "semantic")
     },
 }
 
@@ -103,8 +109,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def wrapper_names() -> list[str]:
-    """Every class of the image-text-to-text mapping of the installed Transformers, once."""
-    return sorted({*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()})
+    """Every class of the multimodal-LM mapping of the installed Transformers, once, and two of sound that it counts
+    among encoder-decoders."""
+    return sorted({*MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values(), *_OF_SOUND})
 
 
 def tiny_wrapper(name: str) -> PreTrainedModel:

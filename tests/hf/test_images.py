@@ -1,7 +1,6 @@
 """Models that see: loss and all gradients, of towers and projectors too, equal those of one process."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -9,21 +8,18 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import hf_burst
-from hf_burst.check.compare import Double
 from hf_burst.errors import BatchError, UnsupportedModelError
 from hf_burst.hf.batches import cutting
 from hf_burst.hf.models import cut_point
 from hf_burst.hf.parts import tokens, towers
 from hf_burst.ranks.collectives import all_gather
 from tests.support import models, pictures
+from tests.support.gradients import Result, assert_equal, loss_and_gradients
 from tests.support.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
-Result = tuple[float, dict[str, torch.Tensor]]
-TOLERANCE = 1e-9
 OFFLOADED = {"tiled_mlp": 4, "activation_offloading": 1.0}
 
 
@@ -39,10 +35,7 @@ def train(family: str, change: str = "", patched: bool = False, **settings: Any)
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if patched:
         models.patch(model, models.config_of(**settings))
-    with nullcontext() if again else Double():  # no mode is entered where a layer runs again
-        loss = model(**batch).loss
-        loss.backward()
-    return loss.item(), {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    return loss_and_gradients(model, batch, single=again)  # no mode is entered where a layer runs again
 
 
 def padded(batch: pictures.Batch) -> pictures.Batch:
@@ -66,17 +59,6 @@ def on_ranks(rank: int, size: int, family: str, change: str = "", **settings: An
 
 def checkpointed(rank: int, size: int, family: str, settings: dict[str, Any]) -> Result:
     return train(family, "checkpointed", patched=True, **settings)
-
-
-def assert_equal(found: list[Result], wanted: Result, tolerance: float = TOLERANCE) -> None:
-    loss, gradients = wanted
-    assert len(gradients) > 20
-    assert all(abs(own - loss) < tolerance * abs(loss) for own, _ in found)
-    largest = max(float(gradient.norm()) for gradient in gradients.values())
-    for name, gradient in gradients.items():
-        mean = sum(own.get(name, torch.zeros(())) for _, own in found) / len(found)
-        error = float((mean - gradient).norm())
-        assert error <= tolerance * max(float(gradient.norm()), 1e-4 * largest), name
 
 
 @pytest.mark.parametrize("family", pictures.FAMILIES)
@@ -219,12 +201,7 @@ def sharded(rank: int, size: int, family: str) -> Result:
         blocks = inner.visual.blocks if hasattr(inner, "visual") else inner.vision_tower.encoder.layers
         for module in (*inner.language_model.layers, *blocks, model):
             fully_shard(module)
-    with Double():
-        loss = model(**batch).loss
-        loss.backward()
-    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()}
-    return loss.item(), whole
+    return loss_and_gradients(model, batch)
 
 
 @pytest.mark.parametrize("family", ["Qwen3VL", "Llava"])

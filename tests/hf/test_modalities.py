@@ -132,7 +132,7 @@ def test_images_are_refused_on_every_rank(ranks: Ranks, only: int | None) -> Non
     ("name", "more", "sentence"),
     [
         (GEMMA, {"token_type_ids": torch.ones(2, 37, dtype=torch.long)}, "holds token_type_ids"),
-        (GEMMA3N, {"input_features": torch.zeros(1, 9, 128)}, "holds input_features"),
+        (QWEN, {"input_features": torch.zeros(1, 9, 128)}, "holds input_features.* text, images and videos are served"),
         (GEMMA, {"pixel_values_videos": torch.zeros(4, 8)}, "holds pixel_values_videos"),
         (GEMMA, {"image_grid_thw": torch.ones(1, 3, dtype=torch.long)}, "holds image_grid_thw"),
         (GEMMA, {"mm_encoder_outputs": {"image": torch.zeros(4, 32)}}, "holds mm_encoder_outputs"),

@@ -1,4 +1,4 @@
-"""Images in the batches of models that see: which are served, and what ranks must have in common."""
+"""Images and sound in batches: of which models they are served, and what ranks must have in common."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -6,11 +6,14 @@ from typing import Any
 import torch
 
 from ...errors import BatchError
-from ..models.cut_point import TOKEN_INPUTS, dealt_by, watches
+from ..models.cut_point import TOKEN_INPUTS, served_modalities
 from .documents import BOUNDARY_KEYS
 
-SAME_IMAGES = "Each rank that shares a batch needs all of its images: give all of them the same batch."
+SAME_MODALITIES = "Each rank that shares a batch needs all of its images and sound: give all of them the same batch."
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # not 0 where a token stands for an image or sound
+_OF_TYPE = {1: "images", 2: "videos", 3: "sound"}  # as processors number them
+# in the names of arguments that hold sound, its lengths or its padding
+_SOUND = ("audio", "input_features", "input_values", "feature_attention_mask", "padding_mask")
 _TEXT = {*(known.name for known in TOKEN_INPUTS), *BOUNDARY_KEYS, *_TOKEN_TYPES, "attention_mask", "labels"}
 
 
@@ -26,16 +29,20 @@ def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -
         `str`: Names and shapes; empty for text.
 
     Raises:
-        BatchError: If it holds images, and the class was not compared on images, or it holds sound.
+        BatchError: If it holds images, videos or sound, and the class was not compared on them.
     """
     name, held = kind.__name__, {key: value for key, value in batch.items() if _holds_values(value)}
     marked = {key: text_type if key == "token_type_ids" else 0 for key in _TOKEN_TYPES}
     others = [key for key in held if key not in _TEXT]
     others += [key for key in _TOKEN_TYPES if key in held and (held[key] != marked[key]).any()]
-    if others and (dealt_by(kind) is None or (any("video" in key for key in others) and not watches(kind))):
+    served = served_modalities(kind)
+    asked = {modality for key in others for modality in _modalities_of(key, held[key], marked.get(key))}
+    if not asked <= {*served}:
+        *first, last = "text", *served
+        known = f"{', '.join(first)} and {last} are" if first else "text is"
         raise BatchError(
-            f"The batch holds {', '.join(others)}. Of {name} {'text' if dealt_by(kind) is None else 'text and images'} "
-            "is served: more was not compared over several ranks. Give batches without the rest."
+            f"The batch holds {', '.join(others)}. Of {name} {known} served: "
+            "more was not compared over several ranks. Give batches without the rest."
         )
     if text_type and "token_type_ids" not in held:
         raise BatchError(
@@ -45,7 +52,15 @@ def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -
     return ", ".join(f"{key} {shape}" for key, shape in shapes.items())
 
 
-def pixels_of(batch: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+def _modalities_of(key: str, value: Any, text_type: int | None) -> set[str]:
+    """What an argument of a model that is no text belongs to, or the tokens of which it has the types."""
+    if text_type is not None:
+        return {_OF_TYPE.get(kind, "images") for kind in value.unique().tolist() if kind != text_type}
+    sounds = any(word in key for word in _SOUND) and "video" not in key
+    return {"sound" if sounds else "videos" if "video" in key else "images"}
+
+
+def values_besides_text(batch: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """The values of a batch that are no text, in containers too."""
     for key in sorted(batch):
         if key not in _TEXT:

@@ -65,6 +65,16 @@ _SEEING: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"), "patches"),
     }
 )
+# families of wrappers that were compared on sound. Ranks share it by "clips" of one row each, or not at all, where
+# clips are not encoded apart from each other
+_HEARING: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("AudioFlamingo3", "GlmAsr", "MossTranscribeDiarize", "MuseSpark"), "clips"),
+        **dict.fromkeys(("Qwen2_5OmniThinker", "Qwen3ASR", "Voxtral"), "clips"),
+        **dict.fromkeys(("Gemma3n", "Gemma4", "MusicFlamingo", "NemotronH_Omni_Reasoning_V3"), ""),
+        **dict.fromkeys(("Qwen3OmniMoeThinker", "VibeVoiceAsr"), ""),
+    }
+)
 CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})  # by the name of a class; all others are cut at the outside
 
 
@@ -82,15 +92,22 @@ def cut_point_of(model: nn.Module) -> CutPoint:
 _WATCHING = frozenset({"Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"})  # and on videos
 
 
-def watches(kind: type) -> bool:
-    """Whether a class of models is served with videos."""
-    return _family(kind) in _WATCHING
+def served_modalities(kind: type) -> list[str]:
+    """What a class of models is served with besides text: `"images"`, `"videos"`, `"sound"`."""
+    served = {"images": _SEEING, "videos": _WATCHING, "sound": _HEARING}
+    return [modality for modality, families in served.items() if _family(kind) in families]
 
 
-def dealt_by(kind: type) -> str | None:
+def images_dealt_by(kind: type) -> str | None:
     """How ranks share the images of a class of models: by `"patches"`, by `"images"`, or not at all (`""`); `None` if
     it is not served with images."""
     return _SEEING.get(_family(kind))
+
+
+def sound_dealt_by(kind: type) -> str | None:
+    """How ranks share the sound of a class of models: by `"clips"`, or not at all (`""`); `None` if it is not served
+    with sound."""
+    return _HEARING.get(_family(kind))
 
 
 def _family(kind: type) -> str:
@@ -100,9 +117,10 @@ def _family(kind: type) -> str:
 
 
 def modalities_of(config: PreTrainedConfig) -> list[str]:
-    """The names of the configs that a wrapper's config holds: of its language model, and of its towers for images and
-    sound; empty for the config of a language model alone."""
-    return sorted({"text_config", "vision_config", "audio_config"}.intersection(config.sub_configs))
+    """The names of the configs that a wrapper's config holds: of its language model, of its towers for images and
+    sound, and of a wrapper that thinks for one that speaks; empty for the config of a language model alone."""
+    parts = {"text_config", "vision_config", "audio_config", "thinker_config", "talker_config"}
+    return sorted(parts.intersection(config.sub_configs))
 
 
 def language_model_path(model: Any) -> str:

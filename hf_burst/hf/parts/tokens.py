@@ -16,7 +16,7 @@ from ...plan.recurrence import Way
 from ..attention import masks_with_blocks
 from ..batches.cutting import bound_arguments, cut_inputs, cut_masked_rows, cut_targets, layout_of
 from ..batches.documents import tokens_of
-from ..batches.modalities import SAME_IMAGES, check_modalities, pixels_of
+from ..batches.modalities import SAME_MODALITIES, check_modalities, values_besides_text
 from ..batches.sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard, sum_of_bits
 from ..context import CALL_KEY, ForwardCall, change_call
 from ..forward_pass import ForwardPass
@@ -195,13 +195,13 @@ class Tokens(Part):
         run.batch.layout = layout_of(run.batch.given, run.config, ranks, run.task, patterns, hybrid)
         if self.cut_point.path:
             held = check_modalities(run.batch.given, type(run.model), self.text_type)
-            run.agreement.add("images", held, SAME_IMAGES)
+            run.agreement.add("images and sound", held, SAME_MODALITIES)
         run.batch.inputs = run.batch.given | cut_targets(run.batch.given, run.batch.layout, run.group.rank, run.task)
         content = checksum(run.batch.given, run.batch.token_inputs) if run.group.size > 1 else None
         if content is not None:
             kinds = run.batch.given.get("mm_token_type_ids")
-            others = [*pixels_of(run.batch.given), *([] if kinds is None else [kinds])] if self.cut_point.path else []
-            for values in others:
+            others = [*values_besides_text(run.batch.given), *([] if kinds is None else [kinds])]
+            for values in others if self.cut_point.path else ():
                 content = content * 3 + sum_of_bits(values).to(content.device)
             run.agreement.add(CONTENT, content)
         self.positions = self.learned.make(run.batch.given)

@@ -1,7 +1,8 @@
-"""Towers of models that see, shared by the ranks: each encodes some of the images, and all get the features of all."""
+"""Towers for images and sound, shared by the ranks: each encodes a part, and all get the features of the whole."""
 
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,39 +16,58 @@ from ...ranks.collectives import all_gather
 from ...ranks.group import ContextGroup
 from ..context import current
 from ..forward_pass import ForwardPass
-from ..models.cut_point import dealt_by
+from ..models.cut_point import images_dealt_by, served_modalities, sound_dealt_by
 from .base import ForwardOverride, Part
 from .dropout import random_rates
 
 _PIXELS, _GRIDS, _SIZES = ("pixel_values", "pixel_values_videos"), ("image_grid_thw", "video_grid_thw"), "image_sizes"
+_SOUND = ("input_features", "input_values")
+# masks of sound, with a row for each clip
+_LENGTHS = ("input_features_mask", "feature_attention_mask", "input_values_mask", "padding_mask")
 
 
 class Towers(Part):
-    """Has each rank encode a share of the images and videos of a batch, dealt by their sizes."""
+    """Has each rank encode a share of the images and videos of a batch, dealt by their sizes, and of the sound."""
 
     def install(self, model: PreTrainedModel) -> None:
-        how = dealt_by(type(model))
-        if how is None:
-            return
-        owner = model.base_model
-        for name in ("get_image_features", "get_video_features"):
-            if hasattr(type(owner), name) and name not in vars(owner):  # one of the user's own stays
-                setattr(owner, name, _SharedEncoder(owner, name, how))
+        owner, images, sound = model.base_model, images_dealt_by(type(model)), sound_dealt_by(type(model))
+        shared = [(_SharedEncoder, "get_image_features", images), (_SharedEncoder, "get_video_features", images)]
+        for kind, name, how in (*shared, (_SharedClips, "get_audio_features", sound)):
+            own = name in vars(owner)  # of the user's
+            if how is not None and hasattr(type(owner), name) and not own:
+                setattr(owner, name, kind(owner, name, how))
+
+    def prepare(self, run: ForwardPass) -> None:
+        """Raises for noise that a model adds to sound, of which each rank would draw its own.
+
+        Raises:
+            BatchError: If it is not switched off.
+        """
+        config, given = run.model.config, run.batch.given
+        heard = run.group.size > 1 and any(given.get(key) is not None for key in _SOUND)
+        quiet = "sample" in inspect.signature(type(run.model).forward).parameters and given.get("sample") is False
+        noisy = [name for name in config.sub_configs if getattr(getattr(config, name, None), "vae_std", 0)]
+        if heard and noisy and not quiet:
+            raise BatchError(
+                f"{type(run.model).__name__} adds noise to sound, and each rank would add another one. Give batches "
+                f"sample=False, where the class takes it, or set config.{noisy[0]}.vae_std to 0."
+            )
 
     def begin(self, run: ForwardPass) -> None:
         """Under FSDP2 towers gather their weights over all groups, and each has to run as often.
 
         Raises:
-            BatchError: On all ranks, if one group has images, or videos, and another one has none.
+            BatchError: On all ranks, if one group has images, videos or sound, and another one has none.
         """
-        if dealt_by(type(run.model)) is None or not run.sharing:
+        if not served_modalities(type(run.model)) or not run.sharing:
             return
-        held = [float(run.batch.given.get(key) is not None) for key in _PIXELS]
+        held = [float(run.batch.given.get(key) is not None) for key in (*_PIXELS, *_SOUND)]
         most = run.largest([*held, *(-own for own in held)])
-        if most[:2] != [-least for least in most[2:]]:
+        if most[: len(held)] != [-least for least in most[len(held) :]]:
             raise BatchError(
-                "Some groups of ranks have images or videos in this step, and others have none. FSDP2 shards the "
-                "weights of towers over all groups, which would wait for each other. Give all groups both, or none."
+                "Some groups of ranks have images, videos or sound in this step, and others have none. FSDP2 shards "
+                "the weights of towers over all groups, which would wait for each other. Give all groups each of "
+                "them, or none."
             )
 
     def remove(self, model: PreTrainedModel) -> None:
@@ -70,7 +90,7 @@ def refuse_draws(owner: nn.Module) -> None:
     if rates:
         raise UnsupportedModelError(
             f"The tower of {type(owner).__name__} trains with {', '.join(sorted(rates))}, and every rank encodes the "
-            "images, each with other random numbers. Set it to 0 in the config of the tower, or tower.eval()."
+            "images and sound, each with other random numbers. Set it to 0 in the config of the tower, or tower.eval()."
         )
 
 
@@ -101,13 +121,21 @@ class _SharedEncoder(ForwardOverride):
             refuse_draws(self.module)
         if group is None or not costs:
             return method(self.module, *args, **kwargs)
-        shares = deal(costs, group.size)
+        shares = self._deal(costs, group.size)
         own = shares[group.rank]
-        # a rank without an image runs the smallest one, so that all ranks meet in the same messages of weights
+        # a rank without a share runs the smallest one, so that all ranks meet in the same messages of weights
         encoded = own or [min(range(len(costs)), key=costs.__getitem__)]
         output = method(self.module, **arguments | self._part(arguments, costs, encoded))
-        _put_together(output, shares, group)
+        self._put_together(output, shares, group)
         return output
+
+    def _deal(self, costs: Sequence[int], ranks: int) -> list[list[int]]:
+        """Which images, or clips, each rank encodes."""
+        return deal(costs, ranks)
+
+    def _put_together(self, output: Any, shares: Sequence[Sequence[int]], group: ContextGroup) -> None:
+        """Puts the features of all in the place of those that this rank encoded."""
+        _put_together(output, shares, group)
 
     def _costs(self, arguments: dict[str, Any]) -> list[int] | None:
         """The rows of pixels of each image, or the area that it has; `None` if it is not known what belongs to which.
@@ -145,6 +173,43 @@ class _SharedEncoder(ForwardOverride):
 
     def _given(self) -> tuple[Any, ...]:
         return self.module, self.name, self.how
+
+
+class _SharedClips(_SharedEncoder):
+    """`get_audio_features` of one module. Each rank encodes clips that follow one another, so that the features of the
+    ranks follow one another too: how many a clip has is not known.
+
+    Args:
+        module (`torch.nn.Module`): The module.
+        name (`str`): The method.
+        how (`str`): `"clips"` where sound has a row for each clip, and clips are encoded apart; else every rank
+            encodes all.
+    """
+
+    def _costs(self, arguments: dict[str, Any]) -> list[int] | None:
+        """One for each clip; `None` if ranks do not share them."""
+        sound, lengths = _first(arguments, _SOUND), "audio_feature_lengths"
+        ready = [name for name in arguments if name.startswith("audio_") and name != lengths]
+        known = self.how and isinstance(sound, Tensor) and all(arguments[name] is None for name in ready)
+        return [1] * len(sound) if known else None
+
+    def _deal(self, costs: Sequence[int], ranks: int) -> list[list[int]]:
+        bounds = [len(costs) * rank // ranks for rank in range(ranks + 1)]
+        return [list(range(first, end)) for first, end in pairwise(bounds)]
+
+    def _part(self, arguments: dict[str, Any], costs: Sequence[int], chosen: Sequence[int]) -> dict[str, Any]:
+        rows = slice(chosen[0], chosen[-1] + 1)
+        held = {name: arguments.get(name) for name in (*_SOUND, *_LENGTHS)}
+        return {name: value[rows] for name, value in held.items() if value is not None}
+
+    def _put_together(self, output: Any, shares: Sequence[Sequence[int]], group: ContextGroup) -> None:
+        encoded: Tensor = output.last_hidden_state if output.get("pooler_output") is None else output.pooler_output
+        totals = torch.zeros(group.size, dtype=torch.long, device=encoded.device)
+        totals[group.rank] = len(encoded) if shares[group.rank] else 0
+        dist.all_reduce(totals, group=group.process_group)
+        whole = torch.cat(_gather_rows(encoded, totals.tolist(), group))
+        for name in [name for name, value in output.items() if value is encoded]:  # wrappers read either name
+            output[name] = whole
 
 
 def _named(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -191,11 +256,9 @@ def _put_together(output: Any, shares: Sequence[Sequence[int]], group: ContextGr
     dist.all_reduce(sizes, group=group.process_group)
     lengths: list[int] = sizes.tolist()
     totals = [sum(lengths[place] for place in share) for share in shares]
-    mine = torch.cat(rows, dim=-1)[: totals[group.rank]]  # nothing of one that was run for the weights' sake
-    padded = functional.pad(mine, (0, 0, 0, max(totals) - len(mine)))
     found: dict[int, Tensor] = {}
-    for rank, (gathered, share) in enumerate(zip(all_gather(padded, group), shares, strict=True)):
-        pieces = gathered[: totals[rank]].split([lengths[place] for place in share])
+    for gathered, share in zip(_gather_rows(torch.cat(rows, dim=-1), totals, group), shares, strict=True):
+        pieces = gathered.split([lengths[place] for place in share])
         found |= dict(zip(share, pieces, strict=True))
     whole: list[Sequence[Tensor]] = [
         found[place].split([row.shape[-1] for row in rows], dim=-1) for place in range(count)
@@ -204,3 +267,10 @@ def _put_together(output: Any, shares: Sequence[Sequence[int]], group: ContextGr
     output.pooler_output = torch.stack(by_layer[0]) if stacked else by_layer[0]
     if deep:
         output.deepstack_features = [torch.cat(layer) if flat else layer for layer in by_layer[1:]]
+
+
+def _gather_rows(encoded: Tensor, totals: Sequence[int], group: ContextGroup) -> list[Tensor]:
+    """The rows of features that each rank has, so many as `totals` say. Gradients of all ranks are summed."""
+    mine = encoded[: totals[group.rank]]  # nothing of what was run for the weights' sake
+    padded = functional.pad(mine, (0, 0, 0, max(totals) - len(mine)))
+    return [rows[:total] for rows, total in zip(all_gather(padded, group), totals, strict=True)]
