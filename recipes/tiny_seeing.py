@@ -70,6 +70,29 @@ _GLM_EXPERTS = {
     **{"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
 }
+_PLAIN_TOWER = {name: _TOWER[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+_SAM = {
+    **{**_TOWER, "image_size": 64, "patch_size": 16, "output_channels": 8, "window_size": 2},
+    **{"global_attn_indexes": [1], "mlp_dim": 24, "mlp_ratio": 1.5},
+}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}
+_MUSE = {
+    **{"head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "layer_rope_theta": [1e4, 0],
+}
+_MUSE_TOWER = {
+    **{**_PLAIN_TOWER, "patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8, "max_position_embeddings": 64},
+    "layer_types": ["window_attention", "full_attention"],
+}
+_MUSE_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "out_hidden_size": 64, "projector_hidden_size": 16}
+_SOUND = {
+    **{"num_mel_bins": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "d_model": 16},
+    "max_source_positions": 16,
+}
+_OMNI_IDS = {
+    **{f"{kind}_{name}": number for kind, number in (("image", IMAGE), ("video", VIDEO), ("audio", 59)) for name in ("token_id", "token_index")},
+    **{"vision_start_token_id": START, "audio_start_token_id": 58, "user_token_id": 57},
+}
 _CONFIGS: dict[str, dict[str, Any]] = {
     "Aria": {
         "text_config": {**_TEXT, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
@@ -158,8 +181,11 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "Llava": {"text_config": _LLAMA, "vision_config": _CLIP, "image_seq_length": 4},
     "LlavaNext": {"text_config": _LLAMA, "vision_config": _CLIP, **_TILES},
-    "LlavaNextVideo": {"text_config": _LLAMA, "vision_config": _CLIP, **_TILES},
-    "LlavaOnevision": {"text_config": _QWEN2, "vision_config": _SIGLIP, **_TILES, "vision_feature_layer": -1},
+    "LlavaNextVideo": {"text_config": _LLAMA, "vision_config": _CLIP, "video_token_index": VIDEO, **_TILES},
+    "LlavaOnevision": {
+        **{"text_config": _QWEN2, "vision_config": _SIGLIP, **_TILES, "vision_feature_layer": -1},
+        "video_token_index": VIDEO,
+    },
     "Llama4": {
         "text_config": {
             **{**_TEXT, "head_dim": 8, "intermediate_size_mlp": 48, "attention_chunk_size": 512},
@@ -206,6 +232,177 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         **_IDS,
     },
     "SmolVLM": {"text_config": _LLAMA, "vision_config": _TOWER, "scale_factor": 2},
+    "CohereCompass": {
+        "text_config": {
+            **{**_TEXT, "head_dim": 8, "logit_scale": 1.0, "sliding_window": 16},
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {"full_attention": None, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+        },
+        "vision_config": _DEEP,
+        **_IDS,
+    },
+    "Cosmos3Edge": {
+        "text_config": {**_TEXT, "head_dim": 8, "rope_parameters": _mrope(1, 1, 2)},
+        "vision_config": {**_PLAIN_TOWER, "patch_size": 4, "num_patches": 16, "spatial_merge_size": 2},
+        **{"projector_hidden_size": 32, **_IDS},
+    },
+    "Cosmos3Omni": {
+        "text_config": {"model_type": "qwen3_vl_text", **_TEXT, **_QWEN3_VL},
+        "vision_config": {"model_type": "qwen3_vl_vision", **_DEEP},
+        **_IDS,
+    },
+    "DeepseekOcr2": {
+        "text_config": {
+            **{**_TEXT, "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        "vision_config": {
+            "sam_config": {**_SAM, "downsample_channels": [12, 16]},
+            "encoder_config": {**_TEXT, "hidden_size": 16},
+        },
+    },
+    "DeepseekVLHybrid": {
+        "text_config": _LLAMA,
+        "vision_config": {**_SIGLIP, "image_size": 32},
+        "high_res_vision_config": {"model_type": "sam_vision_model", **_SAM},
+    },
+    "Exaone4_5_": {
+        "text_config": {
+            **{"model_type": "exaone4", **_TEXT, "sliding_window": 16, "sliding_window_pattern": 2},
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": {**_PATCHES, "window_size": 16, "fullatt_block_indexes": [1], "num_key_value_heads": 1},
+        **{"image_token_id": IMAGE, "video_token_id": VIDEO},
+    },
+    "FuyuForCausalLM": {"text_config": {"model_type": "persimmon", **_TEXT}, "patch_size": 4, "image_size": 16},
+    "Granite4Vision": {
+        "text_config": {**_TEXT, "num_hidden_layers": 6},
+        "vision_config": {**_CLIP, "hidden_size": 64, "image_size": 32},
+        "qformer_config": {
+            **{"model_type": "blip_2_qformer", "hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 1},
+            **{"encoder_hidden_size": 64, "vocab_size": 8},
+            **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+        },
+        **{"deepstack_layer_map": [[0, 1], [1, 2]], "spatial_target_layers": [0, 3, 4, 5], "downsample_rate": "1/2"},
+        **{"projector_dropout": 0.0, "image_grid_pinpoints": [[32, 32], [32, 64]]},
+    },
+    "GraniteDocling": {
+        "text_config": {**_TEXT, "embedding_multiplier": 2.0},
+        "vision_config": {**_TOWER, "out_hidden_size": 32, "scale_factor": 2, "deepstack_visual_indexes": [0, 1]},
+    },
+    "HunYuanVL": {
+        "text_config": {**_TEXT, "head_dim": 8, "rope_parameters": _mrope(1, 1, 1, 1), "eod_token_id": None},
+        "vision_config": {
+            **{**_PLAIN_TOWER, "num_key_value_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "out_hidden_size": 32},
+            **{"max_image_size": 32, "text_hidden_size": 32, "img_max_token_num": 64, "max_vit_seq_len": 64},
+        },
+    },
+    "HyperCLOVAXVisionV2": {
+        "text_config": {"model_type": "hyperclovax", **_TEXT, "head_dim": 8},
+        "vision_config": {
+            **{"model_type": "qwen2_5_vl_vision", **_PATCHES, "window_size": 16, "fullatt_block_indexes": [1]},
+        },
+        **{"image_token_id": IMAGE, "video_token_id": VIDEO},
+    },
+    "Kimi_K25": {
+        "text_config": {
+            **{"model_type": "deepseek_v3", **_TEXT, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 1},
+            **{"topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+            **{"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+        },
+        "vision_config": {**_PLAIN_TOWER, "patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8},
+        **{"projection_hidden_size": 16, **_IDS},
+    },
+    "Lfm3Vl": {
+        "text_config": {
+            **{"model_type": "lfm3", **_TEXT, "head_dim": 8, "sliding_window": 16, "num_hidden_layers": 3},
+            "layer_types": ["conv", "full_attention", "sliding_attention"],
+        },
+        "vision_config": {
+            **{**_PLAIN_TOWER, "num_key_value_heads": 1, "patch_size": 4, "spatial_merge_size": 2},
+            "layer_types": ["conv", "full_attention"],
+        },
+        **{"projector_hidden_size": 32, **_IDS},
+    },
+    **{
+        family: {
+            "text_config": {"model_type": "qwen3_5_text", **_TEXT, **_QWEN3_5, **rope},
+            "vision_config": {**_TOWER, "num_hidden_layers": 3, "patch_size": 4, "insert_layer_id": 1},
+            **{"insert_layer_id": 1, "image_token_id": IMAGE, "video_token_id": VIDEO, "patch_size": 4},
+            **({"image_start_id": START, "image_end_id": 63} if family.endswith("7") else {}),
+        }
+        for family, rope in (("MiniCPMOcr", _ROPE), ("MiniCPMV4_6", _ROPE), ("MiniCPMV4_7", {}))
+    },
+    "MuseGlimmer": {"text_config": {**_TEXT, **_MUSE}, "vision_config": _MUSE_TOWER, **_MUSE_IDS},
+    "MuseSpark": {
+        "text_config": {
+            **{**_TEXT, **_MUSE, "moe_intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+            **{"moe_hidden_size": 16, "mlp_layer_types": ["sparse", "sparse"]},
+        },
+        "vision_config": _MUSE_TOWER,
+        "audio_config": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "out_hidden_size": 32},
+        **{**_MUSE_IDS, "audio_token_id": 59},
+    },
+    "NemotronH_Omni_Reasoning_V3": {
+        "text_config": {
+            **{"model_type": "nemotron_h", **_TEXT, "layers_block_type": ["linear_attention", "moe", "full_attention"]},
+            **{"ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 8},
+            **{"n_routed_experts": 4, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16},
+            **{"head_dim": 8, "pad_token_id": 0},
+        },
+        "vision_config": {
+            **{"model_type": "radio", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"patch_size": 4, "image_size": 16, "max_img_size": 32, "patch_dim": 48, "video_patch_dim": 96},
+            "video_temporal_patch_size": 2,
+        },
+        **{"projector_hidden_size": 16, "vision_hidden_size": 16, "video_token_id": VIDEO, "audio_token_id": 59},
+    },
+    "Ovis2": {
+        "text_config": _QWEN2,
+        "vision_config": {**_TOWER, "vocab_size": 24, "num_visual_indicator_tokens": 2},
+        **{"visual_indicator_token_ids": [START, 63], "vocab_size": 64, "hidden_size": 32},
+    },
+    "Qwen2_5OmniThinker": {
+        "text_config": {**_TEXT, "rope_parameters": _mrope(1, 1, 2)},
+        "vision_config": {**_PATCHES, "window_size": 16, "fullatt_block_indexes": [1]},
+        "audio_config": {**_SOUND, "n_window": 4, "output_dim": 32},
+        **_OMNI_IDS,
+    },
+    "Qwen3OmniMoeThinker": {
+        "text_config": {**_TEXT, **_QWEN3_VL, **_EXPERTS},
+        "vision_config": _DEEP,
+        "audio_config": {**_SOUND, "n_window": 4, "output_dim": 32, "downsample_hidden_size": 8},
+        **_OMNI_IDS,
+    },
+    "Step3p7": {
+        "text_config": {
+            **{**_TEXT, "head_dim": 8, "num_sliding_attention_heads": 4, "num_experts_per_tok": 2, "n_routed_experts": 4},
+            **{"moe_intermediate_size": 16, "share_expert_dim": 16, "mlp_layer_types": ["dense", "sparse"]},
+            **{"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16, "pad_token_id": 0},
+        },
+        "vision_config": {**_TOWER, "patch_size": 2, "max_position_embeddings": 64, "mlp_ratio": 1.5},
+    },
+    "UnlimitedOcr": {
+        "text_config": {
+            **{**_TEXT, "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            **{"mlp_layer_types": ["dense", "sparse"], "layer_types": ["reference_sliding_attention"] * 2},
+            **{"num_key_value_heads": 4, "sliding_window": 16},
+        },
+        "vision_config": {
+            "sam_config": {**_SAM, "downsample_channels": [12, 16]},
+            "encoder_config": {**_TOWER, "image_size": 16, "patch_size": 8},
+        },
+    },
+    "VideoLlama3": {
+        "text_config": _QWEN2,
+        "vision_config": {**_PLAIN_TOWER, "patch_size": 4},
+        **{"image_token_id": IMAGE, "video_token_id": VIDEO},
+    },
+    "VideoLlava": {
+        "text_config": _LLAMA,
+        "vision_config": _CLIP,
+        **{"image_token_index": IMAGE, "video_token_index": VIDEO, "image_seq_length": 4, "video_seq_length": 15},
+    },
     "VipLlava": {"text_config": _LLAMA, "vision_config": _CLIP, "vision_feature_layers": [-1, -2]},
 }
 FAMILIES = tuple(_CONFIGS)
