@@ -22,7 +22,7 @@ WORDS = 56  # token ids of text are smaller
 KINDS = ("text", "one image", "images", "with and without", "packed", "video")
 _GRIDS = ((1, 4, 4), (1, 4, 6), (1, 6, 4))  # of images, in patches
 _FILMS = ((3, 4, 4), (1, 4, 6))  # of videos
-_SIDES = ((16, 32), (32, 16))  # of images, in pixels
+_SIDES = ((16, 32), (32, 32))  # of images, in pixels
 
 
 def _draw(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -42,17 +42,17 @@ def _patches(*patch: int) -> Show:
 
 
 def _films(*patch: int, apart: bool = False, times: int = 1, **each: Any) -> Show:
-    """Videos in rows of patches, whose frames are `apart` in the text, or so many become one; `each` is what the model is
+    """Videos in rows of patches, whose frames are `apart` in the text, or merged by `times`; `each` is what a model is
     given besides of every one."""
 
     def show(numbers: Sequence[int]) -> Shown:
         grids = [(_FILMS[number][0] * times, *_FILMS[number][1:]) for number in numbers]
         pixels = [_draw(prod(grid), *patch, seed=5 + number) for number, grid in zip(numbers, grids, strict=True)]
-        tokens = [
-            count for frames, high, wide in grids for count in ([high * wide // 4] * frames if apart else [frames * high * wide // 4 // times])
-        ]
+        whole = [prod(grid) // 4 // times for grid in grids]
+        frames = [high * wide // 4 for count, high, wide in grids for _ in range(count)]
         more = {name: torch.tensor([value] * len(numbers)) for name, value in each.items()}
-        return tokens, {"pixel_values_videos": torch.cat(pixels), "video_grid_thw": torch.tensor(grids), **more}
+        inputs = {"pixel_values_videos": torch.cat(pixels), "video_grid_thw": torch.tensor(grids)}
+        return frames if apart else whole, inputs | more
 
     return show
 
@@ -72,22 +72,17 @@ def _images(tokens: int, *shape: int, dim: int = 0, **each: Any) -> Show:
 
     def show(numbers: Sequence[int]) -> Shown:
         pixels = torch.stack([_draw(*shape, seed=1 + number) for number in numbers], dim)
-        return [tokens] * len(numbers), {
-            "pixel_values": pixels,
-            **{name: torch.tensor([value] * len(numbers)) for name, value in each.items()},
-        }
+        more = {name: torch.tensor([value] * len(numbers)) for name, value in each.items()}
+        return [tokens] * len(numbers), {"pixel_values": pixels, **more}
 
     return show
 
 
-def _sized(tokens: int, sizes: Sequence[tuple[int, int]], *shape: int) -> Show:
-    """Images of the same number of tokens and other sizes."""
-
-    def show(numbers: Sequence[int]) -> Shown:
-        counts, inputs = _images(tokens, *shape)(numbers)
-        return counts, {**inputs, "image_sizes": torch.tensor([sizes[number] for number in numbers])}
-
-    return show
+def _sized(numbers: Sequence[int]) -> Shown:
+    """Images with room for larger ones; 16 x 16 pixels become a token."""
+    sizes = [_SIDES[number] for number in numbers]
+    inputs = _images(0, 3, 32, 32)(numbers)[1]
+    return [high * wide // 256 for high, wide in sizes], {**inputs, "image_sizes": torch.tensor(sizes)}
 
 
 def _tiled(numbers: Sequence[int]) -> Shown:
@@ -134,7 +129,8 @@ def _local(tokens: int, whole: int, side: int, local: int) -> Show:
         parts = [(0, 2)[number] for number in numbers]
         if any(parts):
             inputs["pixel_values_local"] = _draw(sum(parts), 3, side, side, seed=9)
-        return [own + local * part for own, part in zip(counts, parts, strict=True)], {**inputs, "num_local_patches": parts}
+        counts = [own + local * part for own, part in zip(counts, parts, strict=True)]
+        return counts, {**inputs, "num_local_patches": parts}
 
     return show
 
@@ -148,7 +144,8 @@ def _films_in_one_row(numbers: Sequence[int], merge: int = 16) -> Shown:
 def _gridded(numbers: Sequence[int]) -> Shown:
     """Parts of which it is known where they lie."""
     tokens, inputs = _local(3, 64, 64, 1)(numbers)
-    return [own + (own > 3) for own in tokens], {**inputs, "patches_grid": [[(0, 0), (2, 1)][number] for number in numbers]}
+    places = [((0, 0), (2, 1))[number] for number in numbers]
+    return [own + rows for own, (_, rows) in zip(tokens, places, strict=True)], {**inputs, "patches_grid": places}
 
 
 def _documented(numbers: Sequence[int]) -> Shown:
@@ -158,9 +155,10 @@ def _documented(numbers: Sequence[int]) -> Shown:
 
 
 def _wide(numbers: Sequence[int]) -> Shown:
-    """As tiled images, of tiles that take other numbers of tokens."""
+    """As tiled images, of tiles that are twice as high and wide."""
     tokens, inputs = _tiled(numbers)
-    return tokens, {**inputs, "pixel_values": inputs["pixel_values"].repeat_interleave(2, -1).repeat_interleave(2, -2), "image_sizes": inputs["image_sizes"] * 2}
+    pixels = inputs["pixel_values"].repeat_interleave(2, -1).repeat_interleave(2, -2)
+    return tokens, {"pixel_values": pixels, "image_sizes": inputs["image_sizes"] * 2}
 
 
 def _both(numbers: Sequence[int]) -> Shown:
@@ -173,41 +171,29 @@ _QWEN = _patches(96)
 _PLAIN = _images(4, 3, 16, 16)
 _SHOW: dict[str, Show] = {
     "Aria": _images(2, 3, 16, 16),
-    "AyaVision": _images(1, 3, 16, 16),
-    "Cohere2Vision": _images(1, 3, 16, 16),
-    "DeepseekVL": _PLAIN,
-    "Ernie4_5_VLMoe": _patches(48),
-    "GotOcr2": _images(1, 3, 64, 64),
-    "Idefics2": _images(4, 1, 3, 16, 16, dim=1),
-    "Idefics3": _images(1, 1, 3, 16, 16, dim=1),
-    "InternVL": _PLAIN,
-    "Janus": _PLAIN,
-    "Lfm2Vl": _images(4, 16, 192, pixel_attention_mask=[1] * 16, spatial_shapes=[4, 4]),
-    "LightOnOcr": _sized(2, _SIDES, 3, 32, 32),
-    "Llama4": _PLAIN,
-    "Llava": _PLAIN,
-    **dict.fromkeys(("LlavaNext", "LlavaNextVideo", "LlavaOnevision"), _tiled),
-    "Mistral3": _sized(2, _SIDES, 3, 32, 32),
-    "PaddleOCRVL": _patches(3, 4, 4),
-    "QianfanOCR": _PLAIN,
-    "SmolVLM": _images(1, 1, 3, 16, 16, dim=1),
-    "VipLlava": _PLAIN,
-    "VideoLlama3": _merged,
-    "HunYuanVL": _with_lines,
-    "NemotronH_Omni_Reasoning_V3": _by_height,
-    "Kimi_K25": _patches(3, 4, 4),
-    "Cosmos3Edge": _patches(48),
-    "DeepseekVLHybrid": _both,
+    **dict.fromkeys(("AyaVision", "Cohere2Vision"), _images(1, 3, 16, 16)),
+    **dict.fromkeys(("Cosmos3Edge", "Ernie4_5_VLMoe"), _patches(48)),
     "DeepseekOcr2": _local(145, 64, 64, 144),
+    "DeepseekVLHybrid": _both,
+    "FuyuForCausalLM": _images(16, 16, 48),
+    "GotOcr2": _images(1, 3, 64, 64),
+    "Granite4Vision": _wide,
+    "GraniteDocling": _documented,
+    "HunYuanVL": _with_lines,
+    "Idefics2": _images(4, 1, 3, 16, 16, dim=1),
+    **dict.fromkeys(("Idefics3", "SmolVLM"), _images(1, 1, 3, 16, 16, dim=1)),
+    **dict.fromkeys(("DeepseekVL", "InternVL", "Janus", "Llama4", "Llava", "Ovis2", "QianfanOCR"), _PLAIN),
+    **dict.fromkeys(("Kimi_K25", "PaddleOCRVL"), _patches(3, 4, 4)),
+    "Lfm2Vl": _images(4, 16, 192, pixel_attention_mask=[1] * 16, spatial_shapes=[4, 4]),
+    **dict.fromkeys(("LightOnOcr", "Mistral3"), _sized),
+    **dict.fromkeys(("LlavaNext", "LlavaNextVideo", "LlavaOnevision"), _tiled),
+    "MiniCPMOcr": partial(_in_one_row, merge=4),
+    **dict.fromkeys(("MiniCPMV4_6", "MiniCPMV4_7"), _in_one_row),
+    "NemotronH_Omni_Reasoning_V3": _by_height,
     "Step3p7": _local(4, 16, 16, 4),
     "UnlimitedOcr": _gridded,
-    "Ovis2": _images(4, 3, 16, 16),
-    "VideoLlava": _images(4, 3, 16, 16),
-    "FuyuForCausalLM": _images(16, 16, 48),
-    "MiniCPMOcr": partial(_in_one_row, merge=4),
-    "Granite4Vision": _wide,
-    **dict.fromkeys(("MiniCPMV4_6", "MiniCPMV4_7"), _in_one_row),
-    "GraniteDocling": _documented,
+    "VideoLlama3": _merged,
+    **dict.fromkeys(("VideoLlava", "VipLlava"), _PLAIN),
 }
 # text stands between the frames of a video
 _APART = ("CohereCompass", "Cosmos3Omni", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
@@ -230,13 +216,14 @@ WITH_VIDEO = tuple(_WATCH)
 
 
 def seeing_batch(family: str, kind: str = "images", length: int = 53) -> Batch:
-    """A batch of one of `KINDS`; of `"with and without"` the second row has no image, and with a video comes an image."""
+    """A batch of one of `KINDS`. Of `"with and without"` the second row has no image; an image comes before videos."""
     images, films = {"text": [], "one image": [0], "video": [0]}.get(kind, [0, 1]), [0, 1] if kind == "video" else []
     batch = _row(family, [] if films and family in _GLM else images, films, length)
     length = batch["input_ids"].shape[1]
     if kind == "packed":
         bounds = torch.tensor([0, *_cuts(family), length], dtype=torch.int32)
         batch |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds)
+        batch["labels"][:, list(_cuts(family))] = -100
     elif kind == "with and without":
         rows = _row(family, [], [], length, seed=1)
         batch |= {key: torch.cat([batch[key], rows[key]]) for key in rows}

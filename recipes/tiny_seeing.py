@@ -70,7 +70,9 @@ _GLM_EXPERTS = {
     **{"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
 }
-_PLAIN_TOWER = {name: _TOWER[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+_PLAIN_TOWER = {
+    name: _TOWER[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+}
 _SAM = {
     **{**_TOWER, "image_size": 64, "patch_size": 16, "output_channels": 8, "window_size": 2},
     **{"global_attn_indexes": [1], "mlp_dim": 24, "mlp_ratio": 1.5},
@@ -90,7 +92,11 @@ _SOUND = {
     "max_source_positions": 16,
 }
 _OMNI_IDS = {
-    **{f"{kind}_{name}": number for kind, number in (("image", IMAGE), ("video", VIDEO), ("audio", 59)) for name in ("token_id", "token_index")},
+    **{
+        f"{kind}_{name}": number
+        for kind, number in (("image", IMAGE), ("video", VIDEO), ("audio", 59))
+        for name in ("token_id", "token_index")
+    },
     **{"vision_start_token_id": START, "audio_start_token_id": 58, "user_token_id": 57},
 }
 _CONFIGS: dict[str, dict[str, Any]] = {
@@ -236,7 +242,10 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": {
             **{**_TEXT, "head_dim": 8, "logit_scale": 1.0, "sliding_window": 16},
             "layer_types": ["sliding_attention", "full_attention"],
-            "rope_parameters": {"full_attention": None, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+            "rope_parameters": {
+                "full_attention": None,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
         },
         "vision_config": _DEEP,
         **_IDS,
@@ -293,7 +302,13 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "HunYuanVL": {
         "text_config": {**_TEXT, "head_dim": 8, "rope_parameters": _mrope(1, 1, 1, 1), "eod_token_id": None},
         "vision_config": {
-            **{**_PLAIN_TOWER, "num_key_value_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "out_hidden_size": 32},
+            **{
+                **_PLAIN_TOWER,
+                "num_key_value_heads": 2,
+                "patch_size": 4,
+                "spatial_merge_size": 2,
+                "out_hidden_size": 32,
+            },
             **{"max_image_size": 32, "text_hidden_size": 32, "img_max_token_num": 64, "max_vit_seq_len": 64},
         },
     },
@@ -376,7 +391,13 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "Step3p7": {
         "text_config": {
-            **{**_TEXT, "head_dim": 8, "num_sliding_attention_heads": 4, "num_experts_per_tok": 2, "n_routed_experts": 4},
+            **{
+                **_TEXT,
+                "head_dim": 8,
+                "num_sliding_attention_heads": 4,
+                "num_experts_per_tok": 2,
+                "n_routed_experts": 4,
+            },
             **{"moe_intermediate_size": 16, "share_expert_dim": 16, "mlp_layer_types": ["dense", "sparse"]},
             **{"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16, "pad_token_id": 0},
         },
@@ -406,6 +427,11 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "VipLlava": {"text_config": _LLAMA, "vision_config": _CLIP, "vision_feature_layers": [-1, -2]},
 }
 FAMILIES = tuple(_CONFIGS)
+
+
+def family_of(name: str) -> str:
+    """The family of a class."""
+    return name.removesuffix("ForConditionalGeneration")
 
 
 def seeing_class(family: str) -> Any:

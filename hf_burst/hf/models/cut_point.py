@@ -25,7 +25,7 @@ TOKEN_INPUTS = (
     TokenInput("position_ids", dim=-1),  # (batch, tokens), or (3 or 4, batch, tokens) of rotary positions of images
     TokenInput("token_type_ids"),
 )
-# what wrappers hand to their language models besides: of Gemma 3n and 4, of Qwen3-VL and its kin, of Granite 4 Vision, of
+# what wrappers hand to their language models besides: Gemma 3n and 4, Qwen3-VL and its kin, Granite 4 Vision, and
 # Ernie 4.5 VL
 _OF_WRAPPERS = (
     TokenInput("per_layer_inputs"),
@@ -62,10 +62,12 @@ class CutPoint:
 # "patches", which grids count, or by "images" of one row each, or not at all
 _SEEING: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("Aria", "DeepseekOcr2", "FuyuForCausalLM", "Granite4Vision", "GraniteDocling", "Idefics2"), ""),
+        **dict.fromkeys(
+            ("Aria", "DeepseekOcr2", "FuyuForCausalLM", "Granite4Vision", "GraniteDocling", "Idefics2"), ""
+        ),
         **dict.fromkeys(("Idefics3", "Janus", "Lfm2Vl", "LightOnOcr", "Llama4", "LlavaNext", "LlavaNextVideo"), ""),
         **dict.fromkeys(("LlavaOnevision", "MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7", "SmolVLM", "Step3p7"), ""),
-        **dict.fromkeys(("UnlimitedOcr",), ""),
+        "UnlimitedOcr": "",
         **dict.fromkeys(("AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "GotOcr2"), "images"),
         **dict.fromkeys(("InternVL", "Llava", "Mistral3", "Ovis2", "QianfanOCR", "VideoLlava", "VipLlava"), "images"),
         **dict.fromkeys(("CohereCompass", "Cosmos3Edge", "Cosmos3Omni", "Ernie4_5_VLMoe", "Exaone4_5_"), "patches"),
@@ -89,7 +91,14 @@ def cut_point_of(model: nn.Module) -> CutPoint:
     return cut_point
 
 
-_WATCHING = frozenset({"Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"})  # and on videos
+_WATCHING = frozenset(  # and on videos
+    {
+        *("CohereCompass", "Cosmos3Edge", "Cosmos3Omni", "Ernie4_5_VLMoe", "Exaone4_5_", "Glm46V", "Glm4v", "Glm4vMoe"),
+        *("GlmOcr", "HyperCLOVAXVisionV2", "Lfm3Vl", "LlavaNextVideo", "LlavaOnevision", "MiniCPMOcr", "MiniCPMV4_6"),
+        *("MiniCPMV4_7", "MuseGlimmer", "MuseSpark", "Qwen2VL", "Qwen2_5OmniThinker", "Qwen2_5_VL", "Qwen3VL"),
+        *("Qwen3OmniMoeThinker", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "VideoLlama3", "VideoLlava"),
+    }
+)
 
 
 def watches(kind: type) -> bool:
