@@ -14,10 +14,10 @@ from hf_burst.errors import BurstError
 from hf_burst.hf.models.verdicts import Verdict
 from hf_burst.hf.patch import patch_under_check
 from hf_burst.layers.loss import IGNORE_INDEX
-from recipes.tiny_models import class_names, tiny_model
+from recipes.tiny_models import tiny_model
 from recipes.tiny_pictures import KINDS, WITH_VIDEO, Batch, documents, seeing_batch
 from recipes.tiny_seeing import FAMILIES, family_of, seeing_model
-from recipes.tiny_wrappers import tiny_wrapper
+from recipes.tiny_wrappers import tiny_wrapper, wrapper_names
 
 _FILMS = "pixel_values_videos"
 
@@ -36,7 +36,7 @@ def compare_images(name: str) -> Verdict:
 
 def _refused(name: str) -> Verdict:
     """Of a class that takes text alone, or nothing."""
-    make = partial(tiny_model if name in class_names() else tiny_wrapper, name)
+    make = partial(tiny_wrapper if name in wrapper_names() else tiny_model, name)
     verdict = compare(make)
     if verdict.result != "exact":
         return Verdict(verdict.result, note=verdict.note)

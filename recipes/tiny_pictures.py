@@ -175,6 +175,7 @@ _SHOW: dict[str, Show] = {
     **dict.fromkeys(("Cosmos3Edge", "Ernie4_5_VLMoe"), _patches(48)),
     "DeepseekOcr2": _local(145, 64, 64, 144),
     "DeepseekVLHybrid": _both,
+    "Emu3": _images(6, 3, 4, 4, image_sizes=[4, 4]),
     "FuyuForCausalLM": _images(16, 16, 48),
     "GotOcr2": _images(1, 3, 64, 64),
     "Granite4Vision": _wide,

@@ -275,6 +275,17 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**_SIGLIP, "image_size": 32},
         "high_res_vision_config": {"model_type": "sam_vision_model", **_SAM},
     },
+    "Emu3": {
+        "text_config": {**_TEXT, **{f"{kind}_token_id": 0 for kind in ("pad", "bos", "eos")}, "attention_dropout": 0.0},
+        "vq_config": {
+            **{"base_channels": 32, "hidden_size": 32, "codebook_size": 4, "num_res_blocks": 1},
+            **{"channel_multiplier": [1, 1], "attn_resolutions": [], "temporal_downsample_factor": 2},
+        },
+        "vocabulary_map": {
+            **{"<image>": IMAGE, "<|extra_200|>": 59},
+            **{f"<|visual token {number:06}|>": 40 + number for number in range(4)},
+        },
+    },
     "Exaone4_5_": {
         "text_config": {
             **{"model_type": "exaone4", **_TEXT, "sliding_window": 16, "sliding_window_pattern": 2},

@@ -62,12 +62,10 @@ class CutPoint:
 # "patches", which grids count, or by "images" of one row each, or not at all
 _SEEING: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(
-            ("Aria", "DeepseekOcr2", "FuyuForCausalLM", "Granite4Vision", "GraniteDocling", "Idefics2"), ""
-        ),
-        **dict.fromkeys(("Idefics3", "Janus", "Lfm2Vl", "LightOnOcr", "Llama4", "LlavaNext", "LlavaNextVideo"), ""),
-        **dict.fromkeys(("LlavaOnevision", "MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7", "SmolVLM", "Step3p7"), ""),
-        "UnlimitedOcr": "",
+        **dict.fromkeys(("Aria", "DeepseekOcr2", "Emu3", "FuyuForCausalLM", "Granite4Vision", "GraniteDocling"), ""),
+        **dict.fromkeys(("Idefics2", "Idefics3", "Janus", "Lfm2Vl", "LightOnOcr", "Llama4", "LlavaNext"), ""),
+        **dict.fromkeys(("LlavaNextVideo", "LlavaOnevision", "MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7"), ""),
+        **dict.fromkeys(("SmolVLM", "Step3p7", "UnlimitedOcr"), ""),
         **dict.fromkeys(("AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "GotOcr2"), "images"),
         **dict.fromkeys(("InternVL", "Llava", "Mistral3", "Ovis2", "QianfanOCR", "VideoLlava", "VipLlava"), "images"),
         **dict.fromkeys(("CohereCompass", "Cosmos3Edge", "Cosmos3Omni", "Ernie4_5_VLMoe", "Exaone4_5_"), "patches"),
