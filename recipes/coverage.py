@@ -5,16 +5,18 @@ one process.
     python recipes/coverage.py --classes LlamaForCausalLM  # some of them
     python recipes/coverage.py --write                     # and writes the table, and the list of served classes
     python recipes/coverage.py --wrappers --write          # the same for models of images and sound, on text
+    python recipes/coverage.py --images --write            # and on images and videos
 
 A class is compared as by `hf-burst check`, which says what is compared (`hf_burst/check/compare.py`), on a config that
-switches on what the class can do (`recipes/tiny_models.py`, `recipes/tiny_wrappers.py`).
+switches on what the class can do (`recipes/tiny_models.py`, `recipes/tiny_wrappers.py`). Images are those of
+`recipes/tiny_pictures.py`, and compared by `recipes/image_verdicts.py`.
 """
 
 import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -31,7 +33,9 @@ from hf_burst.check.compare import KINDS, TOLERANCE, compare  # noqa: E402
 from hf_burst.check.ranks import RANKS, run_on_ranks  # noqa: E402
 from hf_burst.errors import ConfigError  # noqa: E402
 from hf_burst.hf.models.verdicts import Verdict, source_hash  # noqa: E402
+from recipes.image_verdicts import compare_images  # noqa: E402
 from recipes.tiny_models import class_names, is_masked, tiny_model  # noqa: E402
+from recipes.tiny_pictures import KINDS as IMAGE_KINDS  # noqa: E402
 from recipes.tiny_wrappers import tiny_wrapper, wrapper_names  # noqa: E402
 
 BATCH = 12  # classes that share the start of two processes
@@ -45,27 +49,45 @@ class Table:
 
     name: str  # of its files in recipes/results
     classes: tuple[str, ...]
-    make: Callable[[str], PreTrainedModel]
+    compare: Callable[[str], Verdict]  # one of them; runs on every rank
     about: str  # which classes these are
     command: str
+    kinds: tuple[str, ...] = KINDS  # of batches
+
+
+def compare_text(make: Callable[[str], PreTrainedModel], name: str) -> Verdict:
+    """Runs on every rank."""
+    return compare(partial(make, name))
 
 
 LANGUAGE = Table(
-    "coverage", tuple(class_names()), tiny_model, "Every causal-LM and masked-LM class", "python recipes/coverage.py"
+    "coverage",
+    tuple(class_names()),
+    partial(compare_text, tiny_model),
+    "Every causal-LM and masked-LM class",
+    "python recipes/coverage.py",
 )
 WRAPPERS = Table(
     "coverage_text_of_multimodal",
     tuple(wrapper_names()),
-    tiny_wrapper,
+    partial(compare_text, tiny_wrapper),
     "Text through every class for images or sound",
     "python recipes/coverage.py --wrappers",
+)
+IMAGES = Table(
+    "coverage_images",
+    (*wrapper_names(), "Phi4MultimodalForCausalLM"),
+    compare_images,
+    "Images through every image-text-to-text class and Phi-4 Multimodal",
+    "python recipes/coverage.py --images",
+    IMAGE_KINDS,
 )
 
 
 def compare_all(table: Table, names: list[str]) -> list[tuple[str, Verdict]]:
     """The verdicts on some classes; of those that end or hang their ranks, one by one."""
     try:
-        verdicts = run_on_ranks(compare_classes, table.make, names, limit=300.0 + 30.0 * len(names))
+        verdicts = run_on_ranks(compare_classes, table.compare, names, limit=300.0 + 30.0 * len(names))
     except (ConfigError, RuntimeError) as problem:
         if len(names) == 1:
             return [(names[0], Verdict("wrong", note=str(problem)))]
@@ -74,21 +96,28 @@ def compare_all(table: Table, names: list[str]) -> list[tuple[str, Verdict]]:
     return list(zip(names, verdicts, strict=True))
 
 
-def compare_classes(make: Callable[[str], PreTrainedModel], names: list[str]) -> list[Verdict]:
+def compare_classes(compare_one: Callable[[str], Verdict], names: list[str]) -> list[Verdict]:
     """Runs on every rank."""
-    return [compare(partial(make, name)) for name in names]
+    return [compare_one(name) for name in names]
 
 
-def markdown(rows: dict[str, Verdict]) -> Iterator[str]:
+def markdown(rows: dict[str, Verdict], kinds: Sequence[str] = KINDS) -> Iterator[str]:
     """How many classes came out how, and their table."""
     counts = Counter(row.result for row in rows.values())
     yield ", ".join(f"**{count} {result}**" for result, count in sorted(counts.items())) + f" of {len(rows)} classes."
-    yield from ("", f"| class | {' | '.join(KINDS)} | greatest error | note |", "|---" * (len(KINDS) + 3) + "|")
+    yield from ("", f"| class | {' | '.join(kinds)} | greatest error | note |", "|---" * (len(kinds) + 3) + "|")
     for name, row in sorted(rows.items(), key=lambda item: (item[1].result, item[0])):
         errors = row.errors
-        cells = ["exact" if errors.get(kind, 1) <= TOLERANCE else row.result for kind in KINDS]
+        cells = [_cell(row, kind) for kind in kinds]
         greatest = f"{max(errors.values()):.0e}" if errors else ""
         yield f"| {name} | {' | '.join(cells)} | {greatest} | {row.note.replace('|', '/')} |"
+
+
+def _cell(row: Verdict, kind: str) -> str:
+    """The result on a kind of batch; "-" if the class has no such input."""
+    if kind in row.errors:
+        return "exact" if row.errors[kind] <= TOLERANCE else "wrong"
+    return row.result if row.result != "exact" else "refused" if row.note else "-"
 
 
 def write(table: Table, rows: dict[str, Verdict]) -> None:
@@ -111,7 +140,7 @@ def write(table: Table, rows: dict[str, Verdict]) -> None:
     others = {name: row for name, row in rows.items() if name not in masked}
     first = "Causal language models" if table is LANGUAGE else "Models for images or sound"
     for title, part in ((first, others), ("Masked language models", masked)):
-        lines += ["", f"## {title}", "", *markdown(part)] if part else []
+        lines += ["", f"## {title}", "", *markdown(part, table.kinds)] if part else []
     (RESULTS / f"{table.name}.md").write_text("\n".join(lines) + "\n")
 
 
@@ -126,14 +155,16 @@ def write_served() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wrappers", action="store_true", help="the classes for images or sound, on text")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--wrappers", action="store_true", help="the classes for images or sound, on text")
+    which.add_argument("--images", action="store_true", help="the classes for images, on images and videos")
     parser.add_argument("--classes", nargs="+", help="by default all")
     parser.add_argument("--write", action="store_true", help="write recipes/results/coverage*.* and served.json")
     arguments = parser.parse_args()
-    table = WRAPPERS if arguments.wrappers else LANGUAGE
+    table = WRAPPERS if arguments.wrappers else IMAGES if arguments.images else LANGUAGE
     names = arguments.classes or list(table.classes)
     if unknown := sorted(set(names) - set(table.classes)):
-        kinds = "multimodal-LM" if arguments.wrappers else "causal-LM or masked-LM"
+        kinds = "causal-LM or masked-LM" if table is LANGUAGE else "multimodal-LM"
         parser.error(f"Transformers has no {kinds} class {', '.join(unknown)}")
     if arguments.write and set(names) != set(table.classes):
         parser.error("--write needs the rows of all classes; leave --classes out")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..plan.blocks import LaterKeys, LocalSpan
-from ..ring import Exchanges, HeadSizes, ShardedAttention, merge_, row_products
+from ..ring import Exchanges, HeadSizes, ShardedAttention, merge_
 
 Place = tuple[Tensor, Tensor]  # rows of the batch, and rows of a shard
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from types import FunctionType
 from typing import Any
 
@@ -52,6 +52,7 @@ class LazyMask:
 
     def __init__(self, arguments: dict[str, Any], parts: frozenset[str], sharded: bool) -> None:
         self.arguments, self.parts, self.sharded = arguments, parts, sharded
+        self._laid: tuple[SequenceLayout, SequenceLayout] | None = None
 
     def __getattr__(self, name: str) -> Any:
         raise _NotBuiltError(
@@ -91,22 +92,23 @@ class LazyMask:
         return MaskPattern(causal, size if window else None, size if chunk else None)
 
     def laid(self, layout: SequenceLayout) -> SequenceLayout:
-        """A layout with the blocks of this mask, whose tokens see each other."""
-        return replace(layout, blocks=self._blocks(layout.documents)) if _BLOCKS in self.parts else layout
+        """A layout with the blocks of this mask, whose tokens see each other; made once for all layers."""
+        if self._laid is None or self._laid[0] is not layout:
+            self._laid = layout, replace(layout, blocks=self._blocks(layout.documents))
+        return self._laid[1]
 
-    @lru_cache(maxsize=8)  # noqa: B019, since few masks live at a time
     def _blocks(self, documents: tuple[tuple[int, ...], ...]) -> tuple[tuple[tuple[int, int], ...], ...]:
         """The blocks `[start, stop)` of each row, cut by documents."""
-        numbers = self._held(_BLOCKS, "block_sequence_ids").cpu()
-        window = self.pattern.window
+        numbers, window = self._held(_BLOCKS, "block_sequence_ids"), self.pattern.window
         blocks = tuple(_blocks_of(row, bounds) for row, bounds in zip(numbers.tolist(), documents, strict=True))
-        for row, spans in enumerate(blocks):
+        for row, spans in enumerate(() if window is None else blocks):
             for start, stop in spans:
+                places = torch.tensor([row, 0, stop - 1, start], device=numbers.device)
                 long = window is not None and stop - start > window + 1
-                if long and bool(self.arguments["mask_function"](row, 0, stop - 1, start)):
+                if long and bool(self.arguments["mask_function"](*places)):
                     raise UnsupportedModelError(
-                        f"Tokens {start} to {stop - 1} see each other beyond the sliding window of {window + 1} "
-                        "tokens. Make the image or prefix shorter than the window."
+                        f"Tokens {start} to {stop - 1} see each other, {stop - start} of them, and the sliding window "
+                        f"reaches {window} back. Make the image or the prefix shorter."
                     )
         return blocks
 
@@ -199,7 +201,7 @@ def attention_forward(
     encoded = burst_call.encoded
     if isinstance(attention_mask, LazyMask) and _BLOCKS in attention_mask.parts:
         if torch.compiler.is_compiling():
-            raise UnsupportedModelError("Blocks of tokens that see each other are not compiled. Leave out torch.compile.")
+            raise UnsupportedModelError("Tokens of an image that see each other are not compiled: no torch.compile.")
         layout = attention_mask.laid(layout)
         encoded = layout.encode()
     out = attend(q, k, v, s_aux, layout, encoded, request, cache)
@@ -223,12 +225,17 @@ def attention_mask(**arguments: Any) -> Mask:
     return mask if square and (padding is None or bool(padding.all())) else mask.built
 
 
-def masks_with_blocks(given: Any) -> tuple[LazyMask, ...]:
+def masks_with_blocks(given: Any, layout: SequenceLayout) -> tuple[LazyMask, ...]:
     """The masks that a wrapper hands to its language model, one or several by name, if tokens of blocks see each other
-    in some of them; else none, and the language model makes its own."""
+    in some of them; else none, and the language model makes its own.
+
+    Raises:
+        UnsupportedModelError: If blocks are not served, before a layer runs.
+    """
     masks = tuple(given.values()) if isinstance(given, dict) else (given,)
     known = tuple(mask for mask in masks if isinstance(mask, LazyMask))
-    return known if any(_BLOCKS in mask.parts for mask in known) else ()
+    blocks = [mask.laid(layout) for mask in known if _BLOCKS in mask.parts]
+    return known if blocks else ()
 
 
 def _is_of_a_pass(mask: Mask) -> bool:

@@ -20,8 +20,11 @@ import transformers
 from hf_burst.check.compare import KINDS, TOLERANCE, compare
 from hf_burst.hf import attention
 from hf_burst.hf.models.verdicts import SERVED, TESTED, Verdict, source_hash
-from recipes.coverage import main
+from recipes import coverage
+from recipes.image_verdicts import compare_images
 from recipes.tiny_models import class_names, is_masked, tiny_model
+from recipes.tiny_pictures import WITH_VIDEO
+from recipes.tiny_seeing import FAMILIES, family_of
 from recipes.tiny_wrappers import tiny_wrapper, wrapper_names
 from tests.support.ranks import RankPool
 
@@ -32,6 +35,8 @@ WRAPPERS = json.loads((RESULTS / "coverage_text_of_multimodal.json").read_text()
 SAME_VERSION = transformers.__version__ == TABLE["transformers"]
 EXACT = sorted(name for name, row in ROWS.items() if row["result"] == "exact")
 MASKED = [name for name in EXACT if is_masked(name)]
+IMAGES = json.loads((RESULTS / "coverage_images.json").read_text())["classes"]
+SEEING = sorted(name for name, row in IMAGES.items() if row["result"] == "exact")
 EXACT_WRAPPERS = sorted(name for name, row in WRAPPERS.items() if row["result"] == "exact")
 
 
@@ -77,6 +82,25 @@ def compare_wrapper(rank: int, size: int, name: str) -> Verdict:
     return compare(partial(tiny_wrapper, name))
 
 
+def chosen_to_see() -> list[Any]:
+    """A class that is exact on images, and as slow tests two others and one that is refused."""
+    draw = random.Random(int(os.environ.get("COVERAGE_SEED", datetime.date.today().toordinal())))
+    first, *others = draw.sample(SEEING, 3) + draw.sample(sorted({*IMAGES} - {*SEEING}), 1)
+    return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
+
+
+@pytest.mark.parametrize("name", chosen_to_see())
+def test_rows_of_the_table_of_images_hold(ranks: Callable[[int], RankPool], name: str) -> None:
+    if not SAME_VERSION:
+        pytest.skip("their configs differ between versions of Transformers")
+    for found in ranks(TABLE["ranks"]).run(compare_seeing, name):
+        assert (found.result, found.note) == (IMAGES[name]["result"], IMAGES[name]["note"])
+
+
+def compare_seeing(rank: int, size: int, name: str) -> Verdict:
+    return compare_images(name)
+
+
 @pytest.mark.parametrize(
     ("name", "argument"),
     [
@@ -112,7 +136,7 @@ def test_a_class_that_does_not_exist_is_named(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["coverage.py", "--classes", "Nonsense"])
     with pytest.raises(SystemExit) as end:
-        main()
+        coverage.main()
     assert end.value.code == 2
     assert "no causal-LM or masked-LM class Nonsense" in capsys.readouterr().err
 
@@ -121,6 +145,7 @@ def test_the_table_is_of_every_class() -> None:
     if SAME_VERSION:
         assert sorted(ROWS) == class_names()
         assert sorted(WRAPPERS) == wrapper_names()
+        assert sorted(IMAGES) == sorted(coverage.IMAGES.classes)
     else:
         assert set(EXACT) & set(class_names())
 
@@ -141,6 +166,17 @@ def test_over_seventy_wrappers_are_exact_and_the_others_say_why() -> None:
         if row["result"] == "exact":
             assert set(row["errors"]) == set(KINDS)
             assert max(row["errors"].values()) <= TOLERANCE
+        else:
+            assert row["note"], name
+
+
+def test_images_are_exact_where_they_are_served_and_the_others_say_why() -> None:
+    assert sorted(map(family_of, SEEING)) == sorted(FAMILIES)
+    for name, row in IMAGES.items():
+        assert row["result"] in ("exact", "refused")
+        assert max(row.get("errors", {}).values(), default=0) <= TOLERANCE
+        if row["result"] == "exact":
+            assert {*coverage.IMAGES.kinds} - {*row["errors"]} <= {"video"}
         else:
             assert row["note"], name
 
@@ -168,3 +204,5 @@ def test_the_page_of_limits_tells_how_many_are_exact() -> None:
 def test_the_page_of_wrappers_tells_how_many_are_exact() -> None:
     page = " ".join((Path(__file__).parents[2] / "docs/how-to/multimodal.md").read_text().split())
     assert f"{len(EXACT_WRAPPERS)} of {len(WRAPPERS)} classes" in page
+    assert f"[{len(SEEING)} families]" in page
+    assert f"{len(WITH_VIDEO)} of them" in page

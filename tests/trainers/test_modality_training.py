@@ -16,6 +16,8 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel, Trainer
 import hf_burst
 from hf_burst.check.tiny import tiny_copy
 from hf_burst.hf.models.cut_point import language_model_path
+from recipes.tiny_pictures import seeing_batch
+from recipes.tiny_seeing import seeing_model
 from recipes.tiny_wrappers import tiny_wrapper
 from tests.support import conversations, models, pictures, trainers
 from tests.support.ranks import RankPool, reset_accelerate
@@ -85,7 +87,7 @@ def train_on_images(rank: int, size: int, folder: str, case: Case) -> dict[str, 
     """TRL's collator for images as it is, chats of one and of two images, all weights or adapters; the tower learns."""
     from datasets import Dataset
 
-    model = pictures.seeing_model(case.model).to(torch.float32)
+    model = seeing_model(case.model).to(torch.float32)
     if case.burst:
         hf_burst.patch_model(model)
     if case.lora:
@@ -123,11 +125,11 @@ def one_row(rows: list[Any]) -> dict[str, torch.Tensor]:
 
 def train_on_patches(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
     """Trainer on sequences of other lengths, of a wrapper whose loss is the mean of a micro-batch."""
-    model = pictures.seeing_model(case.model).to(torch.float32)
+    model = seeing_model(case.model).to(torch.float32)
     assert not model.accepts_loss_kwargs
     if case.burst:
         hf_burst.patch_model(model)
-    data = [pictures.seeing_batch(case.model, length) for length in (53, 41, 47, 59, 43, 37)]
+    data = [seeing_batch(case.model, length=length) for length in (53, 41, 47, 59, 43, 37)]
     trainer = make_trainer(case, folder, data=data, model=model, per_device_train_batch_size=1)
     trainer.data_collator = one_row
     return trainers.finish(trainer)

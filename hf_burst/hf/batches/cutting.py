@@ -145,7 +145,10 @@ def cut_masked_rows(
             continue
         numbers = (mask.flatten().cumsum(0) - 1).view_as(mask)  # of the row of a token that is shown
         own = layout.shard(numbers, rank)[layout.shard(mask, rank)]
-        part[known.rows] = [of_layer.index_select(0, own) for of_layer in rows]
+        if isinstance(rows, Mapping):
+            part[known.rows] = {layer: of_layer.index_select(0, own) for layer, of_layer in rows.items()}
+        else:
+            part[known.rows] = [of_layer.index_select(0, own) for of_layer in rows]
     return part
 
 

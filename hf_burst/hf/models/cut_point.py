@@ -25,10 +25,12 @@ TOKEN_INPUTS = (
     TokenInput("position_ids", dim=-1),  # (batch, tokens), or (3 or 4, batch, tokens) of rotary positions of images
     TokenInput("token_type_ids"),
 )
-# what wrappers hand to their language models besides: of Gemma 3n and 4, of Qwen3-VL and its kin, of Ernie 4.5 VL
+# what wrappers hand to their language models besides: Gemma 3n and 4, Qwen3-VL and its kin, Granite 4 Vision, and
+# Ernie 4.5 VL
 _OF_WRAPPERS = (
     TokenInput("per_layer_inputs"),
     TokenInput("visual_pos_masks"),
+    TokenInput("vision_mask"),
     TokenInput("moe_mm_token_type_ids"),
 )
 
@@ -37,11 +39,14 @@ _OF_WRAPPERS = (
 class MaskedRows:
     """Inputs of a model with a row for each token that a mask shows."""
 
-    mask: str  # the argument with the mask, `(batch, tokens)`, which is a token input too
-    rows: str  # the argument with a list of tensors `(tokens that are shown, hidden)`
+    mask: str  # the argument with the mask, `(batch, tokens)` or `(batch, tokens, 1)`, which is a token input too
+    rows: str  # the argument with tensors `(tokens that are shown, hidden)`, in a list or by the numbers of layers
 
 
-_DEEPSTACK = (MaskedRows("visual_pos_masks", "deepstack_visual_embeds"),)
+_DEEPSTACK = (
+    MaskedRows("visual_pos_masks", "deepstack_visual_embeds"),
+    MaskedRows("vision_mask", "deepstack_features"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,16 +58,23 @@ class CutPoint:
     masked: tuple[MaskedRows, ...] = ()  # those with rows for some tokens
 
 
-# families of wrappers that were compared on images. Their tokens see no later ones. Ranks share the images by their
-# "patches", which grids count, or by "images" of one row each, or not at all
+# families of wrappers that were compared on images. Ranks share the images by their "patches", which grids count, or by
+# "images" of one row each, or not at all
 _SEEING: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("Aria", "Idefics2", "Idefics3", "Janus", "Lfm2Vl", "LightOnOcr", "Llama4", "LlavaNext"), ""),
-        **dict.fromkeys(("LlavaNextVideo", "LlavaOnevision", "SmolVLM"), ""),
-        **dict.fromkeys(("AyaVision", "Cohere2Vision", "DeepseekVL", "GotOcr2", "InternVL", "Llava"), "images"),
-        **dict.fromkeys(("Mistral3", "QianfanOCR", "VipLlava"), "images"),
-        **dict.fromkeys(("Ernie4_5_VLMoe", "Glm46V", "Glm4v", "Glm4vMoe", "GlmOcr", "PaddleOCRVL"), "patches"),
-        **dict.fromkeys(("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"), "patches"),
+        **dict.fromkeys(("Aria", "DeepseekOcr2", "Emu3", "FuyuForCausalLM", "Granite4Vision", "GraniteDocling"), ""),
+        "Gemma4": "",
+        **dict.fromkeys(("Idefics2", "Idefics3", "Janus", "Lfm2Vl", "LightOnOcr", "Llama4", "LlavaNext"), ""),
+        **dict.fromkeys(("LlavaNextVideo", "LlavaOnevision", "MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7"), ""),
+        **dict.fromkeys(("SmolVLM", "Step3p7", "UnlimitedOcr"), ""),
+        **dict.fromkeys(("AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "GotOcr2"), "images"),
+        **dict.fromkeys(("Gemma3", "PaliGemma"), "images"),
+        **dict.fromkeys(("InternVL", "Llava", "Mistral3", "Ovis2", "QianfanOCR", "VideoLlava", "VipLlava"), "images"),
+        **dict.fromkeys(("CohereCompass", "Cosmos3Edge", "Cosmos3Omni", "Ernie4_5_VLMoe", "Exaone4_5_"), "patches"),
+        **dict.fromkeys(("Glm46V", "Glm4v", "Glm4vMoe", "GlmOcr", "HunYuanVL", "HyperCLOVAXVisionV2"), "patches"),
+        **dict.fromkeys(("Kimi_K25", "Lfm3Vl", "MuseGlimmer", "MuseSpark", "NemotronH_Omni_Reasoning_V3"), "patches"),
+        **dict.fromkeys(("PaddleOCRVL", "Qwen2VL", "Qwen2_5OmniThinker", "Qwen2_5_VL", "Qwen3VL"), "patches"),
+        **dict.fromkeys(("Qwen3OmniMoeThinker", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "VideoLlama3"), "patches"),
     }
 )
 # families of wrappers that were compared on sound. Ranks share it by "clips" of one row each, or not at all, where
@@ -89,7 +101,14 @@ def cut_point_of(model: nn.Module) -> CutPoint:
     return cut_point
 
 
-_WATCHING = frozenset({"Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"})  # and on videos
+_WATCHING = frozenset(  # and on videos
+    {
+        *("CohereCompass", "Cosmos3Edge", "Cosmos3Omni", "Ernie4_5_VLMoe", "Exaone4_5_", "Glm46V", "Glm4v", "Glm4vMoe"),
+        *("GlmOcr", "HyperCLOVAXVisionV2", "Lfm3Vl", "LlavaNextVideo", "LlavaOnevision", "MiniCPMOcr", "MiniCPMV4_6"),
+        *("MiniCPMV4_7", "MuseGlimmer", "MuseSpark", "Qwen2VL", "Qwen2_5OmniThinker", "Qwen2_5_VL", "Qwen3VL"),
+        *("Qwen3OmniMoeThinker", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "VideoLlama3", "VideoLlava"),
+    }
+)
 
 
 def served_modalities(kind: type) -> list[str]:

@@ -220,7 +220,8 @@ class Tokens(Part):
         if self.run is None:
             return None
         whole = bound_arguments(module, args, kwargs)
-        inputs, masks = self._cut_inputs(self.run, whole), masks_with_blocks(whole.get("attention_mask"))
+        inputs = self._cut_inputs(self.run, whole)
+        masks = masks_with_blocks(whole.get("attention_mask"), self.run.batch.layout)
         call = replace(self.run.call, positions=inputs["position_ids"], masks=masks)
         change_call(call)
         return (), {**inputs, CALL_KEY: call}

@@ -20,10 +20,15 @@ from ..models.cut_point import images_dealt_by, served_modalities, sound_dealt_b
 from .base import ForwardOverride, Part
 from .dropout import random_rates
 
-_PIXELS, _GRIDS, _SIZES = ("pixel_values", "pixel_values_videos"), ("image_grid_thw", "video_grid_thw"), "image_sizes"
+_PIXELS = ("pixel_values", "pixel_values_videos", "high_res_pixel_values")
+_GRIDS = ("image_grid_thw", "video_grid_thw", "image_grid_hw")
+_SIZES = "image_sizes"
+_EACH = (*_GRIDS, _SIZES, "image_merge_sizes", "video_merge_sizes")  # arguments with something of each image
 _SOUND = ("input_features", "input_values")
 # masks of sound, with a row for each clip
 _LENGTHS = ("input_features_mask", "feature_attention_mask", "input_values_mask", "padding_mask")
+# arguments by which a tower, or a part of one, runs once more
+_RUNS = ("pixel_values", "pixel_values_videos", "pixel_values_local", "tile_fine_mask", *_SOUND)
 
 
 class Towers(Part):
@@ -61,7 +66,7 @@ class Towers(Part):
         """
         if not served_modalities(type(run.model)) or not run.sharing:
             return
-        held = [float(run.batch.given.get(key) is not None) for key in (*_PIXELS, *_SOUND)]
+        held = [float(run.batch.given.get(key) is not None) for key in _RUNS]
         most = run.largest([*held, *(-own for own in held)])
         if most[: len(held)] != [-least for least in most[len(held) :]]:
             raise BatchError(
@@ -107,6 +112,7 @@ class _SharedEncoder(ForwardOverride):
     def __init__(self, module: nn.Module, name: str, how: str) -> None:
         super().__init__(module)
         self.name, self.how = name, how
+        self.running = False  # for its share
         # generation asks which arguments it takes
         self.__signature__ = inspect.signature(getattr(type(module), name).__get__(module))
 
@@ -119,13 +125,17 @@ class _SharedEncoder(ForwardOverride):
         costs = None if group is None or group.size == 1 else self._costs(arguments)
         if group is not None and group.size > 1 and costs is None:
             refuse_draws(self.module)
-        if group is None or not costs:
+        if group is None or not costs or self._within():
             return method(self.module, *args, **kwargs)
         shares = self._deal(costs, group.size)
         own = shares[group.rank]
         # a rank without a share runs the smallest one, so that all ranks meet in the same messages of weights
         encoded = own or [min(range(len(costs)), key=costs.__getitem__)]
-        output = method(self.module, **arguments | self._part(arguments, costs, encoded))
+        self.running = True
+        try:
+            output = method(self.module, **arguments | self._part(arguments, costs, encoded))
+        finally:
+            self.running = False
         self._put_together(output, shares, group)
         return output
 
@@ -137,6 +147,10 @@ class _SharedEncoder(ForwardOverride):
         """Puts the features of all in the place of those that this rank encoded."""
         _put_together(output, shares, group)
 
+    def _within(self) -> bool:
+        """Whether the other method calls this one, to encode its share of the videos as images."""
+        return any(other.running for other in vars(self.module).values() if isinstance(other, _SharedEncoder))
+
     def _costs(self, arguments: dict[str, Any]) -> list[int] | None:
         """The rows of pixels of each image, or the area that it has; `None` if it is not known what belongs to which.
 
@@ -144,7 +158,7 @@ class _SharedEncoder(ForwardOverride):
             BatchError: If the grids count other rows of pixels than there are.
         """
         pixels, grids = _first(arguments, _PIXELS), _first(arguments, _GRIDS)
-        others = {name for name in arguments if name.startswith(("image_", "video_"))} - {*_GRIDS, _SIZES}
+        others = {name for name in arguments if name.startswith(("image_", "video_"))} - {*_EACH}
         if not self.how or not isinstance(pixels, Tensor) or any(arguments[name] is not None for name in others):
             return None
         if self.how == "patches":
@@ -164,7 +178,7 @@ class _SharedEncoder(ForwardOverride):
         """The arguments that hold something of each image, for some of them."""
         part: dict[str, Any] = {}
         for name, value in arguments.items():
-            if value is not None and name in (*_GRIDS, _SIZES):
+            if value is not None and name in _EACH:
                 part[name] = torch.as_tensor(value)[list(chosen)]
             elif value is not None and name in _PIXELS:
                 pieces = value.split(costs if self.how == "patches" else 1)

@@ -1,0 +1,102 @@
+"""Images whose tokens see each other (Gemma 3 and 4, PaliGemma): exact over ranks, and what is refused."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from hf_burst.errors import BurstError, UnsupportedModelError
+from hf_burst.hf import attention
+from hf_burst.hf.parts import tokens
+from recipes.tiny_pictures import seeing_batch
+from recipes.tiny_seeing import seeing_model
+from tests.support import models
+from tests.support.gradients import Result, assert_equal, loss_and_gradients
+from tests.support.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+FAMILIES = ("Gemma3", "Gemma4", "PaliGemma")
+LESS_MEMORY: dict[str, Any] = {"tiled_mlp": 4, "activation_offloading": 1.0, "layers_per_checkpoint": 2}
+
+
+def train(family: str, kind: str, patched: bool = False, checkpoints: bool = False, **settings: Any) -> Result:
+    """Loss and gradients of a pass over a batch of one of `KINDS`."""
+    model = seeing_model(family)
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if patched:
+        models.patch(model, models.config_of(**settings))
+    return loss_and_gradients(model, seeing_batch(family, kind), single=checkpoints)
+
+
+def on_ranks(rank: int, size: int, family: str, kind: str, **settings: Any) -> Result:
+    return train(family, kind, patched=True, **settings)
+
+
+@pytest.mark.parametrize("kind", ["text", "one image", "with and without"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batches_of_other_kinds_are_exact(ranks: Ranks, family: str, kind: str) -> None:
+    wanted = train(family, kind)
+    for size in (1, 4):
+        assert_equal(ranks(size).run(on_ranks, family, kind), wanted)
+
+
+def scheduled(rank: int, size: int, schedule: str) -> Result:
+    return train("Gemma3", "images", patched=True, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["ulysses", "burst", "all_gather"])
+def test_every_schedule_is_exact(ranks: Ranks, schedule: str) -> None:
+    assert_equal(ranks(2).run(scheduled, schedule), train("Gemma3", "images"))
+
+
+def checkpointed(rank: int, size: int, family: str, settings: dict[str, Any]) -> Result:
+    return train(family, "images", patched=True, checkpoints=True, **settings)
+
+
+@pytest.mark.parametrize("settings", [{"schedule": "ulysses"}, LESS_MEMORY, {"attention_keep": 0.5}], ids=str)
+def test_less_memory_changes_nothing(ranks: Ranks, settings: dict[str, Any]) -> None:
+    wanted = train("Gemma3", "images", checkpoints=True)
+    assert_equal(ranks(2).run(checkpointed, "Gemma3", settings), wanted, 1e-5)  # norms in fp32
+
+
+def without_blocks(rank: int, size: int) -> Result:
+    """As if the masks of the wrapper were lost where the tokens are cut."""
+    with mock.patch.object(tokens, "masks_with_blocks", lambda given, layout: ()):
+        return train("Gemma3", "images", patched=True)
+
+
+def test_a_block_that_is_treated_as_causal_is_noticed(ranks: Ranks) -> None:
+    with pytest.raises(AssertionError):
+        assert_equal(ranks(2).run(without_blocks), train("Gemma3", "images"))
+
+
+def refused(rank: int, size: int, types: list[int]) -> str:
+    """The sentence on a batch of a PaliGemma with these types of tokens."""
+    batch = seeing_batch("PaliGemma", "text", length=len(types))
+    batch["token_type_ids"] = torch.tensor([types])
+    model = seeing_model("PaliGemma")
+    models.patch(model, models.config_of())
+    try:
+        model(**batch)
+    except BurstError as problem:
+        return str(problem)
+    return ""
+
+
+def test_blocks_beyond_the_window_are_refused(ranks: Ranks) -> None:
+    assert all("sliding window reaches 39 back" in said for said in ranks(2).run(refused, [0] * 50 + [1] * 10))
+
+
+def test_blocks_with_text_between_are_refused(ranks: Ranks) -> None:
+    said = ranks(2).run(refused, [0] * 6 + [1] * 6 + [0] * 4 + [1] * 8)
+    assert all("do not lie next to it" in own for own in said)
+
+
+def test_blocks_are_cut_by_documents() -> None:
+    numbers = [-1, 0, 0, 0, -1, 1, 1, 2, 2, 0]
+    assert attention._blocks_of(numbers, (0, 3, 9, 10)) == ((1, 3), (3, 4), (5, 7), (7, 9), (9, 10))
+    with pytest.raises(UnsupportedModelError):
+        attention._blocks_of(numbers, (0, 10))
