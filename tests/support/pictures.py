@@ -50,3 +50,14 @@ def chats_with_images(count: int = 12) -> list[dict[str, Any]]:
         messages = [{"role": "user", "content": said[0]}, {"role": "assistant", "content": said[1]}]
         rows.append({"images": [image] * (1 + row % 2), "messages": messages})
     return rows
+
+
+def pairs_with_images(count: int = 12) -> list[dict[str, Any]]:
+    """Questions about images, each with an answer that is chosen and one that is rejected."""
+    rows, draw = [], random.Random(1)
+    for row, chat in enumerate(chats_with_images(count)):
+        question, chosen = chat["messages"]
+        words = " ".join(f"w{draw.randrange(2, WORDS)}" for _ in range(4 + row % 3))
+        rejected = {"role": "assistant", "content": words}
+        rows.append({"images": chat["images"], "prompt": [question], "chosen": [chosen], "rejected": [rejected]})
+    return rows

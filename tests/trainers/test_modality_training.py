@@ -83,8 +83,8 @@ def test_three_steps_equal_those_of_one_process(ranks: Ranks, tmp_path: Path, ca
         trainers.compare(run, wanted)
 
 
-def train_on_images(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
-    """TRL's collator for images as it is, chats of one and of two images, all weights or adapters; the tower learns."""
+def train_on_images(rank: int, size: int, folder: str, case: Case, packing: bool = False) -> dict[str, Any]:
+    """TRL's collator for images, chats of one and of two images, all weights or adapters; the tower learns."""
     from datasets import Dataset
 
     model = seeing_model(case.model).to(torch.float32)
@@ -96,8 +96,11 @@ def train_on_images(rank: int, size: int, folder: str, case: Case) -> dict[str, 
         torch.manual_seed(5)
         adapters = LoraConfig(r=2, target_modules=r".*\.(q|v)_proj", init_lora_weights=False, task_type="CAUSAL_LM")
         model = get_peft_model(model, adapters)
-    data = Dataset.from_list(pictures.chats_with_images())
+    pairs = case.trainer == "DPOTrainer"
+    data = Dataset.from_list(pictures.pairs_with_images() if pairs else pictures.chats_with_images())
     trainer = make_trainer(case, folder, data=data, model=model, processing_class=pictures.llava_processor())
+    if packing:
+        trainer.data_collator = hf_burst.BurstCollator(trainer.data_collator, packing=True)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     result = trainers.finish(trainer)
     changed = [name for name, value in result["weights"].items() if not torch.equal(value, before[name])]
@@ -109,6 +112,7 @@ SEEING = [
     Case("SFTTrainer", "padded", model="Llava"),
     Case("SFTTrainer", "padded", model="Llava", lora=True, checkpointing=True),
     Case("SFTTrainer", "padded", model="Llava", data=2),
+    Case("DPOTrainer", model="Llava", lora=True),
 ]
 
 
@@ -116,6 +120,13 @@ SEEING = [
 def test_images_train_as_in_one_process(ranks: Ranks, tmp_path: Path, case: Case) -> None:
     wanted = train_on_images(0, 1, str(tmp_path / "alone"), case.alone)
     for run in ranks(case.ranks).run(train_on_images, str(tmp_path / "ranks"), case):
+        trainers.compare(run, wanted)
+
+
+def test_images_in_packed_rows_train_as_in_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    case = Case("SFTTrainer", model="Llava")
+    wanted = train_on_images(0, 1, str(tmp_path / "alone"), case.alone)  # a row for each sample, padded
+    for run in ranks(2).run(train_on_images, str(tmp_path / "ranks"), case, True):
         trainers.compare(run, wanted)
 
 

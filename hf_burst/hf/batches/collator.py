@@ -13,6 +13,7 @@ from ...ranks.group import ContextGroup
 from ..groups import OLD_ARGUMENTS, resolve_group
 from ..models.task import Task, task_named
 from .cutting import cut_batch
+from .packing import join_samples
 from .sharded import LAYOUT_KEY, describe_shard
 
 
@@ -65,11 +66,15 @@ class BurstCollator:
         config ([`BurstConfig`], *optional*): As in [`shard_batch`].
         causal (`bool`, *optional*): As in [`shard_batch`]. By default `False` for a `base_collator` that masks tokens
             (`DataCollatorForLanguageModeling(mlm=True)`), else `True`.
+        packing (`bool`, defaults to `False`): Join the samples of a batch to one packed row instead, also those with
+            images or sound, which TRL does not pack. The row stays whole: models with towers cut it themselves. As many
+            samples are joined as `per_device_train_batch_size` says.
 
     Example:
 
     ```python
     >>> collator = hf_burst.BurstCollator(DataCollatorForLanguageModeling(tokenizer, mlm=False))
+    >>> collator = hf_burst.BurstCollator(DataCollatorForVisionLanguageModeling(processor), packing=True)
     ```
     """
 
@@ -80,7 +85,9 @@ class BurstCollator:
         group: DeviceMesh | dist.ProcessGroup | None = None,
         config: BurstConfig | None = None,
         causal: bool | None = None,
+        packing: bool = False,
     ) -> None:
+        self.packing = packing
         self.base_collator = base_collator
         self.causal = not getattr(base_collator, "mlm", False) if causal is None else causal
         self.config = config or BurstConfig()
@@ -88,10 +95,12 @@ class BurstCollator:
         self._sent: ContextGroup | None = None  # the group of the process that sent this copy to a worker
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:
-        """Collates samples, then shards the batch."""
+        """Collates samples, then shards the batch, or packs it."""
+        if self.packing:
+            return join_samples([self.base_collator([feature]) for feature in features])
         group = self._sent if self._sent and get_worker_info() else resolve_group(self._named)
         return _shard(self.base_collator(features), self.config, group, task_named(self.causal))
 
     def __getstate__(self) -> dict[str, Any]:
         """For workers of a data loader, which know nothing of groups."""
-        return {**self.__dict__, "_sent": resolve_group(self._named)}
+        return {**self.__dict__, "_sent": None if self.packing else resolve_group(self._named)}

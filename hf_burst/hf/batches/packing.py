@@ -1,0 +1,69 @@
+"""Samples with images or sound, joined into one packed row."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import BatchError
+from ...layers.loss import IGNORE_INDEX
+from .documents import batch_shape, real_tokens
+
+_TOKEN_DIM = {"position_ids": -1}  # of tensors with a value a token; 1 for others
+_PER_TOKEN = ("input_ids", "labels", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "position_ids")
+
+
+def join_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One row of several samples, which do not see each other.
+
+    Args:
+        samples (sequence of mappings): What a collator returns for each sample alone: tensors of shape `(1, tokens)`
+            with a value a token, and others whose first dimension counts images, patches, tiles or clips.
+
+    Returns:
+        `dict`: The tokens one after another without their padding, the rest likewise, an `attention_mask` of ones, and
+        where each sample ends: `cu_seq_lens_q` and `cu_seq_lens_k`. The first token of a sample has the label -100.
+
+    Raises:
+        BatchError: If a sample has several rows, or its tensors do not lie one after another.
+    """
+    bounds, parts = [0], list[dict[str, Any]]()
+    for sample in samples:
+        rows, length = batch_shape(sample)
+        if rows != 1:
+            raise BatchError(f"The collator made {rows} rows of one sample; packing joins samples of one row.")
+        start, stop = (real_tokens(sample) or ((0, length),))[0]
+        own = {name: value for name, value in sample.items() if name != "attention_mask"}
+        for name in own.keys() & {*_PER_TOKEN}:
+            own[name] = own[name].narrow(_TOKEN_DIM.get(name, 1), start, stop - start).clone()
+        if "labels" in own:
+            own["labels"][:, 0] = IGNORE_INDEX
+        parts.append(own)
+        bounds.append(bounds[-1] + stop - start)
+    names = list(dict.fromkeys(name for part in parts for name in part))
+    joined = {name: _joined(name, parts) for name in names}
+    edges = torch.tensor(bounds, dtype=torch.int32)
+    whole = torch.ones_like(joined["input_ids"])  # by which trainers count tokens
+    return {**joined, "attention_mask": whole, "cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
+
+
+def _joined(name: str, parts: Sequence[Mapping[str, Any]]) -> Any:
+    """The values of one argument in all samples."""
+    if name in _PER_TOKEN:
+        held = [part.get(name, torch.zeros_like(part["input_ids"])) for part in parts]
+        return torch.cat(held, dim=_TOKEN_DIM.get(name, 1))
+    values = [part[name] for part in parts if part.get(name) is not None]
+    if all(isinstance(value, list | tuple) for value in values):
+        return [item for value in values for item in value]
+    tensors = [value for value in values if isinstance(value, Tensor) and value.ndim]
+    shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
+    if len(tensors) != len(values) or len(shapes) > 1 or any(tensor.ndim > 4 for tensor in tensors):
+        found = ", ".join(
+            str(tuple(value.shape)) if isinstance(value, Tensor) else repr(value)[:40] for value in values
+        )
+        raise BatchError(
+            f"{name} of the samples is {found}: packing joins tensors of at most 4 dimensions that are equal but for "
+            "the first, which counts images, patches or clips. Leave out packing for this model."
+        )
+    return torch.cat(tensors)
