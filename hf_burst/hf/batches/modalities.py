@@ -11,6 +11,7 @@ from .documents import BOUNDARY_KEYS
 
 SAME_IMAGES = "Each rank that shares a batch needs all of its images: give all of them the same batch."
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # not 0 where a token stands for an image or sound
+_SOUND = ("audio", "input_features", "feature_attention_mask", "input_values")  # parts of the names of its arguments
 _TEXT = {*(known.name for known in TOKEN_INPUTS), *BOUNDARY_KEYS, *_TOKEN_TYPES, "attention_mask", "labels"}
 
 
@@ -32,10 +33,13 @@ def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -
     marked = {key: text_type if key == "token_type_ids" else 0 for key in _TOKEN_TYPES}
     others = [key for key in held if key not in _TEXT]
     others += [key for key in _TOKEN_TYPES if key in held and (held[key] != marked[key]).any()]
-    if others and (dealt_by(kind) is None or (any("video" in key for key in others) and not watches(kind))):
+    sees, watching = dealt_by(kind) is not None, watches(kind)
+    hears = any(part in key for part in _SOUND for key in others)
+    if others and (not sees or hears or (any("video" in key for key in others) and not watching)):
+        served = "text, images and videos" if watching else "text and images" if sees else "text"
         raise BatchError(
-            f"The batch holds {', '.join(others)}. Of {name} {'text' if dealt_by(kind) is None else 'text and images'} "
-            "is served: more was not compared over several ranks. Give batches without the rest."
+            f"The batch holds {', '.join(others)}. Of {name} {served} is served: more was not compared over several "
+            "ranks. Give batches without the rest."
         )
     if text_type and "token_type_ids" not in held:
         raise BatchError(
