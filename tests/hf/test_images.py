@@ -294,6 +294,15 @@ def test_videos_of_other_families_are_refused() -> None:
         model(**batch, pixel_values_videos=torch.zeros(1, 2, 3, 16, 16))
 
 
+@pytest.mark.parametrize("argument", ["input_features", "audio_feature_lengths"])
+def test_sound_is_refused_by_families_that_see(argument: str) -> None:
+    model, batch = models.patch(seeing_model("Qwen2_5OmniThinker")), seeing_batch("Qwen2_5OmniThinker")
+    with pytest.raises(
+        BatchError, match=f"holds pixel_values, image_grid_thw, {argument}.* text, images and videos is"
+    ):
+        model(**batch, **{argument: torch.ones(1, 8)})
+
+
 def mixed_groups(rank: int, size: int, other: str) -> None:
     """Two groups of two ranks, over which FSDP2 shards the tower; the second has text alone, or no images."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
