@@ -70,10 +70,17 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> "tuple[SFTTra
     model, documents, burst, args = settings.parse(arguments, kinds, defaults)
     run = settings.prepare(args, model, documents, burst)
     import data  # the settings are right; these take seconds
+    import images
     import models
     import report
     from trl import SFTTrainer
 
+    if (seen := images.load_images(documents, args)) is not None:
+        processor, _ = images.load_processor(model), images.arrange(args)
+        config = models.load_config(model, len(processor.tokenizer))
+        trainer = make(SFTTrainer, model, run, config, burst, args, seen, processor)
+        images.pack(trainer)
+        return trainer, burst
     tokenizer = models.load_tokenizer(model, args)
     config = models.load_config(model, len(tokenizer))
     if args.resume_from_checkpoint and models.has_towers(config) and not model.use_peft:

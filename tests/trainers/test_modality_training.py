@@ -1,5 +1,6 @@
 """Training a model of several modalities, on text and on images, beside one process; saved as what it was."""
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -251,3 +252,31 @@ def test_the_recipe_takes_a_wrapper(ranks: Ranks, tmp_path: Path, lora: bool) ->
         if not name.startswith((path, "lm_head")):
             assert torch.equal(value, small.state_dict()[name]), f"{name} is frozen"
     assert any(not torch.equal(value, small.state_dict()[name]) for name, value in trained.state_dict().items())
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_recipe_trains_on_images(ranks: Ranks, tmp_path: Path, rows: int) -> None:
+    folder, shown = tmp_path / "llava", tmp_path / "shown"
+    seeing_model("Llava").to(torch.float32).save_pretrained(folder)
+    pictures.llava_processor().save_pretrained(folder)
+    shown.mkdir()
+    lines = []
+    for number, chat in enumerate(pictures.chats_with_images()):
+        names = [f"{number}_{place}.png" for place in range(len(chat["images"]))]
+        for name, image in zip(names, chat["images"], strict=True):
+            image.save(shown / name)
+        lines.append(json.dumps({"messages": chat["messages"], "images": names}))
+    (shown / "chats.jsonl").write_text("\n".join(lines))
+    settings = {
+        **{"model_name_or_path": folder, "dataset": shown / "chats.jsonl", "max_steps": 3, "save_strategy": "no"},
+        **{"per_device_train_batch_size": rows, "use_cpu": "true", "bf16": "false", "disable_tqdm": "true"},
+    }
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    wanted = train_by_recipe(0, 1, words, str(tmp_path / "out"))
+    for losses in ranks(2).run(train_by_recipe, words, str(tmp_path / "out")):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+    trained = AutoModelForImageTextToText.from_pretrained(tmp_path / "out_2")
+    assert isinstance(trained, transformers.LlavaForConditionalGeneration)
+    (shown / "3_0.png").unlink()
+    with pytest.raises(SystemExit, match="images names '3_0.png', which is no file"):
+        train_by_recipe(0, 1, words, str(tmp_path / "out"))
