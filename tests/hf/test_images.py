@@ -297,9 +297,7 @@ def test_videos_of_other_families_are_refused() -> None:
 @pytest.mark.parametrize("argument", ["input_features", "audio_feature_lengths"])
 def test_sound_is_refused_by_families_that_see(argument: str) -> None:
     model, batch = models.patch(seeing_model("Qwen2_5OmniThinker")), seeing_batch("Qwen2_5OmniThinker")
-    with pytest.raises(
-        BatchError, match=f"holds pixel_values, image_grid_thw, {argument}.* text, images and videos is"
-    ):
+    with pytest.raises(BatchError, match=f"holds .*{argument}.* text, images and videos is"):
         model(**batch, **{argument: torch.ones(1, 8)})
 
 
