@@ -122,20 +122,20 @@ def forward(rank: int, size: int, name: str, more: Part, only: int | None = None
 @pytest.mark.parametrize("only", [None, 1])
 def test_images_are_refused_on_every_rank(ranks: Ranks, only: int | None) -> None:
     with pytest.raises(RankError) as caught:
-        ranks(2).run(forward, GEMMA, IMAGE, only)
+        ranks(2).run(forward, GEMMA3N, IMAGE, only)
     assert all(isinstance(error, hf_burst.errors.BurstError) for error in caught.value.errors)
-    sentence = r"holds pixel_values\. Of Gemma3ForConditionalGeneration text is served.*Give batches without the rest"
+    sentence = r"holds pixel_values\. Of Gemma3n\w+ text and sound are served.*Give batches without the rest"
     assert pytest.RaisesExc(BatchError, match=sentence).matches(caught.value.errors[1])
 
 
 @pytest.mark.parametrize(
     ("name", "more", "sentence"),
     [
-        (GEMMA, {"token_type_ids": torch.ones(2, 37, dtype=torch.long)}, "holds token_type_ids"),
+        (GEMMA3N, {"token_type_ids": torch.ones(2, 37, dtype=torch.long)}, "holds token_type_ids"),
         (QWEN, {"input_features": torch.zeros(1, 9, 128)}, "holds input_features.* text, images and videos are served"),
         (GEMMA, {"pixel_values_videos": torch.zeros(4, 8)}, "holds pixel_values_videos"),
-        (GEMMA, {"image_grid_thw": torch.ones(1, 3, dtype=torch.long)}, "holds image_grid_thw"),
-        (GEMMA, {"mm_encoder_outputs": {"image": torch.zeros(4, 32)}}, "holds mm_encoder_outputs"),
+        (GEMMA3N, {"image_grid_thw": torch.ones(1, 3, dtype=torch.long)}, "holds image_grid_thw"),
+        (GEMMA3N, {"mm_encoder_outputs": {"image": torch.zeros(4, 32)}}, "holds mm_encoder_outputs"),
     ],
 )
 def test_sound_video_and_features_are_refused(name: str, more: Part, sentence: str) -> None:
@@ -150,8 +150,7 @@ def test_paligemma_needs_to_be_told_that_no_token_sees_later_ones() -> None:
     kinds = batch.pop("token_type_ids")
     with pytest.raises(BatchError, match="Give token_type_ids of 1"):
         model(**batch)
-    with pytest.raises(BatchError, match="holds token_type_ids"):
-        model(**batch, token_type_ids=torch.zeros_like(kinds))
+    model(**batch, token_type_ids=torch.zeros_like(kinds))
 
 
 def test_a_sharded_batch_is_refused_since_wrappers_read_whole_ones() -> None:

@@ -278,5 +278,5 @@ def test_the_recipe_trains_on_images(ranks: Ranks, tmp_path: Path, rows: int) ->
     trained = AutoModelForImageTextToText.from_pretrained(tmp_path / "out_2")
     assert isinstance(trained, transformers.LlavaForConditionalGeneration)
     (shown / "3_0.png").unlink()
-    with pytest.raises(SystemExit, match="images names '3_0.png', which is no file"):
+    with pytest.raises(SystemExit, match=r"images names '3_0\.png', which is no file"):
         train_by_recipe(0, 1, words, str(tmp_path / "out"))
