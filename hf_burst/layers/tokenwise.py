@@ -29,8 +29,11 @@ class _NoTiles(Exception):
     """Why a module cannot be computed in tiles."""
 
 
-def obstacle_to_tiles(module: nn.Module, forward: Forward, inputs: Sequence[Tensor]) -> str:
+def obstacle_to_tiles(module: nn.Module, forward: Forward, inputs: Sequence[Tensor], tile: int) -> str:
     """Why a module cannot be computed in tiles.
+
+    It first runs on a whole tile, since kernels may be tuned by their first call, whatever the sizes of later ones: those
+    of Liger's experts are.
 
     The runs leave nothing behind: random numbers, autocast's cache, checkpoints, counters of operators, attributes and
     buffers of the module are as before. Dropout is left out. Where many entries of a weight are zero, they have other
@@ -40,13 +43,16 @@ def obstacle_to_tiles(module: nn.Module, forward: Forward, inputs: Sequence[Tens
         module (`torch.nn.Module`): The module.
         forward (callable): Its forward.
         inputs (`torch.Tensor` of shape `(..., n, features)`): What it is called with, at least two tokens.
+        tile (`int`): Tokens of a tile.
 
     Returns:
         `str`: Empty if it can.
     """
     rows, tokens = inputs[0].shape[:-2].numel(), inputs[0].shape[-2]
-    count = min(max(2, _TOKENS // max(1, rows)), tokens)
-    sample = [tensor.detach().narrow(-2, 0, count).nan_to_num(0.0, 0.0, 0.0) for tensor in inputs]
+    count, most = (min(max(2, some // max(1, rows)), tokens) for some in (_TOKENS, tile))
+    sample, whole = (
+        [tensor.detach().narrow(-2, 0, some).nan_to_num(0.0, 0.0, 0.0) for tensor in inputs] for some in (count, most)
+    )
     trial, notes = _Trial(module, forward, inputs), _Notes(module)
     try:
         with ExitStack() as stack:
@@ -56,13 +62,14 @@ def obstacle_to_tiles(module: nn.Module, forward: Forward, inputs: Sequence[Tens
             stack.enter_context(trial.draws())
             stack.enter_context(autocast_as_now(inputs[0].device.type, cache=False)())
             stack.enter_context(_without_zeros(module))
+            trial.run(whole)
             trial.compare(sample, count)
     except _NoTiles as obstacle:
         return str(obstacle)
     except torch.OutOfMemoryError:  # says nothing of the module
         raise
     except Exception as problem:  # whatever a module makes of a few tokens
-        return f"{count} tokens raise {type(problem).__name__}: {str(problem).split(chr(10))[0][:200]}"
+        return f"a few tokens raise {type(problem).__name__}: {str(problem).split(chr(10))[0][:200]}"
     finally:
         notes.restore()
     return ""

@@ -548,6 +548,16 @@ def test_a_trial_leaves_nothing_in_the_cache_of_autocast() -> None:
     assert all(map(torch.equal, *gradients))
 
 
+def test_the_first_call_has_a_whole_tile() -> None:
+    """By which Triton tunes kernels whose key does not have the number of tokens."""
+    model, sizes = models.make_model("llama").train(), list[int]()
+    own = model.model.layers[0].mlp.gate_proj.forward
+    model.model.layers[0].mlp.gate_proj.forward = lambda x: sizes.append(x.shape[-2]) or own(x)
+    models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=40)))
+    model(**models.make_batch("plain", 43))
+    assert sizes[0] == 20, "of two rows"
+
+
 def test_weights_that_are_taken_apart_are_refused() -> None:
     model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=7)))
     model.model.layers[0].mlp.up_proj.weight.ds_id = 3

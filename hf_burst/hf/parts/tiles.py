@@ -91,7 +91,7 @@ class _TiledForward(ForwardOverride):
         if not _have_tiles(inputs, context.tile):
             return self._whole(*args, **kwargs)
         if self.name not in context.obstacles:  # asked once, so that it is the same when a layer runs again
-            context.obstacles[self.name] = self._obstacle(forward, inputs)
+            context.obstacles[self.name] = self._obstacle(forward, inputs, context.tile)
         if context.obstacles[self.name]:
             return self._whole(*args, **kwargs)
         return tiled(self.module, forward, context.tile, *inputs)
@@ -100,13 +100,13 @@ class _TiledForward(ForwardOverride):
         module: Any = self.module
         return type(module).forward(module, *args, **kwargs) if self.own is None else self.own(*args, **kwargs)
 
-    def _obstacle(self, forward: Callable[..., Any], inputs: tuple[Tensor, ...]) -> str:
+    def _obstacle(self, forward: Callable[..., Any], inputs: tuple[Tensor, ...], tile: int) -> str:
         """Why the module is not computed in tiles."""
         found = _visible_obstacle(self.module)
         if not found:
             form = torch.is_inference_mode_enabled(), [_form(inner) for inner in self.module.modules()]
             if self.tried is None or self.tried[0] != form:
-                self.tried = form, obstacle_to_tiles(self.module, forward, inputs)
+                self.tried = form, obstacle_to_tiles(self.module, forward, inputs, tile)
             found = self.tried[1]
         return found and f"{type(self.module).__name__} is not computed in tiles as a whole: {found}."
 
