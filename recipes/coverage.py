@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers import PreTrainedModel
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +77,7 @@ WRAPPERS = Table(
 )
 IMAGES = Table(
     "coverage_images",
-    (*wrapper_names(), "Phi4MultimodalForCausalLM"),
+    (*sorted({*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()}), "Phi4MultimodalForCausalLM"),
     compare_images,
     "Images through every image-text-to-text class and Phi-4 Multimodal",
     "python recipes/coverage.py --images",

@@ -179,6 +179,7 @@ _SHOW: dict[str, Show] = {
     "FuyuForCausalLM": _images(16, 16, 48),
     "Gemma3": _PLAIN,
     "Gemma4": _images(4, 16, 48, image_position_ids=[[place % 4, place // 4] for place in range(16)]),
+    "Gemma4Unified": _images(4, 4, 432, image_position_ids=[[0, 0], [1, 0], [0, 1], [1, 1]]),
     "GotOcr2": _images(1, 3, 64, 64),
     "Granite4Vision": _wide,
     "GraniteDocling": _documented,

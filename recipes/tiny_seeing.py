@@ -151,6 +151,11 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         },
         "audio_config": None,
     },
+    "Gemma4Unified": {
+        "text_config": {**_TEXT, **_SLIDING, "pad_token_id": 0, "global_head_dim": 8},
+        "vision_config": {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 64, "output_proj_dims": 16},
+        "audio_config": None,
+    },
     "Glm46V": {
         "text_config": {"model_type": "glm4v_text", **_TEXT, **_GLM},
         "vision_config": {"model_type": "glm4v_vision", **_PATCHES, "image_size": 32},

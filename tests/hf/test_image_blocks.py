@@ -17,7 +17,7 @@ from tests.support.gradients import Result, assert_equal, loss_and_gradients
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
-FAMILIES = ("Gemma3", "Gemma4", "PaliGemma")
+FAMILIES = ("Gemma3", "Gemma4", "Gemma4Unified", "PaliGemma")
 LESS_MEMORY: dict[str, Any] = {"tiled_mlp": 4, "activation_offloading": 1.0, "layers_per_checkpoint": 2}
 
 

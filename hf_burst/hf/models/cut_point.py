@@ -63,7 +63,7 @@ class CutPoint:
 _SEEING: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("Aria", "DeepseekOcr2", "Emu3", "FuyuForCausalLM", "Granite4Vision", "GraniteDocling"), ""),
-        "Gemma4": "",
+        **dict.fromkeys(("Gemma4", "Gemma4Unified"), ""),
         **dict.fromkeys(("Idefics2", "Idefics3", "Janus", "Lfm2Vl", "LightOnOcr", "Llama4", "LlavaNext"), ""),
         **dict.fromkeys(("LlavaNextVideo", "LlavaOnevision", "MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7"), ""),
         **dict.fromkeys(("SmolVLM", "Step3p7", "UnlimitedOcr"), ""),
