@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))

@@ -32,7 +32,7 @@ class _NoTiles(Exception):
 def obstacle_to_tiles(module: nn.Module, forward: Forward, inputs: Sequence[Tensor], tile: int) -> str:
     """Why a module cannot be computed in tiles.
 
-    It first runs on a whole tile, since kernels may be tuned by their first call, whatever the sizes of later ones: those
+    It first runs on a whole tile: kernels may be tuned by their first call, whatever the sizes of later ones, as those
     of Liger's experts are.
 
     The runs leave nothing behind: random numbers, autocast's cache, checkpoints, counters of operators, attributes and
