@@ -16,14 +16,14 @@ from ..sizing.gpus import DATA_SHEETS, Capacity, DataSheet, capacity_of, data_sh
 from ..sizing.memory_rule import HOST_ROOM, SETTINGS, Fit, fit, longest
 from ..sizing.model import ModelSize, Sharded, Training, Weights
 from ..sizing.seconds import StepSeconds, estimate_seconds, step_flops
-from ..sizing.shapes import SHAPES
+from ..sizing.shapes import NAMES
 from ..sizing.spread import Spread, spread_of
 from .launch import launched
 from .sequence import add_sequence, named_sequence
 
 _MODEL = (
     "a name on the hub, a folder or config.json of a model, a class of Transformers, or without a network one of "
-    f"{', '.join(SHAPES)}"
+    f"{', '.join(NAMES)}"
 )
 _PRECISION = {
     "bf16": "assumed: trained weights in bf16; accelerate's mixed_precision=bf16 keeps them in fp32 (--weights fp32)",
@@ -119,8 +119,8 @@ def find_model(name: str, trust_remote_code: bool) -> ModelSize:
     try:
         target = find_target(shape_named(name) or name, trust_remote_code)
     except ConfigError as problem:
-        near = "".join(f" Did you mean {match}?" for match in get_close_matches(name.lower(), SHAPES, n=1))
-        raise ConfigError(f"{problem}{near} Shapes that need no hub: {', '.join(SHAPES)}.") from problem
+        near = "".join(f" Did you mean {match}?" for match in get_close_matches(name.lower(), NAMES, n=1))
+        raise ConfigError(f"{problem}{near} Shapes that need no hub: {', '.join(NAMES)}.") from problem
     return model_size(target.model_class, target.config, name)
 
 

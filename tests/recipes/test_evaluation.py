@@ -260,7 +260,7 @@ def test_the_recipe_over_ranks_equals_one_process(
 
 
 def test_answers_of_chats_are_scored_as_sft_labels_them(
-    ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path
+    ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The loss of one plain model on the labels that `sft.py` makes, over ranks and groups."""
     import chats
@@ -285,6 +285,7 @@ def test_answers_of_chats_are_scored_as_sft_labels_them(
         answers = results_of(ranks, size, tmp_path / "model", tmp_path / "out", *options, *more)["answers"]
         assert (answers["tokens"], answers["rows"]) == (count, 5)
         assert answers["loss"] == pytest.approx(total / count, rel=1e-6)
+    assert "hashed" not in caplog.text, "datasets knows each function"
     everything = results_of(ranks, 1, tmp_path / "model", tmp_path / "out", *options, "--assistant_only_loss", "false")
     assert everything["answers"]["tokens"] > 2 * count
 
