@@ -427,9 +427,9 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("hf_burst.check.run.file_exists", unreachable)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with mock.patch("huggingface_hub.utils._http.get_session", side_effect=AssertionError("asked again")):
-        with pytest.raises(ConfigError, match="'no/such-model' names no model"):
-            find_target("no/such-model")
+    again = mock.patch("huggingface_hub.utils._http.get_session", side_effect=AssertionError("asked again"))
+    with again, pytest.raises(ConfigError, match="'no/such-model' names no model"):
+        find_target("no/such-model")
     assert asked == ["no/such-model"]
     assert find_target("LlamaForCausalLM").model_class.__name__ == "LlamaForCausalLM"
     assert asked == ["no/such-model"]

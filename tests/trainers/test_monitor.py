@@ -226,7 +226,7 @@ def test_documents_beyond_the_positions_of_the_model_are_warned_of_once(
     trainer.train()
     said = [record.message for record in caplog.records if "max_position_embeddings" in record.message]
     assert len(said) == (factor is not None)
-    assert factor is None or f"16: it has not learned later positions. To extend it, set rope_parameters" in said[0]
+    assert factor is None or "16: it has not learned later positions. To extend it, set rope_parameters" in said[0]
     assert factor is None or f"{{rope_type: yarn, factor: {factor}.0}}" in said[0]
 
 
