@@ -176,8 +176,9 @@ def is_path(name: str) -> bool:
 
 def nearby(missing: Path) -> str:
     """The end of a sentence about a path that does not exist: what lies there under a similar name, or where one is."""
-    near = get_close_matches(missing.name, [path.name for path in missing.parent.glob("*")], 1, 0.75)
-    return f"did you mean {missing.parent / near[0]}?" if near else f"the current folder is {Path.cwd()}."
+    there = {name: path for path in missing.parent.glob("*") for name in (path.stem, path.name)}
+    near = get_close_matches(missing.name, there, 1, 0.75)
+    return f"did you mean {there[near[0]]}?" if near else f"the current folder is {Path.cwd()}."
 
 
 @contextmanager
