@@ -222,8 +222,8 @@ def _table(rows: list[Division], best: Division | None, sheet: DataSheet) -> lis
     for row in rows:
         how = row.fit.training
         at_a_time = how.gpus // how.burst_size
-        sequences = f", {at_a_time} sequences at a time" if at_a_time > 1 else ""
-        verdict = f"fastest that fits{sequences}" if row is best else "" if row.fit.fits else "does not fit"
+        sequences = f", {at_a_time} sequences a step" if at_a_time > 1 else ""
+        verdict = f"most tokens/s that fit{sequences}" if row is best else "" if row.fit.fits else "does not fit"
         cells.append(
             [
                 f"{how.burst_size} x {how.gpus // how.burst_size}",
