@@ -322,6 +322,12 @@ def test_the_reference_is_that_of_the_code(tmp_path: Path) -> None:
         assert (tmp_path / page.name).read_text() == page.read_text(), f"{page.name}: python docs/mkdocs/reference.py"
 
 
+def test_the_reference_has_the_defaults_of_each_recipe() -> None:
+    page = (ROOT / "docs/reference/recipes.md").read_text()
+    assert "| `too_long` | `refuse`; `split` in finetune_long_document.py; `split` in extend_context.py |" in page
+    assert "| `assistant_only_loss` | `true` | sft.py |" in page
+
+
 def test_variables_that_are_read_are_listed() -> None:
     page = (ROOT / "docs/reference/environment.md").read_text()
     own = {"WORLD_SIZE", "LOCAL_RANK", "RANK", "TORCHELASTIC_USE_AGENT_STORE", "CUDA_VISIBLE_DEVICES"}  # of launchers
