@@ -1,11 +1,18 @@
-"""What a recipe does before it imports what takes seconds: it says that it has begun, and asks torch's allocator for
-expandable segments, which leave smaller gaps between the blocks of long sequences. `PYTORCH_ALLOC_CONF`, where it is
-set, counts instead.
+"""What a recipe does before it imports what takes seconds: it ends where a library is missing, says that it has begun,
+and asks torch's allocator for expandable segments, which leave smaller gaps between the blocks of long sequences.
+`PYTORCH_ALLOC_CONF`, where it is set, counts instead.
 """
 
+import logging
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+MISSING = [name for name in ("datasets", "matplotlib", "peft", "trl", "yaml") if find_spec(name) is None]
+if MISSING:
+    raise SystemExit(f'The recipes need {", ".join(MISSING)}: pip install ".[recipes]" in a clone.')
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels that no recipe needs
 
 if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -206,9 +206,10 @@ def load_splits(settings: DataSettings, seed: int, text_column: str = "text") ->
 
 
 def load_tokens(
-    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, training: SFTConfig
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, training: SFTConfig, text_alone: bool = False
 ) -> tuple[Dataset, Dataset | None]:
-    """Tokens and labels to train on and to evaluate on, none longer than `max_length`, with a report of the lengths."""
+    """Tokens and labels to train on and to evaluate on, none longer than `max_length`, with a report of the lengths.
+    Chats and completions are refused where text alone is trained on."""
     sources = (("dataset", settings.dataset), ("eval_dataset", settings.eval_dataset or settings.dataset))
     seed = training.seed if training.data_seed is None else training.data_seed
     fitting: list[Dataset | None] = []
@@ -217,6 +218,11 @@ def load_tokens(
             fitting.append(None)
             continue
         name = f"{kind} {names}"
+        if text_alone and (keys := answer_columns(rows)):
+            raise SystemExit(
+                f"{name} has the columns {', '.join(keys)}, and this recipe trains on text, which it may cut. Train "
+                "chats and completions by recipes/sft.py."
+            )
         tokens = tokenize(rows, tokenizer, training, name, names)
         if not fitting and training.process_index == 0:
             report.report_lengths(lengths(tokens), training.max_length, training.output_dir)

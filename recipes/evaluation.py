@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from math import exp
 from pathlib import Path
@@ -128,9 +129,8 @@ def read_documents(
         return windows, None
     with settings.using(name), main_process_first(accelerator):
         tokens = data.map_rows(rows, function, wanted.documents, desc="Tokenizing")
-        chats = tokens.filter(
-            lambda labels: data.has_label(labels) and len(labels) <= longest, input_columns="labels", desc="Choosing"
-        )
+        choose = partial(is_answered, longest=longest)
+        chats = tokens.filter(choose, input_columns="labels", desc="Choosing")
     if warning:
         accelerator.print(f"WARNING: {warning}")
     if not chats:
@@ -141,6 +141,11 @@ def read_documents(
             f"{longest:,} tokens, the greatest of lengths."
         )
     return [], chats
+
+
+def is_answered(labels: list[int], longest: int) -> bool:
+    """Whether a row has a label, and is not too long. datasets cannot recognise a function without a name."""
+    return data.has_label(labels) and len(labels) <= longest
 
 
 @contextmanager
@@ -200,5 +205,6 @@ def evaluate(model_settings: ModelSettings, burst: BurstSettings, wanted: "Evalu
         options = wanted.lengths, wanted.samples, wanted.ruler_by, wanted.chat
         write("ruler", evaluate_ruler(lm, questions.tasks, *options))
         say(json.dumps(results["ruler"], indent=1))
-    say(f"results.json and pictures are in {folder}")
+    drawn = " and pictures are" if questions.needles is not None or questions.windows else " is"
+    say(f"results.json{drawn} in {folder}")
     return groups

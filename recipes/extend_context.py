@@ -124,10 +124,12 @@ def main(arguments: list[str]) -> None:
     import report
     from trl import SFTTrainer
 
+    from hf_burst.hf.models.positions import pretrained_length
+
     tokenizer = models.load_tokenizer(model, args)
     scaling, model.rope_scaling = model.rope_scaling, {}
     config = models.load_config(model, len(tokenizer)).get_text_config()
-    old, pretrained = config.max_position_embeddings, models.pretrained_length(config)
+    old, pretrained = config.max_position_embeddings, pretrained_length(config)
     if args.max_length <= old:
         raise SystemExit(
             f"max_length is {args.max_length:,}, and the model has {old:,} positions; set max_length higher."

@@ -33,7 +33,7 @@ DEFAULTS = {
 
 def make_trainer(arguments: list[str]) -> "tuple[SFTTrainer, BurstSettings]":
     """The trainer that the command line and its YAML files describe."""
-    return training.sft_trainer(arguments, DEFAULTS)
+    return training.sft_trainer(arguments, DEFAULTS, text_alone=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ The folder of the adapter may be a checkpoint of a training. RoPE settings that 
 import argparse
 from pathlib import Path
 
+import beginning  # noqa: F401 (before peft)
 from models import merge_adapter
 from settings import probe_merged, using
 

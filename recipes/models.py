@@ -30,6 +30,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from trl import get_peft_config, get_quantization_config
 
 import hf_burst
+from hf_burst.hf.models.positions import beyond_positions, pretrained_length, scaled_rope
 
 PAD, END, UNKNOWN, START = "<pad>", "<|im_end|>", "<unk>", "<|im_start|>"
 NO_TEXT = r"(?!.*\b(language_model|text_model)\.).*"  # the modules of a wrapper beside its language model
@@ -117,21 +118,6 @@ def has_towers(config: PreTrainedConfig) -> bool:
     return "text_config" in config.sub_configs and auto_class(config) is AutoModelForImageTextToText
 
 
-def scaled_rope(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """The RoPE parameters to scale: those of full attention, where the types of layers have their own."""
-    parameters = getattr(config, "rope_parameters", None)
-    if parameters and any(isinstance(value, dict) for value in parameters.values()):
-        return parameters.get("full_attention")
-    return parameters
-
-
-def pretrained_length(config: PreTrainedConfig) -> int:
-    """The length, in tokens, that YaRN's factor multiplies."""
-    original = getattr(config, "original_max_position_embeddings", None)
-    original = original or (scaled_rope(config) or {}).get("original_max_position_embeddings")
-    return original or config.max_position_embeddings
-
-
 def scale_rope(config: PreTrainedConfig, scaling: dict[str, Any]) -> None:
     """Sets RoPE parameters in a config. Parameters of another `rope_type` are dropped.
 
@@ -169,17 +155,14 @@ def scale_rope(config: PreTrainedConfig, scaling: dict[str, Any]) -> None:
 
 def too_short_a_rope(config: PreTrainedConfig, length: int, pretrained: bool = True) -> str | None:
     """A warning where sequences are longer than the positions of the model, pretrained or made from a config."""
-    config = config.get_text_config()
-    most = getattr(config, "max_position_embeddings", None)
-    if most is None or length <= most:
-        return None
-    said = f"max_length is {length:,}, but the model has max_position_embeddings {most:,}"
-    if not pretrained:
-        return f"{said}, which its checkpoint will say. Set max_position_embeddings: {length} in model_config."
-    factor = -(-length // pretrained_length(config))
+    said = f"max_length is {length:,}"
+    warning = beyond_positions(config, length, said, "rope_scaling")
+    if warning is None or pretrained:
+        return warning
+    most = config.get_text_config().max_position_embeddings
     return (
-        f"{said}: it has not learned later positions. To extend it, set rope_scaling: "
-        f"{{rope_type: yarn, factor: {factor}.0}}."
+        f"{said}, but the model has max_position_embeddings {most:,}, which its checkpoint will say. Set "
+        f"max_position_embeddings: {length} in model_config."
     )
 
 

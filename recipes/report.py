@@ -95,7 +95,9 @@ def follow(trainer: Trainer) -> None:
     if bar is not None and sys.stderr.isatty():
         trainer.add_callback(Bar)
     trainer.add_callback(Evaluations)
-    trainer.add_callback(hf_burst.BurstCallback(trainer))  # its numbers are in every log
+    watch = hf_burst.BurstCallback(trainer)  # its numbers are in every log
+    watch.positions_told = True  # by the warning of max_length
+    trainer.add_callback(watch)
     trainer.accelerator.print(describe(trainer))
 
 

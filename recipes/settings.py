@@ -77,8 +77,8 @@ class ModelSettings(ModelConfig):
             setattr(self, name, mapping(name, getattr(self, name)))
         for name in ("model_name_or_path", "tokenizer"):
             folder = getattr(self, name) or ""
-            if folder.startswith(("/", "./", "../", "~")) and not Path(folder).exists():
-                raise SystemExit(f"{name} is {folder!r}, which does not exist; the current folder is {Path.cwd()}.")
+            if is_path(folder) and not Path(folder).exists():
+                raise SystemExit(f"{name} is {folder!r}, a folder that does not exist; {nearby(Path(folder))}")
         if self.attn_implementation is not None:
             raise SystemExit("attn_implementation is set, but the attention is hf_burst's; leave it out.")
         if (self.load_in_4bit or self.load_in_8bit) and not self.use_peft:
@@ -159,15 +159,26 @@ def sources(name: str, value: Any) -> list[str]:
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list) or not listed or not all(item and isinstance(item, str) for item in listed):
         raise SystemExit(f"{name} is {value!r}; give files, folders, a hub name or python_topics.")
-    for file in map(Path, listed):
-        local = file.suffix.lower() in (*TEXT_FILES, *TABLES) and not set("*?[:") & set(
-            str(file)
-        )  # neither a pattern nor a URL
-        if local and not file.exists():
-            near = get_close_matches(file.name, [path.name for path in file.parent.glob("*")], 1, 0.75)
-            hint = f"did you mean {near[0]}?" if near else f"the current folder is {Path.cwd()}."
-            raise SystemExit(f"{name} has {str(file)!r}, which does not exist; {hint}")
+    for item in listed:
+        path, pattern = Path(item), set("*?[:") & set(item)  # or a URL
+        file = path.suffix.lower() in (*TEXT_FILES, *TABLES)
+        if (file or is_path(item)) and not pattern and not path.exists():
+            kind = "" if file else "a folder "
+            raise SystemExit(f"{name} has {item!r}, {kind}{'which' if file else 'that'} does not exist; {nearby(path)}")
     return listed
+
+
+def is_path(name: str) -> bool:
+    """Whether a name is written as a path, and not as one of the hub, which has at most one slash in it."""
+    within = name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
+    return name.startswith(("/", "./", "../", "~")) or name.endswith("/") or within
+
+
+def nearby(missing: Path) -> str:
+    """The end of a sentence about a path that does not exist: what lies there under a similar name, or where one is."""
+    there = {name: path for path in missing.parent.glob("*") for name in (path.stem, path.name)}
+    near = get_close_matches(missing.name, there, 1, 0.75)
+    return f"did you mean {there[near[0]]}?" if near else f"the current folder is {Path.cwd()}."
 
 
 @contextmanager
@@ -350,7 +361,11 @@ def check_groups(size: int | None) -> None:
     """Refuses groups that do not divide the processes that a launcher has started, before the data is read."""
     processes = int(os.environ.get("WORLD_SIZE", "0"))
     if size is not None and processes % size:
-        raise SystemExit(f"burst_size is {size}, which does not divide the processes that were launched: {processes}.")
+        fitting = max(smaller for smaller in range(1, size + 1) if processes % smaller == 0)
+        raise SystemExit(
+            f"burst_size is {size}, which does not divide the processes that were launched: {processes}. Pass "
+            f"--burst_size {fitting}."
+        )
 
 
 def keep_time_limit(training: "TrainingArguments") -> None:

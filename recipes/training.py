@@ -63,8 +63,11 @@ def make(
         return trainer
 
 
-def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> "tuple[SFTTrainer, BurstSettings]":
-    """TRL's trainer on tokens and labels, as the command line and its YAML files describe it."""
+def sft_trainer(
+    arguments: list[str], defaults: dict[str, Any], text_alone: bool = False
+) -> "tuple[SFTTrainer, BurstSettings]":
+    """TRL's trainer on tokens and labels, as the command line and its YAML files describe it. Chats and completions are
+    refused where text alone is trained on."""
     kinds = (ModelSettings, DataSettings, BurstSettings, "SFTConfig")
     defaults = {"use_liger_kernel": find_spec(settings.LIGER) is not None, **defaults}  # on GPUs
     model, documents, burst, args = settings.parse(arguments, kinds, defaults)
@@ -86,7 +89,7 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> "tuple[SFTTra
     if args.resume_from_checkpoint and models.has_towers(config) and not model.use_peft:
         model.model_name_or_path = args.resume_from_checkpoint  # Trainer finds no weights by the names in its files
     report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
-    rows = data.load_tokens(documents, tokenizer, args)
+    rows = data.load_tokens(documents, tokenizer, args, text_alone)
     return make(SFTTrainer, model, run, config, burst, args, rows, tokenizer), burst
 
 

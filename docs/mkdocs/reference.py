@@ -32,6 +32,7 @@ SETTINGS = (  # of the recipes: a heading, the module, its dataclass
     ("extend_context.py", "extend_context", "Extension"),
     ("evaluate.py", "evaluate", "Evaluation"),
 )
+RECIPES = ("finetune_long_document", "sft", "dpo", "extend_context")  # whose defaults differ
 GENERATED = "<!-- made by docs/mkdocs/reference.py -->"
 
 
@@ -183,11 +184,27 @@ def recipes_page() -> str:
         "Settings come from YAML files (`--config FILE`, several if you like), then from flags. In addition to these, "
         "the recipes take all settings of TRL's `SFTConfig` or `DPOConfig` and of its `ModelConfig`."
     ]
+    changed = {recipe: dict(import_module(recipe).DEFAULTS) for recipe in RECIPES}
     for heading, module, name in SETTINGS:
         kind = getattr(import_module(module), name)
         own = [each for each in fields(kind) if each.name in vars(kind).get("__annotations__", {})]
-        rows = [(f"`{each.name}`", default(each), each.metadata["help"].replace("%%", "%")) for each in own]
+        rows = []
+        for each in own:
+            others = [
+                f"; {shown_setting(defaults.pop(each.name))} in {recipe}.py"
+                for recipe, defaults in changed.items()
+                if each.name in defaults and not heading.endswith(".py")
+            ]
+            meaning = each.metadata["help"].replace("%%", "%")
+            rows.append((f"`{each.name}`", default(each) + "".join(others), meaning))
         parts.append(f"## {heading}\n\n{table(('setting', 'default', 'meaning'), rows)}")
+    rest = {"all": {**import_module("settings").DEFAULTS, "use_cpu": "ACCELERATE_USE_CPU"}, **changed}
+    rows = [
+        (f"`{name}`", shown_setting(value), recipe if recipe == "all" else f"{recipe}.py")
+        for recipe, defaults in rest.items()
+        for name, value in defaults.items()
+    ]
+    parts.append(f"## Other defaults than TRL's\n\n{table(('setting', 'default', 'recipes'), rows)}")
     return page("Recipe settings", *parts)
 
 
@@ -197,7 +214,13 @@ def default(each: "Field[Any]") -> str:
     if value is MISSING:
         assert callable(each.default_factory), each.name
         value = each.default_factory()
-    return "none" if value in (None, [], "") else f"`{value}`"
+    return shown_setting(value)
+
+
+def shown_setting(value: Any) -> str:
+    """A value of a setting, as it is written in YAML."""
+    shown = str(value).lower() if isinstance(value, bool) else value
+    return "none" if value in (None, [], "") else f"`{shown}`"
 
 
 def versions_page() -> str:

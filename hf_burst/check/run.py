@@ -1,8 +1,10 @@
 """`check_model`: from the name of a model to a verdict that is remembered."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 import psutil
 import torch
 import transformers
+from huggingface_hub import file_exists
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -30,6 +34,7 @@ _CLASSES: dict[str, Any] = {
     "AutoModelForMaskedLM": MODEL_FOR_MASKED_LM_MAPPING,
     "AutoModelForImageTextToText": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 }
+_HEADS = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "LMHeadModel")  # in names of classes
 _NAMES = "a name on the hub, a folder or config.json of a model, or a class of Transformers such as LlamaForCausalLM"
 _COPIES = 2 * RANKS  # weights and gradients
 _SHARE = 0.7  # of the memory that is free
@@ -141,17 +146,39 @@ def find_target(model: str | PreTrainedModel | PreTrainedConfig, trust_remote_co
     named = getattr(transformers, model, None) if model.isidentifier() else None
     if isinstance(named, type) and issubclass(named, PreTrainedModel) and named.config_class is not None:
         return Target(named, named.config_class())
+    path = Path(model).expanduser()
+    if not path.exists() and (model.endswith((os.sep, ".json")) or model.startswith(("/", "./", "../", "~"))):
+        raise ConfigError(f"{model!r} does not exist; the current folder is {Path.cwd()}. Give {_NAMES}.")
+    options = {"trust_remote_code": trust_remote_code, "local_files_only": not (path.exists() or _hub_answers(model))}
     try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path if path.exists() else model, **options)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as problem:
         if "trust_remote_code" in str(problem):
             raise ConfigError(_remote(model)) from problem
         raise ConfigError(
-            f"{model!r} names no model whose config can be read ({str(problem).strip().splitlines()[0][:200]}). Give "
-            f"{_NAMES}. A class of your own is checked in Python: hf_burst.check_model(model)."
+            f"{model!r} names no model whose config can be read ({str(problem).strip().splitlines()[0][:200]})."
+            f"{_similar_class(model)} Give {_NAMES}. A class of your own is checked in Python: "
+            "hf_burst.check_model(model)."
         ) from problem
-    path = Path(model)
     return Target(_class_of(config, model, trust_remote_code), config, path if path.is_dir() else None)
+
+
+def _hub_answers(name: str) -> bool:
+    """Whether the hub answers when it is asked for a model. It is asked once; Transformers would ask for half a
+    minute."""
+    try:
+        file_exists(name, "config.json")
+    except (HfHubHTTPError, ValueError):  # it answers by an error, or is not asked for what cannot be a name
+        return True
+    except Exception:  # of the HTTP library below huggingface_hub, of which its releases take different ones
+        return False
+    return True
+
+
+def _similar_class(name: str) -> str:
+    """A sentence with the class of Transformers whose name is nearly this one, if there is one."""
+    classes = [known for known in dir(transformers) if known.endswith(_HEADS)]
+    return "".join(f" Did you mean {match}?" for match in get_close_matches(name, classes, n=1, cutoff=0.85))
 
 
 def _class_of(config: PreTrainedConfig, name: str | None, trust_remote_code: bool) -> type[PreTrainedModel]:

@@ -16,14 +16,14 @@ from ..sizing.gpus import DATA_SHEETS, Capacity, DataSheet, capacity_of, data_sh
 from ..sizing.memory_rule import HOST_ROOM, SETTINGS, Fit, fit, longest
 from ..sizing.model import ModelSize, Sharded, Training, Weights
 from ..sizing.seconds import StepSeconds, estimate_seconds, step_flops
-from ..sizing.shapes import SHAPES
+from ..sizing.shapes import NAMES
 from ..sizing.spread import Spread, spread_of
 from .launch import launched
 from .sequence import add_sequence, named_sequence
 
 _MODEL = (
     "a name on the hub, a folder or config.json of a model, a class of Transformers, or without a network one of "
-    f"{', '.join(SHAPES)}"
+    f"{', '.join(NAMES)}"
 )
 _PRECISION = {
     "bf16": "assumed: trained weights in bf16; accelerate's mixed_precision=bf16 keeps them in fp32 (--weights fp32)",
@@ -119,8 +119,8 @@ def find_model(name: str, trust_remote_code: bool) -> ModelSize:
     try:
         target = find_target(shape_named(name) or name, trust_remote_code)
     except ConfigError as problem:
-        near = "".join(f" Did you mean {match}?" for match in get_close_matches(name.lower(), SHAPES, n=1))
-        raise ConfigError(f"{problem}{near} Shapes that need no hub: {', '.join(SHAPES)}.") from problem
+        near = "".join(f" Did you mean {match}?" for match in get_close_matches(name.lower(), NAMES, n=1))
+        raise ConfigError(f"{problem}{near} Shapes that need no hub: {', '.join(NAMES)}.") from problem
     return model_size(target.model_class, target.config, name)
 
 
@@ -222,8 +222,8 @@ def _table(rows: list[Division], best: Division | None, sheet: DataSheet) -> lis
     for row in rows:
         how = row.fit.training
         at_a_time = how.gpus // how.burst_size
-        sequences = f", {at_a_time} sequences at a time" if at_a_time > 1 else ""
-        verdict = f"fastest that fits{sequences}" if row is best else "" if row.fit.fits else "does not fit"
+        sequences = f", {at_a_time} sequences a step" if at_a_time > 1 else ""
+        verdict = f"most tokens/s that fit{sequences}" if row is best else "" if row.fit.fits else "does not fit"
         cells.append(
             [
                 f"{how.burst_size} x {how.gpus // how.burst_size}",

@@ -11,6 +11,12 @@ Weights = Literal["bf16", "fp32", "4bit"]
 Sharded = Literal["fsdp2", "ddp"]
 
 
+def rounded(count: int) -> str:
+    """A number of weights as people write it: 8.03e9, 135e6, 66.6e3."""
+    unit = next((unit for unit in (9, 6, 3) if round(count, 3 - unit) >= 10**unit), 0)
+    return f"{count / 10**unit:.{2 if unit == 9 else 3}{'f' if unit == 9 else 'g'}}e{unit}" if unit else str(count)
+
+
 @dataclass(frozen=True)
 class ModelSize:
     """The sizes of a model that time and memory follow from.
@@ -59,11 +65,11 @@ class ModelSize:
     routed: int = 0
 
     def __str__(self) -> str:
-        unused = f" ({self.unused / 1e9:.2f}e9 not for text)" if self.unused else ""
+        unused = f" ({rounded(self.unused)} not for text)" if self.unused else ""
         heads = f", {self.q_heads} query and {self.kv_heads} key heads of {self.head_dim}" if self.patterns else ""
         states = "".join(f", {size}" for size in self.recurrent)
         return (
-            f"{self.name}: {self.weights / 1e9:.2f}e9 weights{unused}, {self.layers} layers, {self.hidden} wide{heads}"
+            f"{self.name}: {rounded(self.weights)} weights{unused}, {self.layers} layers, {self.hidden} wide{heads}"
             f"{states}, vocabulary {self.vocabulary}"
         )
 

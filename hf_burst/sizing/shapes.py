@@ -45,6 +45,7 @@ _ALIASES = {
     "llama-3.3-70b": "llama-3-70b",
     "mistral-7b-v0.3": "mistral-7b",
 }
+NAMES = sorted((*SHAPES, *_ALIASES))
 _PUBLISHERS = ("meta-llama", "mistralai", "qwen", "google", "openai")  # others may give a name to other sizes
 _TUNED = re.compile(r"-(instruct|base|it|pt)(?=-|$)|-2507$")  # in names of checkpoints that share a shape
 

@@ -402,6 +402,9 @@ def test_the_vocabulary_stays_for_a_batch() -> None:
     [
         ("no/such-model", "names no model whose config can be read"),
         ("NoSuchForCausalLM", "names no model whose config can be read"),
+        ("LlamaForCausaLM", "Did you mean LlamaForCausalLM? Give a name"),
+        ("missing/", "'missing/' does not exist; the current folder is /"),
+        ("missing.json", "'missing.json' does not exist; the current folder is /"),
         ("LlamaForSequenceClassification", None),
     ],
 )
@@ -413,6 +416,23 @@ def test_models_that_cannot_be_checked_are_named(
         assert sentence in capsys.readouterr().err
     else:
         assert find_target(name).model_class.__name__ == name
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def unreachable(name: str, file: str) -> bool:
+        asked.append(name)
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("hf_burst.check.run.file_exists", unreachable)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    again = mock.patch("huggingface_hub.utils._http.get_session", side_effect=AssertionError("asked again"))
+    with again, pytest.raises(ConfigError, match="'no/such-model' names no model"):
+        find_target("no/such-model")
+    assert asked == ["no/such-model"]
+    assert find_target("LlamaForCausalLM").model_class.__name__ == "LlamaForCausalLM"
+    assert asked == ["no/such-model"]
 
 
 def test_a_config_without_a_language_model_head_is_named(tmp_path: Path) -> None:

@@ -199,6 +199,16 @@ def test_scripts_of_the_pages(block: Block, ranks: Callable[[int], RankPool], fo
     )
 
 
+@pytest.mark.parametrize("block", [each for each in BLOCKS if re.search(r"\.train\(|Trainer\(", each.source)], ids=str)
+def test_scripts_name_the_dtype_that_they_train_in(block: Block) -> None:
+    """By default it is that of the checkpoint, mostly bf16, in which an optimizer loses small steps."""
+    loaded = re.findall(r"AutoModelFor\w+\.from_pretrained\((.*)\)", block.source)
+    adapters = "peft_config=" in block.source
+    assert all(f'dtype="{"bfloat16" if adapters else "float32"}"' in arguments for arguments in loaded)
+    if loaded and not adapters and "SFTConfig" not in block.source and "DPOConfig" not in block.source:
+        assert re.search("bf16=|mixed_precision=", block.source), "computed in bf16"
+
+
 def run_loop(rank: int, size: int, folder: str, arguments: list[str]) -> tuple[list[float], bool]:
     """The losses that a script logs, and whether its model ends in training. One process has a model that is not
     patched."""
@@ -310,6 +320,12 @@ def test_the_reference_is_that_of_the_code(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for page in MADE:
         assert (tmp_path / page.name).read_text() == page.read_text(), f"{page.name}: python docs/mkdocs/reference.py"
+
+
+def test_the_reference_has_the_defaults_of_each_recipe() -> None:
+    page = (ROOT / "docs/reference/recipes.md").read_text()
+    assert "| `too_long` | `refuse`; `split` in finetune_long_document.py; `split` in extend_context.py |" in page
+    assert "| `assistant_only_loss` | `true` | sft.py |" in page
 
 
 def test_variables_that_are_read_are_listed() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -353,6 +354,27 @@ def test_lists_may_have_one_value_without_brackets(tmp_path: Path) -> None:
     (tmp_path / "number.yaml").write_text("documents: [3]\n")
     with pytest.raises(SystemExit, match=r"documents is \[3\]; give names, or none"):
         parse(["--config", str(tmp_path / "number.yaml")], (evaluate.Evaluation,), {})
+
+
+def test_without_pictures_none_are_promised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from models import byte_tokenizer  # of the recipes
+
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    small(260).double().save_pretrained(tmp_path / "model")
+    path = conversations.chats(tmp_path / "chats.jsonl", conversations.facts(9), count=2, turns=2)
+    arguments = ["--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path / "out")]
+    evaluated(0, 1, [*arguments, "--tasks", "none", "--documents", str(path), "--lengths", "512"])
+    assert f"results.json is in {tmp_path / 'out'}" in capsys.readouterr().out
+    assert not list((tmp_path / "out").glob("*.png"))
+
+
+def test_datasets_recognises_what_chooses_rows() -> None:
+    from datasets.fingerprint import Hasher
+
+    few, more = (partial(evaluation.is_answered, longest=longest) for longest in (3, 4))
+    assert Hasher.hash(few) != Hasher.hash(more)
+    rows = [[-100, 1, 2], [-100, 1, 2, 3], [1, -100, -100]]
+    assert [few(row) for row in rows] == [True, False, False]
 
 
 def test_each_part_is_written_when_it_is_done(folder: Path, tmp_path: Path) -> None:

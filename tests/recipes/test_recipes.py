@@ -1,6 +1,7 @@
 """The recipes, launched as a user launches them, shorter; and every setting that ends them by a sentence."""
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -204,10 +205,16 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         ("--rope_scaling", "{rope_type: nonsense}", "rope_scaling has the rope_type 'nonsense'; it must be one of"),
         ("--rope_scaling", "{rope_type: yarn}", "rope_scaling {'rope_type': 'yarn'} cannot be used: \"Missing"),
         ("--model_name_or_path", ".", "tokenizer '.' cannot be used"),
-        ("--model_name_or_path", "./nothing", "model_name_or_path is './nothing', which does not exist; the current"),
+        ("--model_name_or_path", "./nothing", "is './nothing', a folder that does not exist; the current folder is"),
+        ("--model_name_or_path", "a/b/c", "model_name_or_path is 'a/b/c', a folder that does not exist; the current"),
         ("--tokenizer", ".", "tokenizer '.' cannot be used"),
         ("--dataset", "missing.txt", "dataset has 'missing.txt', which does not exist; the current folder is /"),
         ("--dataset", "lang.txt", "dataset has 'lang.txt', which does not exist; did you mean long.txt?"),
+        ("--dataset", "books/", "dataset has 'books/', a folder that does not exist; the current folder is /"),
+        ("--dataset", "./long", "dataset has './long', a folder that does not exist; did you mean long.txt?"),
+        ("--dataset", f"{ROOT}/recipe", f"recipe', a folder that does not exist; did you mean {ROOT}/recipes?"),
+        ("--dataset", f"{ROOT}/docs/READM.md", "READM.md', which does not exist; the current folder is /"),
+        ("--dataset", f"{ROOT}/READM.md", f"READM.md', which does not exist; did you mean {ROOT}/README.md?"),
         ("--dataset_split", "validation", "dataset ['long.txt'] cannot be used: Unknown split \"validation\""),
         ("--eval_share", "1", "eval_share is 1.0; give a share"),
         ("--too_long", "refuse", "1 of 1 rows have more than max_length (512) tokens, the longest 2,401"),
@@ -731,6 +738,31 @@ def test_groups_must_divide_what_was_launched(monkeypatch: pytest.MonkeyPatch) -
     settings.check_groups(2)
     with pytest.raises(SystemExit, match="burst_size is 3, which does not divide the processes that were launched: 4"):
         settings.check_groups(3)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match=r"Pass --burst_size 2\."):
+        settings.check_groups(4)
+
+
+@pytest.mark.parametrize("library", ["matplotlib", "trl", "peft"])
+@pytest.mark.parametrize("script", ["settings", "merge_adapter"])
+def test_a_library_of_the_recipes_is_missing(library: str, script: str) -> None:
+    paths = os.pathsep.join([str(ROOT / "recipes"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", f"import sys; sys.modules[{library!r}] = None; import {script}"]
+    environment = {**CPU, "PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip() == f'The recipes need {library}: pip install ".[recipes]" in a clone.'
+
+
+def test_bitsandbytes_does_not_warn_on_every_rank() -> None:
+    assert not logging.getLogger("bitsandbytes").isEnabledFor(logging.WARNING)
+
+
+def test_chats_are_not_cut_as_text(wrong: Sentence, tmp_path: Path) -> None:
+    chats = conversations.chats(tmp_path / "chats.jsonl", conversations.facts(9), count=3, turns=2)
+    told = wrong("--dataset", str(chats), "--max_length", "64")
+    assert "has the columns messages, and this recipe trains on text, which it may cut" in told
+    assert "recipes/sft.py" in told
 
 
 def test_processes_on_cpus_follow_the_variable_of_accelerate() -> None:

@@ -35,9 +35,9 @@ from hf_burst.hf.parts.adapters import Adapters
 from hf_burst.plan import MaskPattern, RecurrentSize
 from hf_burst.sizing.gpus import DATA_SHEETS, Capacity, capacity_of, data_sheet, gpu_named
 from hf_burst.sizing.memory import _attention_backward, estimate_memory, kept_by_layer
-from hf_burst.sizing.model import Training
+from hf_burst.sizing.model import Training, rounded
 from hf_burst.sizing.seconds import estimate_seconds, products, step_flops
-from hf_burst.sizing.shapes import SHAPES, shape_name
+from hf_burst.sizing.shapes import NAMES, shape_name
 from hf_burst.sizing.spread import spread_of
 from recipes.benchmarks import predictions
 from recipes.tiny_models import OVERRIDES, is_masked, tiny_config
@@ -341,6 +341,20 @@ def test_a_model_is_named_by_its_config(tmp_path: Path, capsys: pytest.CaptureFi
     assert re.findall(r"^ +(\d x \d) ", report, re.MULTILINE) == ["8 x 1", "4 x 2", "2 x 4", "1 x 8"]
 
 
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(8_030_261_248, "8.03e9"), (134_515_008, "135e6"), (66_624, "66.6e3"), (512, "512"), (999_999_999, "1.00e9")],
+)
+def test_weights_have_a_unit_that_fits(count: int, said: str) -> None:
+    assert rounded(count) == said
+
+
+def test_the_help_of_plan_names_all_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "llama-3.1-8b" in capsys.readouterr().out
+
+
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--model", "llama-3-70b", "--length", "131072", "--gpus", "8", "--machine", "h100"]
     assert main(words) == 1
@@ -377,7 +391,9 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "Dots1ForCausalLM", "--length", "64"], "The sizes of Dots1ForCausalLM (Dots1ForCausalLM) cannot"),
         (["--model", "llama3-8b", "--length", "64"], "Did you mean llama-3-8b? Shapes that need no hub"),
         (["--model", "llama-3-8b", "--length", "64", "--machine", "H20"], "'H20'. Did you mean h200? Known are b200"),
-        (["--model", "no/such", "--length", "64"], f"Shapes that need no hub: {next(iter(SHAPES))}"),
+        (["--model", "no/such", "--length", "64"], f"Shapes that need no hub: {', '.join(NAMES)}."),
+        (["--model", "lama-3.1-8b", "--length", "64"], "Did you mean llama-3.1-8b? Shapes that need no hub"),
+        (["--model", "./no", "--length", "64"], "'./no' does not exist; the current folder is /"),
     ],
 )
 def test_what_cannot_be_predicted(
@@ -557,13 +573,13 @@ def test_the_fastest_division_that_fits_is_named(capsys: pytest.CaptureFixture[s
     assert main(words) == 0
     report = capsys.readouterr().out
     assert re.search(
-        r"^ +1 x 4 .* activation_offloading=\S+ +fastest that fits, 4 sequences at a time$", report, re.MULTILINE
+        r"^ +1 x 4 .* activation_offloading=\S+ +most tokens/s that fit, 4 sequences a step$", report, re.MULTILINE
     )
     assert "burst_size GPUs share a sequence" in report
     assert re.search(r"; [\d.]+ of the 128 of its host$", report, re.MULTILINE)
     assert main([*words, "--host-memory", "0", "--attention-keep", "1", "--layers-per-checkpoint", "1"]) == 0
     report = capsys.readouterr().out
-    assert re.search(r"^ +2 x 2 .* fastest that fits, 2 sequences at a time$", report, re.MULTILINE)
+    assert re.search(r"^ +2 x 2 .* most tokens/s that fit, 2 sequences a step$", report, re.MULTILINE)
     assert re.search(r"^ +1 x 4 .* does not fit$", report, re.MULTILINE)
 
 

@@ -17,6 +17,7 @@ from hf_burst.attention import AttentionRequest, burst_attention
 from hf_burst.errors import ConfigError
 from hf_burst.hf.batches.cutting import cut_batch
 from hf_burst.hf.models.model_size import model_size
+from hf_burst.hf.trainers.logging import longest_of, pairs_of
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ranks.layout import SequenceLayout
 from hf_burst.ring import ExchangeClock
@@ -204,6 +205,35 @@ def test_a_line_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[
     pattern = rf"step 1 of 3, 0:00:\d\d left, loss {number}, {number} tokens/s a process, MFU {number}%, {number} GiB"
     assert re.fullmatch(pattern, lines[0])
     assert lines[-1].startswith("step 3 of 3, 0:00:00 left, ")
+
+
+@pytest.mark.parametrize(
+    ("positions", "rope", "factor"),
+    [(16, {}, 2), (64, {}, None), (16, {"rope_type": "yarn", "factor": 4.0}, None)],
+)
+def test_documents_beyond_the_positions_of_the_model_are_warned_of_once(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    positions: int,
+    rope: dict[str, Any],
+    factor: int | None,
+) -> None:
+    case = Case(burst=1)
+    trainer = make_trainer(case, str(tmp_path))
+    trainer.model.config.max_position_embeddings = positions
+    trainer.model.config.rope_parameters = {"rope_theta": 1e4, "rope_type": "default", **rope}
+    trainer.add_callback(hf_burst.BurstCallback(trainer))
+    trainer.train()
+    said = [record.message for record in caplog.records if "max_position_embeddings" in record.message]
+    assert len(said) == (factor is not None)
+    assert factor is None or "16: it has not learned later positions. To extend it, set rope_parameters" in said[0]
+    assert factor is None or f"{{rope_type: yarn, factor: {factor}.0}}" in said[0]
+
+
+def test_packed_documents_have_the_positions_of_their_own() -> None:
+    layout = SequenceLayout.for_batch([(0, 6, 16), (0, 3, 16)], 1, real=((0, 16), (2, 14)))
+    assert longest_of(layout) == 11
+    assert pairs_of(layout, model_size(LlamaForCausalLM, models.make_model("llama").config)) == 2 * (21 + 55 + 1 + 66)
 
 
 def test_a_model_that_is_not_patched_is_refused(tmp_path: Path) -> None:

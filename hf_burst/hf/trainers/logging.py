@@ -4,7 +4,9 @@ import logging
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,13 +24,15 @@ from ...sizing.model import ModelSize
 from ..groups import PATCH, resolve_group
 from ..models.cut_point import language_model_path
 from ..models.model_size import model_size
+from ..models.positions import beyond_positions
 
 logger = logging.getLogger(__name__)
 
 
 class BurstCallback(TrainerCallback):
     """Adds speed, memory, balance and messages to everything that a trainer logs, for Weights & Biases, TensorBoard,
-    trackio and the log history; and prints a line with the time that is left.
+    trackio and the log history; and prints a line with the time that is left. It warns once of a document that has more
+    tokens than the model has positions.
 
     | key | value |
     |---|---|
@@ -65,6 +69,7 @@ class BurstCallback(TrainerCallback):
         self.samples = self.warm = False  # whether the next step's messages are timed; whether one step is over
         self.clock: ExchangeClock | None = None
         self.handle: RemovableHandle | None = None
+        self.positions_told = False  # whether it is known that documents have more tokens than the model positions
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Goes before the callbacks that report, and finds the model."""
@@ -144,6 +149,16 @@ class BurstCallback(TrainerCallback):
             self.pairs += pairs_of(layout, self.size) if self.size else 0.0
             self.imbalance += layout.imbalance
             self.passes += 1
+            if not self.positions_told and self.trainer.is_world_process_zero():
+                self._warn_of_positions(module, longest_of(layout))
+
+    def _warn_of_positions(self, model: Any, longest: int) -> None:
+        """Says once that a document has more tokens than the model has positions."""
+        said = f"A document of the batch has {longest:,} tokens"
+        warning = beyond_positions(model.config, longest, said, "rope_parameters of its config")
+        if warning is not None:
+            logger.warning("%s", warning)
+            self.positions_told = True
 
     def _reset(self) -> None:
         """Begins with the numbers of the next log."""
@@ -199,11 +214,21 @@ def tokens_of(layout: SequenceLayout) -> int:
 def pairs_of(layout: SequenceLayout, size: ModelSize) -> float:
     """The (query, key) pairs of these tokens, added up over the layers of a model."""
     pairs = 0.0
-    for (start, stop), row in zip(_spans(layout), layout.documents, strict=True):
-        bounds = (0, *(bound - start for bound in row if start < bound < stop), stop - start)
-        if stop > start:
-            pairs += sum(count * pattern.mask(stop - start, bounds).pairs for pattern, count in size.patterns)
+    for bounds in _bounds(layout):
+        pairs += sum(count * pattern.mask(bounds[-1], bounds).pairs for pattern, count in size.patterns)
     return pairs
+
+
+def longest_of(layout: SequenceLayout) -> int:
+    """The tokens of the longest document of a batch."""
+    return max((stop - start for bounds in _bounds(layout) for start, stop in pairwise(bounds)), default=0)
+
+
+def _bounds(layout: SequenceLayout) -> Iterator[tuple[int, ...]]:
+    """The cumulative boundaries of the documents of each row that are not padding, from 0."""
+    for (start, stop), row in zip(_spans(layout), layout.documents, strict=True):
+        if stop > start:
+            yield (0, *(bound - start for bound in row if start < bound < stop), stop - start)
 
 
 def _spans(layout: SequenceLayout) -> tuple[tuple[int, int], ...]:

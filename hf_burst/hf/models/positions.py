@@ -1,0 +1,43 @@
+"""The positions that a model has learned, and the warning where sequences have more."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+_SCALED = ("yarn", "linear", "dynamic")  # RoPE whose factor says how far it reaches; others say it by their positions
+
+
+def scaled_rope(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """The RoPE parameters to scale: those of full attention, where the types of layers have their own."""
+    parameters: dict[str, Any] | None = getattr(config, "rope_parameters", None)
+    if parameters and any(isinstance(value, dict) for value in parameters.values()):
+        return parameters.get("full_attention")
+    return parameters
+
+
+def pretrained_length(config: PreTrainedConfig) -> int:
+    """The length, in tokens, that YaRN's factor multiplies."""
+    original = getattr(config, "original_max_position_embeddings", None)
+    original = original or (scaled_rope(config) or {}).get("original_max_position_embeddings")
+    return int(original or config.max_position_embeddings)
+
+
+def beyond_positions(config: PreTrainedConfig, length: int, what: str, setting: str) -> str | None:
+    """A warning where a sequence is longer than the positions of a model, those of its scaled RoPE included.
+
+    Args:
+        config (`PreTrainedConfig`): The config of the model.
+        length (`int`): Tokens of the sequence.
+        what (`str`): The beginning of the sentence, which says what is so long.
+        setting (`str`): Where the user scales RoPE.
+    """
+    config = config.get_text_config()
+    most, rope = getattr(config, "max_position_embeddings", None), scaled_rope(config) or {}
+    if most is None:
+        return None
+    scaled = rope.get("factor", 1.0) * pretrained_length(config) if rope.get("rope_type") in _SCALED else 0
+    if length <= max(most, scaled):
+        return None
+    said = f"{what}, but the model has max_position_embeddings {most:,}: it has not learned later positions."
+    factor = -(-length // pretrained_length(config))
+    return f"{said} To extend it, set {setting}: {{rope_type: yarn, factor: {factor}.0}}." if rope else said
