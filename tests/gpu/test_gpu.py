@@ -59,7 +59,7 @@ def documents_of(kind: str, length: int) -> tuple[int, ...]:
     return (0, 1, 98, 99, length // 3, length - 211, length) if kind == "packed" else (0, length)
 
 
-def exact_attention(q, k, v, documents, causal, window):
+def exact_attention(q, k, v, documents, causal, window, blocks=()):
     """fp32 softmax with the mask written out."""
     length, groups = q.shape[1], q.shape[2] // k.shape[2]
     position = torch.arange(length, device=q.device)
@@ -73,6 +73,8 @@ def exact_attention(q, k, v, documents, causal, window):
         mask &= distance <= window
         if not causal:
             mask &= distance >= -window
+    for start, stop in blocks:
+        mask[start:stop, start:stop] |= distance[start:stop, start:stop] < 0
     keys, values = (tensor.repeat_interleave(groups, 2) for tensor in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
@@ -86,7 +88,8 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def attention_case(rank: int, size: int, kind: str, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     length, batch = 1027, 2
-    causal, window = kind != "full", 300 if kind == "window" else None
+    causal, window = kind != "full", 300 if "window" in kind else None
+    blocks = ((3, 259), (259, 400), (500, 1020)) if "blocks" in kind else ()
     device = gpu_of(rank)
     generator = torch.Generator(device).manual_seed(7)
 
@@ -98,12 +101,13 @@ def attention_case(rank: int, size: int, kind: str, heads: tuple[int, int], head
     answers = []
     for kept in (torch.float32, dtype):
         leaves = [tensor.to(kept).requires_grad_() for tensor in (q, k, v)]
-        out = exact_attention(*leaves, documents, causal, window)
+        out = exact_attention(*leaves, documents, causal, window, blocks)
         answers.append([out.detach(), *torch.autograd.grad(out, leaves, dout.to(kept))])
     exact, rough = answers
     group = ContextGroup.from_mesh(None)
     dealt = [rank for chunk in range(4) for rank in ([*range(size)], [*range(size)][::-1], [*range(size)])[chunk % 3]]
     layout = SequenceLayout.for_batch([documents] * batch, size, dealt if kind == "packed" else "balanced")
+    layout = replace(layout, blocks=(blocks,) * batch) if blocks else layout
     over_hosts = [(way, per_host) for per_host in (1, 2) for way in ways(size, heads) if crosses(*way, per_host)]
     for (schedule, transport), per_host in [
         *((way, None) for way in ways(size, heads)),
@@ -157,7 +161,7 @@ def gathered_on_gpu(shard: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("kind", ["causal", "full", "packed", "window"])
+@pytest.mark.parametrize("kind", ["causal", "full", "packed", "window", "blocks", "blocks and window"])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
 def test_error_is_at_most_twice_that_of_plain_bf16(gpus: Ranks, size: int, kind: str, heads: tuple[int, int]) -> None:
     gpus(size).run(attention_case, kind, heads, 64, torch.bfloat16)
