@@ -170,8 +170,7 @@ def sources(name: str, value: Any) -> list[str]:
 
 def is_path(name: str) -> bool:
     """Whether a name is written as a path, and not as one of the hub, which has at most one slash in it."""
-    within = name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
-    return name.startswith(("/", "./", "../", "~")) or name.endswith("/") or within
+    return name.startswith(("/", "./", "../", "~")) or name.endswith("/") or name.count("/") > 1
 
 
 def nearby(missing: Path) -> str:
