@@ -53,6 +53,8 @@ def load_processor(settings: ModelSettings) -> ProcessorMixin:
 
 def arrange(training: SFTConfig) -> None:
     """Settings of text that TRL refuses for images. Rows keep their length: a cut one would lose places of images."""
+    if training.process_index == 0:
+        print("The rows have images: max_length and packing do not count, and the loss is on whole chats.")
     training.packing, training.padding_free, training.max_length = False, False, None
     training.assistant_only_loss = False
 

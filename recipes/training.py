@@ -81,16 +81,25 @@ def sft_trainer(
     if (seen := images.load_images(documents, args)) is not None:
         processor, _ = images.load_processor(model), images.arrange(args)
         config = models.load_config(model, len(processor.tokenizer))
+        load_from_checkpoint(model, config, args)
         trainer = make(SFTTrainer, model, run, config, burst, args, seen, processor)
         images.pack(trainer)
         return trainer, burst
     tokenizer = models.load_tokenizer(model, args)
     config = models.load_config(model, len(tokenizer))
-    if args.resume_from_checkpoint and models.has_towers(config) and not model.use_peft:
-        model.model_name_or_path = args.resume_from_checkpoint  # Trainer finds no weights by the names in its files
+    load_from_checkpoint(model, config, args)
     report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
     rows = data.load_tokens(documents, tokenizer, args, text_alone)
     return make(SFTTrainer, model, run, config, burst, args, rows, tokenizer), burst
+
+
+def load_from_checkpoint(model: ModelSettings, config: "PreTrainedConfig", args: "TrainingArguments") -> None:
+    """Has the weights of a wrapper loaded from the checkpoint to resume from: Trainer finds none by the names in its
+    files."""
+    import models
+
+    if args.resume_from_checkpoint and models.has_towers(config) and not model.use_peft:
+        model.model_name_or_path = args.resume_from_checkpoint
 
 
 def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] | None = None) -> None:

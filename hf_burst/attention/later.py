@@ -84,7 +84,7 @@ def _real(place: Place) -> Place:
     return place[0][:-1], place[1][:-1]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _places(spans: tuple[LocalSpan, ...], device: torch.device) -> Place:
     """The rows of spans, each from its end to its start. They are there for every stream, since the host waits."""
     rows = torch.cat([torch.full((stop - start,), row) for row, start, stop in spans])

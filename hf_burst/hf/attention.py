@@ -18,6 +18,7 @@ from ..errors import UnsupportedModelError
 from ..kernels import Scores
 from ..plan import MaskPattern
 from ..ranks.layout import SequenceLayout
+from .batches.blocks import Blocks, blocks_of, longer_than, refuse_window
 from .context import ForwardCall, current, refuse_blind_run
 
 NAME = "hf_burst"
@@ -94,22 +95,18 @@ class LazyMask:
     def laid(self, layout: SequenceLayout) -> SequenceLayout:
         """A layout with the blocks of this mask, whose tokens see each other; made once for all layers."""
         if self._laid is None or self._laid[0] is not layout:
-            self._laid = layout, replace(layout, blocks=self._blocks(layout.documents))
+            self._laid = layout, replace(layout, blocks=self._blocks(layout))
         return self._laid[1]
 
-    def _blocks(self, documents: tuple[tuple[int, ...], ...]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    def _blocks(self, layout: SequenceLayout) -> Blocks:
         """The blocks `[start, stop)` of each row, cut by documents."""
         numbers, window = self._held(_BLOCKS, "block_sequence_ids"), self.pattern.window
-        blocks = tuple(_blocks_of(row, bounds) for row, bounds in zip(numbers.tolist(), documents, strict=True))
-        for row, spans in enumerate(() if window is None else blocks):
-            for start, stop in spans:
+        blocks = blocks_of(numbers, layout)
+        if window is not None:
+            for row, start, stop in longer_than(blocks, window + 1):
                 places = torch.tensor([row, 0, stop - 1, start], device=numbers.device)
-                long = window is not None and stop - start > window + 1
-                if long and bool(self.arguments["mask_function"](*places)):
-                    raise UnsupportedModelError(
-                        f"Tokens {start} to {stop - 1} see each other, {stop - start} of them, and the sliding window "
-                        f"reaches {window} back. Make the image or the prefix shorter."
-                    )
+                if bool(self.arguments["mask_function"](*places)):
+                    refuse_window(start, stop, window)
         return blocks
 
     def _held(self, part: str, name: str) -> Any:
@@ -214,13 +211,14 @@ def attention_forward(
 def attention_mask(**arguments: Any) -> Mask:
     """The mask in the form of Transformers' `AttentionMaskInterface`: nothing is built before it is asked for.
 
-    Only generation has padding, or keys besides those of its queries; it is given its mask at once.
+    In a sharded pass the layout knows the padding. Generation, which may have padding, or keys besides those of its
+    queries, is given its mask at once.
     """
     context, padding = current(), arguments.get("attention_mask")
     sharded = context is not None and context.call is not None
     mask = LazyMask(arguments, frozenset(map(_part_of, _functions(arguments["mask_function"]))), sharded)
     if context is not None and context.call is not None:
-        mask = next((whole for whole in context.call.masks if whole.pattern == mask.pattern), mask)
+        return next((whole for whole in context.call.masks if whole.pattern == mask.pattern), mask)
     square = arguments["q_length"] == arguments["kv_length"]
     return mask if square and (padding is None or bool(padding.all())) else mask.built
 
@@ -234,8 +232,8 @@ def masks_with_blocks(given: Any, layout: SequenceLayout) -> tuple[LazyMask, ...
     """
     masks = tuple(given.values()) if isinstance(given, dict) else (given,)
     known = tuple(mask for mask in masks if isinstance(mask, LazyMask))
-    blocks = [mask.laid(layout) for mask in known if _BLOCKS in mask.parts]
-    return known if blocks else ()
+    found = [mask.laid(layout).blocks for mask in known if _BLOCKS in mask.parts]
+    return known if any(map(any, found)) else ()
 
 
 def _is_of_a_pass(mask: Mask) -> bool:
@@ -310,32 +308,6 @@ def _functions(function: Callable[..., Any]) -> Iterator[Any]:
 def _part_of(function: Callable[..., Any]) -> str:
     """The function of `transformers.masking_utils` that made a mask function."""
     return function.__qualname__.partition(".")[0]
-
-
-def _blocks_of(numbers: Sequence[int], documents: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The runs `[start, stop)` of tokens of one document with the same number of at least 0.
-
-    Raises:
-        UnsupportedModelError: If tokens of one number do not lie together: their keys are no interval.
-    """
-    blocks, edges, seen = [], set(documents), set[int]()
-    start = 0
-    for token in range(1, len(numbers) + 1):
-        ends = token == len(numbers) or token in edges or numbers[token] != numbers[start]
-        if not ends:
-            continue
-        if numbers[start] >= 0:
-            if numbers[start] in seen:
-                raise UnsupportedModelError(
-                    f"Token {start} sees tokens of an image that do not lie next to it, with text between them. Over "
-                    "ranks a token sees one interval of others."
-                )
-            seen.add(numbers[start])
-            blocks.append((start, token))
-        if token in edges:
-            seen.clear()
-        start = token
-    return tuple(blocks)
 
 
 def _attend_whole(

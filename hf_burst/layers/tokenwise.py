@@ -69,7 +69,7 @@ def obstacle_to_tiles(module: nn.Module, forward: Forward, inputs: Sequence[Tens
     except torch.OutOfMemoryError:  # says nothing of the module
         raise
     except Exception as problem:  # whatever a module makes of a few tokens
-        return f"a few tokens raise {type(problem).__name__}: {str(problem).split(chr(10))[0][:200]}"
+        return f"it raises {type(problem).__name__}: {str(problem).split(chr(10))[0][:200]}"
     finally:
         notes.restore()
     return ""

@@ -1,16 +1,18 @@
 """Images whose tokens see each other (Gemma 3 and 4, PaliGemma): exact over ranks, and what is refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from hf_burst.attention import SequenceLayout
 from hf_burst.errors import BurstError, UnsupportedModelError
-from hf_burst.hf import attention
+from hf_burst.hf.batches.blocks import blocks_of
 from hf_burst.hf.parts import tokens
-from recipes.tiny_pictures import seeing_batch
+from recipes.tiny_pictures import Batch, seeing_batch
 from recipes.tiny_seeing import seeing_model
 from tests.support import models
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
@@ -24,18 +26,34 @@ LESS_MEMORY: dict[str, Any] = {"tiled_mlp": 4, "activation_offloading": 1.0, "la
 def train(family: str, kind: str, patched: bool = False, checkpoints: bool = False, **settings: Any) -> Result:
     """Loss and gradients of a pass over a batch of one of `KINDS`."""
     model = seeing_model(family)
+    side, kind = kind.partition(" padded")[::2] if "padded" in kind else ("", kind)
+    batch = padded(seeing_batch(family, "images"), side) if side else seeing_batch(family, kind)
     if checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if patched:
         models.patch(model, models.config_of(**settings))
-    return loss_and_gradients(model, seeing_batch(family, kind), single=checkpoints)
+    return loss_and_gradients(model, batch, single=checkpoints)
+
+
+def padded(batch: Batch, side: str) -> Batch:
+    """Two rows with the same images; the second one has lost some text at its end, and has padding on this side."""
+    rows = {}
+    for name in ("input_ids", "labels", "token_type_ids", "mm_token_type_ids"):
+        if name in batch:
+            fill = torch.full((1, 6), -100 if name == "labels" else 0)
+            short = [batch[name][:, :-6], fill]
+            rows[name] = torch.cat([batch[name], torch.cat(short if side == "right" else short[::-1], 1)])
+    mask = torch.ones_like(rows["input_ids"])
+    mask[1, slice(-6, None) if side == "right" else slice(6)] = 0
+    twice = {name: torch.cat([value, value]) for name, value in batch.items() if name not in rows}
+    return {**rows, **twice, "attention_mask": mask}
 
 
 def on_ranks(rank: int, size: int, family: str, kind: str, **settings: Any) -> Result:
     return train(family, kind, patched=True, **settings)
 
 
-@pytest.mark.parametrize("kind", ["text", "one image", "with and without"])
+@pytest.mark.parametrize("kind", ["text", "one image", "with and without", "left padded", "right padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batches_of_other_kinds_are_exact(ranks: Ranks, family: str, kind: str) -> None:
     wanted = train(family, kind)
@@ -92,11 +110,13 @@ def test_blocks_beyond_the_window_are_refused(ranks: Ranks) -> None:
 
 def test_blocks_with_text_between_are_refused(ranks: Ranks) -> None:
     said = ranks(2).run(refused, [0] * 6 + [1] * 6 + [0] * 4 + [1] * 8)
-    assert all("do not lie next to it" in own for own in said)
+    assert all("do not lie beside it" in own for own in said)
 
 
-def test_blocks_are_cut_by_documents() -> None:
-    numbers = [-1, 0, 0, 0, -1, 1, 1, 2, 2, 0]
-    assert attention._blocks_of(numbers, (0, 3, 9, 10)) == ((1, 3), (3, 4), (5, 7), (7, 9), (9, 10))
+def test_blocks_are_cut_by_documents_and_padding() -> None:
+    numbers = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, 2, 2, 0]])
+    layout = SequenceLayout(10, (0,), ((0, 3, 9, 10),))
+    assert blocks_of(numbers, layout) == (((1, 3), (3, 4), (5, 7), (7, 9), (9, 10)),)
+    assert blocks_of(numbers, replace(layout, real=((2, 8),))) == (((2, 3), (3, 4), (5, 7), (7, 8)),)
     with pytest.raises(UnsupportedModelError):
-        attention._blocks_of(numbers, (0, 10))
+        blocks_of(numbers, SequenceLayout(10, (0,), ((0, 10),)))

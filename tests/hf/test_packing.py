@@ -6,6 +6,8 @@ import torch
 from hf_burst import BurstCollator
 from hf_burst.errors import BatchError
 from recipes.tiny_pictures import documents, seeing_batch
+from recipes.tiny_seeing import seeing_model
+from tests.support import models
 
 
 def collate(family: str, count: int = 3) -> dict:
@@ -55,3 +57,32 @@ def test_padding_and_samples_without_images() -> None:
 def test_several_rows_of_one_sample_are_refused() -> None:
     with pytest.raises(BatchError, match="2 rows of one sample"):
         BurstCollator(lambda rows: {"input_ids": torch.ones(2, 3)}, packing=True)([0])
+
+
+TEXT = {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[5, 6, 7]])}
+
+
+def test_a_sample_without_labels_has_none_to_learn() -> None:
+    row = BurstCollator(lambda rows: rows[0], packing=True)([TEXT, {"input_ids": torch.tensor([[8, 9]])}])
+    assert row["labels"].tolist() == [[-100, 6, 7, -100, -100]]
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"token_type_ids": torch.ones(1, 3)}, "Some samples have token_type_ids"),
+        ({"position_ids": torch.ones(3, 1, 3)}, "Some samples have position_ids"),
+        ({"completion_mask": torch.ones(1, 3)}, "holds completion_mask, which packing cannot join"),
+        ({"cu_seq_lens_q": torch.tensor([0, 1, 3])}, "holds cu_seq_lens_q, which packing cannot join"),
+        ({"target_sizes": torch.ones(1, 2)}, "holds target_sizes, which packing cannot join"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused(more: dict, sentence: str) -> None:
+    with pytest.raises(BatchError, match=sentence):
+        BurstCollator(lambda rows: rows[0], packing=True)([TEXT, TEXT | more])
+
+
+def test_positions_through_the_whole_row_are_refused() -> None:
+    model = models.patch(seeing_model("HunYuanVL"))
+    with pytest.raises(BatchError, match="Give position_ids that begin anew in each document"):
+        model(**collate("HunYuanVL"))

@@ -68,7 +68,7 @@ class BurstCollator:
             (`DataCollatorForLanguageModeling(mlm=True)`), else `True`.
         packing (`bool`, defaults to `False`): Join the samples of a batch to one packed row instead, also those with
             images or sound, which TRL does not pack. The row stays whole: models with towers cut it themselves. As many
-            samples are joined as `per_device_train_batch_size` says.
+            samples are joined as `per_device_train_batch_size` says; `group`, `config` and `causal` do not count.
 
     Example:
 

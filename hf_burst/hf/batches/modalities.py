@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ...errors import BatchError
-from ..models.cut_point import TOKEN_INPUTS, served_modalities
+from ..models.cut_point import TOKEN_INPUTS, needs_positions, served_modalities
 from .documents import BOUNDARY_KEYS
 
 SAME_MODALITIES = "Each rank that shares a batch needs all of its images and sound: give all of them the same batch."
@@ -47,6 +47,11 @@ def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -
     if text_type and "token_type_ids" not in held:
         raise BatchError(
             f"In {name} tokens see later ones unless token_type_ids say that they do not. Give token_type_ids of 1."
+        )
+    if others and needs_positions(kind) and "cu_seq_lens_q" in held and "position_ids" not in held:
+        raise BatchError(
+            f"The documents of a packed row have images, and {name} counts positions through the whole row. Give "
+            "position_ids that begin anew in each document, or one document a row."
         )
     shapes = {key: tuple(held[key].shape) if isinstance(held[key], torch.Tensor) else "" for key in sorted(others)}
     return ", ".join(f"{key} {shape}" for key, shape in shapes.items())

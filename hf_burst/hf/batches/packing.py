@@ -8,10 +8,12 @@ from torch import Tensor
 
 from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX
-from .documents import batch_shape, real_tokens
+from .documents import BOUNDARY_KEYS, batch_shape, real_tokens
 
 _TOKEN_DIM = {"position_ids": -1}  # of tensors with a value a token; 1 for others
 _PER_TOKEN = ("input_ids", "labels", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "position_ids")
+# what samples have that come without: no label, and text
+_FILLED = {"labels": IGNORE_INDEX, "mm_token_type_ids": 0, "moe_mm_token_type_ids": 0}
 
 
 def join_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -35,6 +37,7 @@ def join_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             raise BatchError(f"The collator made {rows} rows of one sample; packing joins samples of one row.")
         start, stop = (real_tokens(sample) or ((0, length),))[0]
         own = {name: value for name, value in sample.items() if name != "attention_mask"}
+        _check(own, length)
         for name in own.keys() & {*_PER_TOKEN}:
             own[name] = own[name].narrow(_TOKEN_DIM.get(name, 1), start, stop - start).clone()
         if "labels" in own:
@@ -48,10 +51,27 @@ def join_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**joined, "attention_mask": whole, "cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
 
 
+def _check(sample: Mapping[str, Any], length: int) -> None:
+    """Raises for what cannot be joined: values a token that are not known, and patches of all images in one row."""
+    others = [
+        name
+        for name, value in sample.items()
+        if name not in _PER_TOKEN and isinstance(value, Tensor) and tuple(value.shape) == (1, length)
+    ]
+    refused = [*others, *(name for name in (*BOUNDARY_KEYS, "target_sizes") if sample.get(name) is not None)]
+    if refused:
+        raise BatchError(
+            f"A sample holds {', '.join(refused)}, which packing cannot join. Give samples of one document each, whose "
+            f"values a token are {', '.join(_PER_TOKEN)}; or leave out packing for this model."
+        )
+
+
 def _joined(name: str, parts: Sequence[Mapping[str, Any]]) -> Any:
     """The values of one argument in all samples."""
     if name in _PER_TOKEN:
-        held = [part.get(name, torch.zeros_like(part["input_ids"])) for part in parts]
+        if name not in _FILLED and any(name not in part for part in parts):
+            raise BatchError(f"Some samples have {name}, and others have none. Give it to all, or to none.")
+        held = [part.get(name, torch.full_like(part["input_ids"], _FILLED.get(name, 0))) for part in parts]
         return torch.cat(held, dim=_TOKEN_DIM.get(name, 1))
     values = [part[name] for part in parts if part.get(name) is not None]
     if all(isinstance(value, list | tuple) for value in values):

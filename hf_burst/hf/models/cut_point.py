@@ -117,6 +117,11 @@ def served_modalities(kind: type) -> list[str]:
     return [modality for modality, families in served.items() if _family(kind) in families]
 
 
+def needs_positions(kind: type) -> bool:
+    """Whether the positions of a class's images depend on what stands before their document."""
+    return _family(kind) == "HunYuanVL"
+
+
 def images_dealt_by(kind: type) -> str | None:
     """How ranks share the images of a class of models: by `"patches"`, by `"images"`, or not at all (`""`); `None` if
     it is not served with images."""

@@ -14,6 +14,7 @@ from ...layers.loss import IGNORE_INDEX
 from ...plan import Segments
 from ...plan.recurrence import Way
 from ..attention import masks_with_blocks
+from ..batches.blocks import check_prefixes
 from ..batches.cutting import bound_arguments, cut_inputs, cut_masked_rows, cut_targets, layout_of
 from ..batches.documents import tokens_of
 from ..batches.modalities import SAME_MODALITIES, check_modalities, values_besides_text
@@ -195,6 +196,9 @@ class Tokens(Part):
         run.batch.layout = layout_of(run.batch.given, run.config, ranks, run.task, patterns, hybrid)
         if self.cut_point.path:
             held = check_modalities(run.batch.given, type(run.model), self.text_type)
+            types = run.batch.given.get("token_type_ids")
+            if self.text_type and types is not None:
+                check_prefixes(types, run.batch.layout, run.model.config.get_text_config())
             run.agreement.add("images and sound", held, SAME_MODALITIES)
         run.batch.inputs = run.batch.given | cut_targets(run.batch.given, run.batch.layout, run.group.rank, run.task)
         content = checksum(run.batch.given, run.batch.token_inputs) if run.group.size > 1 else None
