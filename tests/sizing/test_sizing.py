@@ -58,8 +58,8 @@ STEPS = list(predictions.measured_steps())
 
 
 def test_all_measured_steps_are_predicted() -> None:
-    """Seconds within 15 %, memory of torch's allocator within 5 %. Further off, and said so in `sizing.md`: a Gemma (six
-    norms a layer), hybrids on H100s, and experts, whose kernels Liger had tuned for 64 tokens."""
+    """Seconds within 15 %, memory of torch's allocator within 5 %. Further off, as `sizing.md` says: a Gemma (six norms
+    a layer), hybrids on H100s, and experts, whose kernels Liger had tuned for 64 tokens."""
     known = {"gemma": 0.25, "qwen3.5": 0.25, "30b-a3b": 0.6, "gpt-oss": 0.6}
     assert len(STEPS) >= 85
     for step in STEPS:
