@@ -17,8 +17,8 @@ from ..attention import AttentionRequest, attend
 from ..errors import UnsupportedModelError
 from ..kernels import Scores
 from ..plan import MaskPattern
+from ..ranks.blocks import Blocks, blocks_of, longer_than, refuse_window
 from ..ranks.layout import SequenceLayout
-from .batches.blocks import Blocks, blocks_of, longer_than, refuse_window
 from .context import ForwardCall, current, refuse_blind_run
 
 NAME = "hf_burst"

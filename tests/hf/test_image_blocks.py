@@ -10,8 +10,8 @@ import torch
 
 from hf_burst.attention import SequenceLayout
 from hf_burst.errors import BurstError, UnsupportedModelError
-from hf_burst.hf.batches.blocks import blocks_of
 from hf_burst.hf.parts import tokens
+from hf_burst.ranks.blocks import blocks_of
 from recipes.tiny_pictures import Batch, seeing_batch
 from recipes.tiny_seeing import seeing_model
 from tests.support import models

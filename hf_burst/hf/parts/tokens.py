@@ -13,8 +13,8 @@ from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX
 from ...plan import Segments
 from ...plan.recurrence import Way
+from ...ranks.blocks import check_prefixes
 from ..attention import masks_with_blocks
-from ..batches.blocks import check_prefixes
 from ..batches.cutting import bound_arguments, cut_inputs, cut_masked_rows, cut_targets, layout_of
 from ..batches.documents import tokens_of
 from ..batches.modalities import SAME_MODALITIES, check_modalities, values_besides_text

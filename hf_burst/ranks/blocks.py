@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ...errors import UnsupportedModelError
-from ...ranks.layout import SequenceLayout
+from ..errors import UnsupportedModelError
+from .layout import SequenceLayout
 
 Blocks = tuple[tuple[tuple[int, int], ...], ...]  # for every row of the batch, tokens [start, stop)
 
