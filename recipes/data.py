@@ -218,6 +218,11 @@ def load_tokens(
             fitting.append(None)
             continue
         name = f"{kind} {names}"
+        if "images" in rows.column_names and answer_columns(rows):
+            raise SystemExit(
+                f"{name} has the column images, which is for recipes/sft.py and models that see. Remove the column, or "
+                "set such a model."
+            )
         if text_alone and (keys := answer_columns(rows)):
             raise SystemExit(
                 f"{name} has the columns {', '.join(keys)}, and this recipe trains on text, which it may cut. Train "

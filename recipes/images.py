@@ -23,16 +23,17 @@ def load_images(settings: DataSettings, training: SFTConfig) -> Rows | None:
     rows, held_out = data.load_splits(settings, seed, training.dataset_text_field)
     if "images" not in rows.column_names:
         return None
-    folder = Path(settings.dataset[0]).parent
-    return opened(rows, folder), None if held_out is None else opened(held_out, folder)
+    held_out_of = settings.eval_dataset or settings.dataset
+    return opened(rows, settings.dataset), None if held_out is None else opened(held_out, held_out_of)
 
 
-def opened(rows: Dataset, folder: Path) -> Dataset:
-    """Rows whose images are read from their files."""
-    kind = getattr(rows.features["images"], "feature", None)
-    if isinstance(kind, Image):
+def opened(rows: Dataset, names: list[str]) -> Dataset:
+    """Rows of these files, or of a hub name, whose images are read as they are needed."""
+    if "images" not in rows.column_names:
+        raise SystemExit(f"dataset {names} has no column images, and the other one has: {rows.column_names}.")
+    if isinstance(getattr(rows.features["images"], "feature", None), Image):
         return rows
-    files = rows["images"]
+    folder, files = Path(names[0]) if Path(names[0]).is_dir() else Path(names[0]).parent, rows["images"]
     if missing := [name for names in files for name in names or () if not (folder / name).is_file()]:
         raise SystemExit(
             f"images names {missing[0]!r}, which is no file in {folder.resolve()}: {len(missing)} of them are missing."

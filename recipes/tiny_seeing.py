@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from hf_burst.check.compare import Double
 
 IMAGE, VIDEO, START = 60, 61, 62  # token ids; text has smaller ones
-_TEXT: dict[str, Any] = {
+TEXT: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -41,7 +41,7 @@ _PATCHES = {  # of towers that take patches of images of any size
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
-_LLAMA, _QWEN2 = {"model_type": "llama", **_TEXT}, {"model_type": "qwen2", **_TEXT}
+_LLAMA, _QWEN2 = {"model_type": "llama", **TEXT}, {"model_type": "qwen2", **TEXT}
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 8, "sliding_window": 16}
 _TILES = {"image_grid_pinpoints": [[16, 16], [16, 32]]}
 
@@ -102,13 +102,13 @@ _OMNI_IDS = {
 }
 _CONFIGS: dict[str, dict[str, Any]] = {
     "Aria": {
-        "text_config": {**_TEXT, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+        "text_config": {**TEXT, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
         "vision_config": transformers.Idefics3VisionConfig(**_TOWER),
         "projector_patch_to_query_dict": {4: 2},
     },
     "AyaVision": {
         "text_config": {
-            **{"model_type": "cohere2", **_TEXT, "sliding_window": 16, "logit_scale": 1.0},
+            **{"model_type": "cohere2", **TEXT, "sliding_window": 16, "logit_scale": 1.0},
             "layer_types": ["sliding_attention", "full_attention"],
         },
         "vision_config": _SIGLIP,
@@ -116,7 +116,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "Cohere2Vision": {
         "text_config": {
-            **{"model_type": "cohere2", **_TEXT, "sliding_window": 16, "logit_scale": 1.0},
+            **{"model_type": "cohere2", **TEXT, "sliding_window": 16, "logit_scale": 1.0},
             "layer_types": ["sliding_attention", "full_attention"],
         },
         "vision_config": _SIGLIP,
@@ -125,7 +125,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "DeepseekVL": {"text_config": _LLAMA, "vision_config": _SIGLIP},
     "Ernie4_5_VLMoe": {
         "text_config": {
-            **{**_TEXT, "moe_intermediate_size": [16, 16], "moe_num_experts": 4, "moe_k": 2},
+            **{**TEXT, "moe_intermediate_size": [16, 16], "moe_num_experts": 4, "moe_k": 2},
             **{"moe_num_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"]},
             "rope_parameters": _mrope(1, 1, 2),
         },
@@ -136,13 +136,13 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         **_GLM_IDS,
     },
     "Gemma3": {
-        "text_config": {"model_type": "gemma3_text", **_TEXT, **_SLIDING, "query_pre_attn_scalar": 8},
+        "text_config": {"model_type": "gemma3_text", **TEXT, **_SLIDING, "query_pre_attn_scalar": 8},
         "vision_config": _SIGLIP,
         "mm_tokens_per_image": 4,
     },
     "Gemma4": {
         "text_config": {
-            **{**_TEXT, **_SLIDING, "pad_token_id": 0, "use_bidirectional_attention": "vision"},
+            **{**TEXT, **_SLIDING, "pad_token_id": 0, "use_bidirectional_attention": "vision"},
             **{"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "global_head_dim": 8},
         },
         "vision_config": {
@@ -152,21 +152,21 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "audio_config": None,
     },
     "Gemma4Unified": {
-        "text_config": {**_TEXT, **_SLIDING, "pad_token_id": 0, "global_head_dim": 8},
+        "text_config": {**TEXT, **_SLIDING, "pad_token_id": 0, "global_head_dim": 8},
         "vision_config": {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 64, "output_proj_dims": 16},
         "audio_config": None,
     },
     "Glm46V": {
-        "text_config": {"model_type": "glm4v_text", **_TEXT, **_GLM},
+        "text_config": {"model_type": "glm4v_text", **TEXT, **_GLM},
         "vision_config": {"model_type": "glm4v_vision", **_PATCHES, "image_size": 32},
         **_GLM_IDS,
     },
     "Glm4vMoe": {
-        "text_config": {**_TEXT, **_GLM, **_GLM_EXPERTS, "head_dim": 8},
+        "text_config": {**TEXT, **_GLM, **_GLM_EXPERTS, "head_dim": 8},
         "vision_config": {**_PATCHES, "image_size": 32},
         **_GLM_IDS,
     },
-    "GlmOcr": {"text_config": {**_TEXT, **_GLM, "head_dim": 8}, "vision_config": _PATCHES, **_GLM_IDS},
+    "GlmOcr": {"text_config": {**TEXT, **_GLM, "head_dim": 8}, "vision_config": _PATCHES, **_GLM_IDS},
     "GotOcr2": {
         "text_config": _QWEN2,
         "vision_config": {
@@ -174,9 +174,9 @@ _CONFIGS: dict[str, dict[str, Any]] = {
             **{"global_attn_indexes": [1], "mlp_dim": 24, "mlp_ratio": 1.5},
         },
     },
-    "Glm4v": {"text_config": {**_TEXT, **_GLM}, "vision_config": {**_PATCHES, "image_size": 32}, **_GLM_IDS},
+    "Glm4v": {"text_config": {**TEXT, **_GLM}, "vision_config": {**_PATCHES, "image_size": 32}, **_GLM_IDS},
     "Idefics2": {
-        "text_config": {"model_type": "mistral", **_TEXT, "head_dim": 8, "sliding_window": None},
+        "text_config": {"model_type": "mistral", **TEXT, "head_dim": 8, "sliding_window": None},
         "vision_config": _TOWER,
         "perceiver_config": {
             **{"hidden_size": 32, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 2},
@@ -195,7 +195,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "vq_config": {"base_channels": 32, "num_embeddings": 64},
     },
     "Lfm2Vl": {
-        "text_config": {"model_type": "lfm2", **_TEXT, "layer_types": ["conv", "full_attention"]},
+        "text_config": {"model_type": "lfm2", **TEXT, "layer_types": ["conv", "full_attention"]},
         "vision_config": {
             **{name: value for name, value in _TOWER.items() if name != "image_size"},
             **{"model_type": "siglip2_vision_model", "num_patches": 16},
@@ -203,7 +203,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         **{"downsample_factor": 2, "projector_hidden_size": 32},
     },
     "LightOnOcr": {
-        "text_config": {"model_type": "qwen3", **_TEXT, "head_dim": 8},
+        "text_config": {"model_type": "qwen3", **TEXT, "head_dim": 8},
         "vision_config": {"model_type": "pixtral", **_TOWER, "image_size": 32, "head_dim": 8},
         "spatial_merge_size": 2,
     },
@@ -216,7 +216,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "Llama4": {
         "text_config": {
-            **{**_TEXT, "head_dim": 8, "intermediate_size_mlp": 48, "attention_chunk_size": 512},
+            **{**TEXT, "head_dim": 8, "intermediate_size_mlp": 48, "attention_chunk_size": 512},
             **{"num_local_experts": 2, "num_experts_per_tok": 1},
         },
         "vision_config": {
@@ -225,11 +225,11 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
     "Mistral3": {
-        "text_config": {"model_type": "mistral", **_TEXT, "head_dim": 8, "sliding_window": None},
+        "text_config": {"model_type": "mistral", **TEXT, "head_dim": 8, "sliding_window": None},
         "vision_config": {"model_type": "pixtral", **_TOWER, "image_size": 32, "head_dim": 8},
     },
     "PaddleOCRVL": {
-        "text_config": {**_TEXT, "rope_parameters": _mrope(1, 1, 2), "head_dim": 8},
+        "text_config": {**TEXT, "rope_parameters": _mrope(1, 1, 2), "head_dim": 8},
         "vision_config": {
             **{**_TOWER, "patch_size": 4, "image_size": 32},
             **{"spatial_merge_size": 2, "temporal_patch_size": 1},
@@ -237,37 +237,37 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         **_IDS,
     },
     "PaliGemma": {
-        "text_config": {"model_type": "gemma2", **_TEXT, **_SLIDING, "sliding_window": 40, "query_pre_attn_scalar": 8},
+        "text_config": {"model_type": "gemma2", **TEXT, **_SLIDING, "sliding_window": 40, "query_pre_attn_scalar": 8},
         "vision_config": {**_SIGLIP, "projection_dim": 32},
         "projection_dim": 32,
     },
     "QianfanOCR": {
-        "text_config": {"model_type": "qwen3", **_TEXT, "head_dim": 8},
+        "text_config": {"model_type": "qwen3", **TEXT, "head_dim": 8},
         "vision_config": {**_TOWER, "image_size": [16, 16], "patch_size": [4, 4], "drop_path_rate": 0.0},
         "image_seq_length": 4,
     },
     "Qwen2VL": {
-        "text_config": {**_TEXT, "rope_parameters": _mrope(1, 1, 2)},
+        "text_config": {**TEXT, "rope_parameters": _mrope(1, 1, 2)},
         "vision_config": {**_PATCHES, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
         **_IDS,
     },
     "Qwen2_5_VL": {
-        "text_config": {**_TEXT, "rope_parameters": _mrope(1, 1, 2)},
+        "text_config": {**TEXT, "rope_parameters": _mrope(1, 1, 2)},
         "vision_config": {**_PATCHES, "window_size": 16, "fullatt_block_indexes": [1]},
         **_IDS,
     },
-    "Qwen3VL": {"text_config": {**_TEXT, **_QWEN3_VL}, "vision_config": _DEEP, **_IDS},
-    "Qwen3VLMoe": {"text_config": {**_TEXT, **_QWEN3_VL, **_EXPERTS}, "vision_config": _DEEP, **_IDS},
-    "Qwen3_5": {"text_config": {**_TEXT, **_QWEN3_5}, "vision_config": _TABLE, **_IDS},
+    "Qwen3VL": {"text_config": {**TEXT, **_QWEN3_VL}, "vision_config": _DEEP, **_IDS},
+    "Qwen3VLMoe": {"text_config": {**TEXT, **_QWEN3_VL, **_EXPERTS}, "vision_config": _DEEP, **_IDS},
+    "Qwen3_5": {"text_config": {**TEXT, **_QWEN3_5}, "vision_config": _TABLE, **_IDS},
     "Qwen3_5Moe": {
-        "text_config": {**_TEXT, **_QWEN3_5, **_EXPERTS, "shared_expert_intermediate_size": 16},
+        "text_config": {**TEXT, **_QWEN3_5, **_EXPERTS, "shared_expert_intermediate_size": 16},
         "vision_config": _TABLE,
         **_IDS,
     },
     "SmolVLM": {"text_config": _LLAMA, "vision_config": _TOWER, "scale_factor": 2},
     "CohereCompass": {
         "text_config": {
-            **{**_TEXT, "head_dim": 8, "logit_scale": 1.0, "sliding_window": 16},
+            **{**TEXT, "head_dim": 8, "logit_scale": 1.0, "sliding_window": 16},
             "layer_types": ["sliding_attention", "full_attention"],
             "rope_parameters": {
                 "full_attention": None,
@@ -278,23 +278,23 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         **_IDS,
     },
     "Cosmos3Edge": {
-        "text_config": {**_TEXT, "head_dim": 8, "rope_parameters": _mrope(1, 1, 2)},
+        "text_config": {**TEXT, "head_dim": 8, "rope_parameters": _mrope(1, 1, 2)},
         "vision_config": {**_PLAIN_TOWER, "patch_size": 4, "num_patches": 16, "spatial_merge_size": 2},
         **{"projector_hidden_size": 32, **_IDS},
     },
     "Cosmos3Omni": {
-        "text_config": {"model_type": "qwen3_vl_text", **_TEXT, **_QWEN3_VL},
+        "text_config": {"model_type": "qwen3_vl_text", **TEXT, **_QWEN3_VL},
         "vision_config": {"model_type": "qwen3_vl_vision", **_DEEP},
         **_IDS,
     },
     "DeepseekOcr2": {
         "text_config": {
-            **{**_TEXT, "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            **{**TEXT, "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
             "mlp_layer_types": ["dense", "sparse"],
         },
         "vision_config": {
             "sam_config": {**_SAM, "downsample_channels": [12, 16]},
-            "encoder_config": {**_TEXT, "hidden_size": 16},
+            "encoder_config": {**TEXT, "hidden_size": 16},
         },
     },
     "DeepseekVLHybrid": {
@@ -303,7 +303,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "high_res_vision_config": {"model_type": "sam_vision_model", **_SAM},
     },
     "Emu3": {
-        "text_config": {**_TEXT, **{f"{kind}_token_id": 0 for kind in ("pad", "bos", "eos")}, "attention_dropout": 0.0},
+        "text_config": {**TEXT, **{f"{kind}_token_id": 0 for kind in ("pad", "bos", "eos")}, "attention_dropout": 0.0},
         "vq_config": {
             **{"base_channels": 32, "hidden_size": 32, "codebook_size": 4, "num_res_blocks": 1},
             **{"channel_multiplier": [1, 1], "attn_resolutions": [], "temporal_downsample_factor": 2},
@@ -315,15 +315,15 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "Exaone4_5_": {
         "text_config": {
-            **{"model_type": "exaone4", **_TEXT, "sliding_window": 16, "sliding_window_pattern": 2},
+            **{"model_type": "exaone4", **TEXT, "sliding_window": 16, "sliding_window_pattern": 2},
             "layer_types": ["sliding_attention", "full_attention"],
         },
         "vision_config": {**_PATCHES, "window_size": 16, "fullatt_block_indexes": [1], "num_key_value_heads": 1},
         **{"image_token_id": IMAGE, "video_token_id": VIDEO},
     },
-    "FuyuForCausalLM": {"text_config": {"model_type": "persimmon", **_TEXT}, "patch_size": 4, "image_size": 16},
+    "FuyuForCausalLM": {"text_config": {"model_type": "persimmon", **TEXT}, "patch_size": 4, "image_size": 16},
     "Granite4Vision": {
-        "text_config": {**_TEXT, "num_hidden_layers": 6},
+        "text_config": {**TEXT, "num_hidden_layers": 6},
         "vision_config": {**_CLIP, "hidden_size": 64, "image_size": 32},
         "qformer_config": {
             **{"model_type": "blip_2_qformer", "hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 1},
@@ -334,11 +334,11 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         **{"projector_dropout": 0.0, "image_grid_pinpoints": [[32, 32], [32, 64]]},
     },
     "GraniteDocling": {
-        "text_config": {**_TEXT, "embedding_multiplier": 2.0},
+        "text_config": {**TEXT, "embedding_multiplier": 2.0},
         "vision_config": {**_TOWER, "out_hidden_size": 32, "scale_factor": 2, "deepstack_visual_indexes": [0, 1]},
     },
     "HunYuanVL": {
-        "text_config": {**_TEXT, "head_dim": 8, "rope_parameters": _mrope(1, 1, 1, 1), "eod_token_id": None},
+        "text_config": {**TEXT, "head_dim": 8, "rope_parameters": _mrope(1, 1, 1, 1), "eod_token_id": None},
         "vision_config": {
             **{
                 **_PLAIN_TOWER,
@@ -351,7 +351,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
     "HyperCLOVAXVisionV2": {
-        "text_config": {"model_type": "hyperclovax", **_TEXT, "head_dim": 8},
+        "text_config": {"model_type": "hyperclovax", **TEXT, "head_dim": 8},
         "vision_config": {
             **{"model_type": "qwen2_5_vl_vision", **_PATCHES, "window_size": 16, "fullatt_block_indexes": [1]},
         },
@@ -359,7 +359,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "Kimi_K25": {
         "text_config": {
-            **{"model_type": "deepseek_v3", **_TEXT, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 1},
+            **{"model_type": "deepseek_v3", **TEXT, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 1},
             **{"topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "num_key_value_heads": 4},
             **{"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
         },
@@ -368,7 +368,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "Lfm3Vl": {
         "text_config": {
-            **{"model_type": "lfm3", **_TEXT, "head_dim": 8, "sliding_window": 16, "num_hidden_layers": 3},
+            **{"model_type": "lfm3", **TEXT, "head_dim": 8, "sliding_window": 16, "num_hidden_layers": 3},
             "layer_types": ["conv", "full_attention", "sliding_attention"],
         },
         "vision_config": {
@@ -379,17 +379,17 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     **{
         family: {
-            "text_config": {"model_type": "qwen3_5_text", **_TEXT, **_QWEN3_5, **rope},
+            "text_config": {"model_type": "qwen3_5_text", **TEXT, **_QWEN3_5, **rope},
             "vision_config": {**_TOWER, "num_hidden_layers": 3, "patch_size": 4, "insert_layer_id": 1},
             **{"insert_layer_id": 1, "image_token_id": IMAGE, "video_token_id": VIDEO, "patch_size": 4},
             **({"image_start_id": START, "image_end_id": 63} if family.endswith("7") else {}),
         }
         for family, rope in (("MiniCPMOcr", _ROPE), ("MiniCPMV4_6", _ROPE), ("MiniCPMV4_7", {}))
     },
-    "MuseGlimmer": {"text_config": {**_TEXT, **_MUSE}, "vision_config": _MUSE_TOWER, **_MUSE_IDS},
+    "MuseGlimmer": {"text_config": {**TEXT, **_MUSE}, "vision_config": _MUSE_TOWER, **_MUSE_IDS},
     "MuseSpark": {
         "text_config": {
-            **{**_TEXT, **_MUSE, "moe_intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+            **{**TEXT, **_MUSE, "moe_intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
             **{"moe_hidden_size": 16, "mlp_layer_types": ["sparse", "sparse"]},
         },
         "vision_config": _MUSE_TOWER,
@@ -398,7 +398,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "NemotronH_Omni_Reasoning_V3": {
         "text_config": {
-            **{"model_type": "nemotron_h", **_TEXT, "layers_block_type": ["linear_attention", "moe", "full_attention"]},
+            **{"model_type": "nemotron_h", **TEXT, "layers_block_type": ["linear_attention", "moe", "full_attention"]},
             **{"ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 8},
             **{"n_routed_experts": 4, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16},
             **{"head_dim": 8, "pad_token_id": 0},
@@ -416,13 +416,13 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         **{"visual_indicator_token_ids": [START, 63], "vocab_size": 64, "hidden_size": 32},
     },
     "Qwen2_5OmniThinker": {
-        "text_config": {**_TEXT, "rope_parameters": _mrope(1, 1, 2)},
+        "text_config": {**TEXT, "rope_parameters": _mrope(1, 1, 2)},
         "vision_config": {**_PATCHES, "window_size": 16, "fullatt_block_indexes": [1]},
         "audio_config": {**_SOUND, "n_window": 4, "output_dim": 32},
         **_OMNI_IDS,
     },
     "Qwen3OmniMoeThinker": {
-        "text_config": {**_TEXT, **_QWEN3_VL, **_EXPERTS},
+        "text_config": {**TEXT, **_QWEN3_VL, **_EXPERTS},
         "vision_config": _DEEP,
         "audio_config": {**_SOUND, "n_window": 4, "output_dim": 32, "downsample_hidden_size": 8},
         **_OMNI_IDS,
@@ -430,7 +430,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "Step3p7": {
         "text_config": {
             **{
-                **_TEXT,
+                **TEXT,
                 "head_dim": 8,
                 "num_sliding_attention_heads": 4,
                 "num_experts_per_tok": 2,
@@ -443,7 +443,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "UnlimitedOcr": {
         "text_config": {
-            **{**_TEXT, "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            **{**TEXT, "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
             **{"mlp_layer_types": ["dense", "sparse"], "layer_types": ["reference_sliding_attention"] * 2},
             **{"num_key_value_heads": 4, "sliding_window": 16},
         },

@@ -78,16 +78,16 @@ def sft_trainer(
     import report
     from trl import SFTTrainer
 
-    if (seen := images.load_images(documents, args)) is not None:
-        processor, _ = images.load_processor(model), images.arrange(args)
-        config = models.load_config(model, len(processor.tokenizer))
-        load_from_checkpoint(model, config, args)
+    tokenizer = models.load_tokenizer(model, args)
+    config = models.load_config(model, len(tokenizer))
+    seen = images.load_images(documents, args) if models.has_towers(config) and not text_alone else None
+    processor = tokenizer if seen is None else images.load_processor(model)
+    load_from_checkpoint(model, config, args)
+    if seen is not None:
+        images.arrange(args)
         trainer = make(SFTTrainer, model, run, config, burst, args, seen, processor)
         images.pack(trainer)
         return trainer, burst
-    tokenizer = models.load_tokenizer(model, args)
-    config = models.load_config(model, len(tokenizer))
-    load_from_checkpoint(model, config, args)
     report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
     rows = data.load_tokens(documents, tokenizer, args, text_alone)
     return make(SFTTrainer, model, run, config, burst, args, rows, tokenizer), burst

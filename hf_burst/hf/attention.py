@@ -86,9 +86,9 @@ class LazyMask:
                 "those with sliding windows, chunks or packed documents among them, and those of encoders, with "
                 "sliding windows."
             )
-        if _SLIDING in self.parts and _REFERENCE not in self.parts:
-            return MaskPattern(True, self._held(_SLIDING, "sliding_window") - 1)
         size: Any = self.arguments.get("local_size")
+        if _SLIDING in self.parts and _REFERENCE not in self.parts:
+            return MaskPattern(True, (size or self._held(_SLIDING, "sliding_window")) - 1)
         window, chunk = _SLIDING_BOTH_WAYS in self.parts, _CHUNKED in self.parts
         return MaskPattern(causal, size if window else None, size if chunk else None)
 
@@ -228,10 +228,19 @@ def masks_with_blocks(given: Any, layout: SequenceLayout) -> tuple[LazyMask, ...
     in some of them; else none, and the language model makes its own.
 
     Raises:
-        UnsupportedModelError: If blocks are not served, before a layer runs.
+        UnsupportedModelError: If a mask is of another kind, which would be lost, or its blocks are not served; before a
+            layer runs.
     """
     masks = tuple(given.values()) if isinstance(given, dict) else (given,)
+    built = next((mask for mask in masks if isinstance(mask, torch.Tensor) and mask.ndim > 2), None)
+    if built is not None:
+        raise UnsupportedModelError(
+            f"The model hands its language model a mask of shape {tuple(built.shape)}, which over ranks would be lost. "
+            "Masks must come from Transformers' masking_utils, and attention_mask mark padding alone."
+        )
     known = tuple(mask for mask in masks if isinstance(mask, LazyMask))
+    for mask in known:
+        mask.pattern  # noqa: B018 (raises for one that is not served)
     found = [mask.laid(layout).blocks for mask in known if _BLOCKS in mask.parts]
     return known if any(map(any, found)) else ()
 

@@ -10,6 +10,7 @@ import torch
 
 from hf_burst.attention import SequenceLayout
 from hf_burst.errors import BurstError, UnsupportedModelError
+from hf_burst.hf.attention import LazyMask, masks_with_blocks
 from hf_burst.hf.parts import tokens
 from hf_burst.ranks.blocks import blocks_of
 from recipes.tiny_pictures import Batch, seeing_batch
@@ -102,6 +103,26 @@ def refused(rank: int, size: int, types: list[int]) -> str:
     except BurstError as problem:
         return str(problem)
     return ""
+
+
+def refused_early(rank: int, size: int, types: list[int]) -> str:
+    """As if no mask came to the cut: what is refused there is refused before ranks agree, too, in all groups."""
+    with mock.patch.object(tokens, "masks_with_blocks", return_value=()):
+        return refused(rank, size, types)
+
+
+def test_prefixes_are_refused_before_the_model_runs(ranks: Ranks) -> None:
+    assert all("sliding window reaches 39 back" in said for said in ranks(2).run(refused_early, [0] * 50 + [1] * 10))
+
+
+def test_masks_of_other_kinds_are_not_lost() -> None:
+    layout = SequenceLayout(4, (0,), ((0, 4),))
+    with pytest.raises(UnsupportedModelError, match=r"a mask of shape \(1, 1, 4, 4\)"):
+        masks_with_blocks({"full_attention": torch.ones(1, 1, 4, 4, dtype=torch.bool)}, layout)
+    odd = LazyMask({}, frozenset({"causal_mask_function", "or_masks", "of_ones_own"}), sharded=True)
+    with pytest.raises(UnsupportedModelError, match="of_ones_own"):
+        masks_with_blocks(odd, layout)
+    assert masks_with_blocks(torch.ones(1, 4), layout) == masks_with_blocks(None, layout) == ()
 
 
 def test_blocks_beyond_the_window_are_refused(ranks: Ranks) -> None:

@@ -9,21 +9,12 @@ import transformers
 from transformers import PreTrainedModel
 
 from hf_burst.check.compare import Double
+from recipes.tiny_seeing import TEXT
 
 Batch = dict[str, torch.Tensor]
 START, SOUND = 57, 60  # token ids; text has smaller ones
 _WORDS = 56
-_TEXT: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
-}
+_TEXT: dict[str, Any] = {**TEXT, "head_dim": 8}
 _TOWER = {
     "hidden_size": 16,
     "intermediate_size": 32,

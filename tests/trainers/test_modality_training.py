@@ -277,6 +277,11 @@ def test_the_recipe_trains_on_images(ranks: Ranks, tmp_path: Path, rows: int) ->
         assert losses == pytest.approx(wanted, rel=1e-5)
     trained = AutoModelForImageTextToText.from_pretrained(tmp_path / "out_2")
     assert isinstance(trained, transformers.LlavaForConditionalGeneration)
+    text = tmp_path / "text"
+    models.make_model("llama").save_pretrained(text)
+    pictures.llava_processor().tokenizer.save_pretrained(text)
+    with pytest.raises(SystemExit, match="column images, which is for recipes"):
+        train_by_recipe(0, 1, [*words, "--model_name_or_path", str(text)], str(tmp_path / "out"))
     (shown / "3_0.png").unlink()
     with pytest.raises(SystemExit, match=r"images names '3_0\.png', which is no file"):
         train_by_recipe(0, 1, words, str(tmp_path / "out"))
