@@ -52,8 +52,10 @@ def layout_of(
     task: Task,
     patterns: Mapping[MaskPattern, int],
     hybrid: Hybrid | None = None,
+    parents: Sequence[tuple[int, ...]] = (),
 ) -> SequenceLayout:
-    """How a full batch is laid over the ranks, for layers that see as far as `patterns` say, and recurrent ones."""
+    """How a full batch is laid over the ranks, for layers that see as far as `patterns` say, and recurrent ones.
+    Documents may continue others, by `parents` as in [`SequenceLayout`]."""
     return SequenceLayout.for_batch(
         documents_of(batch, task),
         ranks,
@@ -62,6 +64,7 @@ def layout_of(
         patterns=patterns,
         stretches=config.memory_settings.stretches,
         hybrid=hybrid,
+        parents=parents,
     )
 
 

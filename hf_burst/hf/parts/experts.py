@@ -83,14 +83,19 @@ def balance_loss(layers: tuple[torch.Tensor, ...], chosen: int, run: ForwardPass
         run ([`ForwardPass`]): The pass, which knows the padding.
     """
     experts = layers[0].shape[-1]
-    real = run.batch.layout.counted(run.group.rank).flatten().to(layers[0].device)
-    counts, probabilities = torch.zeros(2, experts, device=real.device).unbind()
+    layout, rank, device = run.batch.layout, run.group.rank, layers[0].device
+    real = layout.counted(rank).flatten().to(device)
+    joined = run.batch.joined  # of whose tokens some stand for several
+    texts = (
+        real[real].float() if joined is None else layout.shard(joined.texts, rank).flatten().to(device)[real].float()
+    )
+    counts, probabilities = torch.zeros(2, experts, device=device).unbind()
     for scores in layers:
         weights = scores.reshape(-1, experts)[real].softmax(-1)
-        picked = weights.topk(chosen, dim=-1).indices.flatten()
-        counts = counts + torch.bincount(picked, minlength=experts)
-        probabilities = probabilities + weights.float().sum(0)
-    totals = torch.cat([counts, real.sum()[None] * len(layers)])
+        picked = weights.topk(chosen, dim=-1).indices
+        counts = counts.index_add(0, picked.flatten(), texts.repeat_interleave(chosen))
+        probabilities = probabilities + (weights.float() * texts[:, None]).sum(0)
+    totals = torch.cat([counts, texts.sum()[None] * len(layers)])
     if run.group.size > 1:
         dist.all_reduce(totals, group=run.group.process_group)
     rows = totals[-1]

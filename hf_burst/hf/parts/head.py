@@ -35,12 +35,13 @@ class Head(Part):
         self.token_losses = token_losses
         self.lazy: LazyHead | None = None
         self.logits: Literal["keep", "gather", "drop"] = "keep"
-        self.kept: KeptRows | None = None  # of `logits_to_keep`
+        self.asked = False  # whether there are `logits_to_keep`
+        self.kept: KeptRows | None = None  # of these
         self.rows: torch.Tensor | None = None  # this rank's rows of them, if the model does not choose them
 
     def prepare(self, run: ForwardPass) -> None:
         keep = run.batch.given.get("logits_to_keep", 0)
-        asked = isinstance(keep, torch.Tensor) or bool(keep)
+        asked = self.asked = isinstance(keep, torch.Tensor) or bool(keep)
         if asked and (run.group.size > 1 or not run.task.generates):
             self.kept, rows = keep_rows(keep, run.batch.layout, run.group.rank)
             if run.task.generates:

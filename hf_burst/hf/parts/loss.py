@@ -70,7 +70,7 @@ class Loss(Part):
         self.items = None if run.batch.items is None else float(run.batch.items)
         run.agreement.add(_ITEMS, self.items)
         if run.targets is not None:
-            run.batch.labels = int((run.targets != IGNORE_INDEX).sum())
+            run.batch.labels = run.counted_labels
 
     def begin(self, run: ForwardPass) -> None:
         items, tokens, targets = self.items, run.batch.tokens, run.targets
@@ -88,11 +88,14 @@ class Loss(Part):
             )
         self.run, self.computed = run, False
         self.targets = None if run.task.loss_in_model else targets
-        run.batch.inputs |= run.task.overrides(use_cache=run.group.size == 1 and not run.model.training)
+        whole = run.group.size == 1 and run.batch.joined is None
+        run.batch.inputs |= run.task.overrides(use_cache=whole and not run.model.training)
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if "log_probs" in outputs:  # TRL's output for `fused_lm_head=True`, whose trainers look at no other rank
-            loss = batch_loss(-outputs["log_probs"].sum(), run, run.batch.items)
+            scored = run.scored
+            log_probs = outputs["log_probs"] if scored is None else outputs["log_probs"] * scored.to(run.device)
+            loss = batch_loss(-log_probs.sum(), run, run.batch.items)
             if "aux_loss" in outputs:  # that of the whole batch already
                 factor = run.model.config.get_text_config().router_aux_loss_coef * balance_share(run)
                 loss = loss + factor * outputs["aux_loss"]
@@ -128,7 +131,8 @@ class Loss(Part):
             return plain
         assert self.run is not None, "a call is given in a pass"
         self.computed = True
-        return batch_loss(loss_sum(logits, kwargs["shift_labels"]), self.run, kwargs.get("num_items_in_batch"))
+        local = loss_sum(logits, kwargs["shift_labels"], self.run.scored)
+        return batch_loss(local, self.run, kwargs.get("num_items_in_batch"))
 
     def _items_of_batch(self, run: ForwardPass, items: float) -> int:
         """`num_items_in_batch` of this batch alone, by which a class that computes its loss itself divides. `Trainer`

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ...ranks.collectives import gather_kept, gather_tokens
+from ..batches.joining import Joined
 from ..forward_pass import ForwardPass
 from .base import Part
 from .head import Head
@@ -40,6 +41,19 @@ class Outputs(Part):
             outputs["logits"] = logits
         if "hidden_states" in outputs and not run.batch.sharded and group.size > 1:
             outputs["hidden_states"] = tuple(gather_tokens(state, layout, group) for state in outputs["hidden_states"])
+        if run.batch.joined is not None:
+            _restore(run.batch.joined, outputs, head.asked)
+
+
+def _restore(joined: Joined, outputs: dict[str, Any], chosen: bool) -> None:
+    """Outputs of joined texts as those of their batch; logits may be of `chosen` tokens, all rows one after another."""
+    rows = len(joined.places)
+    if "logits" in outputs:
+        logits = outputs["logits"]
+        outputs["logits"] = logits.unflatten(1, (rows, -1))[0] if chosen else joined.restored(logits)
+    if "hidden_states" in outputs:
+        outputs["hidden_states"] = tuple(map(joined.restored, outputs["hidden_states"]))
+    outputs.pop("router_logits", None)
 
 
 def _gather_fused(run: ForwardPass, outputs: dict[str, Any]) -> None:
@@ -51,5 +65,7 @@ def _gather_fused(run: ForwardPass, outputs: dict[str, Any]) -> None:
     for name in _FUSED_FIELDS:
         if name in outputs and not (run.batch.sharded and run.model.training):
             outputs[name] = gather_tokens(outputs[name], run.batch.layout, run.group)
+        if name in outputs and run.batch.joined is not None:
+            outputs[name] = run.batch.joined.restored_scores(outputs[name])
         if name in outputs and not run.batch.sharded:  # as without `shift_labels`: the last token predicts nothing
             outputs[name] = outputs[name][:, :-1]

@@ -46,6 +46,8 @@ class LongestPosition(Part):
         about: ShardedBatch | None = run.batch.given.get(LAYOUT_KEY)
         if about is not None:
             self.longest = about.longest
+        elif run.batch.joined is not None:
+            self.longest = run.batch.joined.longest
         else:
             self.longest = run.batch.layout.length - 1 if run.batch.sharded else longest_position(run.batch.given)
         run.agreement.add("longest position", self.longest)

@@ -28,6 +28,7 @@ from .memory import MemoryRule
 from .recurrence import Recurrence
 
 CONTENT = "content (checksum)"
+_SAME_SHARING = "Give every rank the same batch, and BurstConfig(share_prefixes=...) the same value."
 _TABLES = ("wpe", "pos")  # in the names of tables of positions
 
 
@@ -193,7 +194,9 @@ class Tokens(Part):
         """A full batch is cut: its targets here, its token inputs here or at the cut point."""
         patterns = layer_patterns(run.model.config, run.task)
         hybrid, ranks = self.recurrence.hybrid, run.group.size
-        run.batch.layout = layout_of(run.batch.given, run.config, ranks, run.task, patterns, hybrid)
+        parents = () if run.batch.joined is None else (run.batch.joined.parents,)
+        run.batch.layout = layout_of(run.batch.given, run.config, ranks, run.task, patterns, hybrid, parents)
+        run.agreement.add("shared beginnings", f"{hash(parents):x}", _SAME_SHARING)
         if self.cut_point.path:
             held = check_modalities(run.batch.given, type(run.model), self.text_type)
             types = run.batch.given.get("token_type_ids")

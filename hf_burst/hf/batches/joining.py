@@ -1,0 +1,251 @@
+"""Texts of a batch that begin alike, joined into one row that has every shared beginning once.
+
+```text
+texts     a b c d e       row      a b c | d e | d x y | d
+          a b c d x y     parents    -1     0      0     0
+          a b c d         places   of the third text: 0 1 2 8
+```
+
+The last token that texts share is not shared: each of their endings begins with it, so that every token of the row
+predicts one other. Endings may be beginnings of others, so this is a tree, whose documents stand in depth-first order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...layers.loss import IGNORE_INDEX, shift_labels
+from .documents import BOUNDARY_KEYS, batch_shape, documents_of, real_tokens
+from .sharded import longest_position
+
+TOKEN_VALUES = ("input_ids", "token_type_ids", "position_ids")
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """Texts joined into one row.
+
+    Args:
+        batch (`dict`): The arguments of the model, with `1 x J` tokens.
+        parents (`tuple[int, ...]`): Which document of the row each of its documents continues, or -1.
+        places (`torch.LongTensor` of shape `(batch, tokens)`): Where each token of the given batch stands in the row;
+            -1 for padding.
+        texts (`torch.LongTensor` of shape `(1, J)`): How many texts a token stands for.
+        scored (`torch.LongTensor` of shape `(1, J)`): In how many of them what follows it counts for the loss.
+        labels (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): Those of the given batch.
+        longest (`int`): Its longest position.
+    """
+
+    batch: dict[str, Any]
+    parents: tuple[int, ...]
+    places: Tensor
+    texts: Tensor
+    scored: Tensor
+    labels: Tensor | None
+    longest: int
+
+    @property
+    def tokens(self) -> int:
+        """Those of the row."""
+        return self.texts.shape[1]
+
+    def restored(self, values: Tensor) -> Tensor:
+        """Values of the row's tokens, `(1, J, ...)`, for all tokens of the given batch: `(batch, tokens, ...)`, 0 for
+        padding. Gradients of all texts are summed on the way back."""
+        places = self.places.to(values.device)
+        found = values[0].index_select(0, places.flatten().clamp(min=0)).unflatten(0, tuple(places.shape))
+        return found.masked_fill((places < 0).view(*places.shape, *[1] * (found.ndim - 2)), 0)
+
+    def restored_scores(self, values: Tensor) -> Tensor:
+        """The same for values that tokens have where what follows them has a label: 0 elsewhere."""
+        assert self.labels is not None, "there are scores"
+        labels = shift_labels(self.labels.to(values.device))
+        return self.restored(values).masked_fill(labels == IGNORE_INDEX, 0)
+
+    def kept(self, keep: int | Tensor) -> Tensor:
+        """The places of the tokens that `logits_to_keep` means, all rows one after another."""
+        columns = slice(-keep, None) if isinstance(keep, int) else keep.to(self.places.device)
+        return self.places[:, columns].clamp(min=0).flatten()
+
+
+class _Text(NamedTuple):
+    row: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass
+class _Piece:
+    """Tokens `[start, stop)` that texts share, counted from where these begin."""
+
+    start: int
+    stop: int
+    texts: list[_Text]
+    parent: int
+
+
+@dataclass
+class _Tree:
+    """The pieces of texts, found by comparing them."""
+
+    keys: Tensor  # `(kinds of values, batch, tokens)`
+    labels: Tensor | None  # `(batch, tokens)`
+    least: int  # tokens of a beginning
+    pieces: list[_Piece] = field(default_factory=list)
+
+    def grow(self, texts: list[_Text]) -> None:
+        """Adds the pieces of texts, each before those that continue it."""
+        open_groups = [(texts, 0, -1)]  # texts, how many tokens of them are in pieces, and the last one of these
+        while open_groups:
+            group, start, parent = open_groups.pop()
+            if len(group) == 1:
+                self.pieces.append(_Piece(start, group[0].size, group, parent))
+                continue
+            common = self._common(group, start)
+            if common - 1 - start >= self.least:
+                self.pieces.append(_Piece(start, common - 1, group, parent))
+                start, parent = common - 1, len(self.pieces) - 1
+            apart = dict[tuple[int, ...], list[_Text]]()
+            for index, text in enumerate(group):
+                key = (index,) if common == text.size else self._next(text, common)
+                apart.setdefault(key, []).append(text)
+            open_groups += [(own, start, parent) for own in reversed(apart.values())]
+
+    def _common(self, texts: Sequence[_Text], start: int) -> int:
+        """How many tokens all of them have in common. A label that counts in some of them only is no difference."""
+        shortest = min(text.size for text in texts)
+        first = texts[0]
+        same = torch.ones(shortest - start, dtype=torch.bool)
+        highest = self._labels(first, start, shortest)
+        for text in texts[1:]:
+            same &= (self._values(text, start, shortest) == self._values(first, start, shortest)).all(0)
+            highest = torch.maximum(highest, self._labels(text, start, shortest))
+        for text in texts:
+            labels = self._labels(text, start, shortest)
+            same &= (labels == highest) | (labels == IGNORE_INDEX)
+        different = (~same).nonzero()
+        return start + int(different[0]) if len(different) else shortest
+
+    def _values(self, text: _Text, start: int, stop: int) -> Tensor:
+        return self.keys[:, text.row, text.start + start : text.start + stop]
+
+    def _labels(self, text: _Text, start: int, stop: int) -> Tensor:
+        """Labels that are predicted inside of the text: not that of its first token."""
+        if self.labels is None:
+            return torch.full((stop - start,), IGNORE_INDEX)
+        labels = self.labels[text.row, text.start + start : text.start + stop]
+        return torch.cat([labels.new_full((1,), IGNORE_INDEX), labels[1:]]) if start == 0 else labels
+
+    def _next(self, text: _Text, place: int) -> tuple[int, ...]:
+        """The token behind those that texts have in common."""
+        values = self._values(text, place, place + 1).flatten()
+        return (*values.tolist(), int(self._labels(text, place, place + 1)) if place else IGNORE_INDEX)
+
+
+def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -> Joined | None:
+    """Joins the texts of a full batch that begin alike: rows, or documents of packed rows.
+
+    Tokens are alike if their ids, positions and types are, and their labels, where these count.
+
+    Args:
+        batch (mapping): The arguments of a causal model, with `input_ids`.
+        positions (`torch.LongTensor` of shape `(batch or 1, tokens)`, *optional*): Those that the model makes for a
+            batch without any; those from 0 by default.
+        least (`int`): Tokens of a beginning that is shared, at least.
+
+    Returns:
+        The row; `None` if no texts begin alike for so many tokens, or the batch predicts what it should not.
+    """
+    texts = _texts(batch)
+    if max(_twins(batch["input_ids"], texts), default=0) < 2:
+        return None
+    rows, length = batch_shape(batch)
+    ids, labels = batch["input_ids"], batch.get("labels")
+    if batch.get("position_ids") is not None:
+        positions = batch["position_ids"]
+    elif positions is None:
+        positions = torch.arange(length, device=ids.device)[None]
+    kinds = {"input_ids": ids, "position_ids": positions.expand(rows, length)}
+    if batch.get("token_type_ids") is not None:
+        kinds["token_type_ids"] = batch["token_type_ids"]
+    on_host = None if labels is None else labels.cpu()
+    tree = _Tree(torch.stack([kind.cpu() for kind in kinds.values()]), on_host, least)
+    tree.grow(texts)
+    if all(piece.parent < 0 for piece in tree.pieces):
+        return None
+    places, sources, texts_of, bounds = _laid(tree.pieces, rows, length)
+    targets, scored = _targets(tree.pieces, on_host, bounds)
+    if int(targets[-1]) != IGNORE_INDEX or (on_host is not None and _predicts(on_host, places)):
+        return None
+    flat = sources.to(ids.device)
+    joined = {name: value for name, value in batch.items() if name not in (*BOUNDARY_KEYS, "attention_mask")}
+    joined |= {name: kind.flatten()[flat][None] for name, kind in kinds.items()}
+    joined["cu_seq_lens_q"] = torch.tensor(bounds, dtype=torch.int32)
+    if labels is not None:
+        joined["labels"] = torch.cat([targets.new_full((1,), IGNORE_INDEX), targets[:-1]]).to(labels.device)[None]
+    parents = tuple(piece.parent for piece in tree.pieces)
+    return Joined(joined, parents, places, texts_of[None], scored[None], labels, longest_position(batch))
+
+
+def _texts(batch: Mapping[str, Any]) -> list[_Text]:
+    """The documents of a batch, without padding."""
+    rows, length = batch_shape(batch)
+    real = real_tokens(batch) or ((0, length),) * rows
+    texts = []
+    for row, (bounds, (first, last)) in enumerate(zip(documents_of(batch), real, strict=True)):
+        inside = [first, *(bound for bound in bounds if first < bound < last), last]
+        texts += [_Text(row, start, stop) for start, stop in pairwise(inside)]
+    return texts
+
+
+def _twins(ids: Tensor, texts: Sequence[_Text]) -> list[int]:
+    """How many texts begin with each token."""
+    rows, starts = zip(*((text.row, text.start) for text in texts), strict=True)
+    counts: list[int] = ids[list(rows), list(starts)].unique(return_counts=True)[1].tolist()
+    return counts
+
+
+def _laid(pieces: Sequence[_Piece], rows: int, length: int) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Where tokens of the batch stand in the row, where those of the row stand in the flat batch, how many texts each
+    of these stands for, and the bounds of documents."""
+    places, bounds = torch.full((rows, length), -1), [0]
+    sources, counts = list[Tensor](), list[Tensor]()
+    for piece in pieces:
+        size = piece.stop - piece.start
+        row = torch.arange(bounds[-1], bounds[-1] + size)
+        for text in piece.texts:
+            places[text.row, text.start + piece.start : text.start + piece.stop] = row
+        first = piece.texts[0].row * length + piece.texts[0].start + piece.start
+        sources.append(torch.arange(first, first + size))
+        counts.append(torch.full((size,), len(piece.texts)))
+        bounds.append(bounds[-1] + size)
+    return places, torch.cat(sources), torch.cat(counts), bounds
+
+
+def _targets(pieces: Sequence[_Piece], labels: Tensor | None, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """What each token of the row predicts, and in how many texts that counts."""
+    targets = torch.full((bounds[-1],), IGNORE_INDEX)
+    scored = torch.zeros(bounds[-1], dtype=torch.int64)
+    if labels is None:
+        return targets, scored
+    following = shift_labels(labels)
+    for first, piece in zip(bounds, pieces, strict=False):
+        place = slice(first, first + piece.stop - piece.start)
+        for text in piece.texts:
+            own = following[text.row, text.start + piece.start : text.start + piece.stop]
+            targets[place] = torch.maximum(targets[place], own)
+            scored[place] += own != IGNORE_INDEX
+    return targets, scored
+
+
+def _predicts(labels: Tensor, places: Tensor) -> bool:
+    """Whether padding has labels to predict."""
+    return bool(((shift_labels(labels) != IGNORE_INDEX) & (places < 0)).any())

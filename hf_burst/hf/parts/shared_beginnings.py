@@ -1,0 +1,105 @@
+"""Texts of a batch that begin alike, as answers to one question do: their beginning is computed once."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..batches.documents import BOUNDARY_KEYS, batch_shape
+from ..batches.joining import TOKEN_VALUES, Joined, join_texts
+from ..batches.sharded import is_sharded
+from ..forward_pass import ForwardPass
+from .base import Part
+from .dropout import random_rates
+from .recurrence import Recurrence
+from .request import Request
+from .token_losses import TokenLosses
+from .tokens import Tokens
+
+logger = logging.getLogger(__name__)
+
+_LEAST = 256  # tokens of a beginning, by "auto": kernels take as many at a time, or half of it
+_SAVED = 0.25  # the share of the tokens that is saved, by "auto", at least
+_KNOWN = {*TOKEN_VALUES, *BOUNDARY_KEYS, "labels", "attention_mask", "logits_to_keep", "num_items_in_batch"}
+
+
+class SharedBeginnings(Part):
+    """Joins the texts of a full batch, see [`Joined`]: all other parts are given one row."""
+
+    needs = (Request, Recurrence)
+
+    def __init__(self, tokens: Tokens, token_losses: TokenLosses) -> None:
+        self.tokens, self.token_losses = tokens, token_losses
+        self.told: set[str] = set()  # what the log says once
+
+    def prepare(self, run: ForwardPass) -> None:
+        given, asked = run.batch.given, run.config.share_prefixes
+        if asked is False or is_sharded(given) or not run.task.causal or "input_ids" not in given:
+            return
+        if given.get("inputs_embeds") is not None or given["input_ids"] is None:
+            return
+        labels = self.token_losses.labels if self.token_losses.wanted else given.get("labels")
+        if not _fit(given, labels):
+            return  # other parts say what is wrong
+        obstacle = self._obstacle(run)
+        if obstacle in self.told:
+            return
+        least = _LEAST if asked == "auto" else 1
+        joined = join_texts({**given, "labels": labels}, self.tokens.learned.make(given), least)
+        total = 0 if joined is None else int(joined.texts.sum())
+        if joined is None or (asked == "auto" and joined.tokens > (1 - _SAVED) * total):
+            return
+        if obstacle:
+            self._tell(obstacle, f"Rows that begin alike are computed one by one: {obstacle}.")
+            return
+        saved = f"{joined.tokens:,} tokens instead of {total:,}"
+        self._tell("joined", f"What texts of a batch have in common at their beginning is computed once: {saved}.")
+        run.batch.joined = joined
+        run.batch.given = _of_row(joined, given)
+
+    def _obstacle(self, run: ForwardPass) -> str:
+        """Why this pass cannot share anything; empty if it can."""
+        if self.tokens.cut_point.path:
+            return "the model has towers for images or sound"
+        if self.tokens.recurrence.modules:
+            return "its layers pass states from token to token"
+        others = sorted(name for name, value in run.batch.given.items() if name not in _KNOWN and _holds_tensors(value))
+        if others:
+            return f"{', '.join(others)} may have a value a token"
+        positions = run.batch.given.get("position_ids")
+        if positions is not None and positions.ndim != 2:
+            return "position_ids have several values a token"
+        if run.config.share_prefixes == "auto" and run.compiled:
+            return "every batch would be compiled anew"
+        rates = random_rates(run.model) if run.config.share_prefixes == "auto" else iter(())
+        name = next((name for name, _ in rates), None)
+        return "" if name is None else f"{name} would draw once for all of them (share_prefixes=True allows it)"
+
+    def _tell(self, what: str, sentence: str) -> None:
+        """Logs a sentence once."""
+        if what not in self.told:
+            self.told.add(what)
+            logger.info("hf_burst: %s", sentence)
+
+
+def _fit(batch: Mapping[str, Any], labels: Any) -> bool:
+    """Whether labels and types of tokens are of the shape of the tokens."""
+    shape = batch_shape(batch)
+    values = [value for value in (labels, batch.get("token_type_ids")) if value is not None]
+    return all(isinstance(value, torch.Tensor) and tuple(value.shape) == shape for value in values)
+
+
+def _of_row(joined: Joined, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a pass over the row."""
+    batch = {name: value for name, value in joined.batch.items() if name in given or name != "labels"}
+    keep = given.get("logits_to_keep", 0)
+    if isinstance(keep, torch.Tensor) or keep:
+        batch["logits_to_keep"] = joined.kept(keep)
+    return batch
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.ndim > 0
+    return isinstance(value, Mapping | list | tuple) and bool(value)
