@@ -14,6 +14,7 @@ from ...ranks.collectives import group_sum
 from ..context import CALL_KEY
 from ..forward_pass import ForwardPass
 from .base import Handles, Part
+from .shared_beginnings import SharedBeginnings
 
 
 class RouterLogits(Part):
@@ -21,6 +22,8 @@ class RouterLogits(Part):
 
     The scores of the routers are caught where the decoder returns them.
     """
+
+    needs = (SharedBeginnings,)
 
     def __init__(self, model: PreTrainedModel) -> None:
         check_balance(model)

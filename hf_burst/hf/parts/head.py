@@ -14,6 +14,7 @@ from ..forward_pass import ForwardPass
 from ..lazy_head import LazyHead, is_hooked, is_watched, lazy_head
 from .base import Part
 from .loss import Loss
+from .shared_beginnings import SharedBeginnings
 from .token_losses import TokenLosses
 from .tokens import Tokens
 
@@ -29,7 +30,7 @@ class Head(Part):
     """Decides what becomes of the logits: `"keep"` as they are, `"gather"` over the ranks, or `"drop"`. The head whose
     logits are dropped is put off, see [`LazyHead`]: the loss asks it for the scores of some tokens at a time."""
 
-    needs = (Tokens, Loss)
+    needs = (SharedBeginnings, Tokens, Loss)
 
     def __init__(self, token_losses: TokenLosses) -> None:
         self.token_losses = token_losses

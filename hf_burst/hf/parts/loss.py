@@ -19,6 +19,7 @@ from ..models.cut_point import language_model_of
 from ..models.task import calls_loss_function, computes_loss
 from .base import Part
 from .experts import RouterLogits, balance_share
+from .shared_beginnings import SharedBeginnings
 from .tokens import Tokens
 
 _ITEMS = "num_items_in_batch (labels of all ranks: Trainer counts them unless average_tokens_across_devices=False)"
@@ -34,7 +35,7 @@ _PAST_US = (
 class Loss(Part):
     """Takes the place of the model's loss function."""
 
-    needs = (Tokens, RouterLogits)
+    needs = (SharedBeginnings, Tokens, RouterLogits)
 
     def __init__(self, model: PreTrainedModel, group: ContextGroup | None) -> None:
         self.group = group

@@ -8,6 +8,7 @@ from ..forward_pass import ForwardPass
 from .base import Part
 from .head import Head
 from .loss import Loss
+from .shared_beginnings import SharedBeginnings
 from .token_losses import TokenLosses
 
 # one value a token, in TRL's output for `fused_lm_head=True`, which holds no logits
@@ -17,7 +18,7 @@ _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_
 class Outputs(Part):
     """Gathers outputs in sequence order. Those of a batch that arrived sharded stay sharded."""
 
-    needs = (Loss, TokenLosses)  # which read logits before they are gathered or dropped
+    needs = (SharedBeginnings, Loss, TokenLosses)  # the latter two read logits before they are gathered or dropped
 
     def __init__(self, head: Head) -> None:
         self.head = head

@@ -15,13 +15,14 @@ from ...errors import UnsupportedModelError
 from ..batches.sharded import LAYOUT_KEY, ShardedBatch, longest_position
 from ..forward_pass import ForwardPass
 from .base import Handles, Part
+from .shared_beginnings import SharedBeginnings
 from .tokens import Tokens
 
 
 class LongestPosition(Part):
     """Tells the rotary modules of a model the longest position of the pass under way."""
 
-    needs = (Tokens,)
+    needs = (SharedBeginnings, Tokens)
 
     def __init__(self) -> None:
         self.rotary: list[nn.Module] = []  # whose frequencies follow from the longest position, or may come to do so

@@ -1,7 +1,7 @@
 """Texts of a batch that begin alike, as answers to one question do: their beginning is computed once."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,12 +10,11 @@ from ..batches.documents import BOUNDARY_KEYS, batch_shape
 from ..batches.joining import TOKEN_VALUES, Joined, join_texts
 from ..batches.sharded import is_sharded
 from ..forward_pass import ForwardPass
+from ..models.cut_point import CutPoint
 from .base import Part
 from .dropout import random_rates
 from .recurrence import Recurrence
 from .request import Request
-from .token_losses import TokenLosses
-from .tokens import Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +24,26 @@ _KNOWN = {*TOKEN_VALUES, *BOUNDARY_KEYS, "labels", "attention_mask", "logits_to_
 
 
 class SharedBeginnings(Part):
-    """Joins the texts of a full batch, see [`Joined`]: all other parts are given one row."""
+    """Joins the texts of a full batch, see [`Joined`]: the parts behind it are given one row.
 
-    needs = (Request, Recurrence)
+    Args:
+        cut_point ([`CutPoint`]): Of the model.
+        recurrence ([`Recurrence`]): Knows its recurrent layers.
+        positions (`Callable`): The position ids that the model makes for a batch, if not those from 0.
+        labels (`Callable`): Labels that are scored apart from those of the batch, if any.
+    """
 
-    def __init__(self, tokens: Tokens, token_losses: TokenLosses) -> None:
-        self.tokens, self.token_losses = tokens, token_losses
+    needs = (Request,)
+
+    def __init__(
+        self,
+        cut_point: CutPoint,
+        recurrence: Recurrence,
+        positions: Callable[[Mapping[str, Any]], torch.Tensor | None],
+        labels: Callable[[], torch.Tensor | None],
+    ) -> None:
+        self.cut_point, self.recurrence = cut_point, recurrence
+        self.positions, self.labels = positions, labels
         self.told: set[str] = set()  # what the log says once
 
     def prepare(self, run: ForwardPass) -> None:
@@ -39,14 +52,14 @@ class SharedBeginnings(Part):
             return
         if given.get("inputs_embeds") is not None or given["input_ids"] is None:
             return
-        labels = self.token_losses.labels if self.token_losses.wanted else given.get("labels")
+        labels = given.get("labels") if self.labels() is None else self.labels()
         if not _fit(given, labels):
             return  # other parts say what is wrong
         obstacle = self._obstacle(run)
         if obstacle in self.told:
             return
         least = _LEAST if asked == "auto" else 1
-        joined = join_texts({**given, "labels": labels}, self.tokens.learned.make(given), least)
+        joined = join_texts({**given, "labels": labels}, self.positions(given), least)
         total = 0 if joined is None else int(joined.texts.sum())
         if joined is None or (asked == "auto" and joined.tokens > (1 - _SAVED) * total):
             return
@@ -60,9 +73,9 @@ class SharedBeginnings(Part):
 
     def _obstacle(self, run: ForwardPass) -> str:
         """Why this pass cannot share anything; empty if it can."""
-        if self.tokens.cut_point.path:
+        if self.cut_point.path:
             return "the model has towers for images or sound"
-        if self.tokens.recurrence.modules:
+        if self.recurrence.modules:
             return "its layers pass states from token to token"
         others = sorted(name for name, value in run.batch.given.items() if name not in _KNOWN and _holds_tensors(value))
         if others:

@@ -16,6 +16,7 @@ from ..forward_pass import ForwardPass
 from ..groups import PATCH
 from ..lazy_head import token_losses_of
 from .base import Part
+from .shared_beginnings import SharedBeginnings
 from .tokens import check_ranges
 
 
@@ -67,10 +68,16 @@ def token_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 class TokenLosses(Part):
     """Scores each token where [`token_losses`] asks for it, in place of the logits."""
 
+    needs = (SharedBeginnings,)
+
     def __init__(self) -> None:
         self.wanted = False
         self.labels: Tensor | None = None
         self.losses: Tensor | None = None
+
+    def wanted_labels(self) -> Tensor | None:
+        """The labels whose losses are asked for."""
+        return self.labels if self.wanted else None
 
     def prepare(self, run: ForwardPass) -> None:
         if not self.wanted:

@@ -26,6 +26,7 @@ from ..models.support import layer_patterns
 from .base import Handles, Part
 from .memory import MemoryRule
 from .recurrence import Recurrence
+from .shared_beginnings import SharedBeginnings
 
 CONTENT = "content (checksum)"
 _SAME_SHARING = "Give every rank the same batch, and BurstConfig(share_prefixes=...) the same value."
@@ -103,7 +104,7 @@ def segment_count(model: PreTrainedModel) -> int | None:
 class Tokens(Part):
     """Lays the batch over the ranks. Targets are cut outside of the model, token inputs at its cut point."""
 
-    needs = (Recurrence, MemoryRule)
+    needs = (Recurrence, SharedBeginnings, MemoryRule)
 
     def __init__(self, model: PreTrainedModel, cut_point: CutPoint, recurrence: Recurrence) -> None:
         self.cut_point, self.recurrence = cut_point, recurrence
@@ -164,6 +165,10 @@ class Tokens(Part):
 
     def end(self) -> None:
         self.run = self.positions = None
+
+    def own_positions(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
+        """The position ids that the model makes of a full batch without any, if not those from 0."""
+        return self.learned.make(batch)
 
     def _read_tables(self, model: PreTrainedModel) -> None:
         reader: Any = model.get_submodule(self.cut_point.path)  # the tables of towers are of images
