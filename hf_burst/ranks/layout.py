@@ -132,7 +132,7 @@ class SequenceLayout:
     @cached_property
     def segments(self) -> Segments:
         """The pieces of documents on each rank, for layers that carry a state: made once for all layers of a pass."""
-        return Segments(self.sharding, self.documents)
+        return Segments(self.sharding, self.documents, self.parents)
 
     @cached_property
     def imbalance(self) -> float:

@@ -188,6 +188,10 @@ FAMILIES = {  # of which each has something of its own
     "DeepseekV3ForCausalLM": "latent attention and experts",
     "Llama4ForCausalLM": "chunks, and temperatures by positions",
     "Gemma2ForCausalLM": "soft caps and windows",
+    "qwen3_5": "gated delta rules",
+    "kimi_linear": "delta rules with a decay for each key",
+    "lfm2": "convolutions",
+    "granite": "Mamba2",
 }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...plan import RecurrentSize
 from ..batches.documents import BOUNDARY_KEYS, batch_shape
 from ..batches.joining import TOKEN_VALUES, Joined, join_texts
 from ..batches.sharded import is_sharded
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _LEAST = 256  # tokens of a beginning, by "auto": kernels take as many at a time, or half of it
 _SAVED = 0.25  # the share of the tokens that is saved, by "auto", at least
+_UNKNOWN = RecurrentSize("selective", 1)
 _KNOWN = {*TOKEN_VALUES, *BOUNDARY_KEYS, "labels", "attention_mask", "logits_to_keep", "num_items_in_batch"}
 
 
@@ -75,8 +77,8 @@ class SharedBeginnings(Part):
         """Why this pass cannot share anything; empty if it can."""
         if self.cut_point.path:
             return "the model has towers for images or sound"
-        if self.recurrence.modules:
-            return "its layers pass states from token to token"
+        if self.recurrence.modules and not all("states" in size.ways for size in self.recurrence.sizes or [_UNKNOWN]):
+            return "the kernels of its recurrent layers begin with no state"
         others = sorted(name for name, value in run.batch.given.items() if name not in _KNOWN and _holds_tensors(value))
         if others:
             return f"{', '.join(others)} may have a value a token"

@@ -143,14 +143,15 @@ class Tokens(Part):
         }
 
     def begin(self, run: ForwardPass) -> None:
-        encoded = run.batch.layout.encode()
+        layout = run.batch.layout
+        encoded = layout.encode()
         torch._dynamo.maybe_mark_dynamic(encoded, 0)  # another packing is no reason to compile anew
         device = tokens_of(run.batch.inputs).device
         fully_masked = run.batch.layout.fully_masked(run.group.rank)
         real = run.batch.layout.counted(run.group.rank) if run.batch.layout.real else None
         run.call = ForwardCall(
             layout=run.batch.layout,
-            segments=Segments(run.batch.layout.sharding, run.batch.layout.documents),
+            segments=Segments(layout.sharding, layout.documents, layout.parents),
             group=run.group,
             config=run.config,
             settings=run.settings,
