@@ -1,6 +1,9 @@
 """Rows that begin alike, computed once: everything is as if each row had been computed by itself."""
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -9,11 +12,14 @@ import torch
 import torch.distributed as dist
 
 import hf_burst
-from hf_burst.hf.batches.joining import join_texts
+from hf_burst.errors import ConfigError, RankMismatchError
+from hf_burst.hf.batches import joining
+from hf_burst.hf.batches.joining import Joined, join_texts
 from hf_burst.hf.groups import PATCH
 from recipes.tiny_models import tiny_model
-from tests.support import models
-from tests.support.ranks import RankPool
+from tests.hf import test_experts
+from tests.support import models, trainers
+from tests.support.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
 IGNORED = -100
@@ -210,3 +216,164 @@ def test_which_tokens_are_joined() -> None:
     assert joined.places[2].tolist() == [0, 1, 2, 8, -1, -1]
     assert joined.texts.tolist() == [[3, 3, 3, 1, 1, 1, 1, 1, 1]]
     assert joined.scored.tolist() == [[3, 3, 3, 1, 0, 1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"attention_keep": 0.5}, {"attention_keep": 0.0, "layers_per_checkpoint": 2}, {"tiled_mlp": 4, "head_groups": 2}],
+    ids=str,
+)
+def test_settings_of_memory_change_nothing(ranks: Ranks, settings: dict[str, Any]) -> None:
+    memory = {"activation_offloading": 1.0, **settings}
+    ranks(2).run(checkpointed, batch_of("several labels"), one_process("llama", batch_of("several labels")), memory)
+
+
+def checkpointed(rank: int, size: int, batch: Any, wanted: Any, memory: dict[str, Any]) -> None:
+    config = hf_burst.BurstConfig(share_prefixes=True, memory=hf_burst.Memory(**memory))
+    model = models.patch(models.make_model("llama", torch.float64), config).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with trainers.small_pages():
+        loss = model(**batch).loss
+        loss.backward()
+    torch.testing.assert_close(loss, wanted["loss"], **CLOSE)
+    for parameter, gradient in zip(model.parameters(), wanted["gradients"], strict=True):
+        dist.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad / size, gradient, **CLOSE)
+
+
+def balance(rank: int, size: int, kind: str, counted: bool) -> None:
+    """The load-balancing loss beside the whole batch in one process; `counted` as Trainer does it."""
+    model, batch = test_experts.make_model("mixtral"), batch_of(kind)
+    items = int((models.shifted(batch["labels"]) != IGNORED).sum())
+    wanted = model(**batch, use_cache=False, **({"num_items_in_batch": torch.tensor(items)} if counted else {}))
+    wanted.loss.backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    models.patch(model, hf_burst.BurstConfig(share_prefixes=True))
+    outputs = model(**batch, **({"num_items_in_batch": torch.tensor(items * size)} if counted else {}))
+    assert outputs.router_logits is None
+    loss = outputs.loss * (size if counted else 1)
+    loss.backward()
+    torch.testing.assert_close(outputs.aux_loss, wanted.aux_loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(loss, wanted.loss, rtol=1e-6, atol=1e-6)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        found = torch.zeros_like(gradient) if parameter.grad is None else parameter.grad
+        if size > 1:
+            dist.all_reduce(found)
+        torch.testing.assert_close(found / size, gradient, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_routers_are_balanced_over_all_rows(ranks: Ranks, size: int) -> None:
+    for kind in ("pairs", "a tree"):
+        for counted in (False, True):
+            ranks(size).run(balance, kind, counted)
+
+
+def broken(what: str, *values: Any) -> Joined:
+    """Joined texts whose shared tokens count once, or of whose endings the first one alone is predicted."""
+    joined = Joined(*values)
+    if what == "weights":
+        return replace(joined, scored=joined.scored.clamp(max=1))
+    scored = joined.scored.clone()
+    scored[:, joined.places[1:, len(QUESTION) - 1]] = 0
+    return replace(joined, scored=scored)
+
+
+@pytest.mark.parametrize("what", ["weights", "endings"])
+def test_tokens_that_count_too_seldom_are_noticed(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    monkeypatch.setattr(joining, "Joined", partial(broken, what))
+    batch = batch_of("several labels")
+    with pytest.raises(AssertionError, match="several labels"):
+        shared(0, 1, "llama", [("several labels", batch, one_process("llama", batch))], {})
+
+
+def long_texts(length: int, endings: int = 3) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, models.VOCABULARY, (endings, length + 20), generator=generator)
+    ids[:, :length] = ids[0, :length].clone()
+    ids[:, length] = torch.arange(1, endings + 1)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def tokens_of(model: Any, batch: dict[str, torch.Tensor]) -> int:
+    """How many tokens a model computes for a batch."""
+    counts: list[int] = []
+    handle = model.get_input_embeddings().register_forward_hook(
+        lambda _, given, out: counts.append(out[..., 0].numel())
+    )
+    model(**batch)
+    handle.remove()
+    return sum(counts)
+
+
+def test_what_auto_shares(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hf_burst")
+    long, short = long_texts(300), long_texts(250)
+    model = models.patch(models.make_model("llama")).train()
+    assert tokens_of(model, long) == 299 + 3 * 21
+    assert tokens_of(model, short) == short["input_ids"].numel(), "beginnings of fewer tokens than a kernel takes"
+    assert tokens_of(model, long_texts(300, 1)) == 320
+    assert "computed once: 362 tokens instead of 960." in caplog.text
+    little = long_texts(300, 2)
+    little = {name: torch.nn.functional.pad(value, (0, 900), value=3) for name, value in little.items()}
+    assert tokens_of(model, little) == little["input_ids"].numel(), "few tokens would be saved"
+    for config in (hf_burst.BurstConfig(share_prefixes=False), hf_burst.BurstConfig(share_prefixes=True)):
+        other = models.patch(models.make_model("llama"), config).train()
+        shares = config.share_prefixes is True
+        assert (tokens_of(other, short) == short["input_ids"].numel()) == (not shares)
+
+
+def test_dropout_draws_for_every_row_unless_it_was_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    caplog.set_level(logging.INFO, "hf_burst")
+    batch = long_texts(300)
+    for share, tokens in (("auto", 960), (True, 362)):
+        config = hf_burst.BurstConfig(share_prefixes=share)
+        lora = LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
+        model = get_peft_model(models.patch(models.make_model("llama"), config), lora).train()
+        assert tokens_of(model, batch) == tokens
+        assert tokens_of(model.eval(), batch) == 362
+    assert "computed one by one: dropout would draw once for all of them" in caplog.text
+
+
+def test_what_is_not_shared_is_computed_row_by_row(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hf_burst")
+    config = hf_burst.BurstConfig(share_prefixes=True)
+    batch = long_texts(40)
+    zamba = models.patch(models.make_model("zamba"), config)
+    assert tokens_of(zamba, batch) == batch["input_ids"].numel()
+    assert "one by one: the kernels of its recurrent layers begin with no state" in caplog.text
+    llama = models.patch(models.make_model("llama"), config)
+    embeds = llama.get_input_embeddings()(batch["input_ids"]).detach()
+    assert llama(inputs_embeds=embeds, labels=batch["labels"]).loss.isfinite()
+    bert = models.patch(models.make_model("bert"), config)
+    assert tokens_of(bert, batch) == batch["input_ids"].numel()
+    padded = left(texts("abcde", "abcdxy"))
+    padded["labels"][:, 2] = padded["input_ids"][:, 2]  # which padding predicts
+    assert join_texts(padded, None, 1) is None
+
+
+@pytest.mark.parametrize("value", ["always", None, 1, "True"])
+def test_other_values_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"share_prefixes is .*; it must be 'auto', True or False"):
+        hf_burst.BurstConfig(share_prefixes=value)
+
+
+def other_batches(rank: int, size: int) -> None:
+    model = models.patch(models.make_model("llama"), hf_burst.BurstConfig(share_prefixes=True))
+    model(**texts(*BATCHES["pairs" if rank else "equal"]))
+
+
+def test_ranks_with_other_texts_are_told(ranks: Ranks) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(other_batches)
+    assert all(isinstance(error, RankMismatchError) for error in caught.value.errors)
+
+
+def test_generation_goes_on_as_ever() -> None:
+    model = models.patch(models.make_model("llama"), hf_burst.BurstConfig(share_prefixes=True)).eval()
+    ids = texts("abcdef", "abcdeg")["input_ids"]
+    wanted = models.make_model("llama").eval().generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), wanted)
