@@ -192,6 +192,20 @@ class SequenceLayout:
         tokens = self.indices(rank)
         return (tokens >= starts) & (tokens < stops)
 
+    def texts(self, rank: int) -> Tensor:
+        """How many texts each token of `rank` stands for: as many as go on from its document, by those that continue
+        it. `torch.LongTensor` of shape `(batch, length / ranks)`."""
+        rows = []
+        for bounds, parents in zip(self.documents, self.parents or ((),) * self.batch_size, strict=True):
+            counts = [0] * (len(bounds) - 1)
+            for document in reversed(range(len(counts))):
+                counts[document] = counts[document] or 1
+                if parents and parents[document] >= 0:
+                    counts[parents[document]] += counts[document]
+            sizes = torch.tensor(bounds, device="cpu").diff()
+            rows.append(torch.tensor(counts, device="cpu").repeat_interleave(sizes))
+        return torch.stack(rows)[:, self.indices(rank)]
+
     def shard(self, tensor: Tensor, rank: int, pad_value: float | int = 0, dim: int = 1) -> Tensor:
         """The part of a rank, a copy with `length / ranks` tokens along `dim` in the order of the shard.
 

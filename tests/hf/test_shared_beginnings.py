@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import hf_burst
-from hf_burst.errors import ConfigError, RankMismatchError
+from hf_burst.attention import SequenceLayout
+from hf_burst.errors import BatchError, ConfigError, RankMismatchError
 from hf_burst.hf.batches import joining
 from hf_burst.hf.batches.joining import Joined, join_texts
 from hf_burst.hf.groups import PATCH
@@ -214,7 +215,8 @@ def test_which_tokens_are_joined() -> None:
     assert joined.parents == (-1, 0, 0, 0)
     assert joined.batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 3, 4, 5, 3]]
     assert joined.places[2].tolist() == [0, 1, 2, 8, -1, -1]
-    assert joined.texts.tolist() == [[3, 3, 3, 1, 1, 1, 1, 1, 1]]
+    layout = SequenceLayout.for_batch([(0, 3, 5, 8, 9)], 1, parents=[joined.parents])
+    assert layout.texts(0).tolist() == [[3, 3, 3, 1, 1, 1, 1, 1, 1]]
     assert joined.scored.tolist() == [[3, 3, 3, 1, 0, 1, 1, 0, 0]]
 
 
@@ -377,3 +379,30 @@ def test_generation_goes_on_as_ever() -> None:
     ids = texts("abcdef", "abcdeg")["input_ids"]
     wanted = models.make_model("llama").eval().generate(ids, max_new_tokens=4, do_sample=False)
     assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), wanted)
+
+
+def sharded(rank: int, size: int, name: str, kind: str, wanted: dict[str, Any]) -> bool:
+    """Batches that a collator joins and shards; whether it joined any."""
+    batch = batch_of(kind)
+    shard = hf_burst.shard_batch(batch, config=hf_burst.BurstConfig(share_prefixes=True))
+    model = models.patch(models.make_model(name, torch.float64)).train()
+    loss = model(**shard).loss
+    loss.backward()
+    close = CLOSE if name in models.NAMES else WITH_FP32
+    torch.testing.assert_close(loss, wanted["loss"], **close)
+    for parameter, gradient in zip(model.parameters(), wanted["gradients"], strict=True):
+        dist.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad / size, gradient, **close)
+    return bool(shard["burst_batch"].layout.parents)
+
+
+@pytest.mark.parametrize(("kind", "joins"), [("pairs", True), ("sixteen", True), ("several labels", False)])
+def test_batches_that_a_collator_joins(ranks: Ranks, kind: str, joins: bool) -> None:
+    for name in ("llama", "qwen3_5"):
+        assert ranks(3).run(sharded, name, kind, one_process(name, batch_of(kind))) == [joins] * 3
+
+
+def test_joined_shards_for_a_model_that_cannot_fork() -> None:
+    shard = hf_burst.shard_batch(batch_of("pairs"), config=hf_burst.BurstConfig(share_prefixes=True))
+    with pytest.raises(BatchError, match=r"begin with no state. Leave share_prefixes=True out of the config"):
+        models.patch(models.make_model("zamba"))(**shard)

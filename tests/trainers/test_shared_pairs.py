@@ -39,7 +39,7 @@ def train(rank: int, size: int, folder: str, case: Case, data: Any, options: dic
     def counting(*arguments: Any) -> Any:
         joined = join(*arguments)
         if joined is not None:
-            counts[0] += int(joined.texts.sum())
+            counts[0] += joined.given_tokens
             counts[1] += joined.tokens
         return joined
 

@@ -22,7 +22,8 @@ from ...layers.loss import IGNORE_INDEX, shift_labels
 from .documents import BOUNDARY_KEYS, batch_shape, documents_of, real_tokens
 from .sharded import longest_position
 
-TOKEN_VALUES = ("input_ids", "token_type_ids", "position_ids")
+_KNOWN = {"input_ids", "token_type_ids", "position_ids", "labels", "attention_mask", *BOUNDARY_KEYS}
+_OF_BATCHES = ("logits_to_keep", "num_items_in_batch")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +35,7 @@ class Joined:
         parents (`tuple[int, ...]`): Which document of the row each of its documents continues, or -1.
         places (`torch.LongTensor` of shape `(batch, tokens)`): Where each token of the given batch stands in the row;
             -1 for padding.
-        texts (`torch.LongTensor` of shape `(1, J)`): How many texts a token stands for.
-        scored (`torch.LongTensor` of shape `(1, J)`): In how many of them what follows it counts for the loss.
+        scored (`torch.LongTensor` of shape `(1, J)`): In how many texts what follows a token counts for the loss.
         labels (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): Those of the given batch.
         longest (`int`): Its longest position.
     """
@@ -43,7 +43,6 @@ class Joined:
     batch: dict[str, Any]
     parents: tuple[int, ...]
     places: Tensor
-    texts: Tensor
     scored: Tensor
     labels: Tensor | None
     longest: int
@@ -51,7 +50,12 @@ class Joined:
     @property
     def tokens(self) -> int:
         """Those of the row."""
-        return self.texts.shape[1]
+        return self.scored.shape[1]
+
+    @property
+    def given_tokens(self) -> int:
+        """Those of the given batch, without padding."""
+        return int((self.places >= 0).sum())
 
     def restored(self, values: Tensor) -> Tensor:
         """Values of the row's tokens, `(1, J, ...)`, for all tokens of the given batch: `(batch, tokens, ...)`, 0 for
@@ -181,7 +185,7 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
     tree.grow(texts)
     if all(piece.parent < 0 for piece in tree.pieces):
         return None
-    places, sources, texts_of, bounds = _laid(tree.pieces, rows, length)
+    places, sources, bounds = _laid(tree.pieces, rows, length)
     targets, scored = _targets(tree.pieces, on_host, bounds)
     if int(targets[-1]) != IGNORE_INDEX or (on_host is not None and _predicts(on_host, places)):
         return None
@@ -192,7 +196,29 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
     if labels is not None:
         joined["labels"] = torch.cat([targets.new_full((1,), IGNORE_INDEX), targets[:-1]]).to(labels.device)[None]
     parents = tuple(piece.parent for piece in tree.pieces)
-    return Joined(joined, parents, places, texts_of[None], scored[None], labels, longest_position(batch))
+    return Joined(joined, parents, places, scored[None], labels, longest_position(batch))
+
+
+def obstacle_in(batch: Mapping[str, Any]) -> str:
+    """Why the texts of a batch cannot be joined; empty if they can."""
+    others = sorted(name for name, value in batch.items() if name not in _KNOWN and _holds_tensors(name, value))
+    if others:
+        return f"{', '.join(others)} may have a value a token"
+    positions = batch.get("position_ids")
+    return "position_ids have several values a token" if positions is not None and positions.ndim != 2 else ""
+
+
+def _holds_tensors(name: str, value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim > 0 and name not in _OF_BATCHES
+    return isinstance(value, Mapping | list | tuple) and bool(value)
+
+
+def fit(batch: Mapping[str, Any], labels: Any) -> bool:
+    """Whether labels and types of tokens are of the shape of the tokens."""
+    shape = batch_shape(batch)
+    values = [value for value in (labels, batch.get("token_type_ids")) if value is not None]
+    return all(isinstance(value, Tensor) and tuple(value.shape) == shape for value in values)
 
 
 def _texts(batch: Mapping[str, Any]) -> list[_Text]:
@@ -213,11 +239,10 @@ def _twins(ids: Tensor, texts: Sequence[_Text]) -> list[int]:
     return counts
 
 
-def _laid(pieces: Sequence[_Piece], rows: int, length: int) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """Where tokens of the batch stand in the row, where those of the row stand in the flat batch, how many texts each
-    of these stands for, and the bounds of documents."""
-    places, bounds = torch.full((rows, length), -1), [0]
-    sources, counts = list[Tensor](), list[Tensor]()
+def _laid(pieces: Sequence[_Piece], rows: int, length: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Where tokens of the batch stand in the row, where those of the row stand in the flat batch, and the bounds of
+    documents."""
+    places, sources, bounds = torch.full((rows, length), -1), list[Tensor](), [0]
     for piece in pieces:
         size = piece.stop - piece.start
         row = torch.arange(bounds[-1], bounds[-1] + size)
@@ -225,9 +250,8 @@ def _laid(pieces: Sequence[_Piece], rows: int, length: int) -> tuple[Tensor, Ten
             places[text.row, text.start + piece.start : text.start + piece.stop] = row
         first = piece.texts[0].row * length + piece.texts[0].start + piece.start
         sources.append(torch.arange(first, first + size))
-        counts.append(torch.full((size,), len(piece.texts)))
         bounds.append(bounds[-1] + size)
-    return places, torch.cat(sources), torch.cat(counts), bounds
+    return places, torch.cat(sources), bounds
 
 
 def _targets(pieces: Sequence[_Piece], labels: Tensor | None, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:

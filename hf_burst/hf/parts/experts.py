@@ -88,10 +88,7 @@ def balance_loss(layers: tuple[torch.Tensor, ...], chosen: int, run: ForwardPass
     experts = layers[0].shape[-1]
     layout, rank, device = run.batch.layout, run.group.rank, layers[0].device
     real = layout.counted(rank).flatten().to(device)
-    joined = run.batch.joined  # of whose tokens some stand for several
-    texts = (
-        real[real].float() if joined is None else layout.shard(joined.texts, rank).flatten().to(device)[real].float()
-    )
+    texts = layout.texts(rank).flatten().to(device)[real].float()
     counts, probabilities = torch.zeros(2, experts, device=device).unbind()
     for scores in layers:
         weights = scores.reshape(-1, experts)[real].softmax(-1)

@@ -6,23 +6,19 @@ from typing import Any
 
 import torch
 
-from ...plan import RecurrentSize
-from ..batches.documents import BOUNDARY_KEYS, batch_shape
-from ..batches.joining import TOKEN_VALUES, Joined, join_texts
+from ..batches.joining import Joined, fit, join_texts, obstacle_in
 from ..batches.sharded import is_sharded
 from ..forward_pass import ForwardPass
 from ..models.cut_point import CutPoint
 from .base import Part
 from .dropout import random_rates
-from .recurrence import Recurrence
+from .recurrence import NO_FORKS, Recurrence
 from .request import Request
 
 logger = logging.getLogger(__name__)
 
 _LEAST = 256  # tokens of a beginning, by "auto": kernels take as many at a time, or half of it
 _SAVED = 0.25  # the share of the tokens that is saved, by "auto", at least
-_UNKNOWN = RecurrentSize("selective", 1)
-_KNOWN = {*TOKEN_VALUES, *BOUNDARY_KEYS, "labels", "attention_mask", "logits_to_keep", "num_items_in_batch"}
 
 
 class SharedBeginnings(Part):
@@ -55,20 +51,19 @@ class SharedBeginnings(Part):
         if given.get("inputs_embeds") is not None or given["input_ids"] is None:
             return
         labels = given.get("labels") if self.labels() is None else self.labels()
-        if not _fit(given, labels):
+        if not fit(given, labels):
             return  # other parts say what is wrong
         obstacle = self._obstacle(run)
         if obstacle in self.told:
             return
         least = _LEAST if asked == "auto" else 1
         joined = join_texts({**given, "labels": labels}, self.positions(given), least)
-        total = 0 if joined is None else int(joined.texts.sum())
-        if joined is None or (asked == "auto" and joined.tokens > (1 - _SAVED) * total):
+        if joined is None or (asked == "auto" and joined.tokens > (1 - _SAVED) * joined.given_tokens):
             return
         if obstacle:
             self._tell(obstacle, f"Rows that begin alike are computed one by one: {obstacle}.")
             return
-        saved = f"{joined.tokens:,} tokens instead of {total:,}"
+        saved = f"{joined.tokens:,} tokens instead of {joined.given_tokens:,}"
         self._tell("joined", f"What texts of a batch have in common at their beginning is computed once: {saved}.")
         run.batch.joined = joined
         run.batch.given = _of_row(joined, given)
@@ -77,14 +72,10 @@ class SharedBeginnings(Part):
         """Why this pass cannot share anything; empty if it can."""
         if self.cut_point.path:
             return "the model has towers for images or sound"
-        if self.recurrence.modules and not all("states" in size.ways for size in self.recurrence.sizes or [_UNKNOWN]):
-            return "the kernels of its recurrent layers begin with no state"
-        others = sorted(name for name, value in run.batch.given.items() if name not in _KNOWN and _holds_tensors(value))
-        if others:
-            return f"{', '.join(others)} may have a value a token"
-        positions = run.batch.given.get("position_ids")
-        if positions is not None and positions.ndim != 2:
-            return "position_ids have several values a token"
+        if not self.recurrence.forks:
+            return NO_FORKS
+        if found := obstacle_in(run.batch.given):
+            return found
         if run.config.share_prefixes == "auto" and run.compiled:
             return "every batch would be compiled anew"
         rates = random_rates(run.model) if run.config.share_prefixes == "auto" else iter(())
@@ -98,13 +89,6 @@ class SharedBeginnings(Part):
             logger.info("hf_burst: %s", sentence)
 
 
-def _fit(batch: Mapping[str, Any], labels: Any) -> bool:
-    """Whether labels and types of tokens are of the shape of the tokens."""
-    shape = batch_shape(batch)
-    values = [value for value in (labels, batch.get("token_type_ids")) if value is not None]
-    return all(isinstance(value, torch.Tensor) and tuple(value.shape) == shape for value in values)
-
-
 def _of_row(joined: Joined, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a pass over the row."""
     batch = {name: value for name, value in joined.batch.items() if name in given or name != "labels"}
@@ -112,9 +96,3 @@ def _of_row(joined: Joined, given: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(keep, torch.Tensor) or keep:
         batch["logits_to_keep"] = joined.kept(keep)
     return batch
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.ndim > 0
-    return isinstance(value, Mapping | list | tuple) and bool(value)

@@ -25,7 +25,7 @@ from ..models.cut_point import CutPoint
 from ..models.support import layer_patterns
 from .base import Handles, Part
 from .memory import MemoryRule
-from .recurrence import Recurrence
+from .recurrence import NO_FORKS, Recurrence
 from .shared_beginnings import SharedBeginnings
 
 CONTENT = "content (checksum)"
@@ -133,9 +133,11 @@ class Tokens(Part):
         layout = run.batch.layout
         documents, chunks = layout.documents, layout.owners + layout.boundaries
         self.way = self.recurrence.way(run)
+        run.agreement.advice["shared beginnings"] = _SAME_SHARING
         run.agreement.facts |= {
             "batch": f"{layout.batch_size} x {layout.length - layout.padding} tokens",
             "documents": f"{sum(map(len, documents)) - layout.batch_size} (checksum {hash(documents):x})",
+            "shared beginnings": f"{sum(map(bool, layout.parents))} (checksum {hash(layout.parents):x})",
             "chunks": f"{len(layout.owners)} (checksum {hash(chunks):x})",
             "labels": run.batch.inputs.get("labels") is not None,
             "sharded already": run.batch.sharded,
@@ -182,6 +184,11 @@ class Tokens(Part):
         if self.cut_point.path:
             raise BatchError(f"{name} reads whole sequences before they are cut. Give full batches (no BurstCollator).")
         run.batch.layout = layout_of_shard(run.batch.given, run.config, run.group, run.task)
+        if run.batch.layout.parents and not self.recurrence.forks:
+            raise BatchError(
+                f"The texts of the batch were joined, and in {name} {NO_FORKS}. Leave share_prefixes=True out of the "
+                "config of BurstCollator."
+            )
         if self.learned.padding_idx is not None:
             raise BatchError(
                 f"{name} counts positions from its padding_idx + 1, which was not known when the batch was sharded. "
@@ -202,7 +209,6 @@ class Tokens(Part):
         hybrid, ranks = self.recurrence.hybrid, run.group.size
         parents = () if run.batch.joined is None else (run.batch.joined.parents,)
         run.batch.layout = layout_of(run.batch.given, run.config, ranks, run.task, patterns, hybrid, parents)
-        run.agreement.add("shared beginnings", f"{hash(parents):x}", _SAME_SHARING)
         if self.cut_point.path:
             held = check_modalities(run.batch.given, type(run.model), self.text_type)
             types = run.batch.given.get("token_type_ids")
