@@ -1,6 +1,7 @@
 """Rows that begin alike, computed once: everything is as if each row had been computed by itself."""
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -406,3 +407,43 @@ def test_joined_shards_for_a_model_that_cannot_fork() -> None:
     shard = hf_burst.shard_batch(batch_of("pairs"), config=hf_burst.BurstConfig(share_prefixes=True))
     with pytest.raises(BatchError, match=r"begin with no state. Leave share_prefixes=True out of the config"):
         models.patch(models.make_model("zamba"))(**shard)
+
+
+def test_compiled_models_share() -> None:
+    model = models.patch(models.make_model("llama", torch.float64), hf_burst.BurstConfig(share_prefixes=True)).train()
+    model.compile(backend="eager")
+    for kind in ("several labels", "a tree"):
+        wanted = one_process("llama", batch_of(kind))
+        model.zero_grad()
+        loss = model(**batch_of(kind)).loss
+        loss.backward()
+        torch.testing.assert_close(loss, wanted["loss"], **CLOSE)
+        for parameter, gradient in zip(model.parameters(), wanted["gradients"], strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, **CLOSE)
+
+
+def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    longest = max(len(row["input_ids"]) for row in rows)
+    fill = {"input_ids": 0, "labels": IGNORED}
+    return {
+        name: torch.tensor([[*row[name], *[value] * (longest - len(row[name]))] for row in rows])
+        for name, value in fill.items()
+    }
+
+
+def test_samples_of_several_texts() -> None:
+    samples = [
+        {"input_ids": [[1, 2, 3], [1, 2, 4, 5]], "labels": [[-100, 2, 3], [-100, -100, 4, 5]]},
+        {"input_ids": [[6, 7]], "labels": [[6, 7]]},
+    ]
+    batch = hf_burst.GroupCollator(collate)(samples)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 0], [1, 2, 4, 5], [6, 7, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, 2, 3, -100], [-100, -100, 4, 5], [6, 7, -100, -100]]
+    for sample, sentence in (
+        ({"input_ids": [1, 2]}, "The column input_ids of a sample is"),
+        ({"input_ids": [[1]], "prompt": "a text"}, "The column prompt of a sample is a text"),
+        ({"input_ids": [[1], [2]], "labels": [[1]]}, "hold {'input_ids': 2, 'labels': 1} texts"),
+        ({"input_ids": []}, "hold {'input_ids': 0} texts"),
+    ):
+        with pytest.raises(BatchError, match=re.escape(sentence)):
+            hf_burst.GroupCollator(collate)([sample])
