@@ -63,7 +63,10 @@ SETTINGS: dict[str, tuple[Case, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+LATER = ("two groups", "several losses", "in advance", "kto")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in LATER)) for n in SETTINGS])
 def test_pairs_share_their_prompt(ranks: Ranks, tmp_path: Path, name: str) -> None:
     case, options = SETTINGS[name]
     data: Any = datasets.Dataset.from_list(trainers.preferences())
