@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -422,6 +423,7 @@ def test_joined_shards_for_a_model_that_cannot_fork() -> None:
         models.patch(models.make_model("zamba"))(**shard)
 
 
+@pytest.mark.slow
 def test_compiled_models_share() -> None:
     model = models.patch(models.make_model("llama", torch.float64), hf_burst.BurstConfig(share_prefixes=True)).train()
     model.compile(backend="eager")
@@ -460,3 +462,29 @@ def test_samples_of_several_texts() -> None:
     ):
         with pytest.raises(BatchError, match=re.escape(sentence)):
             hf_burst.GroupCollator(collate)([sample])
+
+
+def test_other_dtypes_and_default_devices() -> None:
+    batch = {name: value.int() for name, value in batch_of("a tree").items()}
+    wanted = join_texts(batch_of("a tree"), None, 1)
+    with torch.device("meta"):
+        joined = join_texts(batch, None, 1)
+    assert joined is not None
+    assert wanted is not None
+    assert joined.batch["input_ids"].dtype == torch.int32
+    assert torch.equal(joined.batch["input_ids"].long(), wanted.batch["input_ids"])
+    assert torch.equal(joined.batch["labels"].long(), wanted.batch["labels"])
+    assert torch.equal(joined.places, wanted.places)
+
+
+def test_logits_of_all_texts_are_counted(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="The logits of 56 tokens take"):
+        ranks(2).run(gather_too_much)
+
+
+def gather_too_much(rank: int, size: int) -> None:
+    model = models.patch(models.make_model("llama"), hf_burst.BurstConfig(share_prefixes=True)).eval()
+    ids = batch_of("pairs")["input_ids"]
+    one = ids.numel() * models.VOCABULARY * 4 / 2**30
+    with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 0.9 * one), torch.no_grad():
+        model(input_ids=ids)

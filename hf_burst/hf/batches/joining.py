@@ -127,7 +127,7 @@ class _Tree:
         """How many tokens all of them have in common. A label that counts in some of them only is no difference."""
         shortest = min(text.size for text in texts)
         first = texts[0]
-        same = torch.ones(shortest - start, dtype=torch.bool)
+        same = torch.ones(shortest - start, dtype=torch.bool, device="cpu")
         highest = self._labels(first, start, shortest)
         for text in texts[1:]:
             same &= (self._values(text, start, shortest) == self._values(first, start, shortest)).all(0)
@@ -144,7 +144,7 @@ class _Tree:
     def _labels(self, text: _Text, start: int, stop: int) -> Tensor:
         """Labels that are predicted inside of the text: not that of its first token."""
         if self.labels is None:
-            return torch.full((stop - start,), IGNORE_INDEX)
+            return torch.full((stop - start,), IGNORE_INDEX, device="cpu")
         labels = self.labels[text.row, text.start + start : text.start + stop]
         return torch.cat([labels.new_full((1,), IGNORE_INDEX), labels[1:]]) if start == 0 else labels
 
@@ -180,8 +180,8 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
     kinds = {"input_ids": ids, "position_ids": positions.expand(rows, length)}
     if batch.get("token_type_ids") is not None:
         kinds["token_type_ids"] = batch["token_type_ids"]
-    on_host = None if labels is None else labels.cpu()
-    tree = _Tree(torch.stack([kind.cpu() for kind in kinds.values()]), on_host, least)
+    on_host = None if labels is None else labels.long().cpu()
+    tree = _Tree(torch.stack([kind.long().cpu() for kind in kinds.values()]), on_host, least)
     tree.grow(texts)
     if all(piece.parent < 0 for piece in tree.pieces):
         return None
@@ -192,7 +192,7 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
     flat = sources.to(ids.device)
     joined = {name: value for name, value in batch.items() if name not in (*BOUNDARY_KEYS, "attention_mask")}
     joined |= {name: kind.flatten()[flat][None] for name, kind in kinds.items()}
-    joined["cu_seq_lens_q"] = torch.tensor(bounds, dtype=torch.int32)
+    joined["cu_seq_lens_q"] = torch.tensor(bounds, dtype=torch.int32, device="cpu")
     if labels is not None:
         joined["labels"] = torch.cat([targets.new_full((1,), IGNORE_INDEX), targets[:-1]]).to(labels.device)[None]
     parents = tuple(piece.parent for piece in tree.pieces)
@@ -242,22 +242,22 @@ def _twins(ids: Tensor, texts: Sequence[_Text]) -> list[int]:
 def _laid(pieces: Sequence[_Piece], rows: int, length: int) -> tuple[Tensor, Tensor, list[int]]:
     """Where tokens of the batch stand in the row, where those of the row stand in the flat batch, and the bounds of
     documents."""
-    places, sources, bounds = torch.full((rows, length), -1), list[Tensor](), [0]
+    places, sources, bounds = torch.full((rows, length), -1, device="cpu"), list[Tensor](), [0]
     for piece in pieces:
         size = piece.stop - piece.start
-        row = torch.arange(bounds[-1], bounds[-1] + size)
+        row = torch.arange(bounds[-1], bounds[-1] + size, device="cpu")
         for text in piece.texts:
             places[text.row, text.start + piece.start : text.start + piece.stop] = row
         first = piece.texts[0].row * length + piece.texts[0].start + piece.start
-        sources.append(torch.arange(first, first + size))
+        sources.append(torch.arange(first, first + size, device="cpu"))
         bounds.append(bounds[-1] + size)
     return places, torch.cat(sources), bounds
 
 
 def _targets(pieces: Sequence[_Piece], labels: Tensor | None, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
     """What each token of the row predicts, and in how many texts that counts."""
-    targets = torch.full((bounds[-1],), IGNORE_INDEX)
-    scored = torch.zeros(bounds[-1], dtype=torch.int64)
+    targets = torch.full((bounds[-1],), IGNORE_INDEX, device="cpu")
+    scored = torch.zeros(bounds[-1], dtype=torch.int64, device="cpu")
     if labels is None:
         return targets, scored
     following = shift_labels(labels)

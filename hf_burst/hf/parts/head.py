@@ -91,12 +91,15 @@ class Head(Part):
         if run.batch.sharded or run.group.size == 1:
             return "keep"
         rows = layout.length - layout.padding if self.kept is None else sum(map(len, self.kept))
-        values = layout.batch_size * rows * run.model.config.get_text_config().vocab_size
+        tokens = layout.batch_size * rows
+        if run.batch.joined is not None and self.kept is None:
+            tokens = run.batch.joined.places.numel()  # of all texts
+        values = tokens * run.model.config.get_text_config().vocab_size
         gib = values * run.model.dtype.itemsize / 2**30
         if gib <= LOGITS_LIMIT_GIB:
             return "gather"
         sentence = (
-            f"The logits of {layout.batch_size} x {rows} tokens take {gib:.1f} GiB on every rank, and up to "
+            f"The logits of {tokens:,} tokens take {gib:.1f} GiB on every rank, and up to "
             f"{LOGITS_LIMIT_GIB:g} GiB are gathered"
         )
         if not labels:
