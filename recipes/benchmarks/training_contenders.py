@@ -158,6 +158,7 @@ def axolotl(job: Job, kernel: str, **settings: str) -> Iterator[Loss]:
         if undo is not None:
             undo()
         ringmaster.teardown()
+        job.base.set_attn_implementation("sdpa")  # others would find the attention of a runtime that is gone
 
 
 def on_cudnn(job: Job, kernel: str) -> AbstractContextManager[Any]:
@@ -216,7 +217,7 @@ def offloaded(job: Job, way: Way) -> Iterator[Loss]:
     """Trains in another way, whose checkpoints keep the inputs of layers on the host, as Transformers does it."""
     if not job.ranks.cuda:
         raise ConfigError("Transformers' offloading needs a GPU")
-    job.base.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
+    job.base.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
     try:
         with way(job) as loss:
             yield loss
