@@ -368,7 +368,7 @@ def run(arguments: argparse.Namespace, length: int, gpus: int) -> dict[str, Any]
         )
     except Exception as problem:  # whatever ends it is a result
         status, reason = "failed", f"{type(problem).__name__}: {str(problem)[:600]}"
-        say(reason)
+        print(f"rank {args.process_index}: {reason}", flush=True)  # the others may wait for ever
     measure.end()
     about = {"hardware": hardware(args.device, gpus, 1), "versions": versions(cuda=args.device.type == "cuda")}
     if dist.is_initialized() and status == "ok":

@@ -275,6 +275,7 @@ def main() -> None:
     logging.getLogger("hf_burst").setLevel(logging.INFO)
     gpus = int(os.environ.get("WORLD_SIZE", "1"))
     args = training_arguments(arguments, gpus)
+    args.liger_kernel_config = {"layer_norm": False, "fused_linear_cross_entropy": False, "cross_entropy": False}
     ranks = Ranks("cuda" if args.device.type == "cuda" else "cpu", 300)
     row: dict[str, Any] = {
         "schema": SCHEMA_VERSION,
