@@ -31,6 +31,7 @@ _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
 logger = logging.get_logger(__name__)
 Step = tuple[str, tuple[Any, ...]]
 Compute = Callable[[torch.Tensor], torch.Tensor]
+Weights = Mapping[int, torch.Tensor] | None  # the tokens that count so many times; all of them count once by default
 
 
 @dataclass
@@ -43,7 +44,7 @@ class LazyLogits:
     steps: tuple[Step, ...] = ()  # names of operations, and their operands
     autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)  # whether the head runs under it, and in which dtype
 
-    def loss_sum(self, targets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    def loss_sum(self, targets: torch.Tensor, weights: Weights) -> torch.Tensor:
         """The sum of the cross-entropies of these tokens for shifted labels of shape `(batch, n)`."""
 
         def of_some(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -149,9 +150,7 @@ class LazyLogits:
 
 
 @torch.compiler.disable
-def loss_sum(
-    logits: torch.Tensor | LazyLogits, targets: torch.Tensor, weights: torch.Tensor | None = None
-) -> torch.Tensor:
+def loss_sum(logits: torch.Tensor | LazyLogits, targets: torch.Tensor, weights: Weights = None) -> torch.Tensor:
     """The sum of the cross-entropies of this rank's tokens, see [`token_loss_sum`]; with `weights`, see
     [`weighted_loss_sum`]."""
     if isinstance(logits, LazyLogits):

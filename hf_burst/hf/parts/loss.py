@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...errors import BatchError, ConfigError, UnsupportedModelError
-from ...layers.loss import IGNORE_INDEX
+from ...layers.loss import IGNORE_INDEX, rows_by_weight
 from ...ranks.collectives import group_loss
 from ...ranks.group import ContextGroup
 from ..context import CALL_KEY
@@ -49,7 +49,7 @@ class Loss(Part):
         self.items: float | None = None  # `num_items_in_batch` of the pass
         self.computed = False  # whether the model has asked for the loss of the pass
         self.targets: torch.Tensor | None = None
-        self.scored: torch.Tensor | None = None  # how often each target counts, if not once
+        self.weights: dict[int, torch.Tensor] | None = None  # the targets that count so many times, if not once
 
     @staticmethod
     def computes(model: PreTrainedModel) -> PreTrainedModel:
@@ -88,15 +88,18 @@ class Loss(Part):
                 f"All labels of the batch are {IGNORE_INDEX}{run.task.shifted}, so there is nothing to learn from. "
                 "Drop such batches, or check how the labels are masked."
             )
-        self.run, self.computed, self.scored = run, False, run.scored
+        self.run, self.computed = run, False
+        self.weights = None if run.scored is None else rows_by_weight(run.scored, run.device)
         self.targets = None if run.task.loss_in_model else targets
         whole = run.group.size == 1 and run.batch.joined is None
         run.batch.inputs |= run.task.overrides(use_cache=whole and not run.model.training)
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if "log_probs" in outputs:  # TRL's output for `fused_lm_head=True`, whose trainers look at no other rank
-            scores = outputs["log_probs"]
-            scores = scores if self.scored is None else scores * self.scored.to(scores.device)
+            scores = outputs["log_probs"].flatten()
+            if self.weights is not None:
+                parts = (weight * scores.index_select(0, index) for weight, index in self.weights.items())
+                scores = torch.cat([scores[:0], *parts])
             loss = batch_loss(-scores.sum(), run, run.batch.items)
             if "aux_loss" in outputs:  # that of the whole batch already
                 factor = run.model.config.get_text_config().router_aux_loss_coef * balance_share(run)
@@ -109,7 +112,7 @@ class Loss(Part):
             outputs["loss"] = batch_loss(loss_sum(outputs["logits"], self.targets), run, run.batch.items)
 
     def end(self) -> None:
-        self.run = self.targets = self.scored = None
+        self.run = self.targets = self.weights = None
 
     def remove(self, model: PreTrainedModel) -> None:
         computes = self.computes(model)
@@ -133,7 +136,7 @@ class Loss(Part):
             return plain
         assert self.run is not None, "a call is given in a pass"
         self.computed = True
-        local = loss_sum(logits, kwargs["shift_labels"], self.scored)
+        local = loss_sum(logits, kwargs["shift_labels"], self.weights)
         return batch_loss(local, self.run, kwargs.get("num_items_in_batch"))
 
     def _items_of_batch(self, run: ForwardPass, items: float) -> int:
