@@ -1,6 +1,7 @@
 """Rows that begin alike, computed once: everything is as if each row had been computed by itself."""
 
 import logging
+import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,18 +67,21 @@ def left(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return moved
 
 
-def packed() -> dict[str, torch.Tensor]:
-    """Documents of one row, some of which begin alike."""
-    documents = ["abcdefgh", "zzz", "abcdefxyz", "abcd", "q", "abcdefxyw"]
-    ids = torch.tensor([[ord(letter) - 96 for document in documents for letter in document]])
+PACKED = ["abcdefgh", "zzz", "abcdefxyz", "abcd", "q", "abcdefxyw"]
+
+
+def packed(documents: list[str]) -> dict[str, torch.Tensor]:
+    """Documents of one row; capitals have no label."""
+    ids = torch.tensor([[ord(letter.lower()) - 96 for document in documents for letter in document]])
     positions = torch.tensor([[place for document in documents for place in range(len(document))]])
-    labels = ids.masked_fill(positions == 0, IGNORED)
+    capital = torch.tensor([[letter.isupper() for document in documents for letter in document]])
+    labels = ids.masked_fill((positions == 0) | capital, IGNORED)
     return {"input_ids": ids, "position_ids": positions, "labels": labels}
 
 
 def batch_of(kind: str) -> dict[str, torch.Tensor]:
     if kind == "packed":
-        return packed()
+        return packed(PACKED)
     return left(texts(*BATCHES["a tree"])) if kind == "left" else texts(*BATCHES[kind])
 
 
@@ -488,3 +492,26 @@ def gather_too_much(rank: int, size: int) -> None:
     one = ids.numel() * models.VOCABULARY * 4 / 2**30
     with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 0.9 * one), torch.no_grad():
         model(input_ids=ids)
+
+
+def random_batch(choose: random.Random) -> dict[str, torch.Tensor]:
+    """Texts of few letters, some with a common beginning: rows padded on a side, or documents of one row."""
+    letters = "abc"[: choose.randint(1, 3)]
+    words = ["".join(choose.choices(letters, k=choose.randint(1, 14))) for _ in range(choose.randint(2, 9))]
+    first = "".join(choose.choices("abcdef", k=choose.randint(1, 12)))
+    words = [first + word if choose.random() < 0.6 else word for word in words]
+    words = ["".join(letter.upper() if choose.random() < 0.3 else letter for letter in word) for word in words]
+    kind = choose.choice([texts, left, packed])
+    if kind is packed:
+        return packed(words)
+    return texts(*words) if kind is texts else left(texts(*words))
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("mistral", marks=pytest.mark.full)])
+def test_random_texts_are_exact(name: str) -> None:
+    choose, batches = random.Random(0), list[Any]()
+    while len(batches) < 12:
+        batch = random_batch(choose)
+        if (models.shifted(batch["labels"]) != IGNORED).any():
+            batches.append(("random", batch, one_process(name, batch)))
+    assert sum(saved > 0 for saved in shared(0, 1, name, batches, {})) > 5
