@@ -162,7 +162,7 @@ def make_parts(
         Replicas(config),
         Attention(model),
         recurrence,
-        SharedBeginnings(cut_point, recurrence, tokens.own_positions, token_losses.wanted_labels),
+        SharedBeginnings(model, cut_point, recurrence, tokens.own_positions, token_losses.wanted_labels),
         memory,
         tokens,
         Towers(),

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from ...layers.loss import IGNORE_INDEX, shift_labels
+from ..models.cut_point import MaskedRows, TokenInput
 from .documents import BOUNDARY_KEYS, batch_shape, documents_of, real_tokens
 from .sharded import longest_position
 
-_KNOWN = {"input_ids", "token_type_ids", "position_ids", "labels", "attention_mask", *BOUNDARY_KEYS}
+_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+_KNOWN = {"input_ids", *_TYPES, "position_ids", "labels", "attention_mask", *BOUNDARY_KEYS}
 _OF_BATCHES = ("logits_to_keep", "num_items_in_batch")
 
 
@@ -38,6 +40,7 @@ class Joined:
         scored (`torch.LongTensor` of shape `(1, J)`): In how many texts what follows a token counts for the loss.
         labels (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): Those of the given batch.
         longest (`int`): Its longest position.
+        sources (`torch.LongTensor` of shape `(J,)`): Where each token of the row stands in the given batch, flat.
     """
 
     batch: dict[str, Any]
@@ -46,6 +49,7 @@ class Joined:
     scored: Tensor
     labels: Tensor | None
     longest: int
+    sources: Tensor
 
     @property
     def tokens(self) -> int:
@@ -69,6 +73,44 @@ class Joined:
         assert self.labels is not None, "there are scores"
         labels = shift_labels(self.labels.to(values.device))
         return self.restored(values).masked_fill(labels == IGNORE_INDEX, 0)
+
+    def inputs(
+        self, whole: Mapping[str, Any], known: Sequence[TokenInput], masked: Sequence[MaskedRows]
+    ) -> dict[str, Any]:
+        """The inputs of a cut point, of all texts, as those of the row.
+
+        Args:
+            whole (mapping): The inputs by name.
+            known (sequence of [`TokenInput`]): Those with a value for each token.
+            masked (sequence of [`MaskedRows`]): Those with a row for each token that a mask shows.
+        """
+        row = dict(whole)
+        for rows in masked:
+            mask, values = whole.get(rows.mask), whole.get(rows.rows)
+            if mask is None or values is None:
+                continue
+            numbers = mask.flatten().cumsum(0) - 1  # of the row of a token that is shown
+            sources = self.sources.to(mask.device)
+            own = numbers[sources][mask.flatten()[sources]]
+            if isinstance(values, Mapping):
+                row[rows.rows] = {layer: of_layer.index_select(0, own) for layer, of_layer in values.items()}
+            else:
+                row[rows.rows] = [of_layer.index_select(0, own) for of_layer in values]
+        for each in known:
+            value = whole.get(each.name)
+            if value is not None:
+                row[each.name] = self._of_row(value, each.dim)
+        if whole.get("position_ids") is None:
+            row["position_ids"] = self.batch["position_ids"]
+        return row
+
+    def _of_row(self, value: Tensor, dim: int) -> Tensor:
+        """The values of the row's tokens, from those of all texts with tokens along `dim`, behind the texts."""
+        at = dim % value.ndim - 1
+        texts = list(value.shape)
+        texts[at] = len(self.places)  # positions may be given once
+        flat = value.expand(texts).flatten(at, at + 1)
+        return flat.index_select(at, self.sources.to(value.device)).unsqueeze(at)
 
     def kept(self, keep: int | Tensor) -> Tensor:
         """The places of the tokens that `logits_to_keep` means, all rows one after another."""
@@ -178,8 +220,7 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
     elif positions is None:
         positions = torch.arange(length, device=ids.device)[None]
     kinds = {"input_ids": ids, "position_ids": positions.expand(rows, length)}
-    if batch.get("token_type_ids") is not None:
-        kinds["token_type_ids"] = batch["token_type_ids"]
+    kinds |= {name: batch[name] for name in _TYPES if batch.get(name) is not None}
     on_host = None if labels is None else labels.long().cpu()
     tree = _Tree(torch.stack([kind.long().cpu() for kind in kinds.values()]), on_host, least)
     tree.grow(texts)
@@ -196,16 +237,28 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
     if labels is not None:
         joined["labels"] = torch.cat([targets.new_full((1,), IGNORE_INDEX), targets[:-1]]).to(labels.device)[None]
     parents = tuple(piece.parent for piece in tree.pieces)
-    return Joined(joined, parents, places, scored[None], labels, longest_position(batch))
+    return Joined(joined, parents, places, scored[None], labels, longest_position(batch), sources)
 
 
-def obstacle_in(batch: Mapping[str, Any]) -> str:
-    """Why the texts of a batch cannot be joined; empty if they can."""
-    others = sorted(name for name, value in batch.items() if name not in _KNOWN and _holds_tensors(name, value))
-    if others:
-        return f"{', '.join(others)} may have a value a token"
+def obstacle_in(batch: Mapping[str, Any], towers: bool = False) -> str:
+    """Why the texts of a batch cannot be joined; empty if they can. With `towers`, rows may have images or sound, which
+    are the same in all of them."""
+    others = {name: value for name, value in batch.items() if name not in _KNOWN and _holds_tensors(name, value)}
+    rows = batch_shape(batch)[0]
+    if towers and not all(_is_of_every_row(value, rows) for value in others.values()):
+        return f"{', '.join(sorted(others))} are not the same for every row"
+    if others and not towers:
+        return f"{', '.join(sorted(others))} may have a value a token"
     positions = batch.get("position_ids")
     return "position_ids have several values a token" if positions is not None and positions.ndim != 2 else ""
+
+
+def _is_of_every_row(value: Any, rows: int) -> bool:
+    """Whether a tensor is as many equal parts as there are rows."""
+    if not isinstance(value, Tensor) or value.ndim == 0 or len(value) % rows:
+        return False
+    parts = value.unflatten(0, (rows, -1))
+    return bool((parts == parts[:1]).all())
 
 
 def _holds_tensors(name: str, value: Any) -> bool:
@@ -217,7 +270,7 @@ def _holds_tensors(name: str, value: Any) -> bool:
 def fit(batch: Mapping[str, Any], labels: Any) -> bool:
     """Whether labels and types of tokens are of the shape of the tokens."""
     shape = batch_shape(batch)
-    values = [value for value in (labels, batch.get("token_type_ids")) if value is not None]
+    values = [value for value in (labels, *map(batch.get, _TYPES)) if value is not None]
     return all(isinstance(value, Tensor) and tuple(value.shape) == shape for value in values)
 
 

@@ -1,6 +1,7 @@
 """Where a model is cut over the ranks: the part that works on tokens, and its inputs with a value a token."""
 
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -120,6 +121,14 @@ def served_modalities(kind: type) -> list[str]:
 def needs_positions(kind: type) -> bool:
     """Whether the positions of a class's images depend on what stands before their document."""
     return _family(kind) == "HunYuanVL"
+
+
+def sees_blocks(model: PreTrainedModel) -> bool:
+    """Whether tokens of an image or a prefix may see later ones in the class of a model, by its source."""
+    try:
+        return "block_sequence_ids" in inspect.getsource(sys.modules[type(model).__module__])
+    except (OSError, TypeError):  # no source
+        return True
 
 
 def images_dealt_by(kind: type) -> str | None:

@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..batches.joining import Joined, fit, join_texts, obstacle_in
 from ..batches.sharded import is_sharded
 from ..forward_pass import ForwardPass
-from ..models.cut_point import CutPoint
+from ..models.cut_point import CutPoint, sees_blocks
 from .base import Part
 from .dropout import random_rates
 from .recurrence import NO_FORKS, Recurrence
@@ -25,7 +26,8 @@ class SharedBeginnings(Part):
     """Joins the texts of a full batch, see [`Joined`]: the parts behind it are given one row.
 
     Args:
-        cut_point ([`CutPoint`]): Of the model.
+        model (`PreTrainedModel`): The model.
+        cut_point ([`CutPoint`]): Where its tokens are cut.
         recurrence ([`Recurrence`]): Knows its recurrent layers.
         positions (`Callable`): The position ids that the model makes for a batch, if not those from 0.
         labels (`Callable`): Labels that are scored apart from those of the batch, if any.
@@ -35,6 +37,7 @@ class SharedBeginnings(Part):
 
     def __init__(
         self,
+        model: PreTrainedModel,
         cut_point: CutPoint,
         recurrence: Recurrence,
         positions: Callable[[Mapping[str, Any]], torch.Tensor | None],
@@ -42,6 +45,7 @@ class SharedBeginnings(Part):
     ) -> None:
         self.cut_point, self.recurrence = cut_point, recurrence
         self.positions, self.labels = positions, labels
+        self.sees_blocks = sees_blocks(model)
         self.told: set[str] = set()  # what the log says once
 
     def prepare(self, run: ForwardPass) -> None:
@@ -66,15 +70,15 @@ class SharedBeginnings(Part):
         saved = f"{joined.tokens:,} tokens instead of {joined.given_tokens:,}"
         self._tell("joined", f"What texts of a batch have in common at their beginning is computed once: {saved}.")
         run.batch.joined = joined
-        run.batch.given = _of_row(joined, given)
+        run.batch.given = self._given(joined, given)
 
     def _obstacle(self, run: ForwardPass) -> str:
         """Why this pass cannot share anything; empty if it can."""
-        if self.cut_point.path:
-            return "the model has towers for images or sound"
+        if self.sees_blocks:
+            return "tokens of images may see later ones"
         if not self.recurrence.forks:
             return NO_FORKS
-        if found := obstacle_in(run.batch.given):
+        if found := obstacle_in(run.batch.given, bool(self.cut_point.path)):
             return found
         if run.config.share_prefixes == "auto" and run.compiled:
             return "every batch would be compiled anew"
@@ -82,17 +86,18 @@ class SharedBeginnings(Part):
         name = next((name for name, _ in rates), None)
         return "" if name is None else f"{name} would draw once for all of them (share_prefixes=True allows it)"
 
+    def _given(self, joined: Joined, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a pass over the row; those of all texts for a model that reads them before they are cut."""
+        batch = dict(given) if self.cut_point.path else dict(joined.batch)
+        if "labels" not in given:
+            batch.pop("labels", None)
+        keep = given.get("logits_to_keep", 0)
+        if isinstance(keep, torch.Tensor) or keep:
+            batch["logits_to_keep"] = joined.kept(keep)
+        return batch
+
     def _tell(self, what: str, sentence: str) -> None:
         """Logs a sentence once."""
         if what not in self.told:
             self.told.add(what)
             logger.info("hf_burst: %s", sentence)
-
-
-def _of_row(joined: Joined, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a pass over the row."""
-    batch = {name: value for name, value in joined.batch.items() if name in given or name != "labels"}
-    keep = given.get("logits_to_keep", 0)
-    if isinstance(keep, torch.Tensor) or keep:
-        batch["logits_to_keep"] = joined.kept(keep)
-    return batch

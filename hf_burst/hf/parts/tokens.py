@@ -207,15 +207,17 @@ class Tokens(Part):
         """A full batch is cut: its targets here, its token inputs here or at the cut point."""
         patterns = layer_patterns(run.model.config, run.task)
         hybrid, ranks = self.recurrence.hybrid, run.group.size
-        parents = () if run.batch.joined is None else (run.batch.joined.parents,)
-        run.batch.layout = layout_of(run.batch.given, run.config, ranks, run.task, patterns, hybrid, parents)
+        joined = run.batch.joined
+        row, parents = (run.batch.given, ()) if joined is None else (joined.batch, (joined.parents,))
+        run.batch.layout = layout_of(row, run.config, ranks, run.task, patterns, hybrid, parents)
         if self.cut_point.path:
             held = check_modalities(run.batch.given, type(run.model), self.text_type)
             types = run.batch.given.get("token_type_ids")
             if self.text_type and types is not None:
                 check_prefixes(types, run.batch.layout, run.model.config.get_text_config())
             run.agreement.add("images and sound", held, SAME_MODALITIES)
-        run.batch.inputs = run.batch.given | cut_targets(run.batch.given, run.batch.layout, run.group.rank, run.task)
+        labelled = row if "labels" in run.batch.given else {}
+        run.batch.inputs = run.batch.given | cut_targets(labelled, run.batch.layout, run.group.rank, run.task)
         content = checksum(run.batch.given, run.batch.token_inputs) if run.group.size > 1 else None
         if content is not None:
             kinds = run.batch.given.get("mm_token_type_ids")
@@ -239,7 +241,9 @@ class Tokens(Part):
         if self.run is None:
             return None
         whole = bound_arguments(module, args, kwargs)
-        inputs = self._cut_inputs(self.run, whole)
+        joined = self.run.batch.joined
+        row = whole if joined is None else joined.inputs(whole, self.run.batch.token_inputs, self.cut_point.masked)
+        inputs = self._cut_inputs(self.run, row)
         masks = masks_with_blocks(whole.get("attention_mask"), self.run.batch.layout)
         call = replace(self.run.call, positions=inputs["position_ids"], masks=masks)
         change_call(call)
