@@ -9,13 +9,14 @@ import torch
 
 import hf_burst
 from hf_burst.hf.batches.joining import Joined
+from hf_burst.hf.batches.modalities import same_for_every_row
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts.shared_beginnings import SharedBeginnings
 from recipes.tiny_pictures import Batch, seeing_batch
-from recipes.tiny_seeing import seeing_model
+from recipes.tiny_seeing import FAMILIES, seeing_model
 from tests.support import models
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
 ROWS = 3
@@ -32,7 +33,10 @@ def rows_alike(family: str, same_images: bool = True) -> Batch:
     for row in range(ROWS):
         for place in range(length - 3, length):
             rows["input_ids"][row, place] = rows["labels"][row, place] = 5 + (row + place) % 7
-    more = {key: torch.cat([value] * ROWS) for key, value in batch.items() if key not in rows}
+    others = {key: value for key, value in batch.items() if key not in rows}
+    more = {
+        key: value * ROWS if isinstance(value, list) else torch.cat([value] * ROWS) for key, value in others.items()
+    }
     if not same_images:
         more["pixel_values"] = more["pixel_values"].clone()
         more["pixel_values"][-1] += 1
@@ -50,7 +54,19 @@ def on_ranks(rank: int, size: int, family: str, same_images: bool = True) -> tup
     return found, part.told
 
 
-@pytest.mark.parametrize("family", ["Qwen3VL", "Mistral3", "Qwen3_5", "LlavaOnevision", "Qwen2_5_VL"])
+SOME = ("Qwen3VL", "Mistral3", "Qwen3_5")
+IN_ONE_ROW = ("MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7")  # are the patches of all images
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SOME + IN_ONE_ROW])
+def test_every_family_is_exact(ranks: Ranks, family: str) -> None:
+    """Whether it shares or not."""
+    found = ranks(2).run(on_ranks, family)
+    assert_equal([result for result, _ in found], train(family))
+
+
+@pytest.mark.parametrize("family", SOME)
 def test_rows_with_the_same_images_share_their_tokens(ranks: Ranks, family: str) -> None:
     found = ranks(2).run(on_ranks, family)
     assert_equal([result for result, _ in found], train(family))
@@ -74,6 +90,39 @@ def test_others_are_computed_row_by_row(ranks: Ranks, family: str, same: bool, w
     found = ranks(2).run(on_ranks, family, same)
     assert_equal([result for result, _ in found], train(family, same))
     assert all(why in next(iter(told)) for _, told in found)
+
+
+def at_other_places(rank: int, size: int) -> None:
+    """A model that gives every row positions of its own."""
+    model = models.patch(seeing_model("Qwen3VL"), hf_burst.BurstConfig(share_prefixes=True))
+    inner = model.model
+    own = inner.get_rope_index
+
+    def shifted(*args: Any, **kwargs: Any) -> Any:
+        positions, *rest = own(*args, **kwargs)
+        return positions + torch.arange(ROWS)[:, None], *rest
+
+    with mock.patch.object(inner, "get_rope_index", shifted):
+        model(**rows_alike("Qwen3VL"))
+
+
+def test_positions_that_differ_are_an_error(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"gives texts that begin alike other positions. Set BurstConfig"):
+        ranks(2).run(at_other_places)
+
+
+def test_parts_that_belong_to_no_row() -> None:
+    """Two images of one row and four of another, which are twice the same two."""
+    config = seeing_model("Qwen3VL").config
+    image = config.image_token_id
+    batch: Batch = {"pixel_values": torch.tensor([[1.0], [2.0], [1.0], [2.0]])}
+    for row, same in (([image, image, 5, 5], True), ([image, 5, 5, 5], False)):
+        batch["input_ids"] = torch.tensor([row, [image, image, 5, 6]])
+        assert same_for_every_row(batch, config) == same
+    assert not same_for_every_row(batch | {"pixel_values": torch.ones(3, 1)}, config)
+    assert not same_for_every_row(batch | {"pixel_values": [1, 2]}, config)
+    assert not same_for_every_row(batch, models.make_model("llama").config)
+    assert same_for_every_row({"input_ids": batch["input_ids"], "num_items_in_batch": torch.ones(1)}, config)
 
 
 def without_embeddings_of_others(rank: int, size: int, family: str) -> tuple[Result, set[str]]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX, shift_labels
 from ..models.cut_point import MaskedRows, TokenInput
 from .documents import BOUNDARY_KEYS, batch_shape, documents_of, real_tokens
@@ -83,6 +84,9 @@ class Joined:
             whole (mapping): The inputs by name.
             known (sequence of [`TokenInput`]): Those with a value for each token.
             masked (sequence of [`MaskedRows`]): Those with a row for each token that a mask shows.
+
+        Raises:
+            BatchError: If the model has given texts that begin alike other positions.
         """
         row = dict(whole)
         for rows in masked:
@@ -100,9 +104,21 @@ class Joined:
             value = whole.get(each.name)
             if value is not None:
                 row[each.name] = self._of_row(value, each.dim)
-        if whole.get("position_ids") is None:
+        positions = whole.get("position_ids")
+        if positions is None:
             row["position_ids"] = self.batch["position_ids"]
+        else:
+            self._check_positions(positions, row["position_ids"])
         return row
+
+    def _check_positions(self, given: Tensor, row: Tensor) -> None:
+        """Raises if texts have other positions than the row that stands for them."""
+        places = self.places.to(given.device)
+        restored = row[..., 0, :].index_select(-1, places.flatten().clamp(min=0)).unflatten(-1, tuple(places.shape))
+        if ((restored != given) & (places >= 0)).any():
+            raise BatchError(
+                "The model gives texts that begin alike other positions. Set BurstConfig(share_prefixes=False)."
+            )
 
     def _of_row(self, value: Tensor, dim: int) -> Tensor:
         """The values of the row's tokens, from those of all texts with tokens along `dim`, behind the texts."""
@@ -241,24 +257,12 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
 
 
 def obstacle_in(batch: Mapping[str, Any], towers: bool = False) -> str:
-    """Why the texts of a batch cannot be joined; empty if they can. With `towers`, rows may have images or sound, which
-    are the same in all of them."""
-    others = {name: value for name, value in batch.items() if name not in _KNOWN and _holds_tensors(name, value)}
-    rows = batch_shape(batch)[0]
-    if towers and not all(_is_of_every_row(value, rows) for value in others.values()):
-        return f"{', '.join(sorted(others))} are not the same for every row"
+    """Why the texts of a batch cannot be joined; empty if they can. A model with `towers` may be given other values."""
+    others = sorted(name for name, value in batch.items() if name not in _KNOWN and _holds_tensors(name, value))
     if others and not towers:
-        return f"{', '.join(sorted(others))} may have a value a token"
+        return f"{', '.join(others)} may have a value a token"
     positions = batch.get("position_ids")
     return "position_ids have several values a token" if positions is not None and positions.ndim != 2 else ""
-
-
-def _is_of_every_row(value: Any, rows: int) -> bool:
-    """Whether a tensor is as many equal parts as there are rows."""
-    if not isinstance(value, Tensor) or value.ndim == 0 or len(value) % rows:
-        return False
-    parts = value.unflatten(0, (rows, -1))
-    return bool((parts == parts[:1]).all())
 
 
 def _holds_tensors(name: str, value: Any) -> bool:

@@ -8,9 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..batches.joining import Joined, fit, join_texts, obstacle_in
+from ..batches.modalities import same_for_every_row
 from ..batches.sharded import is_sharded
 from ..forward_pass import ForwardPass
-from ..models.cut_point import CutPoint, sees_blocks
+from ..models.cut_point import CutPoint, needs_positions, sees_blocks
 from .base import Part
 from .dropout import random_rates
 from .recurrence import NO_FORKS, Recurrence
@@ -76,10 +77,14 @@ class SharedBeginnings(Part):
         """Why this pass cannot share anything; empty if it can."""
         if self.sees_blocks:
             return "tokens of images may see later ones"
+        if needs_positions(type(run.model)):
+            return "positions of images depend on other rows"
         if not self.recurrence.forks:
             return NO_FORKS
         if found := obstacle_in(run.batch.given, bool(self.cut_point.path)):
             return found
+        if self.cut_point.path and not same_for_every_row(run.batch.given, run.model.config):
+            return "images and sound are not the same for every row"
         if run.config.share_prefixes == "auto" and run.compiled:
             return "every batch would be compiled anew"
         rates = random_rates(run.model) if run.config.share_prefixes == "auto" else iter(())
