@@ -124,11 +124,12 @@ def needs_positions(kind: type) -> bool:
 
 
 def sees_blocks(model: PreTrainedModel) -> bool:
-    """Whether tokens of an image or a prefix may see later ones in the class of a model, by its source."""
-    try:
-        return "block_sequence_ids" in inspect.getsource(sys.modules[type(model).__module__])
-    except (OSError, TypeError):  # no source
-        return True
+    """Whether tokens of an image or a prefix may see later ones in a wrapper, by the source of its class."""
+    if not language_model_path(model):
+        return False
+    modules = {kind.__module__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models.")}
+    sources = [inspect.getsource(sys.modules[module]) for module in modules]
+    return not sources or any("block_sequence_ids" in source for source in sources)
 
 
 def images_dealt_by(kind: type) -> str | None:
