@@ -114,27 +114,27 @@ _WATCHING = frozenset(  # and on videos
 def served_modalities(kind: type) -> list[str]:
     """What a class of models is served with besides text: `"images"`, `"videos"`, `"sound"`."""
     served = {"images": _SEEING, "videos": _WATCHING, "sound": _HEARING}
-    return [modality for modality, families in served.items() if _family(kind) in families]
+    return [modality for modality, families in served.items() if family_of(kind) in families]
 
 
 def needs_positions(kind: type) -> bool:
     """Whether the positions of a class's images depend on what stands before their document."""
-    return _family(kind) == "HunYuanVL"
+    return family_of(kind) == "HunYuanVL"
 
 
 def images_dealt_by(kind: type) -> str | None:
     """How ranks share the images of a class of models: by `"patches"`, by `"images"`, or not at all (`""`); `None` if
     it is not served with images."""
-    return _SEEING.get(_family(kind))
+    return _SEEING.get(family_of(kind))
 
 
 def sound_dealt_by(kind: type) -> str | None:
     """How ranks share the sound of a class of models: by `"clips"`, or not at all (`""`); `None` if it is not served
     with sound."""
-    return _HEARING.get(_family(kind))
+    return _HEARING.get(family_of(kind))
 
 
-def _family(kind: type) -> str:
+def family_of(kind: type) -> str:
     """The family of a wrapper, by its first base class of Transformers: FSDP2 and users derive others."""
     own = next((cls for cls in kind.__mro__ if cls.__module__.startswith("transformers.")), kind)
     return own.__name__.removesuffix("ForConditionalGeneration")

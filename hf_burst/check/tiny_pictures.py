@@ -1,4 +1,4 @@
-"""Batches with images, and videos, for the tiny models of `recipes/tiny_seeing.py`.
+"""Batches with images, and videos, for the tiny models of `hf_burst/check/tiny_seeing.py`.
 
 A family shows images by their numbers: each has its own pixels, and another size where the family takes sizes. So one
 batch may hold some of them and another batch the others.
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from recipes.tiny_seeing import IMAGE, START, VIDEO, seeing_class
+from .tiny_seeing import IMAGE, START, VIDEO, seeing_class
 
 Batch = dict[str, torch.Tensor]
 Shown = tuple[list[int], dict[str, Any]]  # how many tokens each image takes, and what the model is given of them
@@ -203,7 +203,7 @@ _SHOW: dict[str, Show] = {
 # text stands between the frames of a video
 _APART = ("CohereCompass", "Cosmos3Omni", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
 _GLM = ("Glm46V", "Glm4v", "Glm4vMoe", "GlmOcr")  # frames are images in the text, and no batch holds both
-_WATCH = {
+_WATCH: dict[str, Show] = {
     **dict.fromkeys(("Exaone4_5_", "HyperCLOVAXVisionV2", "Lfm3Vl", "MuseGlimmer", "MuseSpark"), _films(96)),
     **dict.fromkeys(("Qwen2VL", "Qwen2_5OmniThinker", "Qwen2_5_VL"), _films(96)),
     **dict.fromkeys((*_APART, *_GLM), _films(96, apart=True)),
@@ -254,7 +254,8 @@ def _cuts(family: str) -> tuple[int, int]:
 
 def _row(family: str, images: Sequence[int], films: Sequence[int], length: int, seed: int = 0) -> Batch:
     """One sequence, of at least this length, with images and videos between its text."""
-    spans, inputs = [], {}
+    spans: list[tuple[int, int, int]] = []
+    inputs: dict[str, Any] = {}
     frame = IMAGE if family in _GLM else VIDEO
     for numbers, show, token in ((images, _SHOW.get(family, _QWEN), IMAGE), (films, _WATCH.get(family, _QWEN), frame)):
         tokens, own = show(numbers) if numbers else ([], {})
