@@ -2,13 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from ...errors import BatchError, UnsupportedModelError
@@ -118,6 +119,12 @@ class _SharedEncoder(ForwardOverride):
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # with adapters, Transformers has the first layer of a tower require a gradient, which nothing would use
+        with torch.set_grad_enabled(torch.is_grad_enabled() and _learns(self.module, (args, kwargs))):
+            return self._encode(args, kwargs)
+
+    def _encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The features of all images, of which each rank encodes some."""
         method: Callable[..., Any] = getattr(type(self.module), self.name)
         context = current()
         group = context.call.group if context is not None and context.call is not None else None
@@ -224,6 +231,14 @@ class _SharedClips(_SharedEncoder):
         whole = torch.cat(_gather_rows(encoded, totals.tolist(), group))
         for name in [name for name, value in output.items() if value is encoded]:  # wrappers read either name
             output[name] = whole
+
+
+def _learns(owner: nn.Module, inputs: Any) -> bool:
+    """Whether something beside the language model learns, or an input of a tower asks for its gradient."""
+    reader = {id(weight) for weight in owner.get_decoder().parameters()}  # type: ignore[operator]
+    given = (value for value in tree_leaves(inputs) if isinstance(value, Tensor))
+    learning = (weight for weight in owner.parameters() if id(weight) not in reader)
+    return any(tensor.requires_grad for tensor in chain(given, learning))
 
 
 def _named(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
