@@ -111,6 +111,10 @@ _WATCHING = frozenset(  # and on videos
 )
 
 
+# families that encode a clip as a whole, or merge its times: ranks share clips there, and frames elsewhere
+_WHOLE_CLIPS = frozenset({"Ernie4_5_VLMoe", "VideoLlama3"})
+
+
 def served_modalities(kind: type) -> list[str]:
     """What a class of models is served with besides text: `"images"`, `"videos"`, `"sound"`."""
     served = {"images": _SEEING, "videos": _WATCHING, "sound": _HEARING}
@@ -126,6 +130,12 @@ def images_dealt_by(kind: type) -> str | None:
     """How ranks share the images of a class of models: by `"patches"`, by `"images"`, or not at all (`""`); `None` if
     it is not served with images."""
     return _SEEING.get(family_of(kind))
+
+
+def frames_apart(kind: type) -> bool:
+    """Whether the frames of a video are encoded apart from each other, so that ranks may share one video."""
+    family = family_of(kind)
+    return family in _WATCHING and _SEEING[family] == "patches" and family not in _WHOLE_CLIPS
 
 
 def sound_dealt_by(kind: type) -> str | None:
