@@ -57,6 +57,18 @@ def _films(*patch: int, apart: bool = False, times: int = 1, **each: Any) -> Sho
     return show
 
 
+def _frames(tokens: int, *shape: int, places: list[list[int]]) -> Show:
+    """Videos of three and of one frame, which lie apart in the text; `places` are those of a frame's patches."""
+
+    def show(numbers: Sequence[int]) -> Shown:
+        counts = [(3, 1)[number] for number in numbers]
+        frames = [_draw(count, *shape, seed=5 + number) for number, count in zip(numbers, counts, strict=True)]
+        inputs = {"pixel_values_videos": torch.cat(frames), "num_frames_per_video": torch.tensor(counts)}
+        return [tokens] * sum(counts), {**inputs, "video_position_ids": torch.tensor([places] * sum(counts))}
+
+    return show
+
+
 def _clips(tokens: int, frames: int) -> Show:
     """Videos of so many whole frames."""
 
@@ -167,6 +179,8 @@ def _both(numbers: Sequence[int]) -> Shown:
     return tokens, {**inputs, "high_res_pixel_values": _images(0, 3, 64, 64)(numbers)[1]["pixel_values"]}
 
 
+_SIXTEEN = [[place % 4, place // 4] for place in range(16)]
+_FOUR = [[0, 0], [1, 0], [0, 1], [1, 1]]
 _QWEN = _patches(96)
 _PLAIN = _images(4, 3, 16, 16)
 _SHOW: dict[str, Show] = {
@@ -178,8 +192,8 @@ _SHOW: dict[str, Show] = {
     "Emu3": _images(6, 3, 4, 4, image_sizes=[4, 4]),
     "FuyuForCausalLM": _images(16, 16, 48),
     "Gemma3": _PLAIN,
-    "Gemma4": _images(4, 16, 48, image_position_ids=[[place % 4, place // 4] for place in range(16)]),
-    "Gemma4Unified": _images(4, 4, 432, image_position_ids=[[0, 0], [1, 0], [0, 1], [1, 1]]),
+    "Gemma4": _images(4, 16, 48, image_position_ids=_SIXTEEN),
+    "Gemma4Unified": _images(4, 4, 432, image_position_ids=_FOUR),
     "GotOcr2": _images(1, 3, 64, 64),
     "Granite4Vision": _wide,
     "GraniteDocling": _documented,
@@ -210,6 +224,8 @@ _WATCH: dict[str, Show] = {
     "Cosmos3Edge": _films(48, apart=True),
     "Ernie4_5_VLMoe": _films(48, times=2),
     "Qwen3OmniMoeThinker": _films(96, video_second_per_grid=1.0),
+    "Gemma4": _frames(4, 16, 48, places=_SIXTEEN),
+    "Gemma4Unified": _frames(4, 4, 432, places=_FOUR),
     "LlavaNextVideo": _clips(3, 3),
     "LlavaOnevision": _clips(4, 3),
     "VideoLlama3": _films(48, video_merge_sizes=2),

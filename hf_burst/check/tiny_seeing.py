@@ -149,12 +149,12 @@ _CONFIGS: dict[str, dict[str, Any]] = {
             **{**_TOWER, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4},
             **{"pooling_kernel_size": 2, "position_embedding_size": 64},
         },
-        "audio_config": None,
+        **{"audio_config": None, "video_token_id": VIDEO},
     },
     "Gemma4Unified": {
         "text_config": {**TEXT, **_SLIDING, "pad_token_id": 0, "global_head_dim": 8},
         "vision_config": {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 64, "output_proj_dims": 16},
-        "audio_config": None,
+        **{"audio_config": None, "video_token_id": VIDEO},
     },
     "Glm46V": {
         "text_config": {"model_type": "glm4v_text", **TEXT, **_GLM},

@@ -104,7 +104,17 @@ def cut_point_of(model: nn.Module) -> CutPoint:
 _WATCHING = frozenset(  # and on videos
     {
         *("CohereCompass", "Cosmos3Edge", "Cosmos3Omni", "Ernie4_5_VLMoe", "Exaone4_5_", "Glm46V", "Glm4v", "Glm4vMoe"),
-        *("GlmOcr", "HyperCLOVAXVisionV2", "Lfm3Vl", "LlavaNextVideo", "LlavaOnevision", "MiniCPMOcr", "MiniCPMV4_6"),
+        *(
+            "Gemma4",
+            "Gemma4Unified",
+            "GlmOcr",
+            "HyperCLOVAXVisionV2",
+            "Lfm3Vl",
+            "LlavaNextVideo",
+            "LlavaOnevision",
+            "MiniCPMOcr",
+            "MiniCPMV4_6",
+        ),
         *("MiniCPMV4_7", "MuseGlimmer", "MuseSpark", "Qwen2VL", "Qwen2_5OmniThinker", "Qwen2_5_VL", "Qwen3VL"),
         *("Qwen3OmniMoeThinker", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "VideoLlama3", "VideoLlava"),
     }
