@@ -16,7 +16,15 @@ from tests.support.gradients import Result, assert_equal, loss_and_gradients
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
-TOGETHER = ("Ernie4_5_VLMoe", "LlavaNextVideo", "LlavaOnevision", "VideoLlama3", "VideoLlava")
+TOGETHER = (
+    "Ernie4_5_VLMoe",
+    "Gemma4",
+    "Gemma4Unified",
+    "LlavaNextVideo",
+    "LlavaOnevision",
+    "VideoLlama3",
+    "VideoLlava",
+)
 TOGETHER += ("MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7")
 
 
