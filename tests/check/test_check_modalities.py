@@ -98,7 +98,7 @@ def test_what_one_process_cannot_compute_is_told_and_warned_of(
 ) -> None:
     for found in ranks(2).run(of_a_newer_class):
         assert found.result == "exact"
-        assert found.uncompared == "images (TypeError: no such argument)"
+        assert found.uncompared == "images (TypeError: no such argument), videos (TypeError: no such argument)"
         assert [*found.errors] == [*_TEXT, "sound, clips", "sound, padded clips"]
         assert "not compared: images" in describe("Gemma4", found)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
