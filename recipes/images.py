@@ -58,6 +58,8 @@ def arrange(training: SFTConfig) -> None:
         print("The rows have images: max_length and packing do not count, and the loss is on whole chats.")
     training.packing, training.padding_free, training.max_length = False, False, None
     training.assistant_only_loss = False
+    if training.use_liger_kernel:  # Liger 0.8.5's fails in towers that transpose their patches, such as SigLIP
+        training.liger_kernel_config = {"layer_norm": False, **(training.liger_kernel_config or {})}
 
 
 def pack(trainer: SFTTrainer) -> None:

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from byte_tokenizer import byte_tokenizer
 from peft import PeftConfig, PeftModel
 from settings import BurstSettings, ModelSettings, using
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -19,7 +18,6 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -32,27 +30,7 @@ from trl import get_peft_config, get_quantization_config
 import hf_burst
 from hf_burst.hf.models.positions import beyond_positions, pretrained_length, scaled_rope
 
-PAD, END, UNKNOWN, START = "<pad>", "<|im_end|>", "<unk>", "<|im_start|>"
 NO_TEXT = r"(?!.*\b(language_model|text_model)\.).*"  # the modules of a wrapper beside its language model
-CHATML = Path(__file__).parent / "configs" / "chatml.jinja"
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer that needs no download: a token a byte, and the two marks of ChatML, by which chats are written."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate((PAD, END, UNKNOWN, START, *letters))}
-    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        additional_special_tokens=[START],
-        clean_up_tokenization_spaces=False,
-        chat_template=CHATML.read_text(encoding="utf-8"),
-    )
 
 
 def load_tokenizer(settings: ModelSettings, training: Any = None) -> PreTrainedTokenizerBase:

@@ -29,16 +29,16 @@ ROOT = Path(__file__).parents[2]
 COLORS = ["#4c78a8", "#e8963e", "#59a37c", "#b5639a"]  # of the ranks, as in the notebooks
 GREY, DARK = "#9aa0a6", "#333333"
 RANKS = 4
-# results, and the lengths that are shown of each
+# what is trained, and its result
 STEPS = {
-    "training_4xH200.json": (32768, 131072),
-    "training_4xH200_long.json": (262144,),
+    "LoRA": "training_2xH200_lora_no_more_memory.json",
+    "all weights": "training_2xH200_no_more_memory.json",
 }
 CONTENDERS = {
-    "hf_burst, attention saved": ("hf_burst, attention kept", COLORS[0]),
-    "hf_burst, attention recomputed": ("hf_burst, attention computed again", "#9ebbd9"),
-    "DeepSpeed Ulysses, flash-attn 4": ("DeepSpeed Ulysses (not measured at 256K)", "#c5c9ce"),
-    "accelerate context parallelism, cuDNN": ("torch's context parallelism", GREY),
+    "hf_burst, activation_offloading=1.0": ("hf_burst, all kept on the host", COLORS[0]),
+    "DeepSpeed Ulysses, flash-attn 4": ("DeepSpeed's Ulysses", "#d5d8dc"),
+    "accelerate context parallelism, cuDNN": ("torch's context parallelism", "#b3b8be"),
+    "accelerate context parallelism, cuDNN, offloaded": ("the same, inputs of layers on the host", GREY),
 }
 
 
@@ -62,28 +62,28 @@ def blank(axes: Axes, x: tuple[float, float], y: tuple[float, float], title: str
 
 
 def step_time() -> Figure:
-    """Seconds and memory of a training step, from the committed results."""
-    rows: dict[tuple[int, str], dict[str, Any]] = {}
-    for name in STEPS:
-        for row in json.loads((ROOT / "recipes/benchmarks/results" / name).read_text())["results"]:
-            if row["contender"] in CONTENDERS and row["length"] in STEPS[name]:
-                rows[row["length"], row["contender"]] = row
-    lengths = sorted({length for length, _ in rows})
-    figure, panels = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for axes, key, unit in zip(panels, ("median_s", "peak_memory_gib"), ("s", "GiB"), strict=True):
-        for group, length in enumerate(lengths):
-            for place, (name, (label, color)) in enumerate(CONTENDERS.items()):
-                if (length, name) not in rows:
-                    continue
-                value, x = rows[length, name][key], group + (place - 1.5) * 0.2
-                axes.bar(x, value, 0.19, color=color, label=label if not group else None)
-                text = f"{value:.1f}" if value < 10 else f"{value:.0f}"
-                axes.text(x, value, text, ha="center", va="bottom", fontsize=8, color=DARK)
-        axes.set_xticks(range(len(lengths)), [f"{length // 1024}K tokens" for length in lengths])
-        axes.set(title=f"{'seconds' if unit == 's' else 'GiB a GPU'} of a step", yticks=[])
-        axes.spines[["top", "right", "left"]].set_visible(False)
-    panels[0].legend(frameon=False, fontsize=8, loc="upper left")
-    figure.suptitle("Training an 8B Llama on 4 H200s: all weights, bf16, every layer checkpointed", fontsize=11)
+    """Speed and memory of a training step, from the committed results."""
+    figure, panels = plt.subplots(1, 4, figsize=(13, 3.6), layout="constrained")
+    for pair, (weights, name) in zip((panels[:2], panels[2:]), STEPS.items(), strict=True):
+        result = json.loads((ROOT / "recipes/benchmarks/results" / name).read_text())
+        rows = {(row["length"], row["contender"]): row for row in result["results"]}
+        lengths = sorted({length for length, _ in rows})
+        for axes, unit in zip(pair, ("thousand tokens a second", "GiB a GPU"), strict=True):
+            for group, length in enumerate(lengths):
+                for place, (contender, (label, color)) in enumerate(CONTENDERS.items()):
+                    row, x = rows[length, contender], group + (place - 1.5) * 0.22
+                    value = row["peak_memory_gib"] if unit == "GiB a GPU" else length / row["median_s"] / 1000
+                    axes.bar(x, value, 0.21, color=color, label=label if not group else None)
+                    text = f"{value:.1f}" if value < 10 else f"{value:.0f}"
+                    axes.text(x, value, text, ha="center", va="bottom", fontsize=7.5, color=DARK)
+            axes.set_xticks(range(len(lengths)), [f"{length // 1024}K" for length in lengths])
+            axes.set_title(f"{weights}: {unit}", fontsize=10)
+            axes.set(yticks=[])
+            axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside lower center", ncols=4
+    )
+    figure.suptitle("A step of an 8B Llama on 2 H200s, 32K to 128K tokens: bf16, every layer checkpointed", fontsize=11)
     return figure
 
 

@@ -222,27 +222,46 @@ def make_trainer(arguments: argparse.Namespace, length: int, measure: Measure, a
     if arguments.contender == "hf_burst":
         hf_burst.patch_model(model, hf_burst.BurstConfig.from_dict(arguments.settings))
     rows = Rows(length, arguments.document, model.config.get_text_config().vocab_size, arguments.steps)
+    if arguments.contender == "trl":
+        return trl_trainer(model, args, rows, measure)
     return Trainer(model, args, train_dataset=rows, data_collator=collate, callbacks=[measure])
 
 
+def trl_trainer(model: Any, args: TrainingArguments, rows: Rows, measure: Measure) -> Trainer:
+    """The trainer of TRL's guide to long contexts: its own loss some tokens at a time, its collator."""
+    from datasets import Dataset as Table
+    from trl import SFTTrainer
+
+    from recipes.byte_tokenizer import byte_tokenizer
+
+    table = Table.from_dict({"input_ids": [rows.row["input_ids"].tolist()] * len(rows)})
+    return SFTTrainer(model, args, train_dataset=table, processing_class=byte_tokenizer(), callbacks=[measure])
+
+
 def training_arguments(arguments: argparse.Namespace, gpus: int) -> TrainingArguments:
-    """The settings of the trainer: bf16, every layer checkpointed, Liger's kernels, AdamW."""
+    """The settings of the trainer: bf16, every layer checkpointed, Liger's kernels, AdamW. TRL's guide has no Liger,
+    and keeps the inputs of layers on the host."""
     if arguments.contender == "hf_burst":
         shared: Any = hf_burst.BurstParallelismConfig() if gpus > 1 else None
     else:
         from accelerate import ParallelismConfig
 
         shared = ParallelismConfig(cp_size=gpus) if gpus > 1 else None
-    fused = arguments.contender != "hf_burst"
-    return TrainingArguments(
+    fused, kind, more = arguments.contender != "hf_burst", TrainingArguments, dict[str, Any]()
+    trl = arguments.contender == "trl"
+    if trl:
+        import trl as library
+
+        kind, more = library.SFTConfig, {"max_length": arguments.length, "pad_to_multiple_of": 2 * gpus}
+    return kind(
         output_dir=arguments.folder,
         max_steps=arguments.steps,
         per_device_train_batch_size=1,
         bf16=torch.cuda.is_available(),
         use_cpu=not torch.cuda.is_available(),
         gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
-        use_liger_kernel=torch.cuda.is_available(),
+        gradient_checkpointing_kwargs={"offload": True} if trl else {"use_reentrant": False},
+        use_liger_kernel=torch.cuda.is_available() and not trl,
         liger_kernel_config={"fused_linear_cross_entropy": fused, "cross_entropy": False},
         learning_rate=1e-6,
         save_strategy="no",
@@ -251,6 +270,7 @@ def training_arguments(arguments: argparse.Namespace, gpus: int) -> TrainingArgu
         disable_tqdm=True,
         remove_unused_columns=False,
         parallelism_config=shared,
+        **more,
     )
 
 
@@ -287,7 +307,7 @@ def main() -> None:
     parser.add_argument("--document", type=int, default=4096, help="tokens of a packed document, 0 for one")
     parser.add_argument("--steps", type=int, default=3, help="(default %(default)s)")
     parser.add_argument("--settings", type=ast.literal_eval, default={}, help="of BurstConfig, as a dictionary")
-    parser.add_argument("--contender", choices=("hf_burst", "stock"), default="hf_burst")
+    parser.add_argument("--contender", choices=("hf_burst", "stock", "trl"), default="hf_burst")
     parser.add_argument("--machine", default="h100", help="whose promise is asked for where there is no GPU")
     smaller = f"GiB: as on a smaller GPU, {OUTSIDE:g} GiB of which are taken outside of torch's allocator"
     parser.add_argument("--gpu-memory", type=float, help=smaller)
@@ -295,6 +315,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file, to which the row is added")
     parser.add_argument("--commit", help="of the measured code, where there is no checkout")
     arguments = parser.parse_args()
+    if arguments.contender == "trl" and arguments.length is None:
+        parser.error("--contender trl needs --length, as max_length")
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_burst").setLevel(logging.INFO)
     gpus = int(os.environ.get("WORLD_SIZE", "1"))
@@ -341,10 +363,12 @@ def run(arguments: argparse.Namespace, length: int, gpus: int) -> dict[str, Any]
         trainer = make_trainer(arguments, length, measure, args)
         say(f"made after {time.perf_counter() - start:.0f} s")
         trainer.train()
-        chosen = chosen_of(trainer.accelerator.unwrap_model(trainer.model)) if arguments.contender != "stock" else None
+        chosen = (
+            chosen_of(trainer.accelerator.unwrap_model(trainer.model)) if arguments.contender == "hf_burst" else None
+        )
     except Exception as problem:  # whatever ends it is a result
         status, reason = "failed", f"{type(problem).__name__}: {str(problem)[:600]}"
-        say(reason)
+        print(f"rank {args.process_index}: {reason}", flush=True)  # the others may wait for ever
     measure.end()
     about = {"hardware": hardware(args.device, gpus, 1), "versions": versions(cuda=args.device.type == "cuda")}
     if dist.is_initialized() and status == "ok":

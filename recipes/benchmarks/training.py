@@ -365,7 +365,7 @@ def main() -> int:
     }
     for length, count in zip(arguments.lengths, arguments.rounds, strict=True):
         if not arguments.no_limits:
-            parts = parts_of_limits(job, length, native, lora)
+            parts = parts_of_limits(job.base.model, ranks, length, native, lora)
             result["parts_of_limits"][str(length)], result["limits"][str(length)] = parts, limits(parts)
         before, work = result["results"], None if arguments.document else flops(job, length, lora)
         for rows in measure(job, length, count, arguments):

@@ -143,7 +143,7 @@ def axolotl(job: Job, kernel: str, **settings: str) -> Iterator[Loss]:
         inner_attn=kernel,
     )
     job.base.set_attn_implementation(runtime.attn_implementation)
-    mixers = mixers_of(job.base)
+    mixers = mixers_of(job.base.model)
     undo = wire_gated_delta(mixers, job.mesh.get_group()) if mixers else None
 
     def loss(job: Job) -> torch.Tensor:
@@ -158,6 +158,7 @@ def axolotl(job: Job, kernel: str, **settings: str) -> Iterator[Loss]:
         if undo is not None:
             undo()
         ringmaster.teardown()
+        job.base.set_attn_implementation("sdpa")  # others would find the attention of a runtime that is gone
 
 
 def on_cudnn(job: Job, kernel: str) -> AbstractContextManager[Any]:
@@ -204,6 +205,19 @@ def shard_loss(job: Job, ids: torch.Tensor, labels: torch.Tensor, positions: tor
 def everything_saved(job: Job, way: Way) -> Iterator[Loss]:
     """Trains in another way, without checkpoints."""
     job.base.gradient_checkpointing_disable()
+    try:
+        with way(job) as loss:
+            yield loss
+    finally:
+        checkpoint_layers(job.base)
+
+
+@contextmanager
+def offloaded(job: Job, way: Way) -> Iterator[Loss]:
+    """Trains in another way, whose checkpoints keep the inputs of layers on the host, as Transformers does it."""
+    if not job.ranks.cuda:
+        raise ConfigError("Transformers' offloading needs a GPU")
+    job.base.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
     try:
         with way(job) as loss:
             yield loss
@@ -358,6 +372,10 @@ CONTENDERS |= {
         partial(everything_saved, way=way), "nothing recomputed", several=several, settings=settings
     )
     for name, (way, several, settings) in WITHOUT_CHECKPOINTS.items()
+}
+NAMED |= {
+    f"{name}, offloaded": replace(CONTENDERS[name], way=partial(offloaded, way=CONTENDERS[name].way))
+    for name in ("accelerate context parallelism, cuDNN", "DeepSpeed Ulysses, flash-attn 4", "ringmaster, flash-attn 4")
 }
 LIGER = partial(plain, fused=True)
 TILED = partial(LIGER, tiled=True)

@@ -3,6 +3,7 @@
 import inspect
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_burst.plan import Mask
-from recipes.benchmarks.native import Native
+from recipes.benchmarks.native import Native, choose_native
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_job import Job, head_size
 
@@ -26,16 +27,23 @@ LIMITS = {
 _LONG = 2**18  # tokens of attention that takes seconds
 
 
-def parts_of_limits(job: Job, length: int, native: Native, lora: bool) -> dict[str, float]:
+def parts_of_limits(decoder: Any, ranks: Ranks, length: int, native: Native, lora: bool) -> dict[str, float]:
     """Measures the seconds of all matrix products, of attention and of recurrent layers' functions in a step.
 
     Checkpointed layers compute their products again, but for the last one, whose result no gradient needs. With
     adapters behind it, the last product is computed again too.
+
+    Args:
+        decoder (`PreTrainedModel`): The layers, without the head.
+        ranks ([`Ranks`]): The processes.
+        length (`int`): Tokens of the whole sequence.
+        native ([`Native`]): The kernel of layers without a window.
+        lora (`bool`): Whether the weights are frozen.
     """
-    config, ranks = job.base.config, job.ranks
-    hidden, own, dtype = config.hidden_size, length // ranks.size, job.base.dtype
+    config = decoder.config
+    hidden, own, dtype = config.hidden_size, length // ranks.size, decoder.dtype
     passes = 1 if lora else 2  # frozen weights need no gradient
-    every = [widths_of(layer) for layer in job.base.model.layers]
+    every = [widths_of(layer) for layer in decoder.layers]
     once, back = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
     for taken, made in {width for widths in every for width in widths}:
         once[taken, made] = _product(own, taken, made, dtype, ranks)
@@ -48,17 +56,17 @@ def parts_of_limits(job: Job, length: int, native: Native, lora: bool) -> dict[s
     head = _product(rows, hidden, vocabulary, dtype, ranks) + _product(rows, vocabulary, hidden, dtype, ranks)
     head += (passes - 1) * _product(hidden, rows, vocabulary, dtype, ranks)
     head *= own / rows
-    mixers = mixers_of(job.base)
-    attention, attention_back = attention_seconds(job, length, native)
+    mixers = mixers_of(decoder)
+    windows = Counter(windows_of(decoder))
+    attention = {window: attention_seconds(decoder, ranks, length, native, window) for window in windows}
     recurrence, recurrence_back = recurrent_seconds(mixers[0], own, dtype, ranks) if mixers else (0.0, 0.0)
-    layers = config.num_hidden_layers - len(mixers)
     return {
         "products forward": forward,
         "products backward": sum(back[width] for widths in every for width in widths),
         "products again": again,
         "head": head,
-        "attention forward": layers * attention,
-        "attention backward": layers * attention_back,
+        "attention forward": sum(count * attention[window][0] for window, count in windows.items()),
+        "attention backward": sum(count * attention[window][1] for window, count in windows.items()),
         "recurrence forward": len(mixers) * recurrence,
         "recurrence backward": len(mixers) * recurrence_back,
         "recurrence again": len(mixers) * recurrence,
@@ -76,15 +84,26 @@ def widths_of(layer: nn.Module) -> list[tuple[int, int]]:
     return [(linear.in_features, linear.out_features) for linear in linears]
 
 
-def mixers_of(model: nn.Module) -> list[Any]:
+def mixers_of(decoder: Any) -> list[Any]:
     """The layers of gated DeltaNet."""
-    return [layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")]
+    return [layer.linear_attn for layer in decoder.layers if hasattr(layer, "linear_attn")]
 
 
-def attention_seconds(job: Job, length: int, native: Native) -> tuple[float, float]:
+def windows_of(decoder: Any) -> list[int | None]:
+    """How many tokens before itself a query sees in each layer with attention; `None` for all of them."""
+    kinds = getattr(decoder.config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
+    attending = [kind for kind in kinds if kind != "linear_attention"]
+    return [decoder.config.sliding_window - 1 if kind == "sliding_attention" else None for kind in attending]
+
+
+def attention_seconds(
+    decoder: Any, ranks: Ranks, length: int, native: Native, window: int | None = None
+) -> tuple[float, float]:
     """Seconds of attention, forward and backward, on all tokens and a share of the heads. From 256K tokens on it is
     called once, after one of 16K tokens."""
-    config, ranks, size, dtype = job.base.config, job.ranks, head_size(job.base), job.base.dtype
+    config, size, dtype = decoder.config, head_size(decoder), decoder.dtype
+    if window is not None:  # another kernel may be the fastest one, or the only one
+        native, _ = choose_native("auto", ranks, dtype, size, Mask(256, window=window))
     share, kv_share = config.num_attention_heads // ranks.size, max(1, config.num_key_value_heads // ranks.size)
 
     def timed(tokens: int, once: bool) -> tuple[float, float]:
@@ -92,7 +111,7 @@ def attention_seconds(job: Job, length: int, native: Native) -> tuple[float, flo
             torch.randn(1, tokens, count, size, dtype=dtype, device=ranks.device, requires_grad=True)
             for count in (share, kv_share, kv_share)
         )
-        mask, outs = Mask(tokens), dict[str, torch.Tensor]()
+        mask, outs = Mask(tokens, window=window), dict[str, torch.Tensor]()
 
         def attend() -> None:
             outs.clear()
@@ -193,7 +212,7 @@ def flops(job: Job, length: int, lora: bool) -> float:
     config = job.base.config
     table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     weights = job.base.num_parameters() - table
-    pairs, mixers = length * (length + 1) / 2, mixers_of(job.base)
+    pairs, mixers = length * (length + 1) / 2, mixers_of(job.base.model)
     layers, width = config.num_hidden_layers - len(mixers), config.num_attention_heads * head_size(job.base)
     states = sum(mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim for mixer in mixers)
     return (4 if lora else 6) * weights * length + 12 * pairs * width * layers + 18 * length * states
