@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import hf_burst
+from hf_burst.check.tiny_pictures import Batch, seeing_batch
+from hf_burst.check.tiny_seeing import FAMILIES, seeing_model
 from hf_burst.hf.batches.joining import Joined
 from hf_burst.hf.batches.modalities import same_for_every_row
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts.shared_beginnings import SharedBeginnings
-from recipes.tiny_pictures import Batch, seeing_batch
-from recipes.tiny_seeing import FAMILIES, seeing_model
 from tests.support import models
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
 from tests.support.ranks import RankError, RankPool
