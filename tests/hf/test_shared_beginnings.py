@@ -239,6 +239,29 @@ def test_which_tokens_are_joined() -> None:
     assert joined.scored.tolist() == [[3, 3, 3, 1, 0, 1, 1, 0, 0]]
 
 
+def test_documents_that_only_begin_with_one_token_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of packed documents begin with the same token: comparing them one by one would take seconds a pass."""
+    compared = list[int]()
+    common = joining._Tree._common
+
+    def counted(tree: Any, texts: Any, start: int) -> int:
+        compared.append(len(texts))
+        return common(tree, texts, start)
+
+    monkeypatch.setattr(joining._Tree, "_common", counted)
+    size, count = 40, 50
+    ids = torch.randint(1, 60, (1, size * count), generator=torch.Generator().manual_seed(0))
+    ids[0, ::size] = 7
+    batch = {"input_ids": ids, "position_ids": (torch.arange(size * count) % size)[None]}
+    assert join_texts(batch, None, 8) is None
+    assert not compared
+    batch["input_ids"][0, 3 * size : 4 * size] = batch["input_ids"][0, :size]
+    joined = join_texts(batch, None, 8)
+    assert compared == [2]
+    assert joined is not None
+    assert joined.tokens == size * count - (size - 1)
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"attention_keep": 0.5}, {"attention_keep": 0.0, "layers_per_checkpoint": 2}, {"tiled_mlp": 4, "head_groups": 2}],

@@ -163,9 +163,10 @@ class _Tree:
     least: int  # tokens of a beginning
     pieces: list[_Piece] = field(default_factory=list)
 
-    def grow(self, texts: list[_Text]) -> None:
-        """Adds the pieces of texts, each before those that continue it."""
-        open_groups = [(texts, 0, -1)]  # texts, how many tokens of them are in pieces, and the last one of these
+    def grow(self, groups: Sequence[list[_Text]]) -> None:
+        """Adds the pieces of texts, each before those that continue it. Only texts of one group share any."""
+        # texts, how many tokens of them are in pieces, and the last one of these
+        open_groups = [(texts, 0, -1) for texts in reversed(groups)]
         while open_groups:
             group, start, parent = open_groups.pop()
             if len(group) == 1:
@@ -227,8 +228,6 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
         The row; `None` if no texts begin alike for so many tokens, or the batch predicts what it should not.
     """
     texts = _texts(batch)
-    if max(_twins(batch["input_ids"], texts), default=0) < 2:
-        return None
     rows, length = batch_shape(batch)
     ids, labels = batch["input_ids"], batch.get("labels")
     if batch.get("position_ids") is not None:
@@ -237,9 +236,12 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
         positions = torch.arange(length, device=ids.device)[None]
     kinds = {"input_ids": ids, "position_ids": positions.expand(rows, length)}
     kinds |= {name: batch[name] for name in _TYPES if batch.get(name) is not None}
+    groups = _groups([*kinds.values()], texts, least)
+    if len(groups) == len(texts):
+        return None
     on_host = None if labels is None else labels.long().cpu()
     tree = _Tree(torch.stack([kind.long().cpu() for kind in kinds.values()]), on_host, least)
-    tree.grow(texts)
+    tree.grow(groups)
     if all(piece.parent < 0 for piece in tree.pieces):
         return None
     places, sources, bounds = _laid(tree.pieces, rows, length)
@@ -289,11 +291,21 @@ def _texts(batch: Mapping[str, Any]) -> list[_Text]:
     return texts
 
 
-def _twins(ids: Tensor, texts: Sequence[_Text]) -> list[int]:
-    """How many texts begin with each token."""
-    rows, starts = zip(*((text.row, text.start) for text in texts), strict=True)
-    counts: list[int] = ids[list(rows), list(starts)].unique(return_counts=True)[1].tolist()
-    return counts
+def _groups(kinds: Sequence[Tensor], texts: Sequence[_Text], least: int) -> list[list[_Text]]:
+    """Texts that may begin alike for so many tokens and one more: those with equal sums of these tokens, each times a
+    number of its place. Thousands of packed documents are not compared one by one."""
+    long = [text for text in texts if text.size > least]
+    device, length = kinds[0].device, kinds[0].shape[1]
+    starts = torch.tensor([text.row * length + text.start for text in long], dtype=torch.int64, device=device)
+    places, draws = starts[:, None] + torch.arange(least + 1, device=device), torch.Generator("cpu").manual_seed(0)
+    sums = torch.zeros_like(starts)
+    for kind in kinds:
+        factors = torch.randint(-(2**62), 2**62, (least + 1,), generator=draws, device="cpu").to(device)
+        sums += (kind.long().flatten()[places] * factors).sum(1)  # modulo 2**64
+    found, groups = iter(sums.tolist()), dict[Any, list[_Text]]()
+    for text in texts:
+        groups.setdefault(next(found) if text.size > least else text, []).append(text)
+    return [*groups.values()]
 
 
 def _laid(pieces: Sequence[_Piece], rows: int, length: int) -> tuple[Tensor, Tensor, list[int]]:
