@@ -130,7 +130,7 @@ class ForwardPass:
         """What this rank's tokens are to predict, `(batch, n)`."""
         return self.batch.inputs.get(self.task.targets)
 
-    @property
+    @cached_property
     def scored(self) -> torch.Tensor | None:
         """How often each of this rank's targets counts, `(1, n)`, where texts were joined; else once."""
         joined = self.batch.joined

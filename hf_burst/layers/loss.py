@@ -51,6 +51,8 @@ def weighted_loss_sum(
         targets (`torch.LongTensor` of shape `(batch, n)`): As in [`token_loss_sum`].
         rows (mapping from `int` to `torch.LongTensor`): The tokens that count so many times, see [`rows_by_weight`].
     """
+    if values.shape[:2] != targets.shape:
+        raise ValueError(f"Scores of {tuple(values.shape[:2])} tokens do not fit targets of {tuple(targets.shape)}.")
     flat, labels = values.flatten(0, 1), targets.flatten().to(values.device)
     sums = [
         weight * loss_sum(flat.index_select(0, index)[None], labels.index_select(0, index)[None])

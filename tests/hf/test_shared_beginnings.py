@@ -20,6 +20,8 @@ from hf_burst.errors import BatchError, ConfigError, RankMismatchError
 from hf_burst.hf.batches import joining
 from hf_burst.hf.batches.joining import Joined, join_texts
 from hf_burst.hf.groups import PATCH
+from hf_burst.hf.trainers.logging import given_tokens, longest_of
+from hf_burst.hf.trainers.logging import tokens_of as tokens_of_layout
 from recipes.tiny_models import tiny_model
 from tests.hf import test_experts
 from tests.support import models, trainers
@@ -295,7 +297,12 @@ def balance(rank: int, size: int, kind: str, counted: bool) -> None:
     model.zero_grad()
     models.patch(model, hf_burst.BurstConfig(share_prefixes=True))
     outputs = model(**batch, **({"num_items_in_batch": torch.tensor(items * size)} if counted else {}))
-    assert outputs.router_logits is None
+    if size == 1:
+        for layer, expected_layer in zip(outputs.router_logits, wanted.router_logits, strict=True):
+            real = batch["attention_mask"].flatten().bool()
+            torch.testing.assert_close(layer[real], expected_layer[real], rtol=1e-6, atol=1e-6)
+    else:
+        assert outputs.router_logits is None
     loss = outputs.loss * (size if counted else 1)
     loss.backward()
     torch.testing.assert_close(outputs.aux_loss, wanted.aux_loss, rtol=1e-6, atol=1e-6)
@@ -405,15 +412,76 @@ def test_other_values_are_refused(value: Any) -> None:
         hf_burst.BurstConfig(share_prefixes=value)
 
 
-def other_batches(rank: int, size: int) -> None:
+def other_batches(rank: int, size: int, change: str) -> None:
     model = models.patch(models.make_model("llama"), hf_burst.BurstConfig(share_prefixes=True))
-    model(**texts(*BATCHES["pairs" if rank else "equal"]))
+    batch = texts(*BATCHES["pairs" if rank and change == "texts" else "equal"])
+    if rank and change == "labels":
+        batch["labels"][0, 2:4] = -100
+    if rank and change == "padding":
+        batch = {name: torch.nn.functional.pad(value, (0, 3)) for name, value in batch.items()}
+        batch["labels"][:, -3:] = -100
+    if change == "logits_to_keep":
+        del batch["labels"]
+        batch["logits_to_keep"] = torch.tensor([0, 99])
+    model(**batch)
 
 
-def test_ranks_with_other_texts_are_told(ranks: Ranks) -> None:
+@pytest.mark.parametrize("change", ["texts", "labels", "padding"])
+def test_ranks_with_other_texts_are_told(ranks: Ranks, change: str) -> None:
     with pytest.raises(RankError) as caught:
-        ranks(2).run(other_batches)
+        ranks(2).run(other_batches, change)
     assert all(isinstance(error, RankMismatchError) for error in caught.value.errors)
+
+
+def test_logits_that_are_not_there(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="a tensor of one or more indices"):
+        ranks(2).run(other_batches, "logits_to_keep")
+
+
+@pytest.mark.parametrize("keep", [0, 20, 28])
+def test_logits_to_keep_beside_labels_are_those_of_one_process(keep: int) -> None:
+    batch, plain = batch_of("several labels"), models.make_model("llama", torch.float64)
+    model = models.patch(models.make_model("llama", torch.float64), hf_burst.BurstConfig(share_prefixes=True))
+    if 0 < keep < batch["input_ids"].shape[1]:
+        for either in (plain, model):
+            with pytest.raises(ValueError, match="batch_size"):
+                either(**batch, logits_to_keep=keep)
+        return
+    loss, wanted = (either(**batch, logits_to_keep=keep).loss for either in (model, plain))
+    torch.testing.assert_close(loss, wanted.to(loss.dtype), **WITH_FP32)  # Transformers computes it in fp32
+
+
+def test_noise_of_embeddings_is_that_of_rows() -> None:
+    model = models.patch(models.make_model("llama"), hf_burst.BurstConfig(share_prefixes=True)).train()
+    batch = texts("abcdef", "abcdeg")
+    assert tokens_of(model, batch) < batch["input_ids"].numel()
+    model.get_input_embeddings().neftune_noise_alpha = 5.0
+    assert tokens_of(model, batch) == batch["input_ids"].numel()
+
+
+def test_a_cache_is_there_whatever_the_rows() -> None:
+    ids, following = texts("abcdef", "abcdeg")["input_ids"], torch.tensor([[3], [4]])
+    plain = models.make_model("llama").eval()
+    model = models.patch(models.make_model("llama"), hf_burst.BurstConfig(share_prefixes=True)).eval()
+    wanted, first = (either(input_ids=ids).past_key_values for either in (plain, model))
+    wanted = plain(input_ids=following, past_key_values=wanted).logits
+    torch.testing.assert_close(model(input_ids=following, past_key_values=first).logits, wanted)
+
+
+def test_numbers_of_a_log_are_those_of_all_texts() -> None:
+    layout = SequenceLayout.for_batch([(0, 5, 8, 12)], 2, parents=[(-1, 0, 0)])
+    assert longest_of(layout) == 9
+    assert (tokens_of_layout(layout) - layout.padding, given_tokens(layout)) == (12, 17)
+
+
+def test_a_label_that_does_not_count_hides_no_beginning() -> None:
+    batch = texts("abcdefghij", "abcdefghij", "abcdefxyzz")
+    for place in range(4, 9):
+        labels = batch["labels"].clone()
+        labels[0, place] = -100
+        joined = join_texts(batch | {"labels": labels}, None, 1)
+        assert joined is not None
+        assert joined.tokens == 16, place
 
 
 def test_generation_goes_on_as_ever() -> None:

@@ -1,6 +1,7 @@
 """Full batches cut over the ranks."""
 
 import inspect
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,26 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         elif index:  # the first is the model
             arguments[name] = value
     return arguments
+
+
+def kept_tokens(keep: int | torch.Tensor, length: int) -> Sequence[int]:
+    """The tokens that `logits_to_keep` means, of a batch of so many.
+
+    Raises:
+        BatchError: If it is no such number, and no tensor of indices.
+    """
+    if isinstance(keep, torch.Tensor):
+        bad = keep.dtype == torch.bool or keep.ndim != 1 or not len(keep)
+        bad = bad or bool(((keep < -length) | (keep >= length)).any())
+    else:
+        keep = operator.index(keep)
+        bad = keep < 0
+    if bad:
+        raise BatchError(
+            f"logits_to_keep is {keep}; it must be a number of last tokens, or a tensor of one or more indices into "
+            f"the {length} tokens of the sequence."
+        )
+    return range(max(0, length - keep), length) if isinstance(keep, int) else [row % length for row in keep.tolist()]
 
 
 def cut_batch(

@@ -39,7 +39,7 @@ class Joined:
         places (`torch.LongTensor` of shape `(batch, tokens)`): Where each token of the given batch stands in the row;
             -1 for padding.
         scored (`torch.LongTensor` of shape `(1, J)`): In how many texts what follows a token counts for the loss.
-        labels (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): Those of the given batch.
+        labels (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): Those that are scored, of all texts.
         longest (`int`): Its longest position.
         sources (`torch.LongTensor` of shape `(J,)`): Where each token of the row stands in the given batch, flat.
     """
@@ -128,10 +128,9 @@ class Joined:
         flat = value.expand(texts).flatten(at, at + 1)
         return flat.index_select(at, self.sources.to(value.device)).unsqueeze(at)
 
-    def kept(self, keep: int | Tensor) -> Tensor:
-        """The places of the tokens that `logits_to_keep` means, all rows one after another."""
-        columns = slice(-keep, None) if isinstance(keep, int) else keep.to(self.places.device)
-        return self.places[:, columns].clamp(min=0).flatten()
+    def kept(self, columns: Sequence[int]) -> Tensor:
+        """The places of some tokens of each row, all rows one after another."""
+        return self.places[:, list(columns)].clamp(min=0).flatten()
 
 
 class _Text(NamedTuple):
@@ -176,11 +175,23 @@ class _Tree:
             if common - 1 - start >= self.least:
                 self.pieces.append(_Piece(start, common - 1, group, parent))
                 start, parent = common - 1, len(self.pieces) - 1
-            apart = dict[tuple[int, ...], list[_Text]]()
-            for index, text in enumerate(group):
-                key = (index,) if common == text.size else self._next(text, common)
-                apart.setdefault(key, []).append(text)
-            open_groups += [(own, start, parent) for own in reversed(apart.values())]
+            open_groups += [(own, start, parent) for own in reversed(self._apart(group, common))]
+
+    def _apart(self, group: Sequence[_Text], place: int) -> list[list[_Text]]:
+        """Texts by the token at a place. One whose label does not count goes with those whose label does."""
+        apart = dict[tuple[int, ...], list[tuple[int, list[_Text]]]]()
+        for index, text in enumerate(group):
+            ends = place == text.size
+            key = (index,) if ends else tuple(self._values(text, place, place + 1).flatten().tolist())
+            label = IGNORE_INDEX if ends or not place else int(self._labels(text, place, place + 1))
+            known = apart.setdefault(key, [])
+            for at, (other, texts) in enumerate(known):
+                if IGNORE_INDEX in (label, other) or label == other:
+                    known[at] = (max(label, other), [*texts, text])
+                    break
+            else:
+                known.append((label, [text]))
+        return [texts for known in apart.values() for _, texts in known]
 
     def _common(self, texts: Sequence[_Text], start: int) -> int:
         """How many tokens all of them have in common. A label that counts in some of them only is no difference."""
@@ -206,11 +217,6 @@ class _Tree:
             return torch.full((stop - start,), IGNORE_INDEX, device="cpu")
         labels = self.labels[text.row, text.start + start : text.start + stop]
         return torch.cat([labels.new_full((1,), IGNORE_INDEX), labels[1:]]) if start == 0 else labels
-
-    def _next(self, text: _Text, place: int) -> tuple[int, ...]:
-        """The token behind those that texts have in common."""
-        values = self._values(text, place, place + 1).flatten()
-        return (*values.tolist(), int(self._labels(text, place, place + 1)) if place else IGNORE_INDEX)
 
 
 def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -> Joined | None:

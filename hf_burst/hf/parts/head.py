@@ -1,7 +1,6 @@
 """The head of a model: which of its logits a pass is to have, and the loss without any in memory."""
 
 import logging
-import operator
 from typing import Literal
 
 import torch
@@ -9,6 +8,7 @@ from transformers import PreTrainedModel
 
 from ...errors import BatchError
 from ...ranks.layout import SequenceLayout
+from ..batches.cutting import kept_tokens
 from ..callers import askers_for_logits, readers_of_logits, trainer_under_way
 from ..forward_pass import ForwardPass
 from ..lazy_head import LazyHead, is_hooked, is_watched, lazy_head
@@ -133,19 +133,7 @@ def _way_out(training: bool) -> str:
 
 def keep_rows(keep: int | torch.Tensor, layout: SequenceLayout, rank: int) -> tuple[KeptRows, torch.Tensor]:
     """For `logits_to_keep`: for each rank, the places of its rows in the result; and this rank's rows."""
-    length = layout.length - layout.padding
-    if isinstance(keep, torch.Tensor):
-        bad = keep.dtype == torch.bool or keep.ndim != 1 or not len(keep)
-        bad = bad or bool(((keep < -length) | (keep >= length)).any())
-    else:
-        keep = operator.index(keep)
-        bad = keep < 0
-    if bad:
-        raise BatchError(
-            f"logits_to_keep is {keep}; it must be a number of last tokens, or a tensor of one or more indices into "
-            f"the {length} tokens of the sequence."
-        )
-    wanted = range(max(0, length - keep), length) if isinstance(keep, int) else [row % length for row in keep.tolist()]
+    wanted = kept_tokens(keep, layout.length - layout.padding)
     tokens = [layout.indices(holder).tolist() for holder in range(layout.ranks)]
     row_of = [{token: row for row, token in enumerate(held)} for held in tokens]
     places = tuple(tuple(place for place, token in enumerate(wanted) if token in held) for held in row_of)

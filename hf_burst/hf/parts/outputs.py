@@ -43,18 +43,21 @@ class Outputs(Part):
         if "hidden_states" in outputs and not run.batch.sharded and group.size > 1:
             outputs["hidden_states"] = tuple(gather_tokens(state, layout, group) for state in outputs["hidden_states"])
         if run.batch.joined is not None:
-            _restore(run.batch.joined, outputs, head.asked)
+            _restore(run.batch.joined, outputs, head.asked, alone=group.size == 1)
 
 
-def _restore(joined: Joined, outputs: dict[str, Any], chosen: bool) -> None:
-    """Outputs of joined texts as those of their batch; logits may be of `chosen` tokens, all rows one after another."""
+def _restore(joined: Joined, outputs: dict[str, Any], chosen: bool, alone: bool) -> None:
+    """Outputs of joined texts as those of their batch; logits may be of `chosen` tokens, all rows one after another.
+    Routers' logits are there in one process alone."""
     rows = len(joined.places)
     if "logits" in outputs:
         logits = outputs["logits"]
         outputs["logits"] = logits.unflatten(1, (rows, -1))[0] if chosen else joined.restored(logits)
     if "hidden_states" in outputs:
         outputs["hidden_states"] = tuple(map(joined.restored, outputs["hidden_states"]))
-    outputs.pop("router_logits", None)
+    layers = outputs.pop("router_logits", None)
+    if layers and alone:
+        outputs["router_logits"] = tuple(joined.restored(layer[None]).flatten(0, 1) for layer in layers)
 
 
 def _gather_fused(run: ForwardPass, outputs: dict[str, Any]) -> None:

@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ...errors import BatchError
+from ..batches.cutting import kept_tokens
+from ..batches.documents import batch_shape
 from ..batches.joining import Joined, fit, join_texts, obstacle_in
 from ..batches.modalities import same_for_every_row
-from ..batches.sharded import is_sharded
+from ..batches.sharded import is_sharded, sum_of_bits
 from ..forward_pass import ForwardPass
 from ..models.cut_point import CutPoint, needs_positions, sees_blocks
 from .base import Part
@@ -56,7 +59,7 @@ class SharedBeginnings(Part):
         if given.get("inputs_embeds") is not None or given["input_ids"] is None:
             return
         labels = given.get("labels") if self.labels() is None else self.labels()
-        if not fit(given, labels):
+        if not fit(given, labels) or not _joinable(run, labels is not None):
             return  # other parts say what is wrong
         obstacle = self._obstacle(run)
         if obstacle in self.told:
@@ -72,6 +75,8 @@ class SharedBeginnings(Part):
         self._tell("joined", f"What texts of a batch have in common at their beginning is computed once: {saved}.")
         run.batch.joined = joined
         run.batch.given = self._given(joined, given)
+        if run.group.size > 1:  # the row does not say which texts and labels it stands for
+            run.agreement.add("texts that begin alike", _content(joined))
 
     def _obstacle(self, run: ForwardPass) -> str:
         """Why this pass cannot share anything; empty if it can."""
@@ -79,6 +84,8 @@ class SharedBeginnings(Part):
             return "tokens of images may see later ones"
         if needs_positions(type(run.model)):
             return "positions of images depend on other rows"
+        if run.model.training and getattr(run.model.get_input_embeddings(), "neftune_noise_alpha", None):
+            return "noise of neftune_noise_alpha depends on the length of a row"
         if not self.recurrence.forks:
             return NO_FORKS
         if found := obstacle_in(run.batch.given, bool(self.cut_point.path)):
@@ -98,7 +105,7 @@ class SharedBeginnings(Part):
             batch.pop("labels", None)
         keep = given.get("logits_to_keep", 0)
         if isinstance(keep, torch.Tensor) or keep:
-            batch["logits_to_keep"] = joined.kept(keep)
+            batch["logits_to_keep"] = joined.kept(kept_tokens(keep, batch_shape(given)[1]))
         return batch
 
     def _tell(self, what: str, sentence: str) -> None:
@@ -106,3 +113,30 @@ class SharedBeginnings(Part):
         if what not in self.told:
             self.told.add(what)
             logger.info("hf_burst: %s", sentence)
+
+
+def _joinable(run: ForwardPass, labelled: bool) -> bool:
+    """Whether a pass returns nothing that needs the rows one by one: a cache to go on with, or some logits and a loss
+    of them."""
+    given = run.batch.given
+    keep = given.get("logits_to_keep", 0)
+    if isinstance(keep, torch.Tensor) or keep:
+        try:
+            kept_tokens(keep, batch_shape(given)[1])
+        except BatchError:
+            return False
+        if labelled:
+            return False
+    caches = given.get("use_cache")
+    caches = getattr(run.model.config, "use_cache", False) if caches is None else caches
+    return labelled or run.model.training or run.group.size > 1 or not caches
+
+
+def _content(joined: Joined) -> torch.Tensor:
+    """A checksum of what the row stands for."""
+    parts = [torch.tensor(joined.places.shape, device="cpu"), joined.places, joined.scored]
+    parts += [] if joined.labels is None else [joined.labels.cpu()]
+    total = torch.zeros((), dtype=torch.int64, device="cpu")
+    for part in parts:
+        total = total * 3 + sum_of_bits(part)
+    return total
