@@ -165,6 +165,11 @@ def sources(name: str, value: Any) -> list[str]:
         if (file or is_path(item)) and not pattern and not path.exists():
             kind = "" if file else "a folder "
             raise SystemExit(f"{name} has {item!r}, {kind}{'which' if file else 'that'} does not exist; {nearby(path)}")
+        if not file and path.is_file():
+            raise SystemExit(
+                f"{name} has {item!r}, a file whose suffix tells no kind; a text is named such as {path.stem}.txt, and "
+                f"other files {', '.join(TABLES)}."
+            )
     return listed
 
 
@@ -180,6 +185,10 @@ def nearby(missing: Path) -> str:
     return f"did you mean {there[near[0]]}?" if near else f"the current folder is {Path.cwd()}."
 
 
+class RowError(ValueError):
+    """Rows of which a recipe makes nothing, a line each."""
+
+
 @contextmanager
 def using(setting: str, *refusals: type[Exception]) -> Iterator[None]:
     """Where a library cannot use a setting, the end is a sentence that names it; so is that of more refusals."""
@@ -188,7 +197,9 @@ def using(setting: str, *refusals: type[Exception]) -> Iterator[None]:
     except BurstError:  # which says what to do
         raise
     except (*REFUSALS, *refusals) as error:
-        raise SystemExit(f"{setting} cannot be used: {shorten(str(error), 300, placeholder=' ...')}") from None
+        lines = str(error).splitlines() if isinstance(error, RowError) else [str(error)]
+        said = "\n".join(shorten(line, 300, placeholder=" ...") for line in lines)
+        raise SystemExit(f"{setting} cannot be used:{' ' if len(lines) == 1 else chr(10)}{said}") from None
 
 
 def mapping(name: str, value: Any) -> dict[str, Any]:

@@ -209,6 +209,11 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         ("--model_name_or_path", "a/b/c", "model_name_or_path is 'a/b/c', a folder that does not exist; the current"),
         ("--tokenizer", ".", "tokenizer '.' cannot be used"),
         ("--dataset", "missing.txt", "dataset has 'missing.txt', which does not exist; the current folder is /"),
+        (
+            "--dataset",
+            f"{ROOT}/LICENSE",
+            "LICENSE', a file whose suffix tells no kind; a text is named such as LICENSE.txt",
+        ),
         ("--dataset", "lang.txt", "dataset has 'lang.txt', which does not exist; did you mean long.txt?"),
         ("--dataset", "books/", "dataset has 'books/', a folder that does not exist; the current folder is /"),
         ("--dataset", "./long", "dataset has './long', a folder that does not exist; did you mean long.txt?"),
