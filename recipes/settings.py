@@ -349,6 +349,8 @@ def prepare(
     if burst.merge_to is not None:
         probe_merged("merge_to", burst.merge_to, training.output_dir)
     check_groups(burst.parallelism.burst_size)
+    if training.process_index == 0 and (warning := overruled(burst.burst_size)):
+        print(f"WARNING: {warning}", file=sys.stderr)
     keep_time_limit(training)
     run = resuming.settings_of(training, model, documents)
     training.resume_from_checkpoint = resuming.checkpoint(training, run)
@@ -376,6 +378,16 @@ def check_groups(size: int | None) -> None:
             f"burst_size is {size}, which does not divide the processes that were launched: {processes}. Pass "
             f"--burst_size {fitting}."
         )
+
+
+def overruled(size: int | None) -> str | None:
+    """What is said of a variable that names another size of groups."""
+    variable = os.environ.get("HF_BURST_SIZE")
+    if size is None or variable in (None, "", str(size)):
+        return None
+    return (
+        f"burst_size is {size}, which overrules HF_BURST_SIZE={variable}. To take that, pass --burst_size {variable}."
+    )
 
 
 def keep_time_limit(training: "TrainingArguments") -> None:

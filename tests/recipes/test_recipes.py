@@ -737,6 +737,18 @@ def test_another_model_comes_with_its_tokenizer(tmp_path: Path) -> None:
         assert (model.model_name_or_path, model.tokenizer) == (base, tokenizer)
 
 
+def test_a_variable_that_is_overruled_is_told(
+    recipe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in the script for SLURM, which sets it."""
+    told = "burst_size is 1, which overrules HF_BURST_SIZE=8. To take that, pass --burst_size 8."
+    monkeypatch.setenv("HF_BURST_SIZE", "8")
+    recipe("--burst_size", "1")
+    assert told in capsys.readouterr().err
+    monkeypatch.setenv("HF_BURST_SIZE", "1")
+    assert settings.overruled(1) is settings.overruled(None) is None
+
+
 def test_groups_must_divide_what_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     settings.check_groups(3)  # nothing was launched
     monkeypatch.setenv("WORLD_SIZE", "4")
