@@ -385,9 +385,7 @@ def overruled(size: int | None) -> str | None:
     variable = os.environ.get("HF_BURST_SIZE")
     if size is None or variable in (None, "", str(size)):
         return None
-    return (
-        f"burst_size is {size}, which overrules HF_BURST_SIZE={variable}. To take that, pass --burst_size {variable}."
-    )
+    return f"burst_size is {size}, which overrules HF_BURST_SIZE={variable}. Pass --burst_size {variable} for that."
 
 
 def keep_time_limit(training: "TrainingArguments") -> None:

@@ -741,7 +741,7 @@ def test_a_variable_that_is_overruled_is_told(
     recipe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As in the script for SLURM, which sets it."""
-    told = "burst_size is 1, which overrules HF_BURST_SIZE=8. To take that, pass --burst_size 8."
+    told = "burst_size is 1, which overrules HF_BURST_SIZE=8. Pass --burst_size 8 for that."
     monkeypatch.setenv("HF_BURST_SIZE", "8")
     recipe("--burst_size", "1")
     assert told in capsys.readouterr().err
