@@ -306,7 +306,8 @@ class BurstResume(TrainerCallback, ExportableState):
             "rows": args.per_device_train_batch_size,
             "accumulation": args.gradient_accumulation_steps,
         }
-        data = _gather(known_of(getattr(train_dataloader, "dataset", None)))[0]  # all ranks judge what rank 0 has
+        rows = getattr(train_dataloader, "dataset", None)
+        data = _gather(known_of(rows) if args.process_index == 0 else None)[0]  # all ranks judge what rank 0 has
         before = recorded(state.stateful_callbacks)
         loop = next((frame.f_locals for frame in frames() if frame.f_code.co_name == "_inner_training_loop"), {})
         if state.global_step:
@@ -328,7 +329,8 @@ class BurstResume(TrainerCallback, ExportableState):
         if all(before[name] == now[name] for name in other):
             return
         contents = " with other contents" if before["rows"] == now["rows"] else ""
-        said = f"{whence} on other data: {before['rows']:,} rows, and it is {now['rows']:,} rows{contents} now."
+        had, has = (f"{rows:,} row{'s' * (rows != 1)}" for rows in (before["rows"], now["rows"]))
+        said = f"{whence} on other data: {had}, and it is {has}{contents} now."
         if self.other_data:
             _warn("%s As many rows of it are skipped as were trained on.", said)
             return
