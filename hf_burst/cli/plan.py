@@ -135,8 +135,8 @@ def find_model(name: str, trust_remote_code: bool) -> ModelSize:
     except ConfigError as problem:
         near = "".join(f" Did you mean {match}?" for match in get_close_matches(name.lower(), NAMES, n=1))
         raise ConfigError(f"{problem}{near} Shapes that need no hub: {', '.join(NAMES)}.") from problem
-    default = name == target.model_class.__name__
-    return model_size(target.model_class, target.config, f"{name} (default config of the class)" if default else name)
+    size = model_size(target.model_class, target.config, name)
+    return replace(size, name=f"{name} (default config of the class)") if name == target.model_class.__name__ else size
 
 
 def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:
