@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .check.run import check_model
     from .config import BurstConfig, Memory
     from .hf.batches.collator import BurstCollator, shard_batch
+    from .hf.batches.grouping import GroupCollator
     from .hf.parts.token_losses import token_losses
     from .hf.patch import patch_model, unpatch_model
     from .hf.trainers.accelerate import BurstParallelismConfig
@@ -26,6 +27,7 @@ __all__ = [
     "BurstConfig",
     "BurstParallelismConfig",
     "BurstResume",
+    "GroupCollator",
     "Memory",
     "check_model",
     "last_checkpoint",
@@ -41,6 +43,7 @@ _HOME = {
     "BurstConfig": ".config",
     "BurstParallelismConfig": ".hf.trainers.accelerate",
     "BurstResume": ".hf.trainers.resume",
+    "GroupCollator": ".hf.batches.grouping",
     "Memory": ".config",
     "check_model": ".check.run",
     "last_checkpoint": ".hf.trainers.resume",

@@ -113,6 +113,9 @@ class DataSettings:
         default="refuse",
         metadata={"choices": TOO_LONG, "help": "What is done with rows that are longer than max_length."},
     )
+    group_rows: int = field(
+        default=1, metadata={"help": "Up to so many rows that begin alike are one sample, as questions on a document."}
+    )
 
     def __post_init__(self) -> None:
         self.dataset = sources("dataset", self.dataset)
@@ -121,6 +124,8 @@ class DataSettings:
             raise SystemExit(f"eval_share is {self.eval_share!r}; give a share from 0 to below 1, such as 0.05.")
         if self.eval_share and self.eval_dataset:
             raise SystemExit("eval_share and eval_dataset are both set; set one of them.")
+        if type(self.group_rows) is not int or self.group_rows < 1:
+            raise SystemExit(f"group_rows is {self.group_rows!r}; give a number of rows, 1 for no groups.")
         if self.eval_split != "train" and not self.eval_dataset:
             raise SystemExit(f"eval_split is {self.eval_split!r} without eval_dataset; set eval_dataset too.")
 

@@ -46,6 +46,7 @@ from .parts.recurrence import Recurrence
 from .parts.replicas import Replicas
 from .parts.request import Request
 from .parts.rope import LongestPosition
+from .parts.shared_beginnings import SharedBeginnings
 from .parts.tiles import TiledMLP
 from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
@@ -155,14 +156,15 @@ def make_parts(
     """The parts of a model in the order of their steps: each behind those that it `needs`. A new capability is a new
     part and a line here."""
     recurrence, memory, token_losses = Recurrence(), MemoryRule(model, config), TokenLosses()
-    head = Head(token_losses)
+    head, tokens = Head(token_losses), Tokens(model, cut_point, recurrence)
     return (
         Request(),
         Replicas(config),
         Attention(model),
         recurrence,
+        SharedBeginnings(model, cut_point, recurrence, tokens.own_positions, token_losses.wanted_labels),
         memory,
-        Tokens(model, cut_point, recurrence),
+        tokens,
         Towers(),
         LongestPosition(),
         Checkpointing(memory.advise),

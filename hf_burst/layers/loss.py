@@ -1,5 +1,8 @@
 """The cross-entropy of tokens, as sums and one by one."""
 
+from collections.abc import Callable, Mapping
+
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -28,3 +31,31 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """The cross-entropy of each token, `(batch, n)`, as [`token_loss_sum`] adds them up; 0 for targets of -100."""
     wide = logits.to(accumulation_dtype(logits.dtype)).transpose(1, 2)
     return functional.cross_entropy(wide, targets.to(logits.device), ignore_index=IGNORE_INDEX, reduction="none")
+
+
+def rows_by_weight(weights: Tensor, device: torch.device) -> dict[int, Tensor]:
+    """Where each weight but 0 stands in a tensor of them on the host: indices into its elements, on a device."""
+    flat = weights.flatten()
+    numbers = (number for number in flat.unique().tolist() if number)
+    return {number: (flat == number).nonzero().flatten().to(device) for number in numbers}
+
+
+def weighted_loss_sum(
+    loss_sum: Callable[[Tensor, Tensor], Tensor], values: Tensor, targets: Tensor, rows: Mapping[int, Tensor]
+) -> Tensor:
+    """The sum of the cross-entropies of this rank's tokens, each counted several times.
+
+    Args:
+        loss_sum (`Callable`): Gives the sum for values of shape `(1, m, ...)` and targets `(1, m)`.
+        values (`torch.Tensor` of shape `(batch, n, ...)`): Scores, or what is scored.
+        targets (`torch.LongTensor` of shape `(batch, n)`): As in [`token_loss_sum`].
+        rows (mapping from `int` to `torch.LongTensor`): The tokens that count so many times, see [`rows_by_weight`].
+    """
+    flat, labels = values.flatten(0, 1), targets.flatten().to(values.device)
+    sums = [
+        weight * loss_sum(flat.index_select(0, index)[None], labels.index_select(0, index)[None])
+        for weight, index in rows.items()
+    ]
+    if not sums:  # all ranks take part in what the head gathers
+        return loss_sum(values[:1, :1], targets[:1, :1].new_full((1, 1), IGNORE_INDEX))
+    return sum(sums[1:], start=sums[0])

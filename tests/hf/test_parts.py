@@ -131,6 +131,12 @@ def readings(rank: int, size: int) -> set[Reading]:
     run(models.make_model("granite").train(), plain | {"output_router_logits": True})
     run(models.make_model("llama_dynamic").train(), plain)
     run(models.make_model("bert").train(), plain)
+    alike = plain | {name: value[:1].repeat(2, 1) for name, value in plain.items()}
+    share = hf_burst.BurstConfig(share_prefixes=True)
+    run(models.make_model("llama_dynamic").train(), alike, share)
+    llama.eval()
+    run(llama, {"input_ids": alike["input_ids"], "output_hidden_states": True}, share)
+    run(llama, None, share, call=lambda: hf_burst.token_losses(llama, alike))
     return watch.readings
 
 

@@ -15,6 +15,7 @@ NAMES = [
     "BurstConfig",
     "BurstParallelismConfig",
     "BurstResume",
+    "GroupCollator",
     "Memory",
     "check_model",
     "last_checkpoint",
@@ -24,7 +25,7 @@ NAMES = [
     "unpatch_model",
 ]
 FOR_EXPERTS = ["AttentionRequest", "ContextGroup", "MaskPattern", "SequenceLayout", "burst_attention"]
-SETTINGS = ["schedule", "kernel", "transport", "chunking", "gradients", "memory"]
+SETTINGS = ["schedule", "kernel", "transport", "chunking", "gradients", "memory", "share_prefixes"]
 SETTINGS_OF_MEMORY = ["activation_offloading", "tiled_mlp", "head_groups", "layers_per_checkpoint", "attention_keep"]
 
 

@@ -97,7 +97,7 @@ def train_on_images(rank: int, size: int, folder: str, case: Case, packing: bool
 
     model = seeing_model(case.model).to(torch.float32)
     if case.burst:
-        hf_burst.patch_model(model)
+        hf_burst.patch_model(model, hf_burst.BurstConfig(share_prefixes=True))
     if case.lora:
         from peft import LoraConfig, get_peft_model
 
@@ -120,7 +120,8 @@ SEEING = [
     Case("SFTTrainer", "padded", model="Llava"),
     Case("SFTTrainer", "padded", model="Llava", lora=True, checkpointing=True),
     Case("SFTTrainer", "padded", model="Llava", data=2),
-    Case("DPOTrainer", model="Llava", lora=True),
+    Case("DPOTrainer", model="Llava", lora=True),  # pairs of several images, row by row
+    Case("DPOTrainer", model="Llava", lora=True, data=2),  # a pair at a time
 ]
 
 

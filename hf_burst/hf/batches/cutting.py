@@ -38,10 +38,16 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def cut_batch(
-    batch: Mapping[str, Any], config: BurstConfig, rank: int, ranks: int, task: Task = CAUSAL
+    batch: Mapping[str, Any],
+    config: BurstConfig,
+    rank: int,
+    ranks: int,
+    task: Task = CAUSAL,
+    parents: Sequence[tuple[int, ...]] = (),
 ) -> tuple[dict[str, Any], SequenceLayout]:
-    """One rank's part of a full batch, its targets and token inputs, and the layout; see [`shard_batch`]."""
-    layout = layout_of(batch, config, ranks, task, {MaskPattern(task.causal): 1})
+    """One rank's part of a full batch, its targets and token inputs, and the layout; see [`shard_batch`]. Documents may
+    continue others, by `parents` as in [`SequenceLayout`]."""
+    layout = layout_of(batch, config, ranks, task, {MaskPattern(task.causal): 1}, parents=parents)
     return cut_inputs({**batch, **cut_targets(batch, layout, rank, task)}, layout, rank), layout
 
 
@@ -52,8 +58,10 @@ def layout_of(
     task: Task,
     patterns: Mapping[MaskPattern, int],
     hybrid: Hybrid | None = None,
+    parents: Sequence[tuple[int, ...]] = (),
 ) -> SequenceLayout:
-    """How a full batch is laid over the ranks, for layers that see as far as `patterns` say, and recurrent ones."""
+    """How a full batch is laid over the ranks, for layers that see as far as `patterns` say, and recurrent ones.
+    Documents may continue others, by `parents` as in [`SequenceLayout`]."""
     return SequenceLayout.for_batch(
         documents_of(batch, task),
         ranks,
@@ -62,6 +70,7 @@ def layout_of(
         patterns=patterns,
         stretches=config.memory_settings.stretches,
         hybrid=hybrid,
+        parents=parents,
     )
 
 

@@ -1,6 +1,7 @@
 """Where a model is cut over the ranks: the part that works on tokens, and its inputs with a value a token."""
 
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -134,6 +135,15 @@ def served_modalities(kind: type) -> list[str]:
 def needs_positions(kind: type) -> bool:
     """Whether the positions of a class's images depend on what stands before their document."""
     return family_of(kind) == "HunYuanVL"
+
+
+def sees_blocks(model: PreTrainedModel) -> bool:
+    """Whether tokens of an image or a prefix may see later ones in a wrapper, by the source of its class."""
+    if not language_model_path(model):
+        return False
+    modules = {kind.__module__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models.")}
+    sources = [inspect.getsource(sys.modules[module]) for module in modules]
+    return not sources or any("block_sequence_ids" in source for source in sources)
 
 
 def images_dealt_by(kind: type) -> str | None:

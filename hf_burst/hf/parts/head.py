@@ -14,6 +14,7 @@ from ..forward_pass import ForwardPass
 from ..lazy_head import LazyHead, is_hooked, is_watched, lazy_head
 from .base import Part
 from .loss import Loss
+from .shared_beginnings import SharedBeginnings
 from .token_losses import TokenLosses
 from .tokens import Tokens
 
@@ -29,18 +30,19 @@ class Head(Part):
     """Decides what becomes of the logits: `"keep"` as they are, `"gather"` over the ranks, or `"drop"`. The head whose
     logits are dropped is put off, see [`LazyHead`]: the loss asks it for the scores of some tokens at a time."""
 
-    needs = (Tokens, Loss)
+    needs = (SharedBeginnings, Tokens, Loss)
 
     def __init__(self, token_losses: TokenLosses) -> None:
         self.token_losses = token_losses
         self.lazy: LazyHead | None = None
         self.logits: Literal["keep", "gather", "drop"] = "keep"
-        self.kept: KeptRows | None = None  # of `logits_to_keep`
+        self.asked = False  # whether there are `logits_to_keep`
+        self.kept: KeptRows | None = None  # of these
         self.rows: torch.Tensor | None = None  # this rank's rows of them, if the model does not choose them
 
     def prepare(self, run: ForwardPass) -> None:
         keep = run.batch.given.get("logits_to_keep", 0)
-        asked = isinstance(keep, torch.Tensor) or bool(keep)
+        asked = self.asked = isinstance(keep, torch.Tensor) or bool(keep)
         if asked and (run.group.size > 1 or not run.task.generates):
             self.kept, rows = keep_rows(keep, run.batch.layout, run.group.rank)
             if run.task.generates:
@@ -89,12 +91,15 @@ class Head(Part):
         if run.batch.sharded or run.group.size == 1:
             return "keep"
         rows = layout.length - layout.padding if self.kept is None else sum(map(len, self.kept))
-        values = layout.batch_size * rows * run.model.config.get_text_config().vocab_size
+        tokens = layout.batch_size * rows
+        if run.batch.joined is not None and self.kept is None:
+            tokens = run.batch.joined.places.numel()  # of all texts
+        values = tokens * run.model.config.get_text_config().vocab_size
         gib = values * run.model.dtype.itemsize / 2**30
         if gib <= LOGITS_LIMIT_GIB:
             return "gather"
         sentence = (
-            f"The logits of {layout.batch_size} x {rows} tokens take {gib:.1f} GiB on every rank, and up to "
+            f"The logits of {tokens:,} tokens take {gib:.1f} GiB on every rank, and up to "
             f"{LOGITS_LIMIT_GIB:g} GiB are gathered"
         )
         if not labels:

@@ -3,10 +3,12 @@
 from typing import Any
 
 from ...ranks.collectives import gather_kept, gather_tokens
+from ..batches.joining import Joined
 from ..forward_pass import ForwardPass
 from .base import Part
 from .head import Head
 from .loss import Loss
+from .shared_beginnings import SharedBeginnings
 from .token_losses import TokenLosses
 
 # one value a token, in TRL's output for `fused_lm_head=True`, which holds no logits
@@ -16,7 +18,7 @@ _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_
 class Outputs(Part):
     """Gathers outputs in sequence order. Those of a batch that arrived sharded stay sharded."""
 
-    needs = (Loss, TokenLosses)  # which read logits before they are gathered or dropped
+    needs = (SharedBeginnings, Loss, TokenLosses)  # the latter two read logits before they are gathered or dropped
 
     def __init__(self, head: Head) -> None:
         self.head = head
@@ -40,6 +42,19 @@ class Outputs(Part):
             outputs["logits"] = logits
         if "hidden_states" in outputs and not run.batch.sharded and group.size > 1:
             outputs["hidden_states"] = tuple(gather_tokens(state, layout, group) for state in outputs["hidden_states"])
+        if run.batch.joined is not None:
+            _restore(run.batch.joined, outputs, head.asked)
+
+
+def _restore(joined: Joined, outputs: dict[str, Any], chosen: bool) -> None:
+    """Outputs of joined texts as those of their batch; logits may be of `chosen` tokens, all rows one after another."""
+    rows = len(joined.places)
+    if "logits" in outputs:
+        logits = outputs["logits"]
+        outputs["logits"] = logits.unflatten(1, (rows, -1))[0] if chosen else joined.restored(logits)
+    if "hidden_states" in outputs:
+        outputs["hidden_states"] = tuple(map(joined.restored, outputs["hidden_states"]))
+    outputs.pop("router_logits", None)
 
 
 def _gather_fused(run: ForwardPass, outputs: dict[str, Any]) -> None:
@@ -51,5 +66,7 @@ def _gather_fused(run: ForwardPass, outputs: dict[str, Any]) -> None:
     for name in _FUSED_FIELDS:
         if name in outputs and not (run.batch.sharded and run.model.training):
             outputs[name] = gather_tokens(outputs[name], run.batch.layout, run.group)
+        if name in outputs and run.batch.joined is not None:
+            outputs[name] = run.batch.joined.restored_scores(outputs[name])
         if name in outputs and not run.batch.sharded:  # as without `shift_labels`: the last token predicts nothing
             outputs[name] = outputs[name][:, :-1]

@@ -15,13 +15,14 @@ from ...errors import UnsupportedModelError
 from ..batches.sharded import LAYOUT_KEY, ShardedBatch, longest_position
 from ..forward_pass import ForwardPass
 from .base import Handles, Part
+from .shared_beginnings import SharedBeginnings
 from .tokens import Tokens
 
 
 class LongestPosition(Part):
     """Tells the rotary modules of a model the longest position of the pass under way."""
 
-    needs = (Tokens,)
+    needs = (SharedBeginnings, Tokens)
 
     def __init__(self) -> None:
         self.rotary: list[nn.Module] = []  # whose frequencies follow from the longest position, or may come to do so
@@ -46,6 +47,8 @@ class LongestPosition(Part):
         about: ShardedBatch | None = run.batch.given.get(LAYOUT_KEY)
         if about is not None:
             self.longest = about.longest
+        elif run.batch.joined is not None:
+            self.longest = run.batch.joined.longest
         else:
             self.longest = run.batch.layout.length - 1 if run.batch.sharded else longest_position(run.batch.given)
         run.agreement.add("longest position", self.longest)

@@ -16,6 +16,7 @@ from ..forward_pass import ForwardPass
 from ..groups import PATCH
 from ..lazy_head import token_losses_of
 from .base import Part
+from .shared_beginnings import SharedBeginnings
 from .tokens import check_ranges
 
 
@@ -67,10 +68,16 @@ def token_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 class TokenLosses(Part):
     """Scores each token where [`token_losses`] asks for it, in place of the logits."""
 
+    needs = (SharedBeginnings,)
+
     def __init__(self) -> None:
         self.wanted = False
         self.labels: Tensor | None = None
         self.losses: Tensor | None = None
+
+    def wanted_labels(self) -> Tensor | None:
+        """The labels whose losses are asked for."""
+        return self.labels if self.wanted else None
 
     def prepare(self, run: ForwardPass) -> None:
         if not self.wanted:
@@ -79,7 +86,8 @@ class TokenLosses(Part):
             raise BatchError(
                 "token_losses takes full batches (no shard_batch, no BurstCollator) without logits_to_keep."
             )
-        shape = batch_shape(run.batch.given)
+        joined = run.batch.joined
+        shape = batch_shape(run.batch.given) if joined is None else tuple(joined.places.shape)
         if self.labels is None or tuple(self.labels.shape) != shape:
             shown = "missing" if self.labels is None else f"of shape {tuple(self.labels.shape)}"
             raise BatchError(f"The labels are {shown}; token_losses needs labels of shape {shape}, as input_ids.")
@@ -91,6 +99,9 @@ class TokenLosses(Part):
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if not self.wanted or self.labels is None:
             return
-        targets = run.task.targets_of(self.labels)[run.task.targets]
+        joined = run.batch.joined
+        labels = self.labels if joined is None else joined.batch["labels"]
+        targets = run.task.targets_of(labels)[run.task.targets]
         own = run.batch.layout.shard(targets, run.group.rank, pad_value=IGNORE_INDEX)
-        self.losses = gather_tokens(token_losses_of(outputs["logits"], own), run.batch.layout, run.group)
+        losses = gather_tokens(token_losses_of(outputs["logits"], own), run.batch.layout, run.group)
+        self.losses = losses if joined is None else joined.restored_scores(losses)

@@ -20,6 +20,7 @@ from ..forward_pass import ForwardPass
 from ..models.cut_point import frames_apart, images_dealt_by, served_modalities, sound_dealt_by
 from .base import ForwardOverride, Part
 from .dropout import random_rates
+from .shared_beginnings import SharedBeginnings
 
 _PIXELS = ("pixel_values", "pixel_values_videos", "high_res_pixel_values")
 _GRIDS = ("image_grid_thw", "video_grid_thw", "image_grid_hw")
@@ -35,6 +36,8 @@ _RUNS = ("pixel_values", "pixel_values_videos", "pixel_values_local", "tile_fine
 
 class Towers(Part):
     """Has each rank encode a share of the images and videos of a batch, dealt by their sizes, and of the sound."""
+
+    needs = (SharedBeginnings,)
 
     def install(self, model: PreTrainedModel) -> None:
         owner, images, sound = model.base_model, images_dealt_by(type(model)), sound_dealt_by(type(model))

@@ -214,6 +214,9 @@ def tokens_of(layout: SequenceLayout) -> int:
 def pairs_of(layout: SequenceLayout, size: ModelSize) -> float:
     """The (query, key) pairs of these tokens, added up over the layers of a model."""
     pairs = 0.0
+    if layout.parents:  # without padding, but for that of the last chunk
+        masks = ((count, mask) for pattern, count in size.patterns for mask in layout.masks(pattern))
+        return sum(count * mask.pairs for count, mask in masks)
     for bounds in _bounds(layout):
         pairs += sum(count * pattern.mask(bounds[-1], bounds).pairs for pattern, count in size.patterns)
     return pairs
