@@ -22,7 +22,7 @@ def callbacks(model: ModelSettings, config: "PreTrainedConfig", run: dict[str, A
     """What a recipe adds to the trainer; `run` are the settings that checkpoints remember."""
     import models
 
-    resume = [hf_burst.BurstResume(run), resuming.remember(run)]
+    resume = [hf_burst.BurstResume(run, other_data=True), resuming.remember(run)]
     return [*resume, *([models.SaveConfig(config, differs=bool(model.rope_scaling))] if model.use_peft else [])]
 
 

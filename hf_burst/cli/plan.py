@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-memory", type=float, help=host)
     adapters = parser.add_mutually_exclusive_group()
     rank: dict[str, Any] = {"type": int, "nargs": "?", "const": 16, "metavar": "RANK"}
-    adapters.add_argument("--lora", **rank, help="adapters (rank 16 by default)")
+    adapters.add_argument("--lora", **rank, help="adapters (rank 16 by default, peft's own is 8)")
     adapters.add_argument("--qlora", **rank, help="adapters on frozen weights of 4 bits")
     parser.add_argument("--weights", choices=("bf16", "fp32"), help="those that train (default bf16; for --qlora fp32)")
     parser.add_argument("--sharded", choices=get_args(Sharded), default="fsdp2", help="(default %(default)s)")
@@ -135,7 +135,8 @@ def find_model(name: str, trust_remote_code: bool) -> ModelSize:
     except ConfigError as problem:
         near = "".join(f" Did you mean {match}?" for match in get_close_matches(name.lower(), NAMES, n=1))
         raise ConfigError(f"{problem}{near} Shapes that need no hub: {', '.join(NAMES)}.") from problem
-    return model_size(target.model_class, target.config, name)
+    size = model_size(target.model_class, target.config, name)
+    return replace(size, name=f"{name} (default config of the class)") if name == target.model_class.__name__ else size
 
 
 def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:

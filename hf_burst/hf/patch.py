@@ -275,7 +275,7 @@ class _Patch:
         if getattr(module, "_is_replica", False):
             raise ConfigError(
                 "The model runs under torch.nn.DataParallel (one process with several GPUs), over which no sequence "
-                "can be sharded. Launch one process a GPU: accelerate launch --num_processes N script.py."
+                "can be sharded. Launch one process a GPU: accelerate launch --multi_gpu --num_processes N script.py."
             )
         if torch._C._are_functorch_transforms_active():  # the ranks cannot even agree on it
             raise UnsupportedModelError(

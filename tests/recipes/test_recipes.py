@@ -209,6 +209,11 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         ("--model_name_or_path", "a/b/c", "model_name_or_path is 'a/b/c', a folder that does not exist; the current"),
         ("--tokenizer", ".", "tokenizer '.' cannot be used"),
         ("--dataset", "missing.txt", "dataset has 'missing.txt', which does not exist; the current folder is /"),
+        (
+            "--dataset",
+            f"{ROOT}/LICENSE",
+            "LICENSE', a file whose suffix tells no kind; a text is named such as LICENSE.txt",
+        ),
         ("--dataset", "lang.txt", "dataset has 'lang.txt', which does not exist; did you mean long.txt?"),
         ("--dataset", "books/", "dataset has 'books/', a folder that does not exist; the current folder is /"),
         ("--dataset", "./long", "dataset has './long', a folder that does not exist; did you mean long.txt?"),
@@ -730,6 +735,18 @@ def test_another_model_comes_with_its_tokenizer(tmp_path: Path) -> None:
         words = ["--config", str(tmp_path / "own.yaml"), "--model_name_or_path", base, *more]
         (model,) = settings.parse(words, (settings.ModelSettings,), {})
         assert (model.model_name_or_path, model.tokenizer) == (base, tokenizer)
+
+
+def test_a_variable_that_is_overruled_is_told(
+    recipe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in the script for SLURM, which sets it."""
+    told = "burst_size is 1, which overrules HF_BURST_SIZE=8. Pass --burst_size 8 for that."
+    monkeypatch.setenv("HF_BURST_SIZE", "8")
+    recipe("--burst_size", "1")
+    assert told in capsys.readouterr().err
+    monkeypatch.setenv("HF_BURST_SIZE", "1")
+    assert settings.overruled(1) is settings.overruled(None) is None
 
 
 def test_groups_must_divide_what_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:
