@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .check.run import check_model
     from .config import BurstConfig, Memory
     from .hf.batches.collator import BurstCollator, shard_batch
+    from .hf.generation.generate import generate
     from .hf.parts.token_losses import token_losses
     from .hf.patch import patch_model, unpatch_model
     from .hf.trainers.accelerate import BurstParallelismConfig
@@ -28,6 +29,7 @@ __all__ = [
     "BurstResume",
     "Memory",
     "check_model",
+    "generate",
     "last_checkpoint",
     "patch_model",
     "shard_batch",
@@ -43,6 +45,7 @@ _HOME = {
     "BurstResume": ".hf.trainers.resume",
     "Memory": ".config",
     "check_model": ".check.run",
+    "generate": ".hf.generation.generate",
     "last_checkpoint": ".hf.trainers.resume",
     "patch_model": ".hf.patch",
     "shard_batch": ".hf.batches.collator",

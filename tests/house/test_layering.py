@@ -12,6 +12,7 @@ ORDER = [
     *("recurrent", "sizing", "hf", "check", "cli"),
 ]
 HF_ORDER = [
+    "sharded_cache",
     "context",
     "attention",
     "callers",
@@ -22,6 +23,7 @@ HF_ORDER = [
     "forward_pass",
     "parts",
     "patch",
+    "generation",
     "trainers",
 ]
 ONLY_IN = {

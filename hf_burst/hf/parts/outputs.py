@@ -6,6 +6,7 @@ from ...ranks.collectives import gather_kept, gather_tokens
 from ..forward_pass import ForwardPass
 from .base import Part
 from .head import Head
+from .key_cache import KeyCache
 from .loss import Loss
 from .token_losses import TokenLosses
 
@@ -18,8 +19,8 @@ class Outputs(Part):
 
     needs = (Loss, TokenLosses)  # which read logits before they are gathered or dropped
 
-    def __init__(self, head: Head) -> None:
-        self.head = head
+    def __init__(self, head: Head, key_cache: KeyCache) -> None:
+        self.head, self.key_cache = head, key_cache
 
     def prepare(self, run: ForwardPass) -> None:
         run.agreement.add("hidden states", bool(run.batch.given.get("output_hidden_states")))
@@ -38,6 +39,8 @@ class Outputs(Part):
             outputs["logits"] = gather_tokens(logits, layout, group)
         elif head.logits == "keep":
             outputs["logits"] = logits
+        if "logits" in outputs:
+            outputs["logits"] = self.key_cache.repeated(outputs["logits"])
         if "hidden_states" in outputs and not run.batch.sharded and group.size > 1:
             outputs["hidden_states"] = tuple(gather_tokens(state, layout, group) for state in outputs["hidden_states"])
 
