@@ -193,7 +193,8 @@ def attention_forward(
         )
     pattern = _pattern(module, attention_mask, is_causal, sliding_window, burst_call.causal)
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-        query = _at_temperature(module, query, burst_call.positions)
+        own = None if cached is None else burst_call.layout.indices(burst_call.group.rank).to(query.device)[None]
+        query = _at_temperature(module, query, burst_call.positions if own is None else own)
     dtype = value.dtype  # under peft or autocast, norms may leave q and k in fp32
     q, k, v = query.to(dtype).transpose(1, 2), key.to(dtype).transpose(1, 2), value.transpose(1, 2)
     config, layout, group = burst_call.config, burst_call.layout, burst_call.group
@@ -207,7 +208,7 @@ def attention_forward(
         layout = attention_mask.laid(layout)
         encoded = layout.encode()
     if cached is not None:
-        cached.cache.layer_of(module, key)[0].keep(pattern)
+        cached.cache.layer_of(module, key, value)[0].keep(pattern)
     out = attend(q, k, v, s_aux, layout, encoded, request, cache)
     if burst_call.fully_masked is not None:
         out = out.masked_fill(burst_call.fully_masked[..., None, None], 0)
@@ -276,7 +277,7 @@ def _attend_cached(
     """Attention of new tokens, which every rank computes, over the keys of a cache, which lie on the ranks."""
     query, key, value = states
     assert cached.positions is not None, "the prompt is read with a call"
-    layer, expand = cached.cache.layer_of(module, key)
+    layer, expand = cached.cache.layer_of(module, key, value)
     group, q = cached.cache.tokens.group, query.to(value.dtype)
     return attend_to_shared(
         q, cached.positions, layer.held(expand), pattern, scores, sinks, group, value.shape[-1]

@@ -9,6 +9,7 @@ Beams, return sequences and questions share the keys of one prompt, which are ke
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class ShardedLayer(CacheLayerMixin):
         self.values: Tensor | None = None
         self.count = 0  # new tokens, on all ranks
         self.read = False  # whether the layer has read the prompt
-        self._latest: weakref.ref[Tensor] | None = None
+        self._latest: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -84,13 +85,13 @@ class ShardedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Takes up the keys and values of this rank's part of the prompt, or of new tokens, and returns these alone."""
         self.lazy_initialization(key_states, value_states)
-        self._latest = weakref.ref(key_states)
+        self._latest = weakref.ref(key_states), weakref.ref(value_states)
         (self._fill if self.tokens.filling else self._append)(key_states, value_states)
         return key_states, value_states
 
-    def returned(self, keys: Tensor) -> bool:
-        """Whether these are the keys of the latest update."""
-        return self._latest is not None and self._latest() is keys
+    def returned(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether these are the keys and values of the latest update."""
+        return self._latest is not None and self._latest[0]() is keys and self._latest[1]() is values
 
     def keep(self, pattern: MaskPattern) -> None:
         """Frees the keys of the prompt that no later token will see."""
@@ -185,15 +186,15 @@ class ShardedCache(Cache):
     """Keys and values of a model over the ranks of a group.
 
     Args:
-        layers (`int`): Layers of the model.
         group ([`ContextGroup`]): The ranks.
         copies (`int`, defaults to 1): How often each prompt stands in the batch: rows that follow each other.
     """
 
-    def __init__(self, layers: int, group: ContextGroup, copies: int = 1) -> None:
+    def __init__(self, group: ContextGroup, copies: int = 1) -> None:
         self.tokens, self.copies = _Tokens(group), copies
         self.failed = False  # whether a pass has ended in its middle
-        super().__init__(layers=[ShardedLayer(self.tokens) for _ in range(layers)])
+        layer: Any = partial(ShardedLayer, self.tokens)  # made when it first comes
+        super().__init__(layer_class_to_replicate=layer)
 
     @property
     def is_read(self) -> bool:
@@ -251,7 +252,7 @@ class ShardedCache(Cache):
         """Prompts that it holds."""
         return next(layer.document.keys.shape[0] for layer in self.layers if layer.document is not None)
 
-    def layer_of(self, module: nn.Module, keys: Tensor) -> tuple[ShardedLayer, Expand | None]:
+    def layer_of(self, module: nn.Module, keys: Tensor, values: Tensor) -> tuple[ShardedLayer, Expand | None]:
         """The layer whose keys an attention module was given, and how it makes them of latent ones.
 
         Raises:
@@ -259,14 +260,14 @@ class ShardedCache(Cache):
         """
         index: Any = getattr(module, "layer_idx", None)
         own = [self.layers[index]] if isinstance(index, int) and index < len(self.layers) else []
-        found = next((layer for layer in (*own, *self.layers) if layer.returned(keys)), None)
+        found = next((layer for layer in (*own, *self.layers) if layer.returned(keys, values)), None)
         if found is not None:
             return found, None
         if own and hasattr(module, "expand_kv"):
             return own[0], module.expand_kv
         raise UnsupportedModelError(
-            f"{type(module).__name__} changes the keys that its cache returned, in a way that is not known. Generation "
-            "over ranks is not served for it; model.generate holds the whole prompt on each rank."
+            f"{type(module).__name__} changes the keys or values that its cache returned, in a way that is not known. "
+            "Generation over ranks is not served for it; model.generate holds the whole prompt on each rank."
         )
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -82,7 +82,7 @@ def generate(model: nn.Module, inputs: Tensor | None = None, **kwargs: Any) -> A
         error = problem
     advice = dict.fromkeys(("generate", "generation_config", "prompt (checksum)"), _SAME_PROMPTS)
     group.agree(facts, error, base.device, 0, checksums, advice, "generate")
-    cache = new_cache(base, group, copies_of(base, kwargs))
+    cache = ShardedCache(group, copies_of(base, kwargs))
     with same_random_numbers(group, base.device):
         return base.generate(past_key_values=cache, **on_ranks(base, group, kwargs))
 
@@ -136,11 +136,6 @@ def asked(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
 def copies_of(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> int:
     """How many rows `generate` makes of each prompt."""
     return max(int(asked(model, kwargs, name) or 1) for name in ("num_beams", "num_return_sequences"))
-
-
-def new_cache(model: PreTrainedModel, group: ContextGroup, copies: int) -> ShardedCache:
-    """An empty cache over the ranks."""
-    return ShardedCache(model.config.get_text_config(decoder=True).num_hidden_layers, group, copies)
 
 
 def settings_of(kwargs: Mapping[str, Any]) -> dict[str, str]:

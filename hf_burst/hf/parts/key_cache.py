@@ -82,9 +82,12 @@ def once(cache: ShardedCache, batch: Mapping[str, Any]) -> dict[str, Any]:
     return part
 
 
-def begin_step(cache: ShardedCache, batch: Mapping[str, Any]) -> CachedPass:
+def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> CachedPass:
     """The pass over new tokens of a batch, which every rank computes."""
-    rows, new = tokens_of(dict(batch)).shape[:2]
+    rows, new = batch_shape(batch)
+    keep = batch.get("logits_to_keep", 0)
+    if isinstance(keep, int) and 0 < keep < new:  # a number would have Gemma 4 slice its mask
+        batch["logits_to_keep"] = torch.arange(new - keep, new, device=tokens_of(batch).device)
     shown = batch.get("attention_mask")
     if shown is not None and (not isinstance(shown, torch.Tensor) or shown.ndim != 2):
         raise BatchError("attention_mask must be of shape (batch, tokens) over ranks.")

@@ -31,7 +31,8 @@ class Outputs(Part):
             _gather_fused(run, outputs)
             return
         logits = outputs.pop("logits", None)
-        if head.rows is not None:
+        # Gemma 4 leaves out no rows where its own input_ids are longer than what it computed
+        if head.rows is not None and (not head.by_model or logits.shape[1] != len(head.rows)):
             logits = logits[:, head.rows.to(logits.device)]
         if head.logits == "gather" and head.kept is not None:
             outputs["logits"] = gather_kept(logits, head.kept, group)
