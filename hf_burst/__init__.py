@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .config import BurstConfig, Memory
     from .hf.batches.collator import BurstCollator, shard_batch
     from .hf.generation.generate import generate
+    from .hf.generation.memory import RememberedDocument, remember
     from .hf.parts.token_losses import token_losses
     from .hf.patch import patch_model, unpatch_model
     from .hf.trainers.accelerate import BurstParallelismConfig
@@ -28,10 +29,12 @@ __all__ = [
     "BurstParallelismConfig",
     "BurstResume",
     "Memory",
+    "RememberedDocument",
     "check_model",
     "generate",
     "last_checkpoint",
     "patch_model",
+    "remember",
     "shard_batch",
     "token_losses",
     "unpatch_model",
@@ -44,10 +47,12 @@ _HOME = {
     "BurstParallelismConfig": ".hf.trainers.accelerate",
     "BurstResume": ".hf.trainers.resume",
     "Memory": ".config",
+    "RememberedDocument": ".hf.generation.memory",
     "check_model": ".check.run",
     "generate": ".hf.generation.generate",
     "last_checkpoint": ".hf.trainers.resume",
     "patch_model": ".hf.patch",
+    "remember": ".hf.generation.memory",
     "shard_batch": ".hf.batches.collator",
     "token_losses": ".hf.parts.token_losses",
     "unpatch_model": ".hf.patch",

@@ -196,6 +196,18 @@ class ShardedCache(Cache):
         layer: Any = partial(ShardedLayer, self.tokens)  # made when it first comes
         super().__init__(layer_class_to_replicate=layer)
 
+    @classmethod
+    def of_document(cls, group: ContextGroup, length: int, layers: Sequence[Keys | None]) -> "ShardedCache":
+        """A cache that begins with a document of so many tokens, which this rank holds a part of."""
+        cache = cls(group)
+        cache.tokens.length = length
+        cache.tokens.own = next(keys.positions for keys in layers if keys is not None)
+        for document in layers:
+            layer = ShardedLayer(cache.tokens)
+            layer.document, layer.read, layer.is_initialized = document, True, True
+            cache.layers.append(layer)
+        return cache
+
     @property
     def is_read(self) -> bool:
         """Whether it holds a prompt."""
@@ -234,11 +246,13 @@ class ShardedCache(Cache):
                 f"attention_mask has shape {tuple(shown.shape)}; behind {length} tokens in the cache it must be "
                 f"({rows}, {length + new})."
             )
-        counted = tokens.own.new_ones(rows, new) if shown is None else shown[:, -new:].to(tokens.own)
         before = tokens.shown.repeat_interleave(rows // len(tokens.shown), 0)
         if tokens.new is not None:
             before = before + (tokens.new >= 0).sum(1, keepdim=True)
-        positions = (before + counted.cumsum(1) - 1).masked_fill(counted == 0, -1)
+        # of a question that is shorter than others the last tokens are new; before them stand some of the document
+        real = new if shown is None else (shown != 0).sum(1, keepdim=True).to(before) - before
+        positions = before + real - new + torch.arange(new, device=before.device)
+        positions = positions.masked_fill(positions < before, -1)
         tokens.new = positions if tokens.new is None else torch.cat([tokens.new, positions], 1)
         self.failed = True
         return positions
@@ -300,8 +314,3 @@ def _with_room(room: Tensor | None, new: Tensor, before: int, after: int) -> Ten
         larger[:, :, :before] = room[:, :, :before]
     return larger
 
-
-def bytes_held(layers: Sequence[Any]) -> int:
-    """Bytes of the keys and values of a prompt on this rank."""
-    held = [layer.document for layer in layers if layer.document is not None]
-    return sum(part.nbytes for keys in held for part in (keys.keys, keys.values))
