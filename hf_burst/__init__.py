@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .hf.batches.collator import BurstCollator, shard_batch
     from .hf.generation.generate import generate
     from .hf.generation.memory import RememberedDocument, remember
-    from .hf.parts.token_losses import token_losses
+    from .hf.generation.scores import token_losses
     from .hf.patch import patch_model, unpatch_model
     from .hf.trainers.accelerate import BurstParallelismConfig
     from .hf.trainers.logging import BurstCallback
@@ -54,7 +54,7 @@ _HOME = {
     "patch_model": ".hf.patch",
     "remember": ".hf.generation.memory",
     "shard_batch": ".hf.batches.collator",
-    "token_losses": ".hf.parts.token_losses",
+    "token_losses": ".hf.generation.scores",
     "unpatch_model": ".hf.patch",
 }
 _ROOMS = ("attention", "errors")
