@@ -279,9 +279,7 @@ def _attend_cached(
     assert cached.positions is not None, "the prompt is read with a call"
     layer, expand = cached.cache.layer_of(module, key, value)
     group, q = cached.cache.tokens.group, query.to(value.dtype)
-    return attend_to_shared(
-        q, cached.positions, layer.held(expand), pattern, scores, sinks, group, value.shape[-1]
-    )
+    return attend_to_shared(q, cached.positions, layer.held(expand), pattern, scores, sinks, group, value.shape[-1])
 
 
 def _pattern(

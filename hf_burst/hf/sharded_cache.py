@@ -194,6 +194,7 @@ class ShardedCache(Cache):
         self.tokens, self.copies = _Tokens(group), copies
         self.failed = False  # whether a pass has ended in its middle
         layer: Any = partial(ShardedLayer, self.tokens)  # made when it first comes
+        self.layers: list[Any]
         super().__init__(layer_class_to_replicate=layer)
 
     @classmethod
@@ -278,7 +279,8 @@ class ShardedCache(Cache):
         if found is not None:
             return found, None
         if own and hasattr(module, "expand_kv"):
-            return own[0], module.expand_kv
+            expand: Any = module.expand_kv
+            return own[0], expand
         raise UnsupportedModelError(
             f"{type(module).__name__} changes the keys or values that its cache returned, in a way that is not known. "
             "Generation over ranks is not served for it; model.generate holds the whole prompt on each rank."
@@ -290,7 +292,8 @@ class ShardedCache(Cache):
             self.tokens.new = self.tokens.new[:, : -abs(tokens_to_remove)]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
+        for layer in self.layers:
+            layer.reorder_cache(beam_idx)
         if self.tokens.new is not None:
             self.tokens.new = self.tokens.new.index_select(0, beam_idx.to(self.tokens.new.device))
 
@@ -313,4 +316,3 @@ def _with_room(room: Tensor | None, new: Tensor, before: int, after: int) -> Ten
     if room is not None:
         larger[:, :, :before] = room[:, :, :before]
     return larger
-

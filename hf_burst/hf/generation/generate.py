@@ -14,6 +14,7 @@ from ..batches.sharded import checksum
 from ..sharded_cache import ShardedCache
 from .memory import RememberedDocument, with_document
 from .request import asked, check, copies_of, patched, settings_of
+from .weights import gathered_once
 
 _SAME_PROMPTS = "Give generate the same prompt and the same settings on all ranks of a group."
 
@@ -27,6 +28,8 @@ def generate(
     Every rank of the group calls it with the same arguments, and gets the same result: the tokens of one process. The
     prompt is read by the schedules of training. Its keys and values stay on the ranks that computed them; new tokens
     are computed on every rank, and dealt out. Beams and return sequences share the keys of their prompt.
+
+    Weights that FSDP2 shards are gathered once, and then whole on every rank until the end.
 
     Sampling takes the random numbers of the first rank. Streamers and `stopping_criteria` are those of the first rank,
     too; logits processors run on every rank.
@@ -83,8 +86,8 @@ def generate(
     own = on_ranks(base, group, kwargs)
     if memory is not None:
         own |= zip(("input_ids", "attention_mask"), asked_with, strict=True)
-    with same_random_numbers(group, base.device):
-        found = base.generate(past_key_values=cache, **own)
+    with same_random_numbers(group, base.device), gathered_once(base):
+        found: Any = base.generate(past_key_values=cache, **own)  # type: ignore[operator]
     if memory is None:
         return found
     if isinstance(found, Tensor):
@@ -132,8 +135,7 @@ class _OfFirstRank(StoppingCriteria):
 
 @contextmanager
 def same_random_numbers(group: ContextGroup, device: torch.device) -> Iterator[None]:
-    """Draws the random numbers of the first rank on all ranks. Those that had others go on with their own afterwards.
-    """
+    """Draws the random numbers of the first rank on all ranks. Those that had others then go on with their own."""
     if group.size == 1:
         yield
         return

@@ -82,8 +82,8 @@ class RememberedDocument:
             )
         if self.group.members != group.members:
             raise ConfigError(
-                f"The memory lies on the ranks {self.group.members or (0,)}, and the model is on {group.members or (0,)}"
-                f". Save it, and load it on these ranks. {_REMEMBER_ANEW}"
+                f"The memory lies on the ranks {self.group.members or (0,)}, and the model on {group.members or (0,)}. "
+                f"Save it, and load it on these ranks. {_REMEMBER_ANEW}"
             )
 
     def save(self, folder: str | Path) -> None:
@@ -142,15 +142,14 @@ class RememberedDocument:
         known = json.loads((folder / _ABOUT).read_text())
         ranks, device = known.pop("ranks"), str(model.device)
         parts = [safe_open(folder / _file(rank, ranks), framework="pt", device=device) for rank in range(ranks)]
-        layers = []
+        layers = list[Keys | None]()
         for number in range(known["layers"]):
             names = [f"{number}.{name}" for name in ("keys", "values", "positions")]
             there = names[0] in parts[0].keys()  # noqa: SIM118 (of safetensors, no dict)
-            layers.append(Keys(*(_dealt(parts, name, group) for name in names), before=True) if there else None)
+            dealt = [_dealt(parts, name, group) for name in names] if there else []
+            layers.append(Keys(dealt[0], dealt[1], dealt[2], before=True) if there else None)
         with safe_open(folder / _DOCUMENT, framework="pt", device=device) as document:
-            return cls(
-                document.get_tensor("input_ids"), document.get_tensor("logits"), tuple(layers), group, known
-            )
+            return cls(document.get_tensor("input_ids"), document.get_tensor("logits"), tuple(layers), group, known)
 
 
 @torch.no_grad()

@@ -53,7 +53,7 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
         )
     if is_partitioned(model):
         raise UnsupportedModelError(
-            "DeepSpeed ZeRO-3 shards the weights, which it would gather for every token. Take FSDP2, or a smaller stage."
+            "DeepSpeed ZeRO-3 shards the weights, and would gather them for each token. Take FSDP2, or a smaller stage."
         )
     for name, why in _REFUSED.items():
         if kwargs.get(name):

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...errors import BatchError
-from ...layers.loss import IGNORE_INDEX, token_losses as losses_of
+from ...layers.loss import IGNORE_INDEX
+from ...layers.loss import token_losses as losses_of
 from ..batches.documents import batch_shape
 from ..batches.sharded import checksum
 from ..groups import PATCH
@@ -22,7 +23,7 @@ def token_losses(model: nn.Module, batch: Mapping[str, Any], memory: RememberedD
     """The cross-entropy of every token of a full batch, over all ranks that share it. It has no gradient.
 
     Every rank of the group calls it with the same batch. Ranks score their own tokens, some at a time, and exchange one
-    number a token. Behind a memory every rank scores all of them. Switch the model to evaluation first (`model.eval()`).
+    number a token. Behind a memory every rank scores all. Switch the model to evaluation first (`model.eval()`).
 
     Args:
         model (`nn.Module`): A model that [`patch_model`] patched, or what `accelerator.prepare` made of it.
@@ -71,7 +72,7 @@ def _behind(model: nn.Module, batch: Mapping[str, Any], memory: RememberedDocume
     base, group = patched(model)
     error: Exception | None = None
     checksums: dict[str, Tensor] = {}
-    ids, mask, labels = (batch.get(name) for name in ("input_ids", "attention_mask", "labels"))
+    ids, mask, labels = (batch.get(name) for name in ("input_ids", "attention_mask", "labels"))  # type: Any, Any, Any
     whole = shown = torch.empty(0)
     try:
         if others := sorted(set(batch) - {"input_ids", "attention_mask", "labels"}):
@@ -92,7 +93,10 @@ def _behind(model: nn.Module, batch: Mapping[str, Any], memory: RememberedDocume
     new = labels.shape[1]
     positions = (shown.cumsum(1) - 1).clamp(min=0)[:, -new:]
     found = base(
-        input_ids=whole[:, -new:], attention_mask=shown, position_ids=positions, past_key_values=memory.cache(),
+        input_ids=whole[:, -new:],
+        attention_mask=shown,
+        position_ids=positions,
+        past_key_values=memory.cache(),
         use_cache=True,
     ).logits
     padding = shown.shape[1] - shown.sum(1)  # the first token of a row is predicted by the document alone

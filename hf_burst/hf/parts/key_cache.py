@@ -1,11 +1,9 @@
 """The prompt of a generation over ranks: read as a batch is trained on, its keys taken up by a cache."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ...errors import BatchError
 from ..batches.documents import batch_shape, tokens_of
@@ -13,10 +11,8 @@ from ..context import CachedPass
 from ..forward_pass import ForwardPass
 from ..sharded_cache import ShardedCache
 from .base import Part
-from .memory import MemoryRule
 from .tokens import Tokens
 
-_PROMPT_TILE = 16384  # tokens that an MLP takes at a time where nobody has said how many
 # what every row of a batch has of its own; the copies of a prompt have the same
 _BY_ROW = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 
@@ -25,7 +21,7 @@ class KeyCache(Part):
     """Has the cache of a pass take up the keys of the prompt. Copies of a prompt in the batch, as for beams, are read
     once."""
 
-    needs = (Tokens, MemoryRule)
+    needs = (Tokens,)
 
     def __init__(self) -> None:
         self.cache: ShardedCache | None = None  # of the pass
@@ -43,8 +39,6 @@ class KeyCache(Part):
             return
         self.cache = cache
         cache.begin_prompt(run.batch.layout, run.device)
-        if run.config.memory == "auto" and not run.settings.tiled_mlp:
-            run.settings = replace(run.settings, tiled_mlp=_PROMPT_TILE)
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if self.cache is not None:
