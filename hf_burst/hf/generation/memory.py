@@ -182,7 +182,7 @@ def remember(model: nn.Module, input_ids: Tensor) -> RememberedDocument:
     known: dict[str, Any] = {}
     checksums: dict[str, Tensor] = {}
     try:
-        check(base, {"input_ids": input_ids})
+        check(base, {"input_ids": input_ids, "use_cache": True})
         if batch_shape({"input_ids": input_ids})[0] != 1:
             raise BatchError(f"A memory is of one document, not {len(input_ids)}. Remember each by itself.")
         if any(map(follows_length, base.modules())):

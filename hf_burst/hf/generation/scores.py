@@ -77,7 +77,7 @@ def _behind(model: nn.Module, batch: Mapping[str, Any], memory: RememberedDocume
     try:
         if others := sorted(set(batch) - {"input_ids", "attention_mask", "labels"}):
             raise BatchError(f"Behind a memory a batch is input_ids and labels; leave out {', '.join(others)}.")
-        check(base, {"input_ids": ids})
+        check(base, {"input_ids": ids, "use_cache": True})
         memory.check(base, group)
         if labels is None or labels.shape != ids.shape:
             shape = "missing" if labels is None else f"of shape {tuple(labels.shape)}"
