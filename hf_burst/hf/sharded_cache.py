@@ -21,6 +21,7 @@ from ..errors import BatchError, UnsupportedModelError
 from ..plan import MaskPattern
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
+from .row_states import RowStates
 
 _ROOM = 64  # tokens for which a layer makes room at first
 
@@ -31,7 +32,8 @@ class _Tokens:
 
     Args:
         group ([`ContextGroup`]): The ranks.
-        length (`int`): Tokens of the prompt, padding included.
+        rows (`int`): Prompts.
+        length (`int`): Tokens of a prompt, padding included.
         starts (`tuple[int, ...]`): For each row, how many of them are padding; empty for none.
         own (`torch.LongTensor` of shape `(rows or 1, n)`): Positions of the tokens of the prompt on this rank, -1 for
             padding; while the prompt is read and from then on.
@@ -40,6 +42,7 @@ class _Tokens:
     """
 
     group: ContextGroup
+    rows: int = 1
     length: int = 0
     starts: tuple[int, ...] = ()
     own: Tensor = field(init=False)
@@ -188,10 +191,12 @@ class ShardedCache(Cache):
     Args:
         group ([`ContextGroup`]): The ranks.
         copies (`int`, defaults to 1): How often each prompt stands in the batch: rows that follow each other.
+        convolutions (`int`, defaults to 1): Most convolutions of a layer that carry a state.
     """
 
-    def __init__(self, group: ContextGroup, copies: int = 1) -> None:
+    def __init__(self, group: ContextGroup, copies: int = 1, convolutions: int = 1) -> None:
         self.tokens, self.copies = _Tokens(group), copies
+        self.states = RowStates(convolutions)
         self.failed = False  # whether a pass has ended in its middle
         layer: Any = partial(ShardedLayer, self.tokens)  # made when it first comes
         self.layers: list[Any]
@@ -217,6 +222,7 @@ class ShardedCache(Cache):
     def begin_prompt(self, layout: SequenceLayout, device: torch.device) -> None:
         """Before the pass that reads the prompt, of which each rank computes its part."""
         tokens = self.tokens
+        tokens.rows, self.states.layout = layout.batch_size, layout
         tokens.length, tokens.filling = layout.length - layout.padding, True
         starts = tuple(start for start, _ in layout.real)
         tokens.starts = starts if any(starts) else ()
@@ -227,7 +233,8 @@ class ShardedCache(Cache):
 
     def end_prompt(self) -> None:
         """After that pass."""
-        self.tokens.filling = False
+        self.tokens.filling, self.states.layout = False, None
+        self.states.repeat(self.copies)
 
     def begin_step(self, rows: int, new: int, shown: Tensor | None) -> Tensor:
         """Before a pass over new tokens, which every rank computes. Returns their positions, `(batch, new)`.
@@ -239,7 +246,7 @@ class ShardedCache(Cache):
         tokens, length = self.tokens, self.get_seq_length()
         if self.failed:
             raise BatchError("A pass over this cache ended in its middle, so its layers differ. Make a new one.")
-        prompts = self.rows
+        prompts = tokens.rows
         if rows % prompts:
             raise BatchError(f"The cache holds {prompts} prompts, and a batch of {rows} rows was given.")
         if shown is not None and tuple(shown.shape) != (rows, length + new):
@@ -262,10 +269,37 @@ class ShardedCache(Cache):
         """After that pass, unless it failed."""
         self.failed = False
 
-    @property
-    def rows(self) -> int:
-        """Prompts that it holds."""
-        return next(layer.document.keys.shape[0] for layer in self.layers if layer.document is not None)
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that a layer has taken up, or where it takes up none, the first one that does."""
+        own = self.layers[layer_idx : layer_idx + 1]
+        read = [layer for layer in (own if self.tokens.filling else (*own, *self.layers)) if layer.read]
+        if read:
+            return int(read[0].get_seq_length())
+        written = 0 if self.tokens.new is None else self.tokens.new.shape[1]
+        return self.tokens.length + written if self.is_read else 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.get_seq_length(layer_idx) + query_length, 0
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states.convolution(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states.recurrent(layer_idx, state_idx)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        return self.states.take_inputs(conv_states, layer_idx, state_idx, self.tokens.group, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        return self.states.layer(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return bool(self.states.layers) and not self.tokens.filling
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
 
     def layer_of(self, module: nn.Module, keys: Tensor, values: Tensor) -> tuple[ShardedLayer, Expand | None]:
         """The layer whose keys an attention module was given, and how it makes them of latent ones.
@@ -292,18 +326,20 @@ class ShardedCache(Cache):
             self.tokens.new = self.tokens.new[:, : -abs(tokens_to_remove)]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        for layer in self.layers:
+        for layer in (*self.layers, *self.states.layers.values()):
             layer.reorder_cache(beam_idx)
         if self.tokens.new is not None:
             self.tokens.new = self.tokens.new.index_select(0, beam_idx.to(self.tokens.new.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
+        self.states.repeat(repeats)
         if self.tokens.new is not None:
             self.tokens.new = self.tokens.new.repeat_interleave(repeats, 0)
 
     def reset(self) -> None:
         super().reset()
+        self.states.layers.clear()
         self.tokens.length, self.tokens.starts, self.tokens.new = 0, (), None
 
 

@@ -67,8 +67,9 @@ def compare(rank: int, size: int, name: str, length: int, padded: bool, ways: tu
         found = hf_burst.generate(model, **given, **GREEDY | WAYS[way], **asked)
         assert torch.equal(found.sequences, expected.sequences), way
         scale = max(float(part.abs().max()) for part in expected.logits)
-        for own, other in zip(found.logits, expected.logits, strict=True):  # generate rounds them to fp32
-            torch.testing.assert_close(own, other, rtol=0, atol=3e-6 * scale)
+        allowed = 3e-5 if name in models.RECURRENT else 3e-6  # which compute states in fp32; generate rounds to it
+        for own, other in zip(found.logits, expected.logits, strict=True):
+            torch.testing.assert_close(own, other, rtol=0, atol=allowed * scale)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -81,6 +82,12 @@ def test_tokens_are_those_of_one_process(ranks: Ranks, size: int, length: int, p
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "gpt2", "gpt_neox", "llama_yarn", "llama_dynamic"])
 def test_windows_and_learned_and_scaled_positions(ranks: Ranks, name: str) -> None:
     run(ranks, 2, name, 37, True, ("greedy",) if "dynamic" in name else ("greedy", "beams"))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "lfm2", "granite"])
+@pytest.mark.parametrize(("size", "length"), [(1, 7), (3, 1), (2, 37)])
+def test_layers_with_a_state(ranks: Ranks, name: str, size: int, length: int) -> None:
+    run(ranks, size, name, length, length > 1, ("greedy", "beams"))
 
 
 @pytest.mark.parametrize(
@@ -319,6 +326,10 @@ def test_models_that_generate_refuses() -> None:
         hf_burst.generate(make("llama"), prompt)
     with pytest.raises(UnsupportedModelError, match="generates none"):
         hf_burst.generate(models.patch(models.make_model("bert").eval()), prompt)
+    with pytest.raises(UnsupportedModelError, match="no state behind a prompt"):
+        hf_burst.generate(models.patch(make("zamba")), prompt)
+    with pytest.raises(UnsupportedModelError, match="cannot go back"):
+        hf_burst.generate(models.patch(make("qwen3_5")), prompt, prompt_lookup_num_tokens=3)
     with pytest.raises(UnsupportedModelError, match="changes the keys or values"):
         hf_burst.generate(models.patch(make("JetMoeForCausalLM")), prompt, **GREEDY)
 

@@ -160,6 +160,8 @@ def test_what_memories_refuse(tmp_path: Path) -> None:
         hf_burst.remember(model, torch.ones(2, 5, dtype=torch.int64))
     with pytest.raises(UnsupportedModelError, match="depend on the longest"):
         hf_burst.remember(models.patch(make("llama_dynamic")), document_of(9))
+    with pytest.raises(UnsupportedModelError, match="layers with a state"):
+        hf_burst.remember(models.patch(make("qwen3_5")), document_of(9))
     memory = hf_burst.remember(model, document_of(9))
     with pytest.raises(ConfigError, match="memory is of a LlamaForCausalLM"):
         ask(models.patch(make("mistral")), memory, "greedy")

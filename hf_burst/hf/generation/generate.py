@@ -11,9 +11,8 @@ from transformers import GenerationConfig, MaxTimeCriteria, PreTrainedModel, Sto
 from ...errors import BatchError
 from ...ranks.group import ContextGroup
 from ..batches.sharded import checksum
-from ..sharded_cache import ShardedCache
 from .memory import RememberedDocument, with_document
-from .request import asked, check, copies_of, patched, settings_of
+from .request import asked, check, copies_of, new_cache, patched, settings_of
 from .weights import gathered_once
 
 _SAME_PROMPTS = "Give generate the same prompt and the same settings on all ranks of a group."
@@ -82,7 +81,7 @@ def generate(
         error = problem
     advice = dict.fromkeys(("generate", "generation_config", "prompt (checksum)"), _SAME_PROMPTS)
     group.agree(facts, error, base.device, 0, checksums, advice, "generate")
-    cache = ShardedCache(group, copies_of(base, kwargs)) if memory is None else memory.cache()
+    cache = new_cache(base, group, copies_of(base, kwargs)) if memory is None else memory.cache()
     own = on_ranks(base, group, kwargs)
     if memory is not None:
         own |= zip(("input_ids", "attention_mask"), asked_with, strict=True)

@@ -19,6 +19,7 @@ from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..batches.documents import batch_shape, real_tokens
 from ..batches.sharded import checksum, sum_of_bits
+from ..models.recurrent import recurrent_modules
 from ..parts.rope import follows_length
 from ..sharded_cache import ShardedCache
 from .request import check, patched
@@ -185,6 +186,11 @@ def remember(model: nn.Module, input_ids: Tensor) -> RememberedDocument:
         check(base, {"input_ids": input_ids, "use_cache": True})
         if batch_shape({"input_ids": input_ids})[0] != 1:
             raise BatchError(f"A memory is of one document, not {len(input_ids)}. Remember each by itself.")
+        if recurrent_modules(base):
+            raise UnsupportedModelError(
+                f"{type(base).__name__} has layers with a state, which questions of different lengths would not begin "
+                "alike. Generate with document and question as one prompt."
+            )
         if any(map(follows_length, base.modules())):
             raise UnsupportedModelError(
                 f"Rotary positions of this {type(base).__name__} depend on the longest one, so keys of a document "

@@ -1,5 +1,6 @@
 """What is asked of a generation over ranks: the patched model, and arguments that are not served."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,8 @@ from ...ranks.group import ContextGroup
 from ..batches.documents import batch_shape
 from ..groups import PATCH, resolve_group
 from ..lazy_head import is_partitioned
-from ..models.recurrent import recurrent_modules
+from ..models.recurrent import functions_of, recurrent_modules
+from ..sharded_cache import ShardedCache
 
 _TEXT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
 # arguments of `model.generate`, and what to do without them
@@ -45,11 +47,21 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} predicts masked tokens and generates none.")
     if model.training:
         raise ConfigError("The model is in training, where dropout would change its answers. Call model.eval() first.")
-    stateful = sorted({type(module).__name__ for module in recurrent_modules(model)})
-    if stateful:
+    scans = sorted({type(module).__name__ for module in recurrent_modules(model) if _is_mamba1(module)})
+    if scans:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has layers with a state ({', '.join(stateful)}), which generation over ranks does "
-            "not pass on. model.generate holds the whole prompt on each rank."
+            f"{type(model).__name__} has {', '.join(scans)}, whose kernels return no state behind a prompt that "
+            "lies over ranks. model.generate holds the whole prompt on each rank."
+        )
+    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} takes no past_key_values, by which its keys would be shared. model.generate holds "
+            "the whole prompt on each rank."
+        )
+    if asked(model, kwargs, "prompt_lookup_num_tokens") and recurrent_modules(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers with a state, which cannot go back to before tokens that were refused. "
+            "Leave prompt_lookup_num_tokens out."
         )
     if is_partitioned(model):
         raise UnsupportedModelError(
@@ -66,6 +78,10 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     batch_shape(kwargs)
 
 
+def _is_mamba1(module: nn.Module) -> bool:
+    return "mamba_selective_scan" in functions_of(type(module))
+
+
 def asked(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
     """A setting of generation: the argument, or that of the config that was given, or that of the model."""
     configs = kwargs.get("generation_config"), model.generation_config
@@ -76,6 +92,12 @@ def asked(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
 def copies_of(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> int:
     """How many rows `generate` makes of each prompt."""
     return max(int(asked(model, kwargs, name) or 1) for name in ("num_beams", "num_return_sequences"))
+
+
+def new_cache(model: PreTrainedModel, group: ContextGroup, copies: int = 1) -> ShardedCache:
+    """An empty cache for a model, over the ranks."""
+    config = model.config.get_text_config(decoder=True)
+    return ShardedCache(group, copies, getattr(config, "number_of_conv_states", 1))
 
 
 def settings_of(kwargs: Mapping[str, Any]) -> dict[str, str]:
