@@ -8,16 +8,17 @@ arXiv 2402.14808), as are the query heads of a group.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..config import KernelName
 from ..errors import KernelError
-from ..kernels import KernelRequest, Scores, select_kernel
+from ..kernels import Kernel, KernelRequest, Scores, select_kernel
 from ..numerics import accumulation_dtype
 from ..plan import Band, MaskPattern
-from ..ranks.collectives import all_gather
+from ..ranks.collectives import gather_stacked
 from ..ranks.group import ContextGroup
 
 _BLOCK_SCORES = 1 << 26  # the most that are in memory at once
@@ -81,24 +82,28 @@ def attend_to_shared(
     """
     wide = accumulation_dtype(q.dtype)
     parts = [part for keys in held for part in _partial(q, positions, keys, pattern, scores)]
-    nothing = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=wide)
-    own = merged(parts) if parts else torch.cat([q.new_zeros(*q.shape[:3], value_dim, dtype=wide), nothing], -1)
+    if not parts:
+        nothing = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=wide)
+        parts = [torch.cat([q.new_zeros(*q.shape[:3], value_dim, dtype=wide), nothing], -1)]
+    own = merged(torch.stack(parts)) if len(parts) > 1 else parts[0]
     with group.messages():
-        out, lse = merged(all_gather(own, group)).split([value_dim, 1], -1)
+        out, lse = merged(gather_stacked(own, group)).split([value_dim, 1], -1)
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.to(wide)[None, :, None, None])
         out = out * torch.where(lse == -torch.inf, 0, torch.exp(lse - total))
     return out.to(q.dtype).transpose(1, 2).contiguous()
 
 
-def merged(parts: Sequence[Tensor]) -> Tensor:
-    """Partial attentions merged in their order, each of shape `(..., value_dim + 1)`: the output, and behind it its
-    log-sum-exp (arXiv 2403.09347, equations 5 to 7). A part without a visible key has -inf there, and weighs nothing.
+def merged(parts: Tensor) -> Tensor:
+    """Partial attentions merged in their order (arXiv 2403.09347, equations 5 to 7).
+
+    Args:
+        parts (`torch.Tensor` of shape `(parts, ..., value_dim + 1)`): The outputs, and behind each its log-sum-exp. A
+            part without a visible key has -inf there, and weighs nothing.
     """
     if len(parts) == 1:
         return parts[0]
-    stacked = torch.stack(tuple(parts))
-    out, lse = stacked[..., :-1], stacked[..., -1:]
+    out, lse = parts[..., :-1], parts[..., -1:]
     total = lse.logsumexp(0)
     weights = torch.where(lse == -torch.inf, 0, torch.exp(lse - total))
     return torch.cat([(out * weights).sum(0), total], -1)
@@ -133,16 +138,23 @@ def _restored(partial: Tensor, folded: Tensor) -> Tensor:
 
 def _fast(folded: Tensor, held: Keys, scores: Scores) -> Tensor | None:
     """Attention over keys that all queries see, by a flash kernel; `None` where none can."""
-    kind, q = folded.device.type, folded.flatten(2, 4).transpose(1, 2)
-    sizes = folded.shape[-1], held.values.shape[-1]
-    try:
-        request = KernelRequest(kind, folded.dtype, *sizes, softcap=scores.softcap > 0)
-        kernel = select_kernel(_KERNELS.get(kind, "reference"), request)
-    except KernelError:
+    sizes, kind = (folded.shape[-1], held.values.shape[-1]), folded.device.type
+    kernel = _kernel(KernelRequest(kind, folded.dtype, *sizes, softcap=scores.softcap > 0))
+    if kernel is None:
         return None
+    q = folded.flatten(2, 4).transpose(1, 2)
     out, lse = kernel.forward(q, held.keys.transpose(1, 2), held.values.transpose(1, 2), Band(), scores)
     wide = accumulation_dtype(folded.dtype)
     return torch.cat([out.to(wide), lse.to(wide)[..., None]], -1).transpose(1, 2)
+
+
+@lru_cache(maxsize=64)
+def _kernel(request: KernelRequest) -> Kernel | None:
+    """The kernel that splits few queries by keys; `None` where it cannot compute such an attention."""
+    try:
+        return select_kernel(_KERNELS[request.device], request)
+    except KernelError:
+        return None
 
 
 def _by_products(folded: Tensor, held: Keys, visible: Tensor | None, scores: Scores) -> Tensor:

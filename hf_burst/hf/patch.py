@@ -383,7 +383,7 @@ class _Patch:
         context = current()
         if self.run is None:
             if context is not None and context.cached is not None:
-                context.cached.cache.end_step()
+                output.logits = context.cached.cache.end_step(output.logits)
             return output
         if kwargs.get("labels") is not self.run.batch.inputs.get("labels"):
             raise ConfigError(

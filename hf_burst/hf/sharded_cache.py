@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -265,9 +266,16 @@ class ShardedCache(Cache):
         self.failed = True
         return positions
 
-    def end_step(self) -> None:
-        """After that pass, unless it failed."""
-        self.failed = False
+    def end_step(self, logits: Tensor | None) -> Tensor | None:
+        """After that pass, unless it failed. Returns the logits of the first rank: sums of experts may be rounded
+        otherwise on each, and all must choose the same token."""
+        self.failed, group = False, self.tokens.group
+        if logits is None or group.size == 1:
+            return logits
+        chosen = logits.contiguous()
+        with group.messages():
+            dist.broadcast(chosen, group.members[0], group=group.process_group)
+        return chosen
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that a layer has taken up, or where it takes up none, the first one that does."""
