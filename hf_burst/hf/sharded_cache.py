@@ -90,7 +90,8 @@ class ShardedLayer(CacheLayerMixin):
         """Takes up the keys and values of this rank's part of the prompt, or of new tokens, and returns these alone."""
         self.lazy_initialization(key_states, value_states)
         self._latest = weakref.ref(key_states), weakref.ref(value_states)
-        (self._fill if self.tokens.filling else self._append)(key_states, value_states)
+        keys = key_states.to(value_states.dtype)  # under autocast or peft, norms may leave them in fp32
+        (self._fill if self.tokens.filling else self._append)(keys, value_states)
         return key_states, value_states
 
     def returned(self, keys: Tensor, values: Tensor) -> bool:

@@ -88,10 +88,11 @@ def test_windows_and_learned_and_scaled_positions(ranks: Ranks, name: str) -> No
     run(ranks, 2, name, 37, True, ("greedy",) if "dynamic" in name else ("greedy", "beams"))
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "lfm2", "granite"])
+# with weights of the coverage table, under which states last
+@pytest.mark.parametrize("name", ["Qwen3_5", "KimiLinear", "Lfm2", "GraniteMoeHybrid"])
 @pytest.mark.parametrize(("size", "length"), [(1, 7), (3, 1), (2, 37)])
 def test_layers_with_a_state(ranks: Ranks, name: str, size: int, length: int) -> None:
-    run(ranks, size, name, length, length > 1, ("greedy", "beams"))
+    run(ranks, size, f"{name}ForCausalLM", length, length > 1, ("greedy", "beams"))
 
 
 @pytest.mark.parametrize(
@@ -220,6 +221,20 @@ def test_what_only_the_first_rank_knows(ranks: Ranks) -> None:
     for rank in (1, 2):  # their own random numbers go on where they were
         torch.manual_seed(40 + rank)
         assert results[rank][2] == float(torch.rand(()))
+
+
+def under_autocast(rank: int, size: int) -> bool:
+    """Tokens of a model in fp32 under autocast: keys are as narrow as values."""
+    model, prompt = models.make_model("qwen3").eval(), prompt_of(19, True)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model.generate(**prompt, **GREEDY)
+        found = hf_burst.generate(models.patch(model), **prompt, **GREEDY, return_dict_in_generate=True)
+    assert {layer.document.keys.dtype for layer in found.past_key_values.layers} == {torch.bfloat16}
+    return torch.equal(found.sequences, wanted)
+
+
+def test_autocast(ranks: Ranks) -> None:
+    assert all(ranks(2).run(under_autocast))
 
 
 def trained_after(rank: int, size: int) -> None:

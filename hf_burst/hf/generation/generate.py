@@ -110,26 +110,26 @@ def on_ranks(model: PreTrainedModel, group: ContextGroup, kwargs: Mapping[str, A
         if own.get("generation_config") is not None:
             own["generation_config"] = GenerationConfig(**{**own["generation_config"].to_dict(), "max_time": None})
     if group.gather(bool(criteria), model.device, "generate")[0]:
-        own["stopping_criteria"] = StoppingCriteriaList([_OfFirstRank(criteria, group)])
+        own["stopping_criteria"] = StoppingCriteriaList([_OfFirstRank(criteria, group, model.device)])
     return own
 
 
 class _OfFirstRank(StoppingCriteria):
     """What criteria of the first rank say, on all ranks."""
 
-    def __init__(self, criteria: list[StoppingCriteria], group: ContextGroup) -> None:
-        self.criteria, self.group = StoppingCriteriaList(criteria), group
+    def __init__(self, criteria: list[StoppingCriteria], group: ContextGroup, device: torch.device) -> None:
+        self.criteria, self.group, self.device = StoppingCriteriaList(criteria), group, device
         ends: Any = next((each for each in criteria if hasattr(each, "eos_token_id")), None)
         if ends is not None:  # after which generate pads a row
             self.eos_token_id = ends.eos_token_id
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        done = input_ids.new_zeros(len(input_ids), dtype=torch.uint8)
+        done = torch.zeros(len(input_ids), dtype=torch.uint8, device=self.device)
         if self.group.rank == 0:
             done.copy_(self.criteria(input_ids, scores, **kwargs))
         with self.group.messages():
             torch.distributed.broadcast(done, self.group.members[0], group=self.group.process_group)
-        return done.bool()
+        return done.bool().to(input_ids.device)
 
 
 @contextmanager
