@@ -322,6 +322,26 @@ def test_one_rank_alone(ranks: Ranks) -> None:
     assert all(isinstance(error, RankMismatchError) for error in caught.value.errors)
 
 
+class _OfRank(LogitsProcessor):
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, 11 + self.rank] = 1e4
+        return scores
+
+
+def processors_differ(rank: int, size: int) -> None:
+    model = models.patch(make("llama"))
+    hf_burst.generate(model, prompt_of(19, False)["input_ids"], logits_processor=[_OfRank(rank)], **GREEDY)
+
+
+def test_ranks_that_choose_different_tokens(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="have chosen different tokens") as caught:
+        ranks(2).run(processors_differ)
+    assert all(isinstance(error, RankMismatchError) for error in caught.value.errors)
+
+
 class _Dies(LogitsProcessor):
     def __init__(self, rank: int) -> None:
         self.rank, self.calls = rank, 0

@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
-from ...errors import BatchError
-from ..batches.documents import batch_shape, tokens_of
+from ...errors import BatchError, RankMismatchError
+from ...ranks.collectives import gather_stacked
+from ..batches.documents import TOKEN_KEYS, batch_shape, tokens_of
+from ..batches.sharded import checksum
 from ..context import CachedPass
 from ..forward_pass import ForwardPass
 from ..sharded_cache import ShardedCache
@@ -77,7 +79,12 @@ def once(cache: ShardedCache, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> CachedPass:
-    """The pass over new tokens of a batch, which every rank computes."""
+    """The pass over new tokens of a batch, which every rank computes.
+
+    Raises:
+        BatchError: If they do not fit the cache.
+        RankMismatchError: If ranks have chosen different tokens; on all of them.
+    """
     rows, new = batch_shape(batch)
     keep = batch.get("logits_to_keep", 0)
     if isinstance(keep, int) and 0 < keep < new:  # a number would have Gemma 4 slice its mask
@@ -85,4 +92,15 @@ def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> CachedPass:
     shown = batch.get("attention_mask")
     if shown is not None and (not isinstance(shown, torch.Tensor) or shown.ndim != 2):
         raise BatchError("attention_mask must be of shape (batch, tokens) over ranks.")
+    group = cache.tokens.group
+    if group.size > 1:
+        own = checksum({name: batch[name] for name in TOKEN_KEYS if batch.get(name) is not None})
+        assert own is not None, "there are tokens"
+        with group.messages():
+            every = gather_stacked(own[None], group)
+        if bool((every != every[0]).any()):  # generate waits for the device after each token, too
+            raise RankMismatchError(
+                "The ranks have chosen different tokens. They have the same scores and random numbers, so a logits "
+                "processor, or a loop of your own, differs between them: have it depend on nothing but its arguments."
+            )
     return CachedPass(cache, cache.begin_step(rows, new, shown))
