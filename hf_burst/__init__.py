@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from .config import BurstConfig, Memory
     from .hf.batches.collator import BurstCollator, shard_batch
     from .hf.batches.grouping import GroupCollator
-    from .hf.parts.token_losses import token_losses
+    from .hf.generation.generate import generate
+    from .hf.generation.memory import RememberedDocument, remember
+    from .hf.generation.scores import token_losses
     from .hf.patch import patch_model, unpatch_model
     from .hf.trainers.accelerate import BurstParallelismConfig
     from .hf.trainers.logging import BurstCallback
@@ -29,9 +31,12 @@ __all__ = [
     "BurstResume",
     "GroupCollator",
     "Memory",
+    "RememberedDocument",
     "check_model",
+    "generate",
     "last_checkpoint",
     "patch_model",
+    "remember",
     "shard_batch",
     "token_losses",
     "unpatch_model",
@@ -45,11 +50,14 @@ _HOME = {
     "BurstResume": ".hf.trainers.resume",
     "GroupCollator": ".hf.batches.grouping",
     "Memory": ".config",
+    "RememberedDocument": ".hf.generation.memory",
     "check_model": ".check.run",
+    "generate": ".hf.generation.generate",
     "last_checkpoint": ".hf.trainers.resume",
     "patch_model": ".hf.patch",
+    "remember": ".hf.generation.memory",
     "shard_batch": ".hf.batches.collator",
-    "token_losses": ".hf.parts.token_losses",
+    "token_losses": ".hf.generation.scores",
     "unpatch_model": ".hf.patch",
 }
 _ROOMS = ("attention", "errors")

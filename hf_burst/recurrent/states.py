@@ -6,7 +6,8 @@ What a run of tokens does to a state is affine: it comes out as `advance(transit
 so that every rank finds the states that come to its segments from what all segments hand on.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -57,6 +58,20 @@ def incoming_states(
         if state is not None:
             incoming[index] = state
     return incoming, tuple(slots.values())
+
+
+def ends_of(
+    handed: Mapping[int, tuple[Tensor, Tensor]],
+    incoming: Mapping[int, Tensor],
+    advance: Callable[[Tensor, Tensor], Tensor],
+    places: Iterable[int],
+) -> dict[int, Tensor]:
+    """The states at the end of some segments, from what they hand on and the states that come to them."""
+    found = {}
+    for index in places:
+        own, transition = handed[index]
+        found[index] = own if index not in incoming else advance(transition, incoming[index]) + own
+    return found
 
 
 def in_full_precision(tensor: Tensor) -> torch.autocast:

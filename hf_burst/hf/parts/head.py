@@ -38,17 +38,18 @@ class Head(Part):
         self.logits: Literal["keep", "gather", "drop"] = "keep"
         self.asked = False  # whether there are `logits_to_keep`
         self.kept: KeptRows | None = None  # of these
-        self.rows: torch.Tensor | None = None  # this rank's rows of them, if the model does not choose them
+        self.rows: torch.Tensor | None = None  # this rank's rows of them
+        self.by_model = True  # whether the model chooses them
 
     def prepare(self, run: ForwardPass) -> None:
         keep = run.batch.given.get("logits_to_keep", 0)
         asked = self.asked = isinstance(keep, torch.Tensor) or bool(keep)
-        if asked and (run.group.size > 1 or not run.task.generates):
-            self.kept, rows = keep_rows(keep, run.batch.layout, run.group.rank)
-            if run.task.generates:
-                run.batch.inputs["logits_to_keep"] = rows
-            else:
-                self.rows = rows
+        cached = run.batch.given.get("past_key_values") is not None  # a number would have Gemma 4 slice its mask
+        if asked and (run.group.size > 1 or cached or not run.task.generates):
+            self.kept, self.rows = keep_rows(keep, run.batch.layout, run.group.rank)
+            self.by_model = run.task.generates
+            if self.by_model:
+                run.batch.inputs["logits_to_keep"] = self.rows
         self.logits = self._fate(run)
         head = run.model.get_output_embeddings() if self.logits == "drop" else None
         run.agreement.add("hooks on the head", head is not None and [is_hooked(head), is_watched(head)])

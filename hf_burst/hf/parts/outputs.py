@@ -7,6 +7,7 @@ from ..batches.joining import Joined
 from ..forward_pass import ForwardPass
 from .base import Part
 from .head import Head
+from .key_cache import KeyCache
 from .loss import Loss
 from .shared_beginnings import SharedBeginnings
 from .token_losses import TokenLosses
@@ -20,8 +21,8 @@ class Outputs(Part):
 
     needs = (SharedBeginnings, Loss, TokenLosses)  # the latter two read logits before they are gathered or dropped
 
-    def __init__(self, head: Head) -> None:
-        self.head = head
+    def __init__(self, head: Head, key_cache: KeyCache) -> None:
+        self.head, self.key_cache = head, key_cache
 
     def prepare(self, run: ForwardPass) -> None:
         run.agreement.add("hidden states", bool(run.batch.given.get("output_hidden_states")))
@@ -32,7 +33,8 @@ class Outputs(Part):
             _gather_fused(run, outputs)
             return
         logits = outputs.pop("logits", None)
-        if head.rows is not None:
+        # Gemma 4 leaves out no rows where its own input_ids are longer than what it computed
+        if head.rows is not None and (not head.by_model or logits.shape[1] != len(head.rows)):
             logits = logits[:, head.rows.to(logits.device)]
         if head.logits == "gather" and head.kept is not None:
             outputs["logits"] = gather_kept(logits, head.kept, group)
@@ -40,6 +42,8 @@ class Outputs(Part):
             outputs["logits"] = gather_tokens(logits, layout, group)
         elif head.logits == "keep":
             outputs["logits"] = logits
+        if "logits" in outputs:
+            outputs["logits"] = self.key_cache.repeated(outputs["logits"])
         if "hidden_states" in outputs and not run.batch.sharded and group.size > 1:
             outputs["hidden_states"] = tuple(gather_tokens(state, layout, group) for state in outputs["hidden_states"])
         if run.batch.joined is not None:

@@ -129,7 +129,8 @@ class RecurrentForward(ForwardOverride):
         self.ran = True
         if self.masks:
             kwargs["attention_mask"] = context.call.real
-        kwargs |= {name: None for name in _CACHES if name in kwargs}  # it would hold the states of a shard
+        if context.cached is None:  # a cache of Transformers would hold the states of a shard
+            kwargs |= {name: None for name in _CACHES if name in kwargs}
         return self.sharded(self.module, *args, **kwargs)
 
 
