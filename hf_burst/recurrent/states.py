@@ -7,7 +7,6 @@ so that every rank finds the states that come to its segments from what all segm
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
 
 import torch
 from torch import Tensor
