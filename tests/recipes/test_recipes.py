@@ -19,6 +19,7 @@ datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
+import byte_tokenizer  # noqa: E402
 import dpo  # noqa: E402
 import finetune_long_document  # noqa: E402
 import merge_adapter  # noqa: E402
@@ -268,7 +269,7 @@ def test_a_library_that_is_not_installed(
 def test_a_chat_template_may_have_any_name(recipe: Callable[..., Any]) -> None:
     """The recipe reads it; TRL takes what does not end in .jinja for a model."""
     conversations.chats(Path("chats.jsonl"), conversations.facts(8), count=2, turns=2)
-    template = "{# mine #}" + models.CHATML.read_text()
+    template = "{# mine #}" + byte_tokenizer.CHATML.read_text()
     Path("mine.txt").write_text(template)
     trainer, _ = recipe("--dataset", "chats.jsonl", "--chat_template_path", "mine.txt", script=sft)
     assert trainer.processing_class.chat_template == template

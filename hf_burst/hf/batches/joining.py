@@ -236,8 +236,9 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
     texts = _texts(batch)
     rows, length = batch_shape(batch)
     ids, labels = batch["input_ids"], batch.get("labels")
-    if batch.get("position_ids") is not None:
-        positions = batch["position_ids"]
+    given = batch.get("position_ids")
+    if given is not None and given.ndim == 2:
+        positions = given
     elif positions is None:
         positions = torch.arange(length, device=ids.device)[None]
     kinds = {"input_ids": ids, "position_ids": positions.expand(rows, length)}

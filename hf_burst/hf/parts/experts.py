@@ -89,7 +89,7 @@ def balance_loss(layers: tuple[torch.Tensor, ...], chosen: int, run: ForwardPass
     layout, rank, device = run.batch.layout, run.group.rank, layers[0].device
     real = layout.counted(rank).flatten().to(device)
     texts = layout.texts(rank).flatten().to(device)[real].float()
-    counts, probabilities = torch.zeros(2, experts, device=device).unbind()
+    counts, probabilities = torch.zeros(2, experts, dtype=texts.dtype, device=device).unbind()
     for scores in layers:
         weights = scores.reshape(-1, experts)[real].softmax(-1)
         picked = weights.topk(chosen, dim=-1).indices

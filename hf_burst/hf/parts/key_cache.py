@@ -13,6 +13,7 @@ from ..context import CachedPass
 from ..forward_pass import ForwardPass
 from ..sharded_cache import ShardedCache
 from .base import Part
+from .shared_beginnings import SharedBeginnings
 from .tokens import Tokens
 
 # what every row of a batch has of its own; the copies of a prompt have the same
@@ -23,7 +24,7 @@ class KeyCache(Part):
     """Has the cache of a pass take up the keys of the prompt. Copies of a prompt in the batch, as for beams, are read
     once."""
 
-    needs = (Tokens,)
+    needs = (SharedBeginnings, Tokens)
 
     def __init__(self) -> None:
         self.cache: ShardedCache | None = None  # of the pass
