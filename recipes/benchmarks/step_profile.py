@@ -5,8 +5,8 @@
 
 The step is that of training.py's "hf_burst" contender, with settings of BurstConfig in `--settings`. After two steps one
 more runs under torch's profiler on the first rank. What is written, of that rank: the seconds of the step; those in
-which a kernel of a group ran, by group; those in which only messages or copies ran, and in which nothing did; and the
-operations that took longest, by the shapes of their inputs. The profiler makes steps some percent longer.
+which a kernel of a group ran, by group; those in which only messages or copies ran, and in which nothing did; the longest
+of these gaps; and the operations that took longest, by the shapes of their inputs. The profiler makes steps some percent longer.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from recipes.benchmarks.training_job import SHAPES, make_job
 Span = tuple[float, float]
 # the first group of which a word is in a kernel's name
 GROUPS = {
-    "messages": ("nccl",),
+    "messages": ("nccl", "FSDP::", "barrier_kernel", "Memcpy PtoP"),
     "copies between GPU and host": ("Memcpy HtoD", "Memcpy DtoH"),
     "attention": ("flash", "fmha", "FlashAttention"),
     "recurrence": ("chunk", "delta", "recompute_w_u", "causal_conv", "l2norm", "solve_tril", "merge_16x16", "cumsum"),
@@ -55,6 +55,18 @@ def covered(spans: Iterable[Span]) -> float:
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total
+
+
+def gaps(kernels: list[tuple[str, Span]]) -> list[dict[str, Any]]:
+    """The longest times in which nothing but messages and copies ran, and the kernels before and behind them."""
+    computing = sorted((span, name) for name, span in kernels if group_of(name) not in WAITING)
+    found, (end, before) = list[dict[str, Any]](), (computing[0][0][0], "") if computing else (0.0, "")
+    for (start, stop), name in computing:
+        if start > end:
+            found.append({"seconds": start - end, "before": before[:100], "behind": name[:100]})
+        if stop > end:
+            end, before = stop, name
+    return sorted(found, key=lambda gap: -gap["seconds"])[:60]
 
 
 def kernels_of(profiler: profile) -> list[tuple[str, Span]]:
@@ -150,7 +162,7 @@ def main() -> None:
     if ranks.rank == 0:
         kernels = kernels_of(profiler)
         found = {"steps_s": seconds, "chosen": job.chosen, **summary(kernels, seconds[-1])}
-        found["operations"] = operations(profiler)
+        found |= {"operations": operations(profiler), "gaps": gaps(kernels)}
         ranks.say(json.dumps({name: found[name] for name in ("steps_s", "groups", "nothing", "chosen")}))
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result | found, indent=1) + "\n")
