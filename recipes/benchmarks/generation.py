@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers.generation.streamers import BaseStreamer
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
@@ -49,6 +50,20 @@ from recipes.benchmarks.training_limits import product_seconds, widths_of
 Row = dict[str, Any]
 QUESTION = 32  # tokens
 _CALLS = 100  # of what takes less than a millisecond
+_WARM = 8192  # tokens of a prompt that goes before a long one
+
+
+class Clock(BaseStreamer):
+    """When `generate` begins, and when it has chosen each token."""
+
+    def __init__(self) -> None:
+        self.begun, self.times = time.perf_counter(), list[float]()
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter() - self.begun)
+
+    def end(self) -> None:
+        pass
 
 
 def options() -> argparse.ArgumentParser:
@@ -89,9 +104,9 @@ class Bench:
         drawn = torch.randint(1, self.config.vocab_size, (rows, length), generator=generator)
         return drawn.to(self.ranks.device)
 
-    def timed(self, function: Callable[[], Any], calls: int = 1) -> float:
-        """Seconds of a call on the slowest rank, of so many in a row, after one that does not count."""
-        function()
+    def timed(self, function: Callable[[], Any], calls: int = 1, warm: Callable[[], Any] | None = None) -> float:
+        """Seconds of a call on the slowest rank, of so many in a row, after one that does not count (`warm`)."""
+        (warm or function)()
         self.ranks.align()
         start = time.perf_counter()
         for _ in range(calls):
@@ -104,11 +119,15 @@ class Bench:
     def alone(self, length: int, where: str) -> Row:
         """`model.generate` of one process; all ranks do the same, each by itself."""
         options = {"cache_implementation": "offloaded"} if where == "host" else {}
-        return self.speed(lambda count: self.model.generate(self.tokens(1, length), **self.settings(count), **options))
+        short, prompt = self.tokens(1, min(length, _WARM)), self.tokens(1, length)
+        self.model.generate(short, **self.settings(2), **options)
+        return self.speed(partial(self.model.generate, prompt, **options))
 
     def prefill(self, length: int) -> Row:
         """The seconds of a document that is read, and their limit."""
-        seconds = self.timed(lambda: hf_burst.remember(self.model, self.tokens(1, length)))
+        short, prompt = self.tokens(1, min(length, _WARM)), self.tokens(1, length)
+        read = partial(hf_burst.remember, self.model)
+        seconds = self.timed(lambda: read(prompt), warm=lambda: read(short))
         limit = self.prefill_limit(length)
         return {"seconds": seconds, "limit": limit, "share_of_limit": sum(limit.values()) / seconds}
 
@@ -161,23 +180,32 @@ class Bench:
         for count in counts:
             asked = self.tokens(max(1, count), QUESTION if count else 1)
             answer = partial(hf_burst.generate, self.model, asked, memory=memory)
-            found[str(count)] = self.speed(lambda tokens, answer=answer: answer(**self.settings(tokens)), max(1, count))
+            answer(**self.settings(2))
+            found[str(count)] = self.speed(answer)
         return found
 
-    def speed(self, write: Callable[[int], Any], rows: int = 1) -> Row:
-        """Seconds to the first token, and tokens a second behind it."""
-        first = self.timed(lambda: write(1))
-        all_of_them = self.timed(lambda: write(self.arguments.tokens))
-        each = (all_of_them - first) / (self.arguments.tokens - 1)
-        return {"first_token_s": first, "seconds_per_token": each, "tokens_per_second": rows / each}
+    def speed(self, write: Callable[..., torch.Tensor]) -> Row:
+        """Seconds to the first token, and tokens a second behind it, on the slowest rank that streams."""
+        self.ranks.align()
+        clock = Clock()
+        rows = len(write(streamer=clock, **self.settings(self.arguments.tokens)))
+        # the prompt comes first; hf_burst.generate streams on the first rank alone
+        first, last = (clock.times[1], clock.times[-1]) if clock.times else (0.0, 0.0)
+        seconds = self.ranks.largest(torch.tensor([first, last - first], dtype=torch.float64))
+        each = float(seconds[1]) / (self.arguments.tokens - 1)
+        return {"first_token_s": float(seconds[0]), "seconds_per_token": each, "tokens_per_second": rows / each}
 
-    def settings(self, tokens: int) -> dict[str, Any]:
+    def settings(self, tokens: int) -> Row:
         return {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
 
 
 def main() -> int:
     """Measures all; what one GPU cannot hold is written down as it says so."""
     arguments = options().parse_args()
+    if arguments.tokens < 2:
+        raise SystemExit(f"--tokens is {arguments.tokens}; give at least 2, since the first one is the prompt's.")
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
     ranks = Ranks(arguments.device, arguments.timeout)
     result: Row = {**environment(ranks, sys.argv, arguments.commit), "settings": vars(arguments) | {"out": None}}
     bench, rows = Bench(arguments, ranks), list[Row]()
@@ -186,6 +214,8 @@ def main() -> int:
         found, failure = ranks.attempt(function)
         rows.append({"what": name, "length": length, **(found or {"failure": failure})})
         ranks.say(f"{name} {length:,}: {json.dumps(found or failure)}")
+        if ranks.rank == 0 and arguments.out is not None:  # after each, in case that time runs out
+            arguments.out.write_text(json.dumps({**result, "results": rows}, indent=1))
         return failure is None
 
     for where in ("gpu", "host") if ranks.cuda else ("gpu",):  # before the model is patched
@@ -201,9 +231,6 @@ def main() -> int:
         measure("decoding", length, partial(bench.questions, length, [0]))
     measure("questions", arguments.memory, partial(bench.questions, arguments.memory, arguments.questions))
     ranks.close()
-    if ranks.rank == 0 and arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps({**result, "results": rows}, indent=1))
     return int(all("failure" in row for row in rows))
 
 
