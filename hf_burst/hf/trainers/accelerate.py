@@ -198,6 +198,8 @@ class _Shared:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
+        if self.generating is not None and getattr(self.generating.trainer, "ref_model", None) is model:
+            self.generating.patch_reference(model)
         _check_patched(model, self.size, evaluation_mode)
         return Accelerator.prepare_model(self.accelerator, model, device_placement, evaluation_mode)
 

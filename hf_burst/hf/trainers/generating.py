@@ -142,11 +142,20 @@ class GroupTraining:
         method = partial(getattr(type(owner), name), owner)
         setattr(owner, name, update_wrapper(partial(wrapper, method), getattr(type(owner), name)))
 
+    def patch_reference(self, model: Any) -> None:
+        """Patches the reference model, which the trainer makes by itself, as the model."""
+        bare = self.real.unwrap_model(model)
+        if isinstance(bare, PreTrainedModel) and not hasattr(bare, PATCH):
+            config = getattr(_patched(self.trainer.model), PATCH).config
+            patch_model(bare, config)
+
     def begin(self) -> None:
-        """What is left to do when the trainer is made: seeds, reference models, environments."""
+        """What is left to do when the trainer is made: the reference model, seeds."""
         if self.ready:
             return
         self.ready = True
+        if self.trainer.ref_model is not None:  # which FSDP and DeepSpeed have wrapped by themselves
+            self.patch_reference(self.trainer.ref_model)
         set_seed(self.trainer.args.seed + self.groups.process_index)  # as device_specific=True of one process a group
 
     @contextmanager
@@ -266,11 +275,15 @@ def _check(trainer: Any, settings: Any) -> None:
             )
 
 
+def _patched(model: nn.Module) -> Any:
+    return next(module for module in model.modules() if PATCH in vars(module))
+
+
 @contextmanager
 def _generating(model: nn.Module, group: ContextGroup) -> Iterator[None]:
     """While TRL generates, the model's `generate` is that over ranks; for what that does not serve, each rank generates
     by itself, with the random numbers of the first."""
-    base: Any = next(module for module in model.modules() if PATCH in vars(module))
+    base = _patched(model)
     modes = [(module, module.training) for module in model.modules()]
 
     def over_ranks(**kwargs: Any) -> Any:
