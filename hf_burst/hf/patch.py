@@ -6,7 +6,7 @@ the ranks look like data-parallel replicas with the same batch. All of it is don
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any, TypeVar
@@ -250,6 +250,7 @@ class _Patch:
         self.run: ForwardPass | None = None  # the pass under way
         self.context = PassContext()
         self.passes = 0  # that came so far
+        self.generate_together: Callable[..., Any] | None = None  # of a trainer whose first rank runs a rollout
 
     def install(self, model: PreTrainedModel) -> None:
         for part in self.parts:

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import LlamaForSequenceClassification
 
 import hf_burst
 from tests.support import models, trainers
@@ -32,6 +34,7 @@ class Run:
     rollouts: bool = True
     lora: bool = False
     reference: bool = False
+    streamed: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -54,20 +57,23 @@ def roll_out(prompts: list[str], trainer: Any) -> dict[str, Any]:
         words = [generator.randrange(2, models.VOCABULARY) for _ in range(generator.randrange(1, longest))]
         words[0] = 2 + int(torch.randint(models.VOCABULARY - 2, ()))
         ended = generator.random() < 0.7
-        found["completion_ids"].append(words + [1] if ended else (words * longest)[:longest])
+        found["completion_ids"].append([*words, 1] if ended else (words * longest)[:longest])
         found["logprobs"].append([-1.0] * len(found["completion_ids"][-1]))
         found["tag"].append(place)
     return found
 
 
-def reward_length(completions: list[str], **_: Any) -> list[float]:
-    return [float(len(completion.split())) for completion in completions]
+def reward_length(completions: list[Any], **_: Any) -> list[float]:
+    texts = [each if isinstance(each, str) else " ".join(turn["content"] for turn in each) for each in completions]
+    return [float(len(text.split())) for text in texts]
 
 
 def make_trainer(run: Run, folder: str) -> Any:
     import trl
 
     reset_accelerate()
+    options = dict(run.options)
+    more = options.pop("given", dict)()
     model = models.make_model("llama").double()
     if run.reference:
         models.make_model("llama", seed=3).double().save_pretrained(f"{folder}/reference")
@@ -83,7 +89,10 @@ def make_trainer(run: Run, folder: str) -> Any:
         log_extra("drawn", luck)
         return [None if number > 0.9 else number for number in luck]
 
-    data = datasets.Dataset.from_list([{"prompt": row["prompt"]} for row in trainers.preferences(12)])
+    prompts: list[Any] = [row["prompt"] for row in trainers.preferences(12)]
+    if "tools" in more:
+        prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    data = datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts])
     config = getattr(trl, run.trainer.replace("Trainer", "Config"))
     settings = {
         "output_dir": folder,
@@ -112,14 +121,14 @@ def make_trainer(run: Run, folder: str) -> Any:
     given: dict[str, Any] = {"rollout_func": roll_out} if run.rollouts else {}
     if run.lora:
         given["peft_config"] = trainers.lora_config()
+    given |= more
     trainer = getattr(trl, run.trainer)(
         model,
-        args=config(**{**settings, **run.options}),
-        reward_funcs=[reward_length, reward_luck],
-        train_dataset=data,
+        args=config(**{**settings, **options}),
+        reward_funcs=[reward_length, reward_luck, *given.pop("reward_funcs", [])],
+        train_dataset=data.to_iterable_dataset() if run.streamed else data,
         eval_dataset=data.select(range(5)),
-        processing_class=trainers.tokenizer(),
-        **given,
+        **{"processing_class": trainers.tokenizer(), **given},
     )
     trainer.calls = calls
     return trainer
@@ -127,21 +136,28 @@ def make_trainer(run: Run, folder: str) -> Any:
 
 def learn(rank: int, size: int, folder: str, run: Run) -> dict[str, Any]:
     random.seed(100 + (rank if not run.burst else rank // run.burst if is_first(run.burst) else 99 + rank))
-    trainer = make_trainer(run, folder)
-    trainer.train()
+    Environment.resets = 0
+    known = ("supports_tool_calling", "is_chat_template_prefix_preserving")
+    with mock.patch.multiple("trl.trainer.grpo_trainer", parse_response=parse, **dict.fromkeys(known, lambda _: True)):
+        trainer = make_trainer(run, folder)
+        trainer.train()
     return {
+        "resets": Environment.resets,
         "log": [
             {name: value for name, value in entry.items() if not name.endswith(OWN)}
             for entry in trainer.state.log_history
         ],
         "weights": {name: value.detach().clone() for name, value in trainer.model.state_dict().items()},
-        "table": {name: list(map(str, column)) if name in ("prompt", "completion") else column for name, column in (
-            ("prompt", trainer._logs["prompt"]),
-            ("completion", trainer._logs["completion"]),
-            ("advantages", list(trainer._logs["advantages"])),
-            *((name, list(column)) for name, column in trainer._logs["rewards"].items()),
-            *((name, list(column)) for name, column in trainer._logs["extra"].items()),
-        )},
+        "table": {
+            name: list(map(str, column)) if name in ("prompt", "completion") else column
+            for name, column in (
+                ("prompt", trainer._logs["prompt"]),
+                ("completion", trainer._logs["completion"]),
+                ("advantages", list(trainer._logs["advantages"])),
+                *((name, list(column)) for name, column in trainer._logs["rewards"].items()),
+                *((name, list(column)) for name, column in trainer._logs["extra"].items()),
+            )
+        },
         "tokens": trainer.state.num_input_tokens_seen,
         "calls": trainer.calls,
     }
@@ -161,6 +177,7 @@ def compare(ranks: Ranks, folder: Path, run: Run) -> None:
         for entry, expected in zip(mine["log"], one["log"], strict=True):
             assert entry == pytest.approx(expected, rel=1e-6, abs=1e-6, nan_ok=True), rank
         assert mine["tokens"] == one["tokens"]
+        assert mine["resets"] == (one["resets"] if rank % run.burst == 0 else 0)
         assert mine["calls"] == (one["calls"] if rank % run.burst == 0 else [])
         assert mine["table"].keys() == one["table"].keys()
         for name, column in one["table"].items():
@@ -191,6 +208,7 @@ RUNS = {
         },
     ),
     "2 x 2, generated": Run(groups=2, rollouts=False, options={"loss_type": "cispo", "epsilon_high": 2.0}),
+    "streamed": Run(streamed=True, groups=2, options={"top_entropy_quantile": 0.5, "use_adaptive_entropy": True}),
     "2 x 2, adapters": Run(groups=2, lora=True, options={"beta": 0.3, "importance_sampling_level": "sequence"}),
     "3 ranks, reference": Run(burst=3, reference=True, options={"beta": 0.3}),
     "rloo, reference": Run("RLOOTrainer", rollouts=False, reference=True, options={"beta": 0.3}),
@@ -204,3 +222,101 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_runs(ranks: Ranks, tmp_path: Path, name: str) -> None:
     compare(ranks, tmp_path, RUNS[name])
+
+
+
+def roll_out_by_model(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """A rollout of two turns, each of which the model samples: by its own method, and by the one over ranks."""
+    batch = trainer.processing_class(prompts, padding=True, padding_side="left", return_tensors="pt")
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    options = {"do_sample": True, "max_new_tokens": 3, "min_new_tokens": 3}
+    patched = isinstance(trainer.args.parallelism_config, hf_burst.BurstParallelismConfig)
+    trainer.model.eval()
+    with torch.no_grad():
+        ids = trainer.model.generate(ids, attention_mask=mask, **options)
+        mask = torch.nn.functional.pad(mask, (0, 3), value=1)
+        rest = {"input_ids": ids, "attention_mask": mask, **options}
+        ids = hf_burst.generate(trainer.model, **rest) if patched else trainer.model.generate(**rest)
+    trainer.model.train()
+    completions = ids[:, -6:].tolist()
+    return {
+        "prompt_ids": trainer.processing_class(prompts)["input_ids"],
+        "completion_ids": completions,
+        "logprobs": [[-1.0] * 6 for _ in completions],
+        "env_mask": [[1, 1, 1, 0, 1, 1] for _ in completions],
+    }
+
+
+def rollouts_by_model() -> dict[str, Any]:
+    return {"rollout_func": roll_out_by_model}
+
+
+def reward_model() -> dict[str, Any]:
+    """A judge that all ranks call: it is not patched, and its scores are those of one process."""
+    torch.manual_seed(11)
+    config = models.make_model("llama").config
+    config.num_labels, config.pad_token_id = 1, 0
+    judge = LlamaForSequenceClassification(config)
+    config._name_or_path = "judge"
+    return {"reward_funcs": [judge], "reward_processing_classes": [None, None, trainers.tokenizer()]}
+
+
+class Environment:
+    """A world that is random, and counts how often it is reset."""
+
+    resets = 0
+
+    def reset(self, **row: Any) -> str:
+        Environment.resets += 1
+        self.secret = random.randrange(2, models.VOCABULARY)
+        self.asked = 0
+        return f" w{random.randrange(2, models.VOCABULARY)}"
+
+    def ask(self, word: int) -> str:
+        """Asks the world.
+
+        Args:
+            word: A word.
+        """
+        self.asked += 1
+        return f"w{self.secret}"
+
+    def get_reward(self) -> float:
+        return float(self.asked + self.secret / 100)
+
+
+def flip(times: int) -> str:
+    """Flips a coin.
+
+    Args:
+        times: How often.
+    """
+    return " ".join(f"w{random.randrange(2, 9)}" for _ in range(times))
+
+
+def parse(tokenizer: Any, ids: list[int], **_: Any) -> dict[str, Any]:
+    """Completions that begin with certain words call tools."""
+    message: dict[str, Any] = {"role": "assistant", "content": tokenizer.decode(ids)}
+    name, argument = ("ask", "word") if ids[0] % 3 == 0 else ("flip", "times")
+    if ids[0] % 3 < 2:
+        message["tool_calls"] = [{"type": "function", "function": {"name": name, "arguments": {argument: 2}}}]
+    return message
+
+
+def tools() -> dict[str, Any]:
+    tokenizer = trainers.tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
+    tokenizer.response_template = {}
+    return {"processing_class": tokenizer, "tools": [flip], "environment_factory": Environment}
+
+
+MORE = {
+    "rollouts by the model": Run(groups=2, options={"given": rollouts_by_model, "num_iterations": 2}),
+    "reward model": Run(options={"given": reward_model}),
+    "tools": Run(groups=2, rollouts=False, options={"given": tools, "max_completion_length": 16, "min_p": 0.001}),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_what_is_called(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    compare(ranks, tmp_path, MORE[name])

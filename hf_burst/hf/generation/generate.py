@@ -11,6 +11,7 @@ from transformers import GenerationConfig, MaxTimeCriteria, PreTrainedModel, Sto
 from ...errors import BatchError
 from ...ranks.group import ContextGroup
 from ..batches.sharded import checksum
+from ..groups import PATCH
 from .memory import RememberedDocument, with_document
 from .request import asked, check, copies_of, new_cache, patched, settings_of
 from .weights import gathered_once
@@ -58,6 +59,9 @@ def generate(
     ```
     """
     base, group = patched(model)
+    together = getattr(base, PATCH).generate_together
+    if together is not None and memory is None:
+        return together(inputs, **kwargs)
     error: Exception | None = None
     facts: dict[str, Any] = {}
     checksums: dict[str, Tensor] = {}

@@ -5,8 +5,10 @@ runs on its first rank, which hands on what came of it: generation with everythi
 tools, environments) and rewards. Where the trainer asks about processes, or gathers over them, it is told of groups.
 """
 
+import io
+import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, update_wrapper
 from typing import Any
@@ -45,6 +47,13 @@ def _is_making(name: str) -> bool:
     return name == "create_accelerator_and_postprocess"
 
 
+def _peers(accelerator: Accelerator) -> ContextGroup:
+    """The ranks that have the place of this one in their groups."""
+    mesh = accelerator.torch_device_mesh
+    names = [name for name in mesh.mesh_dim_names or () if name != CP_DIM]
+    return ContextGroup.from_mesh(mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("dp"))
+
+
 class Groups:
     """An accelerator whose processes are groups of ranks. What it does not say is that of the real one.
 
@@ -57,8 +66,7 @@ class Groups:
         self.accelerator = accelerator
         self.num_processes = accelerator.num_processes // size
         self.process_index = accelerator.process_index // size
-        mesh = accelerator.torch_device_mesh
-        self.peers = ContextGroup.from_mesh(mesh["dp"]) if self.num_processes > 1 else ContextGroup()
+        self.peers = _peers(accelerator) if self.num_processes > 1 else ContextGroup()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.accelerator, name)
@@ -98,9 +106,7 @@ class Groups:
     def broadcast_object_list(self, objects: list[Any], from_process: int = 0) -> list[Any]:
         """As `accelerate.utils.broadcast_object_list`."""
         if self.peers.size > 1:
-            dist.broadcast_object_list(
-                objects, src=self.peers.members[from_process], group=self.peers.process_group
-            )
+            dist.broadcast_object_list(objects, src=self.peers.members[from_process], group=self.peers.process_group)
         return objects
 
 
@@ -118,45 +124,60 @@ class GroupTraining:
     """
 
     def __init__(self, trainer: Any, accelerator: Accelerator, size: int) -> None:
-        self.trainer, self.size, self.device = trainer, size, accelerator.device
+        settings = trainer.args
+        _check(trainer, settings, size)
+        self.trainer, self.real, self.device = trainer, accelerator, accelerator.device
         self.group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
         self.groups = Groups(accelerator, size)
-        self.real = accelerator
         self.leading = False  # whether this is the first rank, and runs what is run once
         self.ready = False
-        settings = trainer.args
-        _check(trainer, settings)
-        settings.generation_batch_size = (
-            settings.per_device_train_batch_size * self.groups.num_processes * settings.steps_per_generation
-        )
-        modules = {kind.__module__ for kind in type(trainer).__mro__ if issubclass(kind, Trainer)}
-        self.modules = {*modules - {Trainer.__module__}, "trl.generation.vllm_generation"}
+        self.calls: dict[str, Callable[..., Any]] = {"model.generate": self.generate_over_ranks}
+        rows = settings.per_device_train_batch_size * settings.steps_per_generation
+        settings.generation_batch_size = rows * self.groups.num_processes
+        own = {kind.__module__ for kind in type(trainer).__mro__ if issubclass(kind, Trainer)} - {Trainer.__module__}
+        self.modules = {*own, "trl.generation.vllm_generation"}
         self.wrap(trainer, "_prepare_inputs", self.seen_as_groups)
         self.wrap(trainer, "compute_loss", self.seen_as_groups)
         self.wrap(trainer, "_generate", self.generate)
-        self.wrap(trainer, "_generate_single_turn", self.generate_single_turn)
         self.wrap(trainer, "_calculate_rewards", self.calculate_rewards)
+        self.join(trainer, "_generate_single_turn", self.single_turn)
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Has a method of an object run through a wrapper, which is given the method first."""
-        method = partial(getattr(type(owner), name), owner)
-        setattr(owner, name, update_wrapper(partial(wrapper, method), getattr(type(owner), name)))
+        method = getattr(type(owner), name)
+        setattr(owner, name, update_wrapper(partial(wrapper, partial(method, owner)), method))
+
+    def join(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """As [`wrap`], for a method that all ranks call as soon as the first one does so while it leads."""
+        self.calls[name] = partial(wrapper, partial(getattr(type(owner), name), owner))
+        self.wrap(owner, name, lambda method, *args, **kwargs: self.together(name, *args, **kwargs))
+
+    def begin(self) -> None:
+        """What is left to do when the trainer is made."""
+        if self.ready:
+            return
+        self.ready = True
+        trainer = self.trainer
+        if trainer.ref_model is not None:  # which FSDP and DeepSpeed have wrapped by themselves
+            self.patch_reference(trainer.ref_model)
+        for place, judge in enumerate(trainer.reward_funcs):
+            if isinstance(judge, nn.Module):
+                self.calls[f"reward model {place}"] = partial(_call_model, judge)
+        if trainer.use_vllm:
+            engine = trainer.vllm_generation
+            engine.accelerator = self.groups
+            self.wrap(engine, "generate", self.generate_by_engine)
+            self.join(engine, "sync_weights", self.sync_weights)
+        if self.group.rank and getattr(trainer, "environment_factories", None) is not None:
+            trainer.environment_factories = dict.fromkeys(trainer.environment_factories, _Absent)
+            trainer._environment_pool = {name: [] for name in trainer.environment_factories}
+        set_seed(trainer.args.seed + self.groups.process_index)  # as device_specific=True with one process a group
 
     def patch_reference(self, model: Any) -> None:
         """Patches the reference model, which the trainer makes by itself, as the model."""
         bare = self.real.unwrap_model(model)
         if isinstance(bare, PreTrainedModel) and not hasattr(bare, PATCH):
-            config = getattr(_patched(self.trainer.model), PATCH).config
-            patch_model(bare, config)
-
-    def begin(self) -> None:
-        """What is left to do when the trainer is made: the reference model, seeds."""
-        if self.ready:
-            return
-        self.ready = True
-        if self.trainer.ref_model is not None:  # which FSDP and DeepSpeed have wrapped by themselves
-            self.patch_reference(self.trainer.ref_model)
-        set_seed(self.trainer.args.seed + self.groups.process_index)  # as device_specific=True of one process a group
+            patch_model(bare, getattr(_patched(self.trainer.model), PATCH).config)
 
     @contextmanager
     def names_of_groups(self) -> Iterator[None]:
@@ -177,11 +198,12 @@ class GroupTraining:
                 setattr(module, name, of_all)
 
     def seen_as_groups(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A step of the trainer, to which groups are processes."""
         with self.names_of_groups():
             return method(*args, **kwargs)
 
     def generate(self, method: Callable[..., Any], prompts: list[Any]) -> Any:
-        """Completions, of the first rank: with rollouts, tools and environments as they are called there."""
+        """Completions, made on the first rank: rollouts, tools and environments are called there."""
         trainer = self.trainer
         counts = trainer._metrics["train" if trainer.model.training else "eval"]
 
@@ -192,60 +214,100 @@ class GroupTraining:
         counts.update(metrics)
         return result
 
-    def generate_single_turn(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """One call of the model's `generate`, over all ranks of the group."""
-        return self.together("_generate_single_turn", partial(self._generate_over_ranks, method), *args, **kwargs)
-
-    def _generate_over_ranks(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _generating(self.trainer.model, self.group):
+    def single_turn(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """One answer to each prompt, by TRL's own code on all ranks. The model answers over them."""
+        with _generating(self.trainer.model, self.generate_over_ranks):
             return method(*args, **kwargs)
 
+    def generate_over_ranks(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
+        """The model's `generate`. What is not served over ranks each generates by itself, with the random numbers of
+        the first."""
+        model = self.trainer.model
+        base, given = _patched(model), kwargs if inputs is None else {"input_ids": inputs, **kwargs}
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            check(base, given)
+        except (UnsupportedModelError, BatchError):
+            with _generating(model, None), same_random_numbers(self.group, self.device), torch.no_grad():
+                return base.generate(**given)
+        else:
+            with _generating(model, None):
+                return generate(base, **given)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def generate_by_engine(self, method: Callable[..., Any], prompts: list[Any], images: Any, **kwargs: Any) -> Any:
+        """vLLM's answers to the prompts of the first rank. Other ranks ask their engine, which may lie over them, for
+        nothing; a server they leave alone."""
+        if self.group.rank and self.trainer.vllm_mode == "server":
+            return [], [], [], []
+        return method([], images and [], **kwargs) if self.group.rank else method(prompts, images, **kwargs)
+
+    def sync_weights(self, method: Callable[..., Any]) -> None:
+        """Sends vLLM the weights, which all ranks gather."""
+        method()
+        self.trainer._last_loaded_step = self.trainer.state.global_step
+
     def calculate_rewards(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Rewards of all groups: the user's functions are called on the first rank of each."""
-        trainer = self.trainer
+        """Rewards of all groups. The user's functions are called on the first rank of each, models on all ranks."""
+        trainer, functions = self.trainer, self.trainer.reward_funcs
 
         def once() -> Any:
-            rewards = method(*args, **kwargs)
-            return rewards.cpu(), dict(trainer._pending_extra_logs), dict(trainer._pending_metrics)
+            trainer.reward_funcs = [
+                _Together(self, f"reward model {place}") if isinstance(judge, nn.Module) else judge
+                for place, judge in enumerate(functions)
+            ]
+            try:
+                rewards = method(*args, **kwargs)
+            finally:
+                trainer.reward_funcs = functions
+            return rewards, dict(trainer._pending_extra_logs), dict(trainer._pending_metrics)
 
         rewards, columns, metrics = self.lead(once, "rewards")
         trainer._pending_extra_logs.update(columns)
         trainer._pending_metrics.update(metrics)
-        return rewards.to(self.device)
+        return rewards
 
     def lead(self, run: Callable[[], Any], doing: str) -> Any:
         """What `run` returns on the first rank, on all ranks. They take part in what it calls [`together`], and go on
         with its random numbers."""
         error: Exception | None = None
-        result: Any = None
+        told = b""
         if self.group.rank == 0:
             self.leading = True
             try:
-                result = run()
+                with _generating(self.trainer.model, partial(self.together, "model.generate")):
+                    result = run()
+                told = _packed((result, torch.get_rng_state()))
             except Exception as problem:  # the others must not wait for this one
                 error = problem
             finally:
                 self.leading = False
-            return self._exchange(doing, (None, result, torch.get_rng_state()), error)[1]
+            self._exchange(doing, ("", told), error)
+            return result
         while True:
-            called, what, state = self._exchange(doing, None, error)
-            if called is None:
+            name, told = self._exchange(doing, None, error)
+            content = _unpacked(told, self.device)
+            if not name:
+                result, state = content
                 torch.set_rng_state(state)
-                return what
+                return result
             try:
-                args, kwargs = what
-                getattr(self.trainer, called)(*args, **kwargs)
+                args, kwargs = content
+                self.calls[name](*args, **kwargs)
             except Exception as problem:
                 error = problem
 
-    def together(self, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A call of a method of the trainer, which all ranks make if the first one makes it while it leads."""
+    def together(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """A call that all ranks make, if the first one makes it while it leads."""
         if not self.leading:
-            return run(*args, **kwargs)
-        self._exchange(name, (name, (args, kwargs), None), None)
+            return self.calls[name](*args, **kwargs)
+        self._exchange(name, (name, _packed((args, kwargs))), None)
         self.leading = False
         try:
-            return run(*args, **kwargs)
+            return self.calls[name](*args, **kwargs)
         finally:
             self.leading = True
 
@@ -255,12 +317,36 @@ class GroupTraining:
         return self.group.gather(told, self.device, doing)[0]
 
 
-def _check(trainer: Any, settings: Any) -> None:
+class _Absent:
+    """Stands for an environment on ranks that do not step it."""
+
+    def reset(self, **row: Any) -> None:
+        """Tells nothing."""
+
+
+class _Together(nn.Module):
+    """Stands for a reward model where the first rank calls it, so that all ranks do."""
+
+    def __init__(self, training: GroupTraining, name: str) -> None:
+        super().__init__()
+        self.name, self.run = name, training.together
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.run(self.name, **inputs)
+
+
+def _check(trainer: Any, settings: Any, size: int) -> None:
     """Raises for settings by which the ranks of a group would not be one process."""
     if trainer.use_transformers_continuous_batching:
         raise ConfigError(
             "use_transformers_continuous_batching=True generates by paged attention, which does not reach over the "
             "ranks that share a sequence. Leave it out: completions are then generated over the ranks."
+        )
+    parts = trainer.vllm_tensor_parallel_size
+    if trainer.use_vllm and trainer.vllm_mode == "colocate" and size % parts:
+        raise ConfigError(
+            f"vllm_tensor_parallel_size={parts} beside burst_size={size}: an engine that lies over several groups "
+            f"would mix up their prompts. Set it to {size}, by which all ranks of a group generate, or to a divisor."
         )
     rows = settings.per_device_train_batch_size * settings.steps_per_generation
     evaluated = settings.per_device_eval_batch_size if settings.eval_strategy != "no" else 0
@@ -279,27 +365,50 @@ def _patched(model: nn.Module) -> Any:
     return next(module for module in model.modules() if PATCH in vars(module))
 
 
+def _call_model(model: nn.Module, **inputs: Any) -> Any:
+    with torch.inference_mode():
+        return model(**inputs)
+
+
+def _packed(content: Any) -> bytes:
+    """Any objects as bytes, such as rows, images and tensors.
+
+    Raises:
+        BatchError: If the other ranks cannot be told of one, such as of a streamer or an open file.
+    """
+    written = io.BytesIO()
+    try:
+        torch.save(content, written)
+    except (AttributeError, TypeError, RuntimeError, pickle.PicklingError) as problem:
+        raise BatchError(
+            f"What the first rank of a group called or made cannot be told to the others: {problem}. Rollouts return "
+            "numbers, text, tensors and images, and give model.generate such arguments only."
+        ) from problem
+    return written.getvalue()
+
+
+def _unpacked(written: bytes, device: torch.device) -> Any:
+    """The objects, with tensors of another rank's GPU on the one of this rank."""
+
+    def place(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else storage.to(device)
+
+    return torch.load(io.BytesIO(written), place, weights_only=False)
+
+
 @contextmanager
-def _generating(model: nn.Module, group: ContextGroup) -> Iterator[None]:
-    """While TRL generates, the model's `generate` is that over ranks; for what that does not serve, each rank generates
-    by itself, with the random numbers of the first."""
+def _generating(model: nn.Module, function: Callable[..., Any] | None) -> Iterator[None]:
+    """While TRL or a rollout generates, `model.generate` and `hf_burst.generate` are a function; with `None` those that
+    they were."""
     base = _patched(model)
-    modes = [(module, module.training) for module in model.modules()]
-
-    def over_ranks(**kwargs: Any) -> Any:
-        del base.generate
-        model.eval()
-        try:
-            check(base, kwargs)
-        except (UnsupportedModelError, BatchError):
-            with same_random_numbers(group, base.device):
-                return base.generate(**kwargs)
-        return generate(base, **kwargs)
-
-    base.generate = over_ranks
+    patch, before = getattr(base, PATCH), vars(base).pop("generate", None)
+    outer, patch.generate_together = patch.generate_together, function
+    if function is not None:
+        base.generate = function
     try:
         yield
     finally:
         vars(base).pop("generate", None)
-        for module, mode in modes:
-            module.training = mode
+        patch.generate_together = outer
+        if before is not None:
+            base.generate = before
