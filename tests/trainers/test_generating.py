@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import LlamaForSequenceClassification
 
 import hf_burst
-from tests.support import models, trainers
+from tests.support import models, trainers, vllm_stand_in
 from tests.support.ranks import RankPool, reset_accelerate
 
 pytest.importorskip("trl")
@@ -22,6 +22,9 @@ Ranks = Callable[[int], RankPool]
 G = 2  # completions of a prompt
 # of a clock, and what Trainer counts by processes
 OWN = ("time", "runtime", "per_second")
+
+
+ALONE = {"vllm_tensor_parallel_size": 1}  # what a single process has instead
 
 
 @dataclass(frozen=True)
@@ -138,11 +141,14 @@ def learn(rank: int, size: int, folder: str, run: Run) -> dict[str, Any]:
     random.seed(100 + (rank if not run.burst else rank // run.burst if is_first(run.burst) else 99 + rank))
     Environment.resets = 0
     known = ("supports_tool_calling", "is_chat_template_prefix_preserving")
-    with mock.patch.multiple("trl.trainer.grpo_trainer", parse_response=parse, **dict.fromkeys(known, lambda _: True)):
+    stand_ins = {"parse_response": parse, **dict.fromkeys(known, lambda _: True)}
+    with mock.patch.multiple("trl.trainer.grpo_trainer", **stand_ins), vllm_stand_in.installed():
         trainer = make_trainer(run, folder)
         trainer.train()
     return {
         "resets": Environment.resets,
+        "asked": list(vllm_stand_in.ASKED),
+        "sent": list(vllm_stand_in.SENT),
         "log": [
             {name: value for name, value in entry.items() if not name.endswith(OWN)}
             for entry in trainer.state.log_history
@@ -163,10 +169,10 @@ def learn(rank: int, size: int, folder: str, run: Run) -> dict[str, Any]:
     }
 
 
-def compare(ranks: Ranks, folder: Path, run: Run) -> None:
+def compare(ranks: Ranks, folder: Path, run: Run) -> tuple[list[Any], list[Any]]:
     """On every rank what one process a group has that is not patched."""
     found = ranks(run.ranks).run(learn, str(folder / "found"), run)
-    alone = Run(**{**vars(run), "burst": 0})
+    alone = replace(run, burst=0, options={**run.options, **{name: ALONE[name] for name in ALONE.keys() & run.options.keys()}})
     if run.groups == 1:
         wanted = [learn(0, 1, str(folder / "wanted"), alone)]
     else:
@@ -186,6 +192,7 @@ def compare(ranks: Ranks, folder: Path, run: Run) -> None:
             ), name
         for name, value in one["weights"].items():
             torch.testing.assert_close(mine["weights"][name], value, rtol=0, atol=1e-7)
+    return found, wanted
 
 
 @pytest.mark.parametrize("size", [2])
@@ -320,3 +327,29 @@ MORE = {
 @pytest.mark.parametrize("name", MORE)
 def test_what_is_called(ranks: Ranks, tmp_path: Path, name: str) -> None:
     compare(ranks, tmp_path, MORE[name])
+
+
+SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "nowhere"}
+COLOCATED = {"use_vllm": True, "vllm_mode": "colocate"}
+VLLM = {
+    "server": Run(groups=2, rollouts=False, options=SERVER),
+    "server, rloo": Run("RLOOTrainer", groups=2, rollouts=False, lora=True, options=SERVER),
+    "server beside rollouts": Run(options=SERVER),
+    "colocated": Run(rollouts=False, options=COLOCATED),
+    "colocated over the group": Run(groups=2, rollouts=False, options=COLOCATED | {"vllm_tensor_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("name", VLLM)
+def test_vllm(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    """By a stand-in that is called as vLLM. It answers once for a group, and gets all weights."""
+    run = VLLM[name]
+    found, wanted = compare(ranks, tmp_path, run)
+    for rank, mine in enumerate(found):
+        one = wanted[rank // run.burst]
+        if "colocated" in name:
+            others = [0] * len(one["asked"]) if run.options.get("vllm_tensor_parallel_size") is None else one["asked"]
+            assert mine["asked"] == (one["asked"] if rank % run.burst == 0 else others)
+            assert mine["sent"] == one["sent"]
+        else:
+            assert (mine["asked"], mine["sent"]) == ((one["asked"], one["sent"]) if rank == 0 else ([], []))
