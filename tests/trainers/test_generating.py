@@ -10,14 +10,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import gather
 from transformers import LlamaForSequenceClassification
 
 import hf_burst
+from hf_burst.errors import ConfigError, RankMismatchError
 from tests.support import models, trainers, vllm_stand_in
-from tests.support.ranks import RankPool, reset_accelerate
+from tests.support.ranks import RankError, RankPool, reset_accelerate
 
 pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
+from trl import GRPOTrainer  # noqa: E402
+
 Ranks = Callable[[int], RankPool]
 G = 2  # completions of a prompt
 # of a clock, and what Trainer counts by processes
@@ -169,10 +173,12 @@ def learn(rank: int, size: int, folder: str, run: Run) -> dict[str, Any]:
     }
 
 
-def compare(ranks: Ranks, folder: Path, run: Run) -> tuple[list[Any], list[Any]]:
+def compare(ranks: Ranks, folder: Path, run: Run, learn: Callable[..., Any] = learn) -> tuple[list[Any], list[Any]]:
     """On every rank what one process a group has that is not patched."""
     found = ranks(run.ranks).run(learn, str(folder / "found"), run)
-    alone = replace(run, burst=0, options={**run.options, **{name: ALONE[name] for name in ALONE.keys() & run.options.keys()}})
+    alone = replace(
+        run, burst=0, options={**run.options, **{name: ALONE[name] for name in ALONE.keys() & run.options.keys()}}
+    )
     if run.groups == 1:
         wanted = [learn(0, 1, str(folder / "wanted"), alone)]
     else:
@@ -229,7 +235,6 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_runs(ranks: Ranks, tmp_path: Path, name: str) -> None:
     compare(ranks, tmp_path, RUNS[name])
-
 
 
 def roll_out_by_model(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -353,3 +358,106 @@ def test_vllm(ranks: Ranks, tmp_path: Path, name: str) -> None:
             assert mine["sent"] == one["sent"]
         else:
             assert (mine["asked"], mine["sent"]) == ((one["asked"], one["sent"]) if rank == 0 else ([], []))
+
+
+def reward_fails(completions: list[Any], **_: Any) -> list[float]:
+    raise FloatingPointError("no reward today")
+
+
+def roll_out_strangely(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    return roll_out(prompts, trainer) | {"tag": [lambda: 1 for _ in prompts]}
+
+
+def roll_out_alone(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    ids = torch.tensor([[5, 6, 7]])
+    trainer.model(input_ids=ids, labels=ids)
+    return roll_out(prompts, trainer)
+
+
+def failing_reward() -> dict[str, Any]:
+    return {"reward_funcs": [reward_fails]}
+
+
+def strange_rollouts() -> dict[str, Any]:
+    return {"rollout_func": roll_out_strangely}
+
+
+def roll_out_in_vain(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    trainer.model.generate(torch.tensor([[5, 6, 7]]), past_key_values=[1])
+    return roll_out(prompts, trainer)
+
+
+def vain_rollouts() -> dict[str, Any]:
+    return {"rollout_func": roll_out_in_vain}
+
+
+def lonely_rollouts() -> dict[str, Any]:
+    return {"rollout_func": roll_out_alone}
+
+
+BATCHED = {"use_transformers_continuous_batching": True}
+WRONG: dict[str, tuple[Run, type[Exception], str]] = {
+    "half a group": (Run(options={"per_device_train_batch_size": 3}), ConfigError, "is 3 rows, and a prompt has 2"),
+    "half a group in evaluation": (
+        Run(options={"per_device_eval_batch_size": 3, "eval_strategy": "steps", "eval_steps": 1}),
+        ConfigError,
+        "per_device_eval_batch_size is 3 rows",
+    ),
+    "continuous batching": (Run(rollouts=False, options=BATCHED), ConfigError, "paged attention"),
+    "an engine over groups": (
+        Run(rollouts=False, options=COLOCATED | {"vllm_tensor_parallel_size": 4}),
+        ConfigError,
+        "vllm_tensor_parallel_size=4 beside burst_size=2",
+    ),
+    "a reward that fails": (Run(options={"given": failing_reward}), RankMismatchError, "no reward today"),
+    "what cannot be told": (
+        Run(options={"given": strange_rollouts}),
+        RankMismatchError,
+        "cannot be told to the others",
+    ),
+    "what is not generated": (Run(options={"given": vain_rollouts}), ConfigError, "past_key_values"),
+    "a pass of one rank": (Run(options={"given": lonely_rollouts}), RankMismatchError, "rank 1: generation"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_are_those_of_all_ranks(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    run, kind, words = WRONG[name]
+    with pytest.raises(RankError) as caught:
+        ranks(run.ranks).run(learn, str(tmp_path), run)
+    own = caught.value.errors[0]
+    assert words in str(own), own
+    for error in caught.value.errors[1:]:
+        assert isinstance(error, kind), error
+        assert words in str(error), error
+
+
+class OtherLoss(GRPOTrainer):
+    """A class of the user's, with a loss of its own."""
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        totals = gather(torch.tensor([1.0 + self.accelerator.process_index]))
+        return super()._compute_loss(model, inputs) * totals.mean()
+
+
+def learn_otherwise(rank: int, size: int, folder: str, run: Run) -> dict[str, Any]:
+    with mock.patch("trl.GRPOTrainer", OtherLoss):
+        return learn(rank, size, folder, run)
+
+
+def test_a_class_of_the_users(ranks: Ranks, tmp_path: Path) -> None:
+    compare(ranks, tmp_path, Run(groups=2), learn_otherwise)
+
+
+def learn_by_other_losses(rank: int, size: int, folder: str) -> None:
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+    with mock.patch.multiple("trl", GRPOTrainer=GMPOTrainer, GRPOConfig=GMPOConfig):
+        make_trainer(Run(), folder).train()
+
+
+def test_other_trainers_that_generate_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(learn_by_other_losses, str(tmp_path))
+    for error in caught.value.errors:
+        assert pytest.RaisesExc(ConfigError, match="generates what it learns from").matches(error), error

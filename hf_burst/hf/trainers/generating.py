@@ -21,7 +21,7 @@ from accelerate.utils import recursively_apply, set_seed
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
-from ...errors import BatchError, ConfigError, UnsupportedModelError
+from ...errors import BatchError, ConfigError, LostRankError, RankMismatchError, UnsupportedModelError
 from ...ranks.group import CP_DIM, ContextGroup
 from ..callers import frames
 from ..generation.generate import generate, same_random_numbers
@@ -130,6 +130,7 @@ class GroupTraining:
         self.group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
         self.groups = Groups(accelerator, size)
         self.leading = False  # whether this is the first rank, and runs what is run once
+        self.parted = False  # whether all ranks have met an error
         self.ready = False
         self.calls: dict[str, Callable[..., Any]] = {"model.generate": self.generate_over_ranks}
         rows = settings.per_device_train_batch_size * settings.steps_per_generation
@@ -273,46 +274,65 @@ class GroupTraining:
     def lead(self, run: Callable[[], Any], doing: str) -> Any:
         """What `run` returns on the first rank, on all ranks. They take part in what it calls [`together`], and go on
         with its random numbers."""
+        if self.group.rank:
+            return self.follow(doing)
         error: Exception | None = None
         told = b""
-        if self.group.rank == 0:
-            self.leading = True
-            try:
-                with _generating(self.trainer.model, partial(self.together, "model.generate")):
-                    result = run()
-                told = _packed((result, torch.get_rng_state()))
-            except Exception as problem:  # the others must not wait for this one
-                error = problem
-            finally:
-                self.leading = False
-            self._exchange(doing, ("", told), error)
-            return result
+        self.leading, self.parted = True, False
+        try:
+            with _generating(self.trainer.model, partial(self.together, "model.generate")):
+                result = run()
+            told = _packed((result, torch.get_rng_state()))
+        except (RankMismatchError, LostRankError):  # the others waited, and have met it by now
+            raise
+        except Exception as problem:
+            if self.parted:
+                raise
+            error = problem
+        finally:
+            self.leading = False
+        self._tell(("", told), error, doing)
+        return result
+
+    def follow(self, doing: str) -> Any:
+        """The other ranks, while the first one leads."""
         while True:
-            name, told = self._exchange(doing, None, error)
+            name, told = self._tell(None, None, doing)
             content = _unpacked(told, self.device)
             if not name:
                 result, state = content
                 torch.set_rng_state(state)
                 return result
-            try:
-                args, kwargs = content
-                self.calls[name](*args, **kwargs)
-            except Exception as problem:
-                error = problem
+            args, kwargs = content
+            self._call(name, *args, **kwargs)
 
     def together(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """A call that all ranks make, if the first one makes it while it leads."""
         if not self.leading:
             return self.calls[name](*args, **kwargs)
-        self._exchange(name, (name, _packed((args, kwargs))), None)
+        told = _packed((args, kwargs))
+        self._tell((name, told), None, name)
         self.leading = False
         try:
-            return self.calls[name](*args, **kwargs)
+            return self._call(name, *args, **kwargs)
         finally:
             self.leading = True
 
-    def _exchange(self, doing: str, told: Any, error: Exception | None) -> Any:
-        """What the first rank tells all others, unless one has met an error, which is then one of all."""
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Such a call, at the end of which the error of one rank is one of all."""
+        error: Exception | None = None
+        result: Any = None
+        try:
+            result = self.calls[name](*args, **kwargs)
+        except Exception as problem:
+            error = problem
+        self.parted = True
+        self.group.agree({"call": "end"}, error, self.device, doing=name)
+        self.parted = False
+        return result
+
+    def _tell(self, told: Any, error: Exception | None, doing: str) -> Any:
+        """What the first rank tells all others, unless it has met an error, which is then one of all."""
         self.group.agree({"call": "lead"}, error, self.device, doing=doing)
         return self.group.gather(told, self.device, doing)[0]
 
