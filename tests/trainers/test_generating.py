@@ -14,7 +14,9 @@ from accelerate.utils import gather
 from transformers import LlamaForSequenceClassification
 
 import hf_burst
-from hf_burst.errors import ConfigError, RankMismatchError
+from hf_burst.errors import BatchError, ConfigError, RankMismatchError
+from hf_burst.hf.trainers import generating
+from hf_burst.hf.trainers.generating import Groups, GroupTraining
 from tests.support import models, trainers, vllm_stand_in
 from tests.support.ranks import RankError, RankPool, reset_accelerate
 
@@ -28,6 +30,7 @@ G = 2  # completions of a prompt
 OWN = ("time", "runtime", "per_second")
 
 
+GENERATE = mock.patch("hf_burst.hf.trainers.generating.generate", wraps=hf_burst.generate)
 ALONE = {"vllm_tensor_parallel_size": 1}  # what a single process has instead
 
 
@@ -55,7 +58,7 @@ def is_first(burst: int) -> bool:
 
 
 def roll_out(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Completions that follow from the prompt, its place, the step and torch's random numbers: they differ by rank."""
+    """Completions that follow from the prompt, its place, the step and random numbers: they differ by rank."""
     ids = trainer.processing_class(prompts)["input_ids"]
     longest = trainer.max_completion_length
     found: dict[str, Any] = {"prompt_ids": ids, "completion_ids": [], "logprobs": [], "tag": []}
@@ -63,6 +66,7 @@ def roll_out(prompts: list[str], trainer: Any) -> dict[str, Any]:
         generator = random.Random(str((prompt, place, trainer.state.global_step)))
         words = [generator.randrange(2, models.VOCABULARY) for _ in range(generator.randrange(1, longest))]
         words[0] = 2 + int(torch.randint(models.VOCABULARY - 2, ()))
+        words[-1] = random.randrange(2, models.VOCABULARY)
         ended = generator.random() < 0.7
         found["completion_ids"].append([*words, 1] if ended else (words * longest)[:longest])
         found["logprobs"].append([-1.0] * len(found["completion_ids"][-1]))
@@ -144,13 +148,18 @@ def make_trainer(run: Run, folder: str) -> Any:
 def learn(rank: int, size: int, folder: str, run: Run) -> dict[str, Any]:
     random.seed(100 + (rank if not run.burst else rank // run.burst if is_first(run.burst) else 99 + rank))
     Environment.resets = 0
-    known = ("supports_tool_calling", "is_chat_template_prefix_preserving")
+    known: Any = ("supports_tool_calling", "is_chat_template_prefix_preserving")
     stand_ins = {"parse_response": parse, **dict.fromkeys(known, lambda _: True)}
-    with mock.patch.multiple("trl.trainer.grpo_trainer", **stand_ins), vllm_stand_in.installed():
+    with (
+        mock.patch.multiple("trl.trainer.grpo_trainer", **stand_ins),
+        vllm_stand_in.installed(),
+        GENERATE as over_ranks,
+    ):
         trainer = make_trainer(run, folder)
         trainer.train()
     return {
         "resets": Environment.resets,
+        "generated": over_ranks.call_count,
         "asked": list(vllm_stand_in.ASKED),
         "sent": list(vllm_stand_in.SENT),
         "log": [
@@ -173,22 +182,23 @@ def learn(rank: int, size: int, folder: str, run: Run) -> dict[str, Any]:
     }
 
 
-def compare(ranks: Ranks, folder: Path, run: Run, learn: Callable[..., Any] = learn) -> tuple[list[Any], list[Any]]:
+def compare(ranks: Ranks, folder: Path, run: Run, learn: Callable[..., Any] = learn, *more: Any) -> None:
     """On every rank what one process a group has that is not patched."""
-    found = ranks(run.ranks).run(learn, str(folder / "found"), run)
+    found = ranks(run.ranks).run(learn, str(folder / "found"), run, *more)
     alone = replace(
         run, burst=0, options={**run.options, **{name: ALONE[name] for name in ALONE.keys() & run.options.keys()}}
     )
     if run.groups == 1:
-        wanted = [learn(0, 1, str(folder / "wanted"), alone)]
+        wanted = [learn(0, 1, str(folder / "wanted"), alone, *more)]
     else:
-        wanted = ranks(run.groups).run(learn, str(folder / "wanted"), alone)
+        wanted = ranks(run.groups).run(learn, str(folder / "wanted"), alone, *more)
     for rank, mine in enumerate(found):
         one = wanted[rank // run.burst]
         assert [entry.keys() for entry in mine["log"]] == [entry.keys() for entry in one["log"]]
         for entry, expected in zip(mine["log"], one["log"], strict=True):
             assert entry == pytest.approx(expected, rel=1e-6, abs=1e-6, nan_ok=True), rank
         assert mine["tokens"] == one["tokens"]
+        assert bool(mine["generated"]) == (not run.rollouts and not run.options.get("use_vllm"))
         assert mine["resets"] == (one["resets"] if rank % run.burst == 0 else 0)
         assert mine["calls"] == (one["calls"] if rank % run.burst == 0 else [])
         assert mine["table"].keys() == one["table"].keys()
@@ -198,7 +208,18 @@ def compare(ranks: Ranks, folder: Path, run: Run, learn: Callable[..., Any] = le
             ), name
         for name, value in one["weights"].items():
             torch.testing.assert_close(mine["weights"][name], value, rtol=0, atol=1e-7)
-    return found, wanted
+        if run.options.get("use_vllm"):
+            compare_engines(mine, one, rank, run)
+
+
+def compare_engines(mine: dict[str, Any], one: dict[str, Any], rank: int, run: Run) -> None:
+    """A server was asked once; an engine beside the trainer on the first rank, or on all over which it lies."""
+    if run.options["vllm_mode"] == "server":
+        assert (mine["asked"], mine["sent"]) == ((one["asked"], one["sent"]) if rank == 0 else ([], []))
+        return
+    asks = rank % run.burst == 0 or run.options.get("vllm_tensor_parallel_size")
+    assert mine["asked"] == (one["asked"] if asks else [0] * len(one["asked"]))
+    assert mine["sent"] == one["sent"]
 
 
 @pytest.mark.parametrize("size", [2])
@@ -348,16 +369,7 @@ VLLM = {
 @pytest.mark.parametrize("name", VLLM)
 def test_vllm(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """By a stand-in that is called as vLLM. It answers once for a group, and gets all weights."""
-    run = VLLM[name]
-    found, wanted = compare(ranks, tmp_path, run)
-    for rank, mine in enumerate(found):
-        one = wanted[rank // run.burst]
-        if "colocated" in name:
-            others = [0] * len(one["asked"]) if run.options.get("vllm_tensor_parallel_size") is None else one["asked"]
-            assert mine["asked"] == (one["asked"] if rank % run.burst == 0 else others)
-            assert mine["sent"] == one["sent"]
-        else:
-            assert (mine["asked"], mine["sent"]) == ((one["asked"], one["sent"]) if rank == 0 else ([], []))
+    compare(ranks, tmp_path, VLLM[name])
 
 
 def reward_fails(completions: list[Any], **_: Any) -> list[float]:
@@ -461,3 +473,60 @@ def test_other_trainers_that_generate_are_refused(ranks: Ranks, tmp_path: Path) 
         ranks(2).run(learn_by_other_losses, str(tmp_path))
     for error in caught.value.errors:
         assert pytest.RaisesExc(ConfigError, match="generates what it learns from").matches(error), error
+
+
+def doubled(self: Groups, tensor: torch.Tensor) -> torch.Tensor:
+    return OF_GROUPS[0](self, tensor).repeat_interleave(2, 0)
+
+
+def doubled_objects(self: Groups, objects: list[Any]) -> list[Any]:
+    return [each for each in OF_GROUPS[1](self, objects) for _ in range(2)]
+
+
+def counted_by_ranks(self: GroupTraining, trainer: Any, accelerator: Any, size: int) -> None:
+    INIT(self, trainer, accelerator, size)
+    trainer.args.generation_batch_size *= size
+
+
+def called_by_ranks(self: GroupTraining, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return method(*args, **kwargs)
+
+
+OF_GROUPS, INIT = (Groups.gather, Groups.gather_object), GroupTraining.__init__
+FIRST = property(lambda self: 0, lambda self, value: None)
+OF_RANKS = property(lambda self: self.accelerator.num_processes, lambda self, value: None)
+UNEQUAL = {"scale_rewards": "batch"}
+CISPO = {"loss_type": "cispo", "epsilon_high": 2.0}
+# what is broken, by what, and the run that must notice it; letters as in the list of TRL's places
+TRAPS: dict[str, tuple[Any, str, Any, Run]] = {
+    "a: seeds by rank": (generating, "set_seed", lambda seed: None, Run(groups=2)),
+    "b: shuffles by rank": (torch, "set_rng_state", lambda state: None, Run()),
+    "c: ranks in generation_batch_size": (GroupTraining, "__init__", counted_by_ranks, Run()),
+    "d: advantages of another rank": (Groups, "process_index", FIRST, Run(groups=2)),
+    "e: duplicates in deviations": (Groups, "gather", doubled, Run(options=UNEQUAL)),
+    "f: rewards on all ranks": (GroupTraining, "calculate_rewards", called_by_ranks, Run()),
+    "f: completions of all ranks": (GroupTraining, "generate", called_by_ranks, Run()),
+    "g: normalised by ranks": (Groups, "num_processes", OF_RANKS, Run(options=CISPO)),
+    "h: duplicates in tables": (Groups, "gather_object", doubled_objects, Run()),
+    "i: prompts of all ranks": (
+        GroupTraining,
+        "generate_by_engine",
+        called_by_ranks,
+        Run(rollouts=False, options=SERVER),
+    ),
+    "j: engines of all ranks": (GroupTraining, "generate_by_engine", called_by_ranks, VLLM["colocated"]),
+    "l: whole prompts on a rank": (generating, "check", mock.Mock(side_effect=BatchError), RUNS["2 x 2, generated"]),
+}
+
+
+def learn_broken(rank: int, size: int, folder: str, run: Run, trap: str) -> dict[str, Any]:
+    owner, name, broken, _ = TRAPS[trap]
+    with mock.patch.object(owner, name, broken, create=True):
+        return learn(rank, size, folder, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trap", TRAPS)
+def test_traps_are_noticed(ranks: Ranks, tmp_path: Path, trap: str) -> None:
+    with pytest.raises((AssertionError, RankError)):
+        compare(ranks, tmp_path, TRAPS[trap][-1], learn_broken, trap)

@@ -176,9 +176,9 @@ class GroupTraining:
 
     def patch_reference(self, model: Any) -> None:
         """Patches the reference model, which the trainer makes by itself, as the model."""
-        bare = self.real.unwrap_model(model)
-        if isinstance(bare, PreTrainedModel) and not hasattr(bare, PATCH):
-            patch_model(bare, getattr(_patched(self.trainer.model), PATCH).config)
+        bare, own = self.real.unwrap_model(model), _patched(self.trainer.model)
+        if own is not None and isinstance(bare, PreTrainedModel) and not hasattr(bare, PATCH):
+            patch_model(bare, getattr(own, PATCH).config)
 
     @contextmanager
     def names_of_groups(self) -> Iterator[None]:
@@ -382,7 +382,7 @@ def _check(trainer: Any, settings: Any, size: int) -> None:
 
 
 def _patched(model: nn.Module) -> Any:
-    return next(module for module in model.modules() if PATCH in vars(module))
+    return next((module for module in model.modules() if PATCH in vars(module)), None)
 
 
 def _call_model(model: nn.Module, **inputs: Any) -> Any:
