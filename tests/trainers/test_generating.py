@@ -89,8 +89,9 @@ def make_trainer(run: Run, folder: str) -> Any:
     if run.reference:
         models.make_model("llama", seed=3).double().save_pretrained(f"{folder}/reference")
         model.config._name_or_path = f"{folder}/reference"  # from which TRL makes its reference
+    config = options.pop("config", None)
     if run.burst:
-        hf_burst.patch_model(model)
+        hf_burst.patch_model(model, config)
     calls: list[int] = []
 
     def reward_luck(completions: list[str], log_metric: Any, log_extra: Any, **rest: Any) -> list[float | None]:
@@ -227,6 +228,7 @@ def test_grpo(ranks: Ranks, tmp_path: Path, size: int) -> None:
     compare(ranks, tmp_path, Run(burst=size, options={"gradient_accumulation_steps": 2}))
 
 
+SHARED = hf_burst.BurstConfig(share_prefixes=True)
 RUNS = {
     "3 ranks, iterations": Run(burst=3, options={"num_iterations": 2, "steps_per_generation": 2, "num_generations": 4}),
     "2 x 2": Run(
@@ -245,6 +247,9 @@ RUNS = {
     "streamed": Run(streamed=True, groups=2, options={"top_entropy_quantile": 0.5, "use_adaptive_entropy": True}),
     "2 x 2, adapters": Run(groups=2, lora=True, options={"beta": 0.3, "importance_sampling_level": "sequence"}),
     "3 ranks, reference": Run(burst=3, reference=True, options={"beta": 0.3}),
+    "shared beginnings": Run(
+        options={"config": SHARED, "gradient_checkpointing": True, "delta": 1.5, "beta": 0.1}, lora=True
+    ),
     "rloo, reference": Run("RLOOTrainer", rollouts=False, reference=True, options={"beta": 0.3}),
     "rloo, 3 ranks": Run("RLOOTrainer", burst=3, rollouts=False, lora=True, options={"beta": 0.3}),
     "rloo, 2 x 2": Run(
