@@ -1,5 +1,6 @@
 """GRPO and RLOO: groups of ranks learn what as many single processes learn, which are not patched."""
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -10,11 +11,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.utils import gather
-from transformers import LlamaForSequenceClassification
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, gather
+from torch.distributed.tensor import DTensor
+from transformers import LlamaForSequenceClassification, Trainer
 
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError
+from hf_burst.hf.groups import PATCH
 from hf_burst.hf.trainers import generating
 from hf_burst.hf.trainers.generating import Groups, GroupTraining
 from tests.support import models, trainers, vllm_stand_in
@@ -31,7 +35,8 @@ OWN = ("time", "runtime", "per_second")
 
 
 GENERATE = mock.patch("hf_burst.hf.trainers.generating.generate", wraps=hf_burst.generate)
-ALONE = {"vllm_tensor_parallel_size": 1}  # what a single process has instead
+ALONE = {"vllm_tensor_parallel_size": 1, "fsdp": None, "fsdp_config": None}  # what a single process has instead
+CREATE = Trainer.create_accelerator_and_postprocess
 
 
 @dataclass(frozen=True)
@@ -146,18 +151,34 @@ def make_trainer(run: Run, folder: str) -> Any:
     return trainer
 
 
+def as_gpus(trainer: Trainer) -> None:
+    """accelerate ignores FSDP on CPUs, so it is told that they are GPUs."""
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    CREATE(trainer)
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
 def learn(rank: int, size: int, folder: str, run: Run) -> dict[str, Any]:
     random.seed(100 + (rank if not run.burst else rank // run.burst if is_first(run.burst) else 99 + rank))
     Environment.resets = 0
     known: Any = ("supports_tool_calling", "is_chat_template_prefix_preserving")
     stand_ins = {"parse_response": parse, **dict.fromkeys(known, lambda _: True)}
     with (
+        mock.patch.object(Trainer, CREATE.__name__, as_gpus if run.options.get("fsdp") else CREATE),
+        mock.patch.dict(os.environ),
         mock.patch.multiple("trl.trainer.grpo_trainer", **stand_ins),
         vllm_stand_in.installed(),
         GENERATE as over_ranks,
     ):
         trainer = make_trainer(run, folder)
         trainer.train()
+    if run.burst and trainer.ref_model is not None:
+        assert PATCH in vars(trainer.accelerator.unwrap_model(trainer.ref_model)), "it would hold whole sequences"
+    state = trainer.model.state_dict()
+    assert any(isinstance(value, DTensor) for value in state.values()) == bool(run.options.get("fsdp"))
     return {
         "resets": Environment.resets,
         "generated": over_ranks.call_count,
@@ -167,7 +188,7 @@ def learn(rank: int, size: int, folder: str, run: Run) -> dict[str, Any]:
             {name: value for name, value in entry.items() if not name.endswith(OWN)}
             for entry in trainer.state.log_history
         ],
-        "weights": {name: value.detach().clone() for name, value in trainer.model.state_dict().items()},
+        "weights": {name: whole(value) for name, value in state.items()},
         "table": {
             name: list(map(str, column)) if name in ("prompt", "completion") else column
             for name, column in (
@@ -229,6 +250,7 @@ def test_grpo(ranks: Ranks, tmp_path: Path, size: int) -> None:
 
 
 SHARED = hf_burst.BurstConfig(share_prefixes=True)
+FSDP2 = {"fsdp": "full_shard", "fsdp_config": {"version": 2, "reshard_after_forward": True}}
 RUNS = {
     "3 ranks, iterations": Run(burst=3, options={"num_iterations": 2, "steps_per_generation": 2, "num_generations": 4}),
     "2 x 2": Run(
@@ -247,6 +269,7 @@ RUNS = {
     "streamed": Run(streamed=True, groups=2, options={"top_entropy_quantile": 0.5, "use_adaptive_entropy": True}),
     "2 x 2, adapters": Run(groups=2, lora=True, options={"beta": 0.3, "importance_sampling_level": "sequence"}),
     "3 ranks, reference": Run(burst=3, reference=True, options={"beta": 0.3}),
+    "fsdp2, reference": Run(groups=2, rollouts=False, reference=True, options={"beta": 0.3, **FSDP2}),
     "shared beginnings": Run(
         options={"config": SHARED, "gradient_checkpointing": True, "delta": 1.5, "beta": 0.1}, lora=True
     ),
@@ -365,7 +388,8 @@ COLOCATED = {"use_vllm": True, "vllm_mode": "colocate"}
 VLLM = {
     "server": Run(groups=2, rollouts=False, options=SERVER),
     "server, rloo": Run("RLOOTrainer", groups=2, rollouts=False, lora=True, options=SERVER),
-    "server beside rollouts": Run(options=SERVER),
+    "server beside rollouts, fsdp2": Run(options=SERVER | FSDP2),
+    "server, fsdp2": Run(rollouts=False, options=SERVER | FSDP2),
     "colocated": Run(rollouts=False, options=COLOCATED),
     "colocated over the group": Run(groups=2, rollouts=False, options=COLOCATED | {"vllm_tensor_parallel_size": 2}),
 }
