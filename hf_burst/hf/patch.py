@@ -305,6 +305,11 @@ class _Patch:
         if self.task.generates and _generates(module, batch) and not isinstance(cache, ShardedCache):
             self.context.enter(None)
             return (), batch
+        if self.generate_together is not None:
+            raise ConfigError(
+                "The first rank of a group calls the model in a rollout or a reward, and the others would not take "
+                "part. They do in model.generate and hf_burst.generate, called with tensors, numbers and text."
+            )
         self.passes += 1
         group = resolve_group(self.group)
         run = ForwardPass(module, group, self.config, self.task, Batch(batch, self.token_inputs))

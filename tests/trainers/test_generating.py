@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,11 +18,12 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForSequenceClassification, Trainer
 
 import hf_burst
+from hf_burst.check.tiny_seeing import seeing_model
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.trainers import generating
 from hf_burst.hf.trainers.generating import Groups, GroupTraining
-from tests.support import models, trainers, vllm_stand_in
+from tests.support import models, pictures, trainers, vllm_stand_in
 from tests.support.ranks import RankError, RankPool, reset_accelerate
 
 pytest.importorskip("trl")
@@ -90,7 +92,7 @@ def make_trainer(run: Run, folder: str) -> Any:
     reset_accelerate()
     options = dict(run.options)
     more = options.pop("given", dict)()
-    model = models.make_model("llama").double()
+    model = (more.pop("model") if "model" in more else models.make_model("llama")).double()
     if run.reference:
         models.make_model("llama", seed=3).double().save_pretrained(f"{folder}/reference")
         model.config._name_or_path = f"{folder}/reference"  # from which TRL makes its reference
@@ -109,7 +111,7 @@ def make_trainer(run: Run, folder: str) -> Any:
     prompts: list[Any] = [row["prompt"] for row in trainers.preferences(12)]
     if "tools" in more:
         prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    data = datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts])
+    data = datasets.Dataset.from_list(more.pop("rows", [{"prompt": prompt} for prompt in prompts]))
     config = getattr(trl, run.trainer.replace("Trainer", "Config"))
     settings = {
         "output_dir": folder,
@@ -161,6 +163,14 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
+def table_of(trainer: Any) -> dict[str, list[Any]]:
+    """The completions as they are logged, without addresses of images."""
+    logs = trainer._logs
+    texts = {name: [re.sub(r" at 0x\w+", "", str(each)) for each in logs[name]] for name in ("prompt", "completion")}
+    numbers = {"advantages": logs["advantages"], **logs["rewards"], **logs["extra"]}
+    return {**texts, **{name: list(column) for name, column in numbers.items()}}
+
+
 def learn(rank: int, size: int, folder: str, run: Run) -> dict[str, Any]:
     random.seed(100 + (rank if not run.burst else rank // run.burst if is_first(run.burst) else 99 + rank))
     Environment.resets = 0
@@ -189,16 +199,7 @@ def learn(rank: int, size: int, folder: str, run: Run) -> dict[str, Any]:
             for entry in trainer.state.log_history
         ],
         "weights": {name: whole(value) for name, value in state.items()},
-        "table": {
-            name: list(map(str, column)) if name in ("prompt", "completion") else column
-            for name, column in (
-                ("prompt", trainer._logs["prompt"]),
-                ("completion", trainer._logs["completion"]),
-                ("advantages", list(trainer._logs["advantages"])),
-                *((name, list(column)) for name, column in trainer._logs["rewards"].items()),
-                *((name, list(column)) for name, column in trainer._logs["extra"].items()),
-            )
-        },
+        "table": table_of(trainer),
         "tokens": trainer.state.num_input_tokens_seen,
         "calls": trainer.calls,
     }
@@ -220,7 +221,9 @@ def compare(ranks: Ranks, folder: Path, run: Run, learn: Callable[..., Any] = le
         for entry, expected in zip(mine["log"], one["log"], strict=True):
             assert entry == pytest.approx(expected, rel=1e-6, abs=1e-6, nan_ok=True), rank
         assert mine["tokens"] == one["tokens"]
-        assert bool(mine["generated"]) == (not run.rollouts and not run.options.get("use_vllm"))
+        given = run.options.get("given")
+        alone = (run.rollouts and given is not rollouts_by_model) or run.options.get("use_vllm") or given is seeing
+        assert bool(mine["generated"]) == (not alone)
         assert mine["resets"] == (one["resets"] if rank % run.burst == 0 else 0)
         assert mine["calls"] == (one["calls"] if rank % run.burst == 0 else [])
         assert mine["table"].keys() == one["table"].keys()
@@ -250,6 +253,23 @@ def test_grpo(ranks: Ranks, tmp_path: Path, size: int) -> None:
 
 
 SHARED = hf_burst.BurstConfig(share_prefixes=True)
+SLOW = (
+    "streamed",
+    "2 x 2, adapters",
+    "fsdp2, reference",
+    "rloo, reference",
+    "server, rloo",
+    "server, fsdp2",
+    "colocated",
+)
+SLOW += ("images, rloo", "reward model", "2 x 2, generated", "rloo, 3 ranks")
+
+
+def quick(runs: dict[str, Run]) -> list[Any]:
+    """The names of runs, of which some are left out by default."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in runs]
+
+
 FSDP2 = {"fsdp": "full_shard", "fsdp_config": {"version": 2, "reshard_after_forward": True}}
 RUNS = {
     "3 ranks, iterations": Run(burst=3, options={"num_iterations": 2, "steps_per_generation": 2, "num_generations": 4}),
@@ -281,7 +301,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", quick(RUNS))
 def test_runs(ranks: Ranks, tmp_path: Path, name: str) -> None:
     compare(ranks, tmp_path, RUNS[name])
 
@@ -320,6 +340,13 @@ def reward_model() -> dict[str, Any]:
     judge = LlamaForSequenceClassification(config)
     config._name_or_path = "judge"
     return {"reward_funcs": [judge], "reward_processing_classes": [None, None, trainers.tokenizer()]}
+
+
+def seeing() -> dict[str, Any]:
+    """Chats about images, of a model with a tower that learns."""
+    rows = [{name: row[name] for name in ("images", "prompt")} for row in pictures.pairs_with_images()]
+    processor = pictures.llava_processor()
+    return {"model": seeing_model("Llava"), "processing_class": processor, "rows": rows}
 
 
 class Environment:
@@ -374,11 +401,13 @@ def tools() -> dict[str, Any]:
 MORE = {
     "rollouts by the model": Run(groups=2, options={"given": rollouts_by_model, "num_iterations": 2}),
     "reward model": Run(options={"given": reward_model}),
+    "images": Run(rollouts=False, options={"given": seeing, "config": SHARED, "top_k": 20}),
+    "images, rloo": Run("RLOOTrainer", groups=2, rollouts=False, options={"given": seeing, "beta": 0.0}),
     "tools": Run(groups=2, rollouts=False, options={"given": tools, "max_completion_length": 16, "min_p": 0.001}),
 }
 
 
-@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("name", quick(MORE))
 def test_what_is_called(ranks: Ranks, tmp_path: Path, name: str) -> None:
     compare(ranks, tmp_path, MORE[name])
 
@@ -395,7 +424,7 @@ VLLM = {
 }
 
 
-@pytest.mark.parametrize("name", VLLM)
+@pytest.mark.parametrize("name", quick(VLLM))
 def test_vllm(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """By a stand-in that is called as vLLM. It answers once for a group, and gets all weights."""
     compare(ranks, tmp_path, VLLM[name])
@@ -457,7 +486,11 @@ WRONG: dict[str, tuple[Run, type[Exception], str]] = {
         "cannot be told to the others",
     ),
     "what is not generated": (Run(options={"given": vain_rollouts}), ConfigError, "past_key_values"),
-    "a pass of one rank": (Run(options={"given": lonely_rollouts}), RankMismatchError, "rank 1: generation"),
+    "a pass of one rank": (
+        Run(options={"given": lonely_rollouts}),
+        RankMismatchError,
+        "the others would not take part",
+    ),
 }
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, MaxTimeCriteria, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from ...errors import BatchError
+from ...errors import BatchError, ConfigError
 from ...ranks.group import ContextGroup
 from ..batches.sharded import checksum
 from ..groups import PATCH
@@ -60,7 +60,9 @@ def generate(
     """
     base, group = patched(model)
     together = getattr(base, PATCH).generate_together
-    if together is not None and memory is None:
+    if together is not None:
+        if memory is not None:
+            raise ConfigError("A rollout runs on the first rank of a group, where no document can be remembered.")
         return together(inputs, **kwargs)
     error: Exception | None = None
     facts: dict[str, Any] = {}
