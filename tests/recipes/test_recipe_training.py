@@ -89,7 +89,7 @@ CASES = [  # script, rows, what is trained, ranks, ranks of a group
     pytest.param("sft", "trajectories", "lora", 2, 2),
     pytest.param("sft", "chats", "qlora", 2, 2),
     pytest.param("dpo", "pairs", "lora", 2, 2),
-    pytest.param("grpo", "questions", "lora", 2, 2),
+    pytest.param("grpo", "questions", "lora", 2, 2, marks=pytest.mark.slow),
     pytest.param("sft", "chats", "full", 2, 2, marks=pytest.mark.full),
     pytest.param("sft", "trajectories", "lora", 4, 2, marks=pytest.mark.full),
     pytest.param("sft", "trajectories", "qlora", 4, 2, marks=pytest.mark.full),

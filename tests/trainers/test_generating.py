@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -504,6 +505,12 @@ def test_errors_are_those_of_all_ranks(ranks: Ranks, tmp_path: Path, name: str) 
     for error in caught.value.errors[1:]:
         assert isinstance(error, kind), error
         assert words in str(error), error
+
+
+def test_deepspeed_is_refused() -> None:
+    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED)
+    with pytest.raises(ConfigError, match="not compared with one process under DeepSpeed"):
+        generating._check(None, None, accelerator, 2)
 
 
 class OtherLoss(GRPOTrainer):

@@ -17,7 +17,7 @@ import accelerate.utils
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import recursively_apply, set_seed
+from accelerate.utils import DistributedType, recursively_apply, set_seed
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
@@ -29,12 +29,13 @@ from ..generation.request import check
 from ..groups import PATCH
 from ..patch import patch_model
 
+_MAKING = "create_accelerator_and_postprocess"  # the method by which a Trainer makes its accelerator
 _SERVED = {("trl.trainer.grpo_trainer", "GRPOTrainer"), ("trl.trainer.rloo_trainer", "RLOOTrainer")}
 
 
 def generating_trainer() -> Any | None:
     """The trainer that is making its accelerator, if it generates what it learns from and is served."""
-    making = (frame.f_locals.get("self") for frame in frames() if _is_making(frame.f_code.co_name))
+    making = (frame.f_locals.get("self") for frame in frames() if frame.f_code.co_name == _MAKING)
     trainer = next((each for each in making if isinstance(each, Trainer)), None)
     kinds = [(kind.__module__, kind.__name__) for kind in type(trainer).__mro__]
     known = next((place for place, kind in enumerate(kinds) if kind in _SERVED), None)
@@ -43,15 +44,14 @@ def generating_trainer() -> Any | None:
     return trainer
 
 
-def _is_making(name: str) -> bool:
-    return name == "create_accelerator_and_postprocess"
-
-
 def _peers(accelerator: Accelerator) -> ContextGroup:
     """The ranks that have the place of this one in their groups."""
     mesh = accelerator.torch_device_mesh
     names = [name for name in mesh.mesh_dim_names or () if name != CP_DIM]
-    return ContextGroup.from_mesh(mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("dp"))
+    peers = ContextGroup.from_mesh(mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("dp"))
+    limit = ContextGroup.from_mesh(None).time_limit(accelerator.device)
+    dist.distributed_c10d._set_pg_timeout(limit, peers.process_group)  # they wait for rollouts of each other
+    return peers
 
 
 class Groups:
@@ -125,7 +125,7 @@ class GroupTraining:
 
     def __init__(self, trainer: Any, accelerator: Accelerator, size: int) -> None:
         settings = trainer.args
-        _check(trainer, settings, size)
+        _check(trainer, settings, accelerator, size)
         self.trainer, self.real, self.device = trainer, accelerator, accelerator.device
         self.group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
         self.groups = Groups(accelerator, size)
@@ -145,12 +145,12 @@ class GroupTraining:
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Has a method of an object run through a wrapper, which is given the method first."""
-        method = getattr(type(owner), name)
-        setattr(owner, name, update_wrapper(partial(wrapper, partial(method, owner)), method))
+        method = getattr(type(owner), name).__get__(owner)
+        setattr(owner, name, update_wrapper(partial(wrapper, method), method))
 
     def join(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """As [`wrap`], for a method that all ranks call as soon as the first one does so while it leads."""
-        self.calls[name] = partial(wrapper, partial(getattr(type(owner), name), owner))
+        self.calls[name] = partial(wrapper, getattr(type(owner), name).__get__(owner))
         self.wrap(owner, name, lambda method, *args, **kwargs: self.together(name, *args, **kwargs))
 
     def begin(self) -> None:
@@ -355,8 +355,13 @@ class _Together(nn.Module):
         return self.run(self.name, **inputs)
 
 
-def _check(trainer: Any, settings: Any, size: int) -> None:
+def _check(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -> None:
     """Raises for settings by which the ranks of a group would not be one process."""
+    if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        raise ConfigError(
+            f"{type(trainer).__name__} over ranks that share sequences was not compared with one process under "
+            "DeepSpeed. Launch it with DDP, or with FSDP2, which shards weights as ZeRO-3 does."
+        )
     if trainer.use_transformers_continuous_batching:
         raise ConfigError(
             "use_transformers_continuous_batching=True generates by paged attention, which does not reach over the "
