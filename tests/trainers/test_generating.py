@@ -193,6 +193,7 @@ def learn(rank: int, size: int, folder: str, run: Run) -> dict[str, Any]:
     return {
         "resets": Environment.resets,
         "generated": over_ranks.call_count,
+        "copies": over_ranks.call_args and over_ranks.call_args.kwargs.get("num_return_sequences"),
         "asked": list(vllm_stand_in.ASKED),
         "sent": list(vllm_stand_in.SENT),
         "log": [
@@ -225,6 +226,8 @@ def compare(ranks: Ranks, folder: Path, run: Run, learn: Callable[..., Any] = le
         given = run.options.get("given")
         alone = (run.rollouts and given is not rollouts_by_model) or run.options.get("use_vllm") or given is seeing
         assert bool(mine["generated"]) == (not alone)
+        if not alone and given is None:
+            assert mine["copies"] == G, "a prompt is read once for its completions"
         assert mine["resets"] == (one["resets"] if rank % run.burst == 0 else 0)
         assert mine["calls"] == (one["calls"] if rank % run.burst == 0 else [])
         assert mine["table"].keys() == one["table"].keys()

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, update_wrapper
+from math import gcd
 from typing import Any
 
 import accelerate.utils
@@ -25,7 +26,7 @@ from ...errors import BatchError, ConfigError, LostRankError, RankMismatchError,
 from ...ranks.group import CP_DIM, ContextGroup
 from ..callers import frames
 from ..generation.generate import generate, same_random_numbers
-from ..generation.request import check
+from ..generation.request import asked, check, copies_of
 from ..groups import PATCH
 from ..patch import patch_model
 
@@ -234,7 +235,7 @@ class GroupTraining:
                 return base.generate(**given)
         else:
             with _generating(model, None):
-                return generate(base, **given)
+                return generate(base, **_each_once(base, given))
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -388,6 +389,19 @@ def _check(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -> 
 
 def _patched(model: nn.Module) -> Any:
     return next((module for module in model.modules() if PATCH in vars(module)), None)
+
+
+def _each_once(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate`, where prompts that come several times in a row are given once: what is sampled stays
+    the same, and return sequences share the keys of their prompt."""
+    rows = [given[name] for name in ("input_ids", "attention_mask") if isinstance(given.get(name), Tensor)]
+    tensors = sum(isinstance(value, Tensor) for value in given.values())
+    if not asked(model, given, "do_sample") or copies_of(model, given) > 1 or tensors > len(rows) or not rows:
+        return given
+    _, repeats = torch.unique_consecutive(torch.cat(rows, 1), dim=0, return_counts=True)
+    copies = gcd(*repeats.tolist())
+    once = {name: value[::copies] for name, value in given.items() if isinstance(value, Tensor)}
+    return {**given, **once, "num_return_sequences": copies}
 
 
 def _call_model(model: nn.Module, **inputs: Any) -> Any:
