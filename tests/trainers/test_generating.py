@@ -292,15 +292,34 @@ RUNS = {
     "2 x 2, generated": Run(groups=2, rollouts=False, options={"loss_type": "cispo", "epsilon_high": 2.0}),
     "streamed": Run(streamed=True, groups=2, options={"top_entropy_quantile": 0.5, "use_adaptive_entropy": True}),
     "2 x 2, adapters": Run(groups=2, lora=True, options={"beta": 0.3, "importance_sampling_level": "sequence"}),
-    "3 ranks, reference": Run(burst=3, reference=True, options={"beta": 0.3}),
+    "3 ranks, reference, an epoch": Run(
+        burst=3, reference=True, options={"beta": 0.3, "max_steps": -1, "num_train_epochs": 1}
+    ),
     "fsdp2, reference": Run(groups=2, rollouts=False, reference=True, options={"beta": 0.3, **FSDP2}),
     "shared beginnings": Run(
         options={"config": SHARED, "gradient_checkpointing": True, "delta": 1.5, "beta": 0.1}, lora=True
     ),
     "rloo, reference": Run("RLOOTrainer", rollouts=False, reference=True, options={"beta": 0.3}),
-    "rloo, 3 ranks": Run("RLOOTrainer", burst=3, rollouts=False, lora=True, options={"beta": 0.3}),
+    "rloo, 3 ranks": Run(
+        "RLOOTrainer",
+        burst=3,
+        rollouts=False,
+        lora=True,
+        options={"beta": 0.3, "num_iterations": 2, "mask_truncated_completions": True},
+    ),
     "rloo, 2 x 2": Run(
-        "RLOOTrainer", groups=2, rollouts=False, lora=True, options={"beta": 0.3, "normalize_advantages": True}
+        "RLOOTrainer",
+        groups=2,
+        rollouts=False,
+        lora=True,
+        options={
+            "beta": 0.3,
+            "normalize_advantages": True,
+            "gradient_accumulation_steps": 2,
+            "per_device_train_batch_size": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+        },
     ),
 }
 
@@ -514,6 +533,13 @@ def test_deepspeed_is_refused() -> None:
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED)
     with pytest.raises(ConfigError, match="not compared with one process under DeepSpeed"):
         generating._check(None, None, accelerator, 2)
+
+
+def test_trainers_of_another_trl_are_refused() -> None:
+    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU)
+    other = SimpleNamespace(_prepare_inputs=None, compute_loss=None, _generate=None, _calculate_rewards=None)
+    with pytest.raises(ConfigError, match="has no _generate_single_turn: its steps are not those"):
+        generating._check(other, None, accelerator, 2)
 
 
 class OtherLoss(GRPOTrainer):

@@ -31,6 +31,7 @@ from ..groups import PATCH
 from ..patch import patch_model
 
 _MAKING = "create_accelerator_and_postprocess"  # the method by which a Trainer makes its accelerator
+_STEPS = ("_prepare_inputs", "compute_loss", "_generate", "_generate_single_turn", "_calculate_rewards")
 _SERVED = {("trl.trainer.grpo_trainer", "GRPOTrainer"), ("trl.trainer.rloo_trainer", "RLOOTrainer")}
 
 
@@ -362,6 +363,12 @@ def _check(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -> 
         raise ConfigError(
             f"{type(trainer).__name__} over ranks that share sequences was not compared with one process under "
             "DeepSpeed. Launch it with DDP, or with FSDP2, which shards weights as ZeRO-3 does."
+        )
+    missing = [name for name in _STEPS if not hasattr(trainer, name)]
+    if missing:
+        raise ConfigError(
+            f"{type(trainer).__name__} has no {', '.join(missing)}: its steps are not those of TRL 1.16, with which "
+            "groups of ranks were compared. Install trl==1.16.0."
         )
     if trainer.use_transformers_continuous_batching:
         raise ConfigError(
