@@ -68,8 +68,9 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
             "DeepSpeed ZeRO-3 shards the weights, and would gather them for each token. Take FSDP2, or a smaller stage."
         )
     for name, why in _REFUSED.items():
-        if kwargs.get(name):
-            raise ConfigError(f"generate over ranks was given {name}={_short(kwargs[name])}. {why} Leave it out.")
+        value = asked(model, kwargs, name)
+        if value and value != "hybrid":  # of checkpoints' own configs, which Transformers passes over
+            raise ConfigError(f"generate over ranks was given {name}={_short(value)}. {why} Leave it out.")
     if asked(model, kwargs, "use_cache") is False:
         raise ConfigError("generate over ranks was given use_cache=False. It needs its cache: leave that out.")
     others = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _TEXT]
