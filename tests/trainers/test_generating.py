@@ -4,6 +4,8 @@ import os
 import random
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, gather
 from torch.distributed.tensor import DTensor
-from transformers import LlamaForSequenceClassification, Trainer
+from transformers import GenerationConfig, LlamaForSequenceClassification, Trainer
 
 import hf_burst
 from hf_burst.check.tiny_seeing import seeing_model
@@ -224,7 +226,11 @@ def compare(ranks: Ranks, folder: Path, run: Run, learn: Callable[..., Any] = le
             assert entry == pytest.approx(expected, rel=1e-6, abs=1e-6, nan_ok=True), rank
         assert mine["tokens"] == one["tokens"]
         given = run.options.get("given")
-        alone = (run.rollouts and given is not rollouts_by_model) or run.options.get("use_vllm") or given is seeing
+        alone = (
+            (run.rollouts and given not in (rollouts_by_model, rollouts_by_threads))
+            or run.options.get("use_vllm")
+            or given is seeing
+        )
         assert bool(mine["generated"]) == (not alone)
         if not alone and given is None:
             assert mine["copies"] == G, "a prompt is read once for its completions"
@@ -355,6 +361,25 @@ def rollouts_by_model() -> dict[str, Any]:
     return {"rollout_func": roll_out_by_model}
 
 
+def roll_out_by_threads(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """A rollout whose threads ask the model at the same time, with a config that is given without its name."""
+    ids = trainer.processing_class(prompts)["input_ids"]
+    config = GenerationConfig(max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
+
+    def answer(prompt: list[int]) -> list[int]:
+        found: torch.Tensor = trainer.model.generate(torch.tensor([prompt]), config)
+        return found[0, len(prompt) :].tolist()
+
+    with ThreadPoolExecutor(2) as threads:
+        completions = list(threads.map(answer, ids))
+    trainer.accelerator.wait_for_everyone()
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[-1.0] * 4 for _ in ids]}
+
+
+def rollouts_by_threads() -> dict[str, Any]:
+    return {"rollout_func": roll_out_by_threads}
+
+
 def reward_model() -> dict[str, Any]:
     """A judge that all ranks call: it is not patched, and its scores are those of one process."""
     torch.manual_seed(11)
@@ -423,6 +448,7 @@ def tools() -> dict[str, Any]:
 
 MORE = {
     "rollouts by the model": Run(groups=2, options={"given": rollouts_by_model, "num_iterations": 2}),
+    "rollouts by threads": Run(groups=2, options={"given": rollouts_by_threads, "max_steps": 1}),
     "reward model": Run(options={"given": reward_model}),
     "images": Run(rollouts=False, options={"given": seeing, "config": SHARED, "top_k": 20}),
     "images, rloo": Run("RLOOTrainer", groups=2, rollouts=False, options={"given": seeing, "beta": 0.0}),
@@ -488,6 +514,40 @@ def lonely_rollouts() -> dict[str, Any]:
     return {"rollout_func": roll_out_alone}
 
 
+def roll_out_all_the_same(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    with suppress(ConfigError):
+        roll_out_in_vain(prompts, trainer)
+    return roll_out(prompts, trainer)
+
+
+def stubborn_rollouts() -> dict[str, Any]:
+    return {"rollout_func": roll_out_all_the_same}
+
+
+class Unmakable:
+    """What is written, and fails to be read."""
+
+    def __reduce__(self) -> Any:
+        return int, ("not a number",)
+
+
+def roll_out_the_unmakable(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    return roll_out(prompts, trainer) | {"tag": [Unmakable() for _ in prompts]}
+
+
+def unmakable_rollouts() -> dict[str, Any]:
+    return {"rollout_func": roll_out_the_unmakable}
+
+
+class Unruly(Environment):
+    def reset(self, **row: Any) -> str:
+        raise FloatingPointError("no world today")
+
+
+def unruly_tools() -> dict[str, Any]:
+    return tools() | {"environment_factory": Unruly}
+
+
 BATCHED = {"use_transformers_continuous_batching": True}
 WRONG: dict[str, tuple[Run, type[Exception], str]] = {
     "half a group": (Run(options={"per_device_train_batch_size": 3}), ConfigError, "is 3 rows, and a prompt has 2"),
@@ -509,6 +569,18 @@ WRONG: dict[str, tuple[Run, type[Exception], str]] = {
         "cannot be told to the others",
     ),
     "what is not generated": (Run(options={"given": vain_rollouts}), ConfigError, "past_key_values"),
+    "a cache of the user's": (
+        Run(rollouts=False, options={"cache_implementation": "static"}),
+        ConfigError,
+        "cache_implementation=static",
+    ),
+    "what failed and was passed over": (Run(options={"given": stubborn_rollouts}), ConfigError, "past_key_values"),
+    "what cannot be made anew": (Run(options={"given": unmakable_rollouts}), ValueError, "not a number"),
+    "an environment that fails": (
+        Run(rollouts=False, options={"given": unruly_tools}),
+        RankMismatchError,
+        "no world today",
+    ),
     "a pass of one rank": (
         Run(options={"given": lonely_rollouts}),
         RankMismatchError,
@@ -537,7 +609,8 @@ def test_deepspeed_is_refused() -> None:
 
 def test_trainers_of_another_trl_are_refused() -> None:
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU)
-    other = SimpleNamespace(_prepare_inputs=None, compute_loss=None, _generate=None, _calculate_rewards=None)
+    other = SimpleNamespace(**dict.fromkeys(generating._STEPS))
+    del other._generate_single_turn
     with pytest.raises(ConfigError, match="has no _generate_single_turn: its steps are not those"):
         generating._check(other, None, accelerator, 2)
 

@@ -8,6 +8,7 @@ tools, environments) and rewards. Where the trainer asks about processes, or gat
 import io
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, update_wrapper
@@ -16,11 +17,10 @@ from typing import Any
 
 import accelerate.utils
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, recursively_apply, set_seed
+from accelerate.utils import DistributedType, set_seed
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer
+from transformers import GenerationConfig, PreTrainedModel, Trainer
 
 from ...errors import BatchError, ConfigError, LostRankError, RankMismatchError, UnsupportedModelError
 from ...ranks.group import CP_DIM, ContextGroup
@@ -29,9 +29,17 @@ from ..generation.generate import generate, same_random_numbers
 from ..generation.request import asked, check, copies_of
 from ..groups import PATCH
 from ..patch import patch_model
+from .group_accelerator import Groups
 
 _MAKING = "create_accelerator_and_postprocess"  # the method by which a Trainer makes its accelerator
-_STEPS = ("_prepare_inputs", "compute_loss", "_generate", "_generate_single_turn", "_calculate_rewards")
+_STEPS = (
+    "_prepare_inputs",
+    "compute_loss",
+    "_generate_and_score_completions",
+    "_generate",
+    "_generate_single_turn",
+    "_calculate_rewards",
+)
 _SERVED = {("trl.trainer.grpo_trainer", "GRPOTrainer"), ("trl.trainer.rloo_trainer", "RLOOTrainer")}
 
 
@@ -44,72 +52,6 @@ def generating_trainer() -> Any | None:
     if known is None or any(module.startswith("trl.") for module, _ in kinds[:known]):  # TRL's own other losses
         return None
     return trainer
-
-
-def _peers(accelerator: Accelerator) -> ContextGroup:
-    """The ranks that have the place of this one in their groups."""
-    mesh = accelerator.torch_device_mesh
-    names = [name for name in mesh.mesh_dim_names or () if name != CP_DIM]
-    peers = ContextGroup.from_mesh(mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("dp"))
-    limit = ContextGroup.from_mesh(None).time_limit(accelerator.device)
-    dist.distributed_c10d._set_pg_timeout(limit, peers.process_group)  # they wait for rollouts of each other
-    return peers
-
-
-class Groups:
-    """An accelerator whose processes are groups of ranks. What it does not say is that of the real one.
-
-    Args:
-        accelerator (`Accelerator`): The real one.
-        size (`int`): The ranks of a group.
-    """
-
-    def __init__(self, accelerator: Accelerator, size: int) -> None:
-        self.accelerator = accelerator
-        self.num_processes = accelerator.num_processes // size
-        self.process_index = accelerator.process_index // size
-        self.peers = _peers(accelerator) if self.num_processes > 1 else ContextGroup()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.accelerator, name)
-
-    def gather(self, tensors: Any) -> Any:
-        """As `Accelerator.gather`, over the ranks that have this one's place in their groups."""
-
-        def over_groups(tensor: Tensor) -> Tensor:
-            tensor = (tensor[None] if tensor.ndim == 0 else tensor).contiguous()
-            if self.peers.size == 1:
-                return tensor
-            every = [torch.empty_like(tensor) for _ in range(self.peers.size)]
-            dist.all_gather(every, tensor, group=self.peers.process_group)
-            return torch.cat(every)
-
-        return recursively_apply(over_groups, tensors, error_on_other_type=True)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As `Accelerator.reduce`."""
-
-        def over_groups(tensor: Tensor) -> Tensor:
-            total = tensor.clone()
-            if self.peers.size > 1:
-                dist.all_reduce(total, group=self.peers.process_group)
-            return total / self.peers.size * scale if reduction == "mean" else total * scale
-
-        return recursively_apply(over_groups, tensor, error_on_other_type=True)
-
-    def gather_object(self, objects: Any) -> Any:
-        """As `accelerate.utils.gather_object`."""
-        if self.peers.size == 1:
-            return objects
-        every: list[Any] = [None] * self.peers.size
-        dist.all_gather_object(every, objects, group=self.peers.process_group)
-        return [item for own in every for item in own]
-
-    def broadcast_object_list(self, objects: list[Any], from_process: int = 0) -> list[Any]:
-        """As `accelerate.utils.broadcast_object_list`."""
-        if self.peers.size > 1:
-            dist.broadcast_object_list(objects, src=self.peers.members[from_process], group=self.peers.process_group)
-        return objects
 
 
 class GroupTraining:
@@ -132,7 +74,9 @@ class GroupTraining:
         self.group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
         self.groups = Groups(accelerator, size)
         self.leading = False  # whether this is the first rank, and runs what is run once
-        self.parted = False  # whether all ranks have met an error
+        self.begun = False  # whether the first rank leads through the generation of this step, or has
+        self.parted: Exception | None = None  # what all ranks have met in a call, after which others do not follow
+        self.turn = threading.RLock()  # of one of the user's threads to have all ranks call
         self.ready = False
         self.calls: dict[str, Callable[..., Any]] = {"model.generate": self.generate_over_ranks}
         rows = settings.per_device_train_batch_size * settings.steps_per_generation
@@ -141,6 +85,7 @@ class GroupTraining:
         self.modules = {*own, "trl.generation.vllm_generation"}
         self.wrap(trainer, "_prepare_inputs", self.seen_as_groups)
         self.wrap(trainer, "compute_loss", self.seen_as_groups)
+        self.wrap(trainer, "_generate_and_score_completions", self.score)
         self.wrap(trainer, "_generate", self.generate)
         self.wrap(trainer, "_calculate_rewards", self.calculate_rewards)
         self.join(trainer, "_generate_single_turn", self.single_turn)
@@ -205,8 +150,20 @@ class GroupTraining:
         with self.names_of_groups():
             return method(*args, **kwargs)
 
+    def score(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Completions and their rewards. An environment that fails to be reset does so on the first rank alone, before
+        it leads."""
+        self.begun = False
+        try:
+            return method(*args, **kwargs)
+        except Exception as problem:
+            if not self.begun:
+                self._tell(None, problem, "generation")
+            raise
+
     def generate(self, method: Callable[..., Any], prompts: list[Any]) -> Any:
         """Completions, made on the first rank: rollouts, tools and environments are called there."""
+        self.begun = True
         trainer = self.trainer
         counts = trainer._metrics["train" if trainer.model.training else "eval"]
 
@@ -222,11 +179,15 @@ class GroupTraining:
         with _generating(self.trainer.model, self.generate_over_ranks):
             return method(*args, **kwargs)
 
-    def generate_over_ranks(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
+    def generate_over_ranks(
+        self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any
+    ) -> Any:
         """The model's `generate`. What is not served over ranks each generates by itself, with the random numbers of
         the first."""
         model = self.trainer.model
-        base, given = _patched(model), kwargs if inputs is None else {"input_ids": inputs, **kwargs}
+        first = {"input_ids": inputs, "generation_config": generation_config}  # that may be given without a name
+        base = _patched(model)
+        given = {name: value for name, value in first.items() if value is not None} | kwargs
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
@@ -280,15 +241,17 @@ class GroupTraining:
             return self.follow(doing)
         error: Exception | None = None
         told = b""
-        self.leading, self.parted = True, False
+        self.leading, self.parted = True, None
         try:
             with _generating(self.trainer.model, partial(self.together, "model.generate")):
                 result = run()
+            if self.parted is not None:  # and the user's code went on
+                raise self.parted
             told = _packed((result, torch.get_rng_state()))
         except (RankMismatchError, LostRankError):  # the others waited, and have met it by now
             raise
         except Exception as problem:
-            if self.parted:
+            if self.parted is not None:
                 raise
             error = problem
         finally:
@@ -299,8 +262,7 @@ class GroupTraining:
     def follow(self, doing: str) -> Any:
         """The other ranks, while the first one leads."""
         while True:
-            name, told = self._tell(None, None, doing)
-            content = _unpacked(told, self.device)
+            name, content = self._tell(None, None, doing)
             if not name:
                 result, state = content
                 torch.set_rng_state(state)
@@ -310,15 +272,17 @@ class GroupTraining:
 
     def together(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """A call that all ranks make, if the first one makes it while it leads."""
-        if not self.leading:
-            return self.calls[name](*args, **kwargs)
-        told = _packed((args, kwargs))
-        self._tell((name, told), None, name)
-        self.leading = False
-        try:
-            return self._call(name, *args, **kwargs)
-        finally:
-            self.leading = True
+        with self.turn:
+            if not self.leading:
+                return self.calls[name](*args, **kwargs)
+            if self.parted is not None:
+                raise self.parted
+            self._tell((name, _packed((args, kwargs))), None, name)
+            self.leading = False
+            try:
+                return self._call(name, *args, **kwargs)
+            finally:
+                self.leading = True
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Such a call, at the end of which the error of one rank is one of all."""
@@ -328,15 +292,27 @@ class GroupTraining:
             result = self.calls[name](*args, **kwargs)
         except Exception as problem:
             error = problem
-        self.parted = True
-        self.group.agree({"call": "end"}, error, self.device, doing=name)
-        self.parted = False
+        self._agree("end", error, name)
         return result
 
-    def _tell(self, told: Any, error: Exception | None, doing: str) -> Any:
+    def _tell(self, told: tuple[str, bytes] | None, error: Exception | None, doing: str) -> tuple[str, Any]:
         """What the first rank tells all others, unless it has met an error, which is then one of all."""
-        self.group.agree({"call": "lead"}, error, self.device, doing=doing)
-        return self.group.gather(told, self.device, doing)[0]
+        self._agree("lead", error, doing)
+        name, written = self.group.gather(told, self.device, doing)[0]
+        content: Any = None
+        try:
+            content = _unpacked(written, self.device) if self.group.rank else None
+        except Exception as problem:  # of what an object does when it is made anew
+            error = problem
+        self._agree("told", error, doing)
+        return name, content
+
+    def _agree(self, call: str, error: Exception | None, doing: str) -> None:
+        try:
+            self.group.agree({"call": call}, error, self.device, doing=doing)
+        except Exception as problem:
+            self.parted = problem
+            raise
 
 
 class _Absent:
