@@ -562,6 +562,11 @@ WRONG: dict[str, tuple[Run, type[Exception], str]] = {
         ConfigError,
         "vllm_tensor_parallel_size=4 beside burst_size=2",
     ),
+    "rollouts by an engine over ranks": (
+        Run(options=COLOCATED | {"vllm_tensor_parallel_size": 2}),
+        ConfigError,
+        "rollout_func beside vllm_tensor_parallel_size=2",
+    ),
     "a reward that fails": (Run(options={"given": failing_reward}), RankMismatchError, "no reward today"),
     "what cannot be told": (
         Run(options={"given": strange_rollouts}),
@@ -599,6 +604,11 @@ def test_errors_are_those_of_all_ranks(ranks: Ranks, tmp_path: Path, name: str) 
     for error in caught.value.errors[1:]:
         assert isinstance(error, kind), error
         assert words in str(error), error
+
+
+def test_a_model_that_is_not_patched_any_more() -> None:
+    with pytest.raises(ConfigError, match="takes a patched model"), generating._generating(torch.nn.Linear(1, 1), None):
+        pass
 
 
 def test_deepspeed_is_refused() -> None:

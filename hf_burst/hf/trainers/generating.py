@@ -26,7 +26,7 @@ from ...errors import BatchError, ConfigError, LostRankError, RankMismatchError,
 from ...ranks.group import CP_DIM, ContextGroup
 from ..callers import frames
 from ..generation.generate import generate, same_random_numbers
-from ..generation.request import asked, check, copies_of
+from ..generation.request import asked, check, copies_of, patched
 from ..groups import PATCH
 from ..patch import patch_model
 from .group_accelerator import Groups
@@ -357,6 +357,13 @@ def _check(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -> 
             f"vllm_tensor_parallel_size={parts} beside burst_size={size}: an engine that lies over several groups "
             f"would mix up their prompts. Set it to {size}, by which all ranks of a group generate, or to a divisor."
         )
+    rollouts = getattr(trainer, "rollout_func", None) is not None  # RLOO has none
+    if rollouts and trainer.use_vllm and trainer.vllm_mode == "colocate" and parts > 1:
+        raise ConfigError(
+            f"rollout_func beside vllm_tensor_parallel_size={parts}: it runs on the first rank of a group, and the "
+            "other ranks would not take part in what it asks the engine. Leave vllm_tensor_parallel_size at 1, or take "
+            "vllm_mode='server'."
+        )
     rows = settings.per_device_train_batch_size * settings.steps_per_generation
     evaluated = settings.per_device_eval_batch_size if settings.eval_strategy != "no" else 0
     for number, names, wanted in (
@@ -422,7 +429,7 @@ def _unpacked(written: bytes, device: torch.device) -> Any:
 def _generating(model: nn.Module, function: Callable[..., Any] | None) -> Iterator[None]:
     """While TRL or a rollout generates, `model.generate` and `hf_burst.generate` are a function; with `None` those that
     they were."""
-    base = _patched(model)
+    base: Any = patched(model)[0]
     patch, before = getattr(base, PATCH), vars(base).pop("generate", None)
     outer, patch.generate_together = patch.generate_together, function
     if function is not None:
