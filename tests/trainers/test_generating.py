@@ -191,11 +191,12 @@ def learn(rank: int, size: int, folder: str, run: Run) -> dict[str, Any]:
     if run.burst and trainer.ref_model is not None:
         assert PATCH in vars(trainer.accelerator.unwrap_model(trainer.ref_model)), "it would hold whole sequences"
     state = trainer.model.state_dict()
+    asked = over_ranks.call_args.kwargs if over_ranks.called else {}
     assert any(isinstance(value, DTensor) for value in state.values()) == bool(run.options.get("fsdp"))
     return {
         "resets": Environment.resets,
         "generated": over_ranks.call_count,
-        "copies": over_ranks.call_args and over_ranks.call_args.kwargs.get("num_return_sequences"),
+        "copies": getattr(asked.get("generation_config"), "num_return_sequences", None),
         "asked": list(vllm_stand_in.ASKED),
         "sent": list(vllm_stand_in.SENT),
         "log": [

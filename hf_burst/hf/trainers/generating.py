@@ -391,7 +391,14 @@ def _each_once(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
     _, repeats = torch.unique_consecutive(torch.cat(rows, 1), dim=0, return_counts=True)
     copies = gcd(*repeats.tolist())
     once = {name: value[::copies] for name, value in given.items() if isinstance(value, Tensor)}
-    return {**given, **once, "num_return_sequences": copies}
+    config = given.get("generation_config")
+    if config is None:
+        return {**given, **once, "num_return_sequences": copies}
+    return {
+        **given,
+        **once,
+        "generation_config": GenerationConfig(**{**config.to_dict(), "num_return_sequences": copies}),
+    }
 
 
 def _call_model(model: nn.Module, **inputs: Any) -> Any:
