@@ -23,6 +23,7 @@ from ..hf.models.task import task_of
 from ..hf.models.verdicts import Verdict, fingerprint
 from ..hf.patch import patch_under_check, unpatch_model
 from ..layers.loss import IGNORE_INDEX
+from .heads import judged, judgement, kinds_of, padded_on_right, prepared
 from .tiny import first_position, note
 
 KINDS = ("one sequence", "packed", "padded")
@@ -96,7 +97,7 @@ def compare(make: Maker) -> Verdict:
             check_model(model)  # before more of them are made
             if modalities_of(model.config):
                 _check_text(model)
-            errors = {kind: _worst_error(make, make_batch(kind, model)) for kind in KINDS}
+            errors = {kind: _worst_error(make, make_batch(kind, model)) for kind in kinds_of(model, KINDS)}
         except BurstError as problem:
             return Verdict("refused", note=str(problem))
         exact = all(error <= TOLERANCE for error in errors.values())  # false for nan
@@ -154,7 +155,10 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     text = model.config.get_text_config()
     if text is not model.config and getattr(text, "use_bidirectional_attention", None) is True:
         batch["token_type_ids"] = torch.ones_like(ids)  # of PaliGemma: no token sees later ones
-    return batch
+    if not task_of(model).reads:
+        return batch
+    first = not task_of(model).causal and getattr(model.config, "classifier_pooling", "cls") != "mean"
+    return judged(padded_on_right(batch) if kind == "padded" and first else batch, model)
 
 
 def _check_text(model: PreTrainedModel) -> None:
@@ -183,9 +187,9 @@ def _leak(model: PreTrainedModel) -> str:
 
 def _worst_error(make: Maker, batch: dict[str, torch.Tensor]) -> float:
     """The greatest error of the loss or of a gradient, each relative to its greatest entry."""
-    patched, plain = patch_under_check(make(), _TILE), make()
+    patched, plain = patch_under_check(prepared(make()), _TILE), prepared(make())
     documents = [_BOUNDS] if "position_ids" in batch else None
-    loss, expected = patched(**batch).loss, _plain_loss(plain, batch, documents)
+    loss, expected = _loss(patched, batch), _plain_loss(plain, batch, documents)
     gradients, wanted = _gradients(patched, loss, dist.get_world_size()), _gradients(plain, expected)
     errors = [abs(loss - expected) / abs(expected)]
     # gradients that vanish, as that of a key's bias, are compared with the greatest one
@@ -194,6 +198,14 @@ def _worst_error(make: Maker, batch: dict[str, torch.Tensor]) -> float:
         errors.append((averaged - gradient).abs().max() / max(gradient.abs().max(), least))
     worst = torch.stack([error.detach() for error in errors]).max()  # nan if any is
     return float(f"{float(worst):.0e}")
+
+
+def _loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of a patched model, or what stands for it."""
+    if task_of(model).reads:
+        return judgement(model, batch)
+    loss: torch.Tensor = model(**batch).loss
+    return loss
 
 
 def _loss_and_norm(model: PreTrainedModel, loss: torch.Tensor, ranks: int = 1) -> tuple[float, float]:
@@ -217,6 +229,8 @@ def _plain_loss(
     model: PreTrainedModel, batch: Mapping[str, torch.Tensor], documents: list[tuple[int, ...]] | None
 ) -> torch.Tensor:
     """The loss of the unpatched model in one process: its own, or that of `documents` that it is given one by one."""
+    if task_of(model).reads:
+        return judgement(model, batch, None if documents is None else documents[0])
     options = {"use_cache": False} if task_of(model).causal else {}
     if documents is None:
         whole: torch.Tensor = model(**batch, **options).loss

@@ -46,6 +46,7 @@ from .parts.recurrence import Recurrence
 from .parts.replicas import Replicas
 from .parts.request import Request
 from .parts.rope import LongestPosition
+from .parts.states import States
 from .parts.tiles import TiledMLP
 from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
@@ -155,7 +156,7 @@ def make_parts(
     """The parts of a model in the order of their steps: each behind those that it `needs`. A new capability is a new
     part and a line here."""
     recurrence, memory, token_losses = Recurrence(), MemoryRule(model, config), TokenLosses()
-    head = Head(token_losses)
+    head, streams = Head(token_losses), DropoutStreams()
     return (
         Request(),
         Replicas(config),
@@ -172,8 +173,9 @@ def make_parts(
         Loss(model, group),
         token_losses,
         head,
+        States(model, streams),
         Outputs(head),
-        DropoutStreams(),  # draws seeds last, when nothing stops the pass any more
+        streams,  # draws seeds last, when nothing stops the pass any more
     )
 
 
@@ -320,7 +322,8 @@ class _Patch:
         for part in self.parts:
             part.begin(run)
         self.context.enter(LayerContext(run.call, run.call.replay(), None, run.settings.tiled_mlp, run.obstacles))
-        return (), {**run.batch.inputs, CALL_KEY: run.call}
+        apart = run.task.reads and language_model_of(module) is not module  # which is given it where it is called
+        return (), {**run.batch.inputs, **({} if apart else {CALL_KEY: run.call})}
 
     def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The forward pre-hook of the decoder, which is called by itself if the model was not."""

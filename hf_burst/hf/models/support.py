@@ -105,12 +105,13 @@ def check_model(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{name} does not use Transformers' AttentionInterface, by which its attention would be replaced."
         )
-    if not any("labels" in inspect.signature(forward).parameters for forward in forwards_of(model)):
+    if not task.reads and not any("labels" in inspect.signature(forward).parameters for forward in forwards_of(model)):
         raise UnsupportedModelError(
             f"{name} takes no labels, so it has no loss to learn from; load the class with a "
             "language-model head (AutoModelForCausalLM, AutoModelForMaskedLM)."
         )
-    task.check_loss(computes_loss(model, reader))
+    if not task.reads:
+        task.check_loss(computes_loss(model, reader))
 
 
 def _needed(model: PreTrainedModel) -> list[str]:

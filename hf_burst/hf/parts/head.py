@@ -39,6 +39,8 @@ class Head(Part):
         self.rows: torch.Tensor | None = None  # this rank's rows of them, if the model does not choose them
 
     def prepare(self, run: ForwardPass) -> None:
+        if run.task.reads:
+            return
         keep = run.batch.given.get("logits_to_keep", 0)
         asked = isinstance(keep, torch.Tensor) or bool(keep)
         if asked and (run.group.size > 1 or not run.task.generates):
@@ -53,6 +55,8 @@ class Head(Part):
         run.agreement.facts |= {"logits to keep": self.kept, "logits": self.logits}
 
     def begin(self, run: ForwardPass) -> None:
+        if run.task.reads:
+            return
         if run.sharing and not run.model.training:  # groups with other lengths gather the head at another time
             drops = run.largest([self.logits == "drop"])[0] > 0
             self.logits = "drop" if drops and self.logits == "gather" else self.logits

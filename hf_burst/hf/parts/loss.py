@@ -16,7 +16,7 @@ from ..groups import resolve_group
 from ..lazy_head import LazyLogits, loss_sum
 from ..models.bypassed import forward_name
 from ..models.cut_point import language_model_of
-from ..models.task import calls_loss_function, computes_loss
+from ..models.task import calls_loss_function, computes_loss, task_of
 from .base import Part
 from .experts import RouterLogits, balance_share
 from .tokens import Tokens
@@ -37,7 +37,7 @@ class Loss(Part):
     needs = (Tokens, RouterLogits)
 
     def __init__(self, model: PreTrainedModel, group: ContextGroup | None) -> None:
-        self.group = group
+        self.group, self.reads = group, task_of(model).reads
         computes = self.computes(model)
         self.plain = computes.loss_function
         self.was_set = "_loss_function" in vars(computes)  # instead of following from the class
@@ -55,10 +55,11 @@ class Loss(Part):
         return computes_loss(model, language_model_of(model))
 
     def install(self, model: PreTrainedModel) -> None:
-        self.computes(model).loss_function = self.compute
+        if not self.reads:
+            self.computes(model).loss_function = self.compute
 
     def prepare(self, run: ForwardPass) -> None:
-        if self.computes(run.model).loss_function != self.compute:
+        if not self.reads and self.computes(run.model).loss_function != self.compute:
             raise ConfigError(
                 "The loss function of the model was changed after it was patched, so its loss would be wrong. Call "
                 "hf_burst.unpatch_model(model) first, then change it."
@@ -97,6 +98,8 @@ class Loss(Part):
                 factor = run.model.config.get_text_config().router_aux_loss_coef * balance_share(run)
                 loss = loss + factor * outputs["aux_loss"]
             outputs["loss"] = loss
+        elif self.reads and outputs.get("loss") is not None and self.items is not None:
+            outputs["loss"] = outputs["loss"] / run.group.size  # Trainer multiplies it by the number of processes
         elif run.targets is not None and run.task.loss_in_model and not self.computed:
             if outputs.get("loss") is not None:
                 raise ConfigError(_PAST_US.format(self.forward))
@@ -108,6 +111,8 @@ class Loss(Part):
 
     def remove(self, model: PreTrainedModel) -> None:
         computes = self.computes(model)
+        if self.reads:
+            return
         if self.was_set:
             computes.loss_function = self.plain
         else:

@@ -7,6 +7,7 @@ from ..forward_pass import ForwardPass
 from .base import Part
 from .head import Head
 from .loss import Loss
+from .states import States, whole
 from .token_losses import TokenLosses
 
 # one value a token, in TRL's output for `fused_lm_head=True`, which holds no logits
@@ -16,7 +17,7 @@ _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_
 class Outputs(Part):
     """Gathers outputs in sequence order. Those of a batch that arrived sharded stay sharded."""
 
-    needs = (Loss, TokenLosses)  # which read logits before they are gathered or dropped
+    needs = (Loss, TokenLosses, States)  # which read logits before they are gathered or dropped, or put states off
 
     def __init__(self, head: Head) -> None:
         self.head = head
@@ -25,10 +26,19 @@ class Outputs(Part):
         run.agreement.add("hidden states", bool(run.batch.given.get("output_hidden_states")))
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
-        layout, group, head = run.batch.layout, run.group, self.head
+        layout, group = run.batch.layout, run.group
         if "log_probs" in outputs:
             _gather_fused(run, outputs)
             return
+        if run.task.reads:
+            outputs |= {name: whole(value) for name, value in outputs.items()}
+        else:
+            self._decide_logits(run, outputs)
+        if "hidden_states" in outputs and not run.batch.sharded and group.size > 1:
+            outputs["hidden_states"] = tuple(gather_tokens(state, layout, group) for state in outputs["hidden_states"])
+
+    def _decide_logits(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+        layout, group, head = run.batch.layout, run.group, self.head
         logits = outputs.pop("logits", None)
         if head.rows is not None:
             logits = logits[:, head.rows.to(logits.device)]
@@ -38,8 +48,6 @@ class Outputs(Part):
             outputs["logits"] = gather_tokens(logits, layout, group)
         elif head.logits == "keep":
             outputs["logits"] = logits
-        if "hidden_states" in outputs and not run.batch.sharded and group.size > 1:
-            outputs["hidden_states"] = tuple(gather_tokens(state, layout, group) for state in outputs["hidden_states"])
 
 
 def _gather_fused(run: ForwardPass, outputs: dict[str, Any]) -> None:
