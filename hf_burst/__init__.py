@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .check.run import check_model
     from .config import BurstConfig, Memory
     from .hf.batches.collator import BurstCollator, shard_batch
-    from .hf.parts.token_losses import token_losses
+    from .hf.parts.token_losses import token_divergences, token_losses
     from .hf.patch import patch_model, unpatch_model
     from .hf.trainers.accelerate import BurstParallelismConfig
     from .hf.trainers.logging import BurstCallback
@@ -31,6 +31,7 @@ __all__ = [
     "last_checkpoint",
     "patch_model",
     "shard_batch",
+    "token_divergences",
     "token_losses",
     "unpatch_model",
 ]
@@ -46,6 +47,7 @@ _HOME = {
     "last_checkpoint": ".hf.trainers.resume",
     "patch_model": ".hf.patch",
     "shard_batch": ".hf.batches.collator",
+    "token_divergences": ".hf.parts.token_losses",
     "token_losses": ".hf.parts.token_losses",
     "unpatch_model": ".hf.patch",
 }

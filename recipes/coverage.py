@@ -33,7 +33,6 @@ sys.path.insert(0, str(ROOT))
 
 from hf_burst.check.compare import KINDS, TOLERANCE, compare  # noqa: E402
 from hf_burst.check.ranks import RANKS, run_on_ranks  # noqa: E402
-from hf_burst.errors import ConfigError  # noqa: E402
 from hf_burst.hf.models.verdicts import Verdict, source_hash  # noqa: E402
 from recipes.image_verdicts import compare_images  # noqa: E402
 from recipes.tiny_models import class_names, is_masked, judging_names, tiny_model  # noqa: E402
@@ -99,7 +98,7 @@ def compare_all(table: Table, names: list[str]) -> list[tuple[str, Verdict]]:
     """The verdicts on some classes; of those that end or hang their ranks, one by one."""
     try:
         verdicts = run_on_ranks(compare_classes, table.compare, names, limit=300.0 + 30.0 * len(names))
-    except (ConfigError, RuntimeError) as problem:
+    except (ValueError, RuntimeError) as problem:
         if len(names) == 1:
             return [(names[0], Verdict("wrong", note=str(problem)))]
         middle = len(names) // 2

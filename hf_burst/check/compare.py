@@ -95,8 +95,8 @@ def compare(make: Maker) -> Verdict:
             return Verdict("not buildable", note=f"{type(problem).__name__}: {next(filter(None, lines), '')}")
         try:
             check_model(model)  # before more of them are made
-            if modalities_of(model.config):
-                _check_text(model)
+            if modalities_of(model.config) or task_of(model).reads:
+                _check_text(prepared(model))
             errors = {kind: _worst_error(make, make_batch(kind, model)) for kind in kinds_of(model, KINDS)}
         except BurstError as problem:
             return Verdict("refused", note=str(problem))
@@ -162,10 +162,11 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _check_text(model: PreTrainedModel) -> None:
-    """Raises for a model of several modalities that computes no text alone, in one process."""
+    """Raises for a model of several modalities, or a classifier, that computes no text alone, in one process."""
     try:
         with torch.no_grad():
-            model(**make_batch("one sequence", model))
+            batch = make_batch("one sequence", model)
+            judgement(model, batch) if task_of(model).reads else model(**batch)
     except Exception as problem:  # whatever it asks for
         line = next(filter(None, str(problem).split("\n")), type(problem).__name__)
         raise UnsupportedModelError(f"{type(model).__name__} takes no batch of text: {line}") from problem

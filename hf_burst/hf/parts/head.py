@@ -78,7 +78,7 @@ class Head(Part):
     def _fate(self, run: ForwardPass) -> Literal["keep", "gather", "drop"]:
         """What becomes of the logits."""
         labels, layout = run.batch.inputs.get("labels") is not None, run.batch.layout
-        if self.token_losses.wanted:
+        if self.token_losses.asked is not None:
             return "drop"
         if self.kept is not None and (labels or run.batch.sharded):
             raise BatchError(
