@@ -108,7 +108,15 @@ def compare_all(table: Table, names: list[str]) -> list[tuple[str, Verdict]]:
 
 def compare_classes(compare_one: Callable[[str], Verdict], names: list[str]) -> list[Verdict]:
     """Runs on every rank."""
-    return [compare_one(name) for name in names]
+    return [_verdict(compare_one, name) for name in names]
+
+
+def _verdict(compare_one: Callable[[str], Verdict], name: str) -> Verdict:
+    """The verdict on a class; one that raises alike on all ranks does not end those on the others."""
+    try:
+        return compare_one(name)
+    except Exception as problem:
+        return Verdict("wrong", note=f"{type(problem).__name__}: {str(problem).strip().splitlines()[0]}")
 
 
 def markdown(rows: dict[str, Verdict], kinds: Sequence[str] = KINDS) -> Iterator[str]:

@@ -489,9 +489,6 @@ def test_models_that_are_not_served_are_refused_with_a_sentence(monkeypatch: pyt
         BloomForCausalLM,
         GPT2Config,
         GPT2LMHeadModel,
-        LlamaConfig,
-        LlamaForSequenceClassification,
-        LlamaModel,
         Qwen2ForCausalLM,
     )
 
@@ -500,16 +497,11 @@ def test_models_that_are_not_served_are_refused_with_a_sentence(monkeypatch: pyt
 
     others = {name: digest for name, digest in verdicts.SERVED.items() if name != "GPTNeoXForCausalLM"}
     monkeypatch.setattr(verdicts, "SERVED", others)
-    llama = LlamaConfig(
-        vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, pad_token_id=0
-    )
     cases = {
         "not been checked": [models.make_model("gpt_neox")],
         "does not use Transformers' AttentionInterface": [
             BloomForCausalLM(BloomConfig(vocab_size=11, hidden_size=16, n_layer=1, n_head=2))
         ],
-        "takes no labels": [LlamaModel(llama)],
-        "ForSequenceClassificationLoss": [LlamaForSequenceClassification(llama)],
         "cross attention": [
             GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, add_cross_attention=True))
         ],
