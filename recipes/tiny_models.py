@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import (
 
 from hf_burst.check import tiny
 from hf_burst.hf.models import sizes
+from hf_burst.hf.models.cut_point import modalities_of
 from hf_burst.hf.models.sizes import LAYERS, WINDOW
 
 SIZES: dict[str, Any] = {**sizes.SIZES, "use_sliding_window": True, "is_decoder": True}
@@ -228,5 +229,8 @@ def tiny_model(name: str) -> PreTrainedModel:
     """The model of a class in fp64, the same in every process."""
     model_class = getattr(transformers, name)
     role = {"is_decoder": False} if is_masked(name) and "is_decoder" in sizes_of(model_class.config_class) else {}
-    config = tiny_config(model_class.config_class, {**role, **_overrides(name, model_class)})
+    own = _overrides(name, model_class)
+    config = tiny_config(model_class.config_class, {**role, **own})
+    if name in judging_names() and modalities_of(config) and not own:
+        config = tiny.shrink(config)  # its towers, too
     return tiny.tiny_model(model_class, config).to(torch.float64)

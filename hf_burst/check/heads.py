@@ -1,6 +1,6 @@
 """Models without a language-model head beside one process: what they are given, and the number that is compared."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -25,17 +25,17 @@ def kinds_of(model: PreTrainedModel, kinds: Sequence[str]) -> list[str]:
 
 def judged(batch: Batch, model: PreTrainedModel) -> Batch:
     """A batch with the labels of a model's head in the place of those of its tokens."""
-    name, labels = type(model).__name__, batch["labels"]
+    name, labels, kinds = type(model).__name__, batch["labels"], int(model.config.num_labels or 0)
     given = {key: value for key, value in batch.items() if key != "labels"}
     rows, last = torch.arange(len(labels)), labels.shape[1] - 1
     if language_model_of(model) is model:
         return given
     if "ForTokenClassification" in name:
-        given["labels"] = torch.where(labels == IGNORE_INDEX, labels, labels % model.config.num_labels)
+        given["labels"] = torch.where(labels == IGNORE_INDEX, labels, labels % kinds)
     elif "QuestionAnswering" in name:
         given |= {"start_positions": 3 + rows, "end_positions": last - rows}
     else:
-        given["labels"] = (rows + 1) % model.config.num_labels
+        given["labels"] = (rows + 1) % kinds
     return given
 
 
@@ -58,7 +58,7 @@ def padded_on_right(batch: Batch) -> Batch:
     }
 
 
-def judgement(model: PreTrainedModel, batch: Batch, bounds: Sequence[int] | None = None) -> Tensor:
+def judgement(model: PreTrainedModel, batch: Mapping[str, Tensor], bounds: Sequence[int] | None = None) -> Tensor:
     """The loss of a model's head, or a number that follows from all hidden states of a model without one.
 
     Args:

@@ -53,7 +53,8 @@ class _TokenValues(torch.autograd.Function):
             for so_far, own in zip(sums, found[1:], strict=True):
                 if own is not None:
                     so_far += own
-        return dhidden.view(hidden.shape), None, None, *(total.to(w.dtype) for total, w in zip(sums, ctx.learned))
+        gradients = [total.to(weight.dtype) for total, weight in zip(sums, ctx.learned, strict=True)]
+        return dhidden.view(hidden.shape), None, None, *gradients
 
 
 def _parts(tokens: int, rows: int) -> list[slice]:

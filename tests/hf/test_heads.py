@@ -168,3 +168,25 @@ def test_a_shard_has_no_labels_of_rows() -> None:
     model = hf_burst.patch_model(LlamaForSequenceClassification(config))
     with pytest.raises(BatchError, match="Give full batches"):
         model(**hf_burst.shard_batch(models.make_batch("plain")))
+
+
+def adapted(rank: int, size: int, patched: bool, batch: dict[str, torch.Tensor]) -> Result:
+    """LoRA in the decoder, and a head that is trained whole."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    options = {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": False, "task_type": "SEQ_CLS"}
+    model = peft.get_peft_model(make("LlamaForSequenceClassification"), peft.LoraConfig(r=2, **options)).double()
+    if patched:
+        models.patch(model)
+    with Double():
+        loss = model(**batch).loss
+        loss.backward()
+    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    assert any("modules_to_save" in name for name in found)
+    frozen = {name: torch.zeros(1) for name, weight in model.named_parameters() if not weight.requires_grad}
+    return loss.item(), found | frozen
+
+
+def test_adapters_and_a_saved_head(ranks: Ranks) -> None:
+    batch = make_batch("padded", make("LlamaForSequenceClassification"))
+    assert_equal(ranks(2).run(adapted, True, batch), adapted(0, 1, False, batch))

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from transformers import LlamaModel
 
 import hf_burst
 from hf_burst.hf import patch
@@ -131,6 +132,7 @@ def readings(rank: int, size: int) -> set[Reading]:
     run(models.make_model("granite").train(), plain | {"output_router_logits": True})
     run(models.make_model("llama_dynamic").train(), plain)
     run(models.make_model("bert").train(), plain)
+    run(LlamaModel(models.make_model("llama").config), {"input_ids": plain["input_ids"]})
     return watch.readings
 
 

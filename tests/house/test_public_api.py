@@ -20,6 +20,7 @@ NAMES = [
     "last_checkpoint",
     "patch_model",
     "shard_batch",
+    "token_divergences",
     "token_losses",
     "unpatch_model",
 ]

@@ -22,7 +22,8 @@ _WHOLE_SEQUENCE = {  # settings by which the embeddings of an encoder read furth
 
 @dataclass(frozen=True)
 class Task:
-    """The task of a model: `CAUSAL` or `MASKED` with a language-model head, else `CAUSAL_READER` or `ENCODER_READER`."""
+    """The task of a model: `CAUSAL` or `MASKED` with a language-model head, else `CAUSAL_READER` or
+    `ENCODER_READER`."""
 
     kind: str  # its word in errors
     causal: bool  # whether a query sees no later key; that of `MaskPattern`

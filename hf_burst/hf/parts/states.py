@@ -39,7 +39,7 @@ _SPAN = "ForQuestionAnswering"  # of those that choose among all tokens
 
 @dataclass
 class ShardedStates:
-    """Values of this rank's tokens, `(batch, n, ...)`, in the place of those of the whole batch, `(batch, tokens, ...)`."""
+    """Values of this rank's tokens, `(batch, n, ...)`, in the place of those of all tokens, `(batch, tokens, ...)`."""
 
     own: Tensor
     layout: SequenceLayout
@@ -169,15 +169,15 @@ class States(Part):
                 "divides the weights of a head. Use FSDP2, DDP or ZeRO-2."
             )
         mask = given.get("attention_mask")
-        if run.group.size > 1 and layout.real and mask is not None:
+        if layout.real and mask is not None:
             self._check_padding(run, name, mask, labels)
 
     def _check_padding(self, run: ForwardPass, name: str, mask: Tensor, labels: Any) -> None:
-        """Raises where a result would follow from the states of padding, which sees other tokens than in one process."""
+        """Raises where a result follows from the states of padding, which sees other tokens than unpatched."""
         if _SPAN in name:
             raise BatchError(
-                f"{name} chooses among all tokens, those of padding too, whose states differ from those of one process "
-                "over several ranks. Give rows of one length, such as one row a batch, without padding."
+                f"{name} chooses among all tokens, those of padding too, whose states differ from those of an "
+                "unpatched model. Give rows of one length, such as one row a batch, without padding."
             )
         if _EACH_TOKEN in name:
             counted = labels is not None and ((labels != IGNORE_INDEX) & (mask == 0)).any()

@@ -30,9 +30,10 @@ _KINDS = ("forward_kl", "reverse_kl")
 def token_losses(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None = None) -> Tensor:
     """The cross-entropy of every token of a batch, over all ranks that share it, for losses of one's own.
 
-    Every rank of the group calls it with the same batch, or with its shard of one ([`BurstCollator`]). Ranks score their
-    own tokens, some at a time, and exchange one number a token. Gradients are as those of the model's loss: of the whole
-    batch, once a data-parallel wrapper has averaged them over ranks. For evaluation call it within `torch.no_grad()`.
+    Every rank of the group calls it with the same batch, or with its shard of one ([`BurstCollator`]). Ranks score
+    their own tokens, some at a time, and exchange one number a token. Gradients are as those of the model's loss: of
+    the whole batch, once a data-parallel wrapper has averaged them over ranks. For evaluation call it within
+    `torch.no_grad()`.
 
     Args:
         model (`nn.Module`): A model that [`patch_model`] patched, or what `accelerator.prepare` made of it.
@@ -223,8 +224,8 @@ class TokenLosses(Part):
         shape = (layout.batch_size, layout.length - layout.padding)
         if weights is not None and (tuple(weights.shape) != shape or not weights.is_floating_point()):
             raise BatchError(
-                f"The weights are {weights.dtype} of shape {tuple(weights.shape)}; for this batch they must be floating "
-                f"point numbers of shape {shape}, one for every label of the whole batch."
+                f"The weights are {weights.dtype} of shape {tuple(weights.shape)}; for this batch they must be "
+                f"floating point numbers of shape {shape}, one for every label of the whole batch."
             )
         if weights is not None and not bool(weights.isfinite().all()):
             raise BatchError("The weights of tokens hold numbers that are not finite.")
@@ -236,9 +237,9 @@ class TokenLosses(Part):
         head = run.model.get_output_embeddings()
         if torch.is_grad_enabled() and (isinstance(head, FSDPModule) or is_partitioned(head)):
             raise UnsupportedModelError(
-                "The head is sharded on its own, by FSDP2 or ZeRO-3, and losses of tokens need it again in the backward "
-                "pass. Leave lm_head out of the layers that FSDP2 wraps (it then belongs to the whole model), or use "
-                "ZeRO-2."
+                "The head is sharded on its own, by FSDP2 or ZeRO-3, and losses of tokens need it again in the "
+                "backward pass. Leave lm_head out of the layers that FSDP2 wraps (it then belongs to the whole model), "
+                "or use ZeRO-2."
             )
         run.agreement.facts |= self.asked.facts
         run.agreement.add("weights of tokens (checksum)", None if weights is None else sum_of_bits(weights))

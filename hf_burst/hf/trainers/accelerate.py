@@ -334,6 +334,6 @@ def _check_data_loader(data_loader: DataLoader, dispatch: bool | None) -> None:
     if online or type(get_sampler(data_loader)).__name__ == "RepeatSampler":
         raise ConfigError(
             "The trainer generates what it learns from (GRPO, RLOO, on-policy distillation), and the ranks that share "
-            "a sequence would generate different ones. Served are Trainer, SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer; use "
-            "this trainer without BurstParallelismConfig and patch_model."
+            "a sequence would generate different ones. Served are Trainer, SFTTrainer, DPOTrainer, KTOTrainer and "
+            "RewardTrainer; use this trainer without BurstParallelismConfig and patch_model."
         )
