@@ -6,6 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError
@@ -14,6 +17,7 @@ from tests.support.gradients import Result, assert_equal
 from tests.support.ranks import RankError, RankPool
 
 Batch = dict[str, torch.Tensor]
+Ranks = Callable[[int], RankPool]
 
 
 def losses_of(rank: int, size: int, name: str, batch: Batch) -> torch.Tensor:
@@ -41,7 +45,7 @@ def plain_losses(name: str, batch: Batch) -> torch.Tensor:
     ("name", "kind"),
     [("llama", "plain"), ("llama", "packed"), ("qwen2", "left"), ("gpt2", "right"), ("modernbert", "right")],
 )
-def test_losses_of_tokens_equal_one_process(ranks: Callable[[int], RankPool], name: str, kind: str, size: int) -> None:
+def test_losses_of_tokens_equal_one_process(ranks: Ranks, name: str, kind: str, size: int) -> None:
     batch = models.make_batch(kind)
     expected = plain_losses(name, batch)
     for losses in ranks(size).run(losses_of, name, batch):
@@ -67,7 +71,7 @@ def peak_of_losses(rank: int, size: int) -> tuple[int, torch.Tensor]:
     return max(scored), losses.detach()
 
 
-def test_few_tokens_are_scored_at_a_time(ranks: Callable[[int], RankPool]) -> None:
+def test_few_tokens_are_scored_at_a_time(ranks: Ranks) -> None:
     batch = models.make_batch("plain", 101)
     model = models.make_model("llama").eval()
     logits = models.plain_logits(model, batch).detach()[:, :-1]
@@ -84,7 +88,7 @@ def wrong_labels(rank: int, size: int) -> None:
     hf_burst.token_losses(model, batch)
 
 
-def test_what_token_losses_refuses(ranks: Callable[[int], RankPool]) -> None:
+def test_what_token_losses_refuses(ranks: Ranks) -> None:
     model, batch = models.make_model("llama").eval(), models.make_batch("plain")
     with pytest.raises(ConfigError, match="take patched models"):
         hf_burst.token_losses(model, batch)
@@ -183,9 +187,7 @@ def gradients_of(rank: int, size: int, what: str, kind: str, shard: bool) -> Res
         ("reverse_kl", "left", False),
     ],
 )
-def test_losses_of_ones_own_equal_one_process(
-    ranks: Callable[[int], RankPool], what: str, kind: str, shard: bool, size: int
-) -> None:
+def test_losses_of_ones_own_equal_one_process(ranks: Ranks, what: str, kind: str, shard: bool, size: int) -> None:
     batch, model = models.make_batch(kind, 61), models.make_model("llama", torch.float64)
     expected = expected_loss(what, model, batch, models.make_model("llama", torch.float64, seed=5))
     expected.sum().backward()
@@ -198,7 +200,7 @@ def other_weights(rank: int, size: int) -> None:
     hf_burst.token_losses(model, batch, weights_of(batch) + rank)
 
 
-def test_what_losses_of_ones_own_refuse(ranks: Callable[[int], RankPool]) -> None:
+def test_what_losses_of_ones_own_refuse(ranks: Ranks) -> None:
     model, batch = hf_burst.patch_model(models.make_model("llama")), models.make_batch("plain")
     with pytest.raises(RankError, match="weights of tokens"):
         ranks(2).run(other_weights)
@@ -213,3 +215,37 @@ def test_what_losses_of_ones_own_refuse(ranks: Callable[[int], RankPool]) -> Non
         hf_burst.token_divergences(model, model, batch, top_k=0)
     with pytest.raises(BatchError, match="not finite"):
         hf_burst.token_losses(model, batch, torch.full(batch["labels"].shape, float("nan")))
+
+
+def wrapped(rank: int, size: int, how: str) -> Result:
+    """A loss of one's own through a data-parallel wrapper, which averages gradients."""
+    batch, model = models.make_batch("right", 61), models.patch(models.make_model("llama", torch.float64).train())
+    if how == "ddp":
+        outer: Any = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        mesh = init_device_mesh("cpu", (size,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        if how == "fsdp2 alone":
+            fully_shard(model.lm_head, mesh=mesh)
+        if how == "fsdp2 tail":  # as accelerate has it
+            fully_shard([model.model.norm, model.lm_head], mesh=mesh, reshard_after_forward=False)
+        outer = fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    loss = odds_ratio(hf_burst.token_losses(outer, batch), batch["labels"]).sum()
+    loss.backward()
+    found = {name: weight.grad for name, weight in model.named_parameters()}
+    return loss.item(), {n: grad.full_tensor() if isinstance(grad, DTensor) else grad for n, grad in found.items()}
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "fsdp2 tail"])
+def test_losses_of_ones_own_through_wrappers(ranks: Ranks, how: str) -> None:
+    batch, model = models.make_batch("right", 61), models.make_model("llama", torch.float64)
+    expected = expected_loss("orpo", model, batch, None).sum()
+    expected.backward()
+    wanted = expected.item(), {name: weight.grad for name, weight in model.named_parameters()}
+    assert_equal(ranks(2).run(wrapped, how), wanted)
+
+
+def test_a_head_that_fsdp2_shards_alone_is_refused(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="sharded the head again"):
+        ranks(2).run(wrapped, "fsdp2 alone")

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -25,6 +24,7 @@ from .tokens import Tokens
 
 _WIDE = 6  # tensors as wide as the vocabulary, of the tokens that a divergence takes at a time
 _KINDS = ("forward_kl", "reverse_kl")
+_AGAIN = "{}, and losses of tokens need it once more in the backward pass. {}."
 
 
 def token_losses(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None = None) -> Tensor:
@@ -109,7 +109,7 @@ def token_divergences(
             "The teacher was patched for another group of ranks than the model. Patch both with the same group."
         )
     head = _inner(teacher).get_output_embeddings()
-    if head is not None and (is_partitioned(head) or any(isinstance(weight, DTensor) for weight in head.parameters())):
+    if head is not None and (is_partitioned(head) or _is_sharded(head)):
         raise ConfigError(
             "The head of the teacher is sharded by FSDP2 or ZeRO-3, which gather it in its own passes alone. Leave the "
             "teacher out of accelerator.prepare, so that every rank holds it."
@@ -158,6 +158,10 @@ def _patch_of(model: nn.Module) -> Any:
     if patch.task.reads:
         raise ConfigError("The model has no language-model head, so its tokens have no losses. Load one with a head.")
     return patch
+
+
+def _is_sharded(head: nn.Module) -> bool:
+    return any(isinstance(weight, DTensor) for weight in head.parameters())
 
 
 def _inner(model: nn.Module) -> Any:
@@ -235,12 +239,8 @@ class TokenLosses(Part):
                 "its own way. Give both the same shards: batches of hf_burst.shard_batch or BurstCollator."
             )
         head = run.model.get_output_embeddings()
-        if torch.is_grad_enabled() and (isinstance(head, FSDPModule) or is_partitioned(head)):
-            raise UnsupportedModelError(
-                "The head is sharded on its own, by FSDP2 or ZeRO-3, and losses of tokens need it again in the "
-                "backward pass. Leave lm_head out of the layers that FSDP2 wraps (it then belongs to the whole model), "
-                "or use ZeRO-2."
-            )
+        if torch.is_grad_enabled() and head is not None and is_partitioned(head):
+            raise UnsupportedModelError(_AGAIN.format("ZeRO-3 shards the head", "Use ZeRO-2"))
         run.agreement.facts |= self.asked.facts
         run.agreement.add("weights of tokens (checksum)", None if weights is None else sum_of_bits(weights))
         self.targets = run.targets
@@ -250,6 +250,12 @@ class TokenLosses(Part):
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if self.asked is None or self.targets is None:
             return
+        head = run.model.get_output_embeddings()
+        if torch.is_grad_enabled() and head is not None and _is_sharded(head):
+            cure = (
+                "Wrap it together with the last norm, with reshard_after_forward=False, or leave it to the whole model"
+            )
+            raise UnsupportedModelError(_AGAIN.format("FSDP2 has sharded the head again after its pass", cure))
         own = self.asked.answer(run, outputs["logits"], self.targets)
         values = gather_tokens(own, run.batch.layout, run.group)
         if run.task.causal:
