@@ -231,6 +231,6 @@ def tiny_model(name: str) -> PreTrainedModel:
     role = {"is_decoder": False} if is_masked(name) and "is_decoder" in sizes_of(model_class.config_class) else {}
     own = _overrides(name, model_class)
     config = tiny_config(model_class.config_class, {**role, **own})
-    if name in judging_names() and modalities_of(config) and not own:
-        config = tiny.shrink(config)  # its towers, too
+    if name in judging_names() and not own and (modalities_of(config) or config.is_encoder_decoder):
+        config = tiny.shrink(config)  # its towers or its encoder, too
     return tiny.tiny_model(model_class, config).to(torch.float64)

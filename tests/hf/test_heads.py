@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 import hf_burst
 from hf_burst.check.compare import Double, make_batch
 from hf_burst.check.heads import judgement, prepared
-from hf_burst.errors import BatchError, RankMismatchError
+from hf_burst.errors import BatchError, RankMismatchError, UnsupportedModelError
 from recipes.tiny_models import tiny_model
 from tests.support import models
 from tests.support.gradients import Result, assert_equal
@@ -40,7 +40,7 @@ ENCODERS = (
     "ElectraForQuestionAnswering",
     "BertModel",
 )
-SIZES = [1, 2, 3, pytest.param(4, marks=pytest.mark.full)]
+SIZES = [1, pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)]
 
 
 def make(name: str) -> PreTrainedModel:
@@ -150,6 +150,12 @@ def test_what_heads_refuse(ranks: Ranks, name: str, changes: dict[str, Any], sen
         ranks(2).run(given, name, changes)
     for error in caught.value.errors:
         assert pytest.RaisesExc(BatchError, match=sentence).matches(error), error
+
+
+def test_a_pooler_that_is_not_given_the_whole_batch_is_refused() -> None:
+    model = models.patch(make("AlbertModel"))
+    with pytest.raises(UnsupportedModelError, match="pools tokens by no module"):
+        model(torch.ones(1, 7, dtype=torch.long))
 
 
 def other_labels(rank: int, size: int) -> None:

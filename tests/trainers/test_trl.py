@@ -331,7 +331,7 @@ def test_pairs_are_not_sharded_by_a_collator(ranks: Ranks, tmp_path: Path) -> No
     "case",
     [
         Case("RewardTrainer"),
-        Case("RewardTrainer", burst=3, checkpointing=True),
+        pytest.param(Case("RewardTrainer", burst=3, checkpointing=True), marks=pytest.mark.full),
         Case("RewardTrainer", data=2, checkpointing=True, little=True),
     ],
     ids=str,

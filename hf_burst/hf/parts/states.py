@@ -135,6 +135,7 @@ class States(Part):
     def __init__(self, model: PreTrainedModel, streams: DropoutStreams) -> None:
         self.streams = streams
         self.run: ForwardPass | None = None
+        self.pooled = False  # whether the pooler was given the whole batch in this pass
 
     def look(self, model: PreTrainedModel) -> Handles:
         reader = language_model_of(model)
@@ -202,10 +203,11 @@ class States(Part):
                 raise BatchError(f"{name} judges the first token of a row, which is padding. Pad on the right.")
 
     def begin(self, run: ForwardPass) -> None:
-        self.run = run if run.task.reads else None
+        self.run, self.pooled = run if run.task.reads else None, False
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if self.run is not None and language_model_of(run.model) is run.model:
+            self._check_pooled(run.model, outputs.get("pooler_output"))
             outputs["last_hidden_state"] = self._standing_for_all(outputs["last_hidden_state"])
 
     def end(self) -> None:
@@ -220,9 +222,22 @@ class States(Part):
         if self.run is None:
             return output
         if isinstance(output, tuple):
+            self._check_pooled(module, output[1] if getattr(module, "pooler", None) is not None else None)
             return (self._standing_for_all(output[0]), *output[1:])
+        self._check_pooled(module, output.get("pooler_output"))
         output["last_hidden_state"] = self._standing_for_all(output["last_hidden_state"])
         return output
 
     def _pooled(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        return (self._standing_for_all(args[0]), *args[1:]) if args else None
+        if self.run is None or not args or args[0].ndim != 3:
+            return None  # which is noticed, if anything comes of it
+        self.pooled = True
+        return (self._standing_for_all(args[0]), *args[1:])
+
+    def _check_pooled(self, module: nn.Module, pooled: Any) -> None:
+        """Raises for an output that follows from a token, or from all, and was not given those of the whole batch."""
+        if pooled is not None and not self.pooled:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} pools tokens by no module that is called with those of all ranks. It is not "
+                "served with its pooler: make it with add_pooling_layer=False, or take a class that judges tokens."
+            )
