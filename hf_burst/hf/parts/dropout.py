@@ -32,8 +32,8 @@ class DropoutStreams(Part):
     def begin(self, run: ForwardPass) -> None:
         if run.group.size == 1 or next(random_rates(run.model), None) is None:
             return
-        seeds = torch.randint(2**63 - 1, (run.group.size + 1,), device="cpu").tolist()
-        self.seed, self.shared = seeds[run.group.rank], seeds[-1]
+        seeds = torch.randint(2**63 - 1, (run.group.size,), device="cpu").tolist()
+        self.seed, self.shared = seeds[run.group.rank], sum(seeds) % 2**63
         accelerator = torch.accelerator.current_accelerator()
         devices = () if accelerator is None else getattr(torch.get_device_module(accelerator), "default_generators", ())
         self.outer = [(generator, generator.get_state()) for generator in (torch.default_generator, *devices)]
