@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from .check.run import check_model
     from .config import BurstConfig, Memory
     from .hf.batches.collator import BurstCollator, shard_batch
-    from .hf.parts.token_losses import token_divergences, token_losses
+    from .hf.batches.grouping import GroupCollator
+    from .hf.generation.generate import generate
+    from .hf.generation.memory import RememberedDocument, remember
+    from .hf.generation.scores import token_divergences, token_losses
     from .hf.patch import patch_model, unpatch_model
     from .hf.trainers.accelerate import BurstParallelismConfig
     from .hf.trainers.logging import BurstCallback
@@ -26,10 +29,14 @@ __all__ = [
     "BurstConfig",
     "BurstParallelismConfig",
     "BurstResume",
+    "GroupCollator",
     "Memory",
+    "RememberedDocument",
     "check_model",
+    "generate",
     "last_checkpoint",
     "patch_model",
+    "remember",
     "shard_batch",
     "token_divergences",
     "token_losses",
@@ -42,13 +49,17 @@ _HOME = {
     "BurstConfig": ".config",
     "BurstParallelismConfig": ".hf.trainers.accelerate",
     "BurstResume": ".hf.trainers.resume",
+    "GroupCollator": ".hf.batches.grouping",
     "Memory": ".config",
+    "RememberedDocument": ".hf.generation.memory",
     "check_model": ".check.run",
+    "generate": ".hf.generation.generate",
     "last_checkpoint": ".hf.trainers.resume",
     "patch_model": ".hf.patch",
+    "remember": ".hf.generation.memory",
     "shard_batch": ".hf.batches.collator",
-    "token_divergences": ".hf.parts.token_losses",
-    "token_losses": ".hf.parts.token_losses",
+    "token_divergences": ".hf.generation.scores",
+    "token_losses": ".hf.generation.scores",
     "unpatch_model": ".hf.patch",
 }
 _ROOMS = ("attention", "errors")

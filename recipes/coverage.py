@@ -10,7 +10,7 @@ one process.
 
 A class is compared as by `hf-burst check`, which says what is compared (`hf_burst/check/compare.py`), on a config that
 switches on what the class can do (`recipes/tiny_models.py`, `recipes/tiny_wrappers.py`). Images are those of
-`recipes/tiny_pictures.py`, and compared by `recipes/image_verdicts.py`.
+`hf_burst/check/tiny_pictures.py`, and compared by `recipes/image_verdicts.py`.
 """
 
 import argparse
@@ -33,10 +33,10 @@ sys.path.insert(0, str(ROOT))
 
 from hf_burst.check.compare import KINDS, TOLERANCE, compare  # noqa: E402
 from hf_burst.check.ranks import RANKS, run_on_ranks  # noqa: E402
+from hf_burst.check.tiny_pictures import KINDS as IMAGE_KINDS  # noqa: E402
 from hf_burst.hf.models.verdicts import Verdict, source_hash  # noqa: E402
 from recipes.image_verdicts import compare_images  # noqa: E402
 from recipes.tiny_models import class_names, is_masked, judging_names, tiny_model  # noqa: E402
-from recipes.tiny_pictures import KINDS as IMAGE_KINDS  # noqa: E402
 from recipes.tiny_wrappers import tiny_wrapper, wrapper_names  # noqa: E402
 
 BATCH = 12  # classes that share the start of two processes

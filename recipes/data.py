@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -30,7 +30,7 @@ from datasets import (
     load_from_disk,
 )
 from datasets.exceptions import DatasetsError
-from settings import TEXT_FILES, DataSettings, using
+from settings import TEXT_FILES, DataSettings, RowError, using
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer, SFTConfig
 from trl.data_utils import common_prefix_length, extract_prompt
@@ -45,6 +45,7 @@ READERS = {
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 SOURCES = (__file__, chats.__file__)  # datasets knows functions of modules by their names alone
 WRITTEN = 64  # long rows that are in memory together
+SHOWN, MANY = 10, 100  # wrong rows that an error shows, and that are looked for
 STRINGS = ("string", "large_string", "string_view", "null")
 
 
@@ -103,30 +104,40 @@ def kind_of(file: str) -> str | None:
 
 
 @contextmanager
-def reading(files: list[str]) -> Iterator[None]:
-    """Where files cannot be read or hold nothing, the error says so, and of JSON lines in which one."""
+def reading(names: list[str]) -> Iterator[None]:
+    """Where files cannot be read or hold nothing, the error says so, and in which lines."""
     try:
         yield
     except StopIteration:
         raise ValueError("it holds no rows") from None
     except (DatasetsError, UnicodeDecodeError) as error:  # which say only that there was one
+        files = [file for name in names for file in expand(name)]
         for file in files:
-            if Path(file).suffix.lower() not in TEXT_FILES or not Path(file).is_file():
+            if file.lower().endswith(".parquet") or not Path(file).is_file():
                 continue
             with Path(file).open("rb") as lines:
-                try:
-                    for line in lines:
+                for number, line in enumerate(lines, 1):
+                    try:
                         line.decode()
-                except UnicodeDecodeError as problem:
-                    raise ValueError(f"{file} is not UTF-8: {problem.reason} in {line[:40]!r}") from None
-        for file, number, line in json_lines(files):
-            try:
-                wrong = None if isinstance(json.loads(line.rstrip()), dict) else "it must be a mapping, such as {...}"
-            except json.JSONDecodeError as problem:
-                wrong = f"{problem.msg} (column {problem.colno})"
-            if wrong:
-                raise ValueError(f"{file}:{number}: {wrong}") from None
+                    except UnicodeDecodeError as problem:
+                        near = line[max(0, problem.start - 20) : problem.end + 20]
+                        raise ValueError(
+                            f"{file}:{number} is not UTF-8: {problem.reason} in {near!r}; save the file as UTF-8"
+                        ) from None
+        if wrong := list(islice(not_mappings(files), SHOWN)):
+            raise RowError("\n".join(wrong)) from None
         raise ValueError(str(error.__cause__ or error)) from None
+
+
+def not_mappings(files: list[str]) -> Iterator[str]:
+    """What is wrong with JSON lines that hold no mapping, and where."""
+    for file, number, line in json_lines(files):
+        try:
+            wrong = None if isinstance(json.loads(line.rstrip()), dict) else "it must be a mapping, such as {...}"
+        except json.JSONDecodeError as problem:
+            wrong = f"{problem.msg} (column {problem.colno})"
+        if wrong:
+            yield f"{file}:{number}: {wrong}"
 
 
 def json_lines(files: list[str]) -> Iterator[tuple[str, int, str]]:
@@ -137,31 +148,54 @@ def json_lines(files: list[str]) -> Iterator[tuple[str, int, str]]:
                 yield from ((file, number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
-def place(row: dict[str, Any], index: int, names: list[str]) -> str:
-    """Where a row stands: file and line for JSON lines, else its number of those that were drawn, from 1."""
-    wanted = without_nulls(dict(row))
-    files = chain.from_iterable(map(expand, names)) if any(map(os.path.exists, names)) else ()
-    for file, number, line in json_lines(list(files)):
-        if without_nulls(json.loads(line)) == wanted:
-            return f"{file}:{number}"
-    return f"row {index + 1} ({shorten(str(wanted), 80)})"
-
-
 def map_rows(
     rows: Dataset, function: Callable[[dict[str, Any]], dict[str, Any]], names: list[str], **options: Any
 ) -> Dataset:
-    """What a function makes of each row. What datasets has kept of other code is not taken."""
+    """What a function makes of each row. What datasets has kept of other code is not taken.
+
+    Raises:
+        RowError: If there are rows of which it makes nothing, with the first of them.
+    """
     code = sha256(b"".join(Path(file).read_bytes() for file in SOURCES)).hexdigest()
-    options = {"with_indices": True, "remove_columns": rows.column_names, **options}
-    return rows.map(partial(make_row, function=function, names=names, code=code), **options)
+    options = {"remove_columns": rows.column_names, **options}
+    try:
+        with reading(names):  # pyarrow does not look whether JSON lines are UTF-8
+            return rows.map(partial(make_row, function=function, code=code), **options)
+    except ValueError as error:
+        if isinstance(error.__context__, UnicodeDecodeError) or not (wrong := wrong_rows(rows, function, names)):
+            raise
+    more = [f"and {len(wrong) - SHOWN} more rows"] if len(wrong) > SHOWN else []
+    raise RowError("\n".join(wrong[:SHOWN] + more))
 
 
-def make_row(row: dict[str, Any], index: int, function: RowFunction, names: list[str], code: str) -> dict[str, Any]:
-    """What a function makes of a row; its errors say where the row stands. datasets looks at the code, a digest."""
+def make_row(row: dict[str, Any], function: RowFunction, code: str) -> dict[str, Any]:
+    """What a function makes of a row. datasets looks at the code, a digest."""
     try:
         return function(row)
+    except UnicodeDecodeError:  # of the file
+        raise
     except Exception as error:
-        raise ValueError(f"{place(row, index, names)}: {error}") from error
+        raise ValueError(str(error)) from error
+
+
+def wrong_rows(rows: Dataset, function: RowFunction, names: list[str]) -> list[str]:
+    """What is wrong with rows, and where: file and line for JSON lines, in their order; else the number of a row of
+    those that were drawn, from 1. After many it looks no further."""
+    left: list[tuple[int, dict[str, Any], str]] = []
+    for index, row in enumerate(rows):
+        try:
+            function(row)
+        except Exception as error:
+            left.append((index, without_nulls(dict(row)), str(error)))
+        if len(left) == MANY:
+            break
+    files = chain.from_iterable(map(expand, names)) if left and any(map(os.path.exists, names)) else ()
+    placed = []
+    for file, number, line in json_lines(list(files)):
+        known = without_nulls(json.loads(line))
+        if (found := next((place for place, (_, row, _) in enumerate(left) if row == known), None)) is not None:
+            placed.append(f"{file}:{number}: {left.pop(found)[2]}")
+    return placed + [f"row {index + 1} ({shorten(str(row), 80)}): {said}" for index, row, said in left]
 
 
 def named_split(splits: DatasetDict, split: str) -> Dataset:
@@ -196,7 +230,8 @@ def load_splits(settings: DataSettings, seed: int, text_column: str = "text") ->
     if not settings.eval_share:
         return rows, None
     if len(rows) == 1 and text_column in rows.column_names and is_text(rows, text_column):  # its end is for evaluation
-        text = rows[0][text_column]
+        with using(f"dataset {settings.dataset}"), reading(settings.dataset):
+            text = rows[0][text_column]
         cut = round(len(text) * (1 - settings.eval_share))
         first, last = (Dataset.from_dict({text_column: [part]}) for part in (text[:cut], text[cut:]))
         return first, last

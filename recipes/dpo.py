@@ -11,7 +11,7 @@ Two CPU processes, a small Llama, pairs of your own:
 
 Four GPUs, Llama-3.1-8B-Instruct with LoRA:
 
-    accelerate launch --num_processes 4 recipes/dpo.py --config recipes/configs/dpo_4gpu.yaml \
+    accelerate launch --multi_gpu --num_processes 4 recipes/dpo.py --config recipes/configs/dpo_4gpu.yaml \
         --dataset pairs.jsonl --output_dir outputs/dpo
 """
 

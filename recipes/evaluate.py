@@ -71,7 +71,7 @@ class Evaluation:
     )
     ruler_by: str = field(
         default="answer",
-        metadata={"choices": ("answer", "generation"), "help": "Score answers over ranks, or generate on each rank."},
+        metadata={"choices": ("answer", "generation"), "help": "Score answers, or generate them."},
     )
     batch_size: int = field(default=1, metadata={"help": "Texts that are read at once."})
     seed: int = field(default=0, metadata={"help": "Of all that is drawn."})

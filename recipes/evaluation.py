@@ -21,7 +21,6 @@ from accelerate.utils import DistributedType
 from needles import Needles, read_haystack
 from pictures import draw_positions, draw_recall
 from scoring import (
-    SHARDED,
     Cell,
     Groups,
     Score,
@@ -94,8 +93,6 @@ class Questions:
 
 def read(tokenizer: PreTrainedTokenizerBase, wanted: "Evaluation", accelerator: Accelerator) -> Questions:
     """What the model is asked; raises for all that cannot be asked."""
-    if wanted.ruler_by == "generation" and wanted.ruler and accelerator.distributed_type == DistributedType.FSDP:
-        raise SystemExit(f"ruler_by is 'generation': {SHARDED}")
     needles = None
     if wanted.tasks:
         needles = Needles(tokenizer, read_haystack(wanted.haystack), wanted.digits, wanted.facts, wanted.chat)

@@ -10,8 +10,8 @@ Two CPU processes: a small model learns Python's own documentation 256 tokens at
 
 Four GPUs, a model of 8,192 positions extended to 65,536:
 
-    accelerate launch --num_processes 4 recipes/extend_context.py --config recipes/configs/extend_4gpu.yaml \
-        --dataset books/ --output_dir outputs/extended
+    accelerate launch --multi_gpu --num_processes 4 recipes/extend_context.py \
+        --config recipes/configs/extend_4gpu.yaml --dataset books/ --output_dir outputs/extended
 """
 
 import copy

@@ -10,7 +10,7 @@ Two CPU processes, a small Llama, Python's own documentation as the document:
 
 Four GPUs, Llama-3.1-8B with LoRA on local text, a file a document:
 
-    accelerate launch --num_processes 4 recipes/finetune_long_document.py \
+    accelerate launch --multi_gpu --num_processes 4 recipes/finetune_long_document.py \
         --config recipes/configs/text_4gpu.yaml --dataset books/ --output_dir outputs/books
 """
 

@@ -1,22 +1,19 @@
-"""The verdict on a class with images: two ranks beside one process, in fp64, by `recipes/tiny_pictures.py`. Runs on all
-ranks."""
+"""The verdict on a class with images: two ranks beside one process, in fp64. Runs on all ranks."""
 
 import inspect
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from hf_burst.check.compare import TOLERANCE, Double, compare
+from hf_burst.check.compare import TOLERANCE, compare
+from hf_burst.check.modalities import error_on
+from hf_burst.check.tiny_pictures import KINDS, WITH_VIDEO
+from hf_burst.check.tiny_seeing import FAMILIES, seeing_model
 from hf_burst.errors import BurstError
 from hf_burst.hf.models.verdicts import Verdict
 from hf_burst.hf.patch import patch_under_check
-from hf_burst.layers.loss import IGNORE_INDEX
 from recipes.tiny_models import tiny_model
-from recipes.tiny_pictures import KINDS, WITH_VIDEO, Batch, documents, seeing_batch
-from recipes.tiny_seeing import FAMILIES, family_of, seeing_model
 from recipes.tiny_wrappers import tiny_wrapper, wrapper_names
 
 _FILMS = "pixel_values_videos"
@@ -24,10 +21,10 @@ _FILMS = "pixel_values_videos"
 
 def compare_images(name: str) -> Verdict:
     """The errors of a class by kind of batch; or, if images are refused, those on text and the reason."""
-    family = family_of(name)
+    family = name.removesuffix("ForConditionalGeneration")
     if family not in FAMILIES:
         return _refused(name)
-    errors = {kind: _worst_error(family, kind) for kind in KINDS if kind != "video" or family in WITH_VIDEO}
+    errors = {kind: error_on(family, kind) for kind in KINDS if kind != "video" or family in WITH_VIDEO}
     exact = all(error <= TOLERANCE for error in errors.values())  # false for nan
     model = seeing_model(family)
     watches = "video" in errors or _FILMS not in inspect.signature(model.forward).parameters
@@ -57,45 +54,3 @@ def _sentence(model: PreTrainedModel, argument: str) -> str:
     except BurstError as problem:
         return str(problem)
     raise AssertionError(f"{type(model).__name__} takes {argument}, and was not compared on it.")
-
-
-def _worst_error(family: str, kind: str) -> float:
-    """The greatest error of the loss or of a gradient, each relative to its greatest entry."""
-    plain, patched, batch = seeing_model(family), patch_under_check(seeing_model(family)), seeing_batch(family, kind)
-    with Double():
-        if kind == "packed":
-            expected, positions = _one_by_one(plain, documents(family))
-            batch |= positions
-        else:
-            expected = plain(**batch).loss
-        loss = patched(**batch).loss
-        expected.backward()
-        loss.backward()
-    loss = loss.detach().clone()
-    errors = [abs(loss - expected.detach()) / abs(expected.detach())]
-    wanted = [weight.grad for weight in plain.parameters() if weight.grad is not None]
-    least = 1e-3 * max(gradient.abs().max() for gradient in wanted)  # those that vanish are compared with the greatest
-    for own, weight in zip(patched.parameters(), plain.parameters(), strict=True):
-        averaged = torch.zeros_like(own) if own.grad is None else own.grad
-        dist.all_reduce(averaged)
-        averaged /= dist.get_world_size()
-        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        errors.append((averaged - gradient).abs().max() / max(gradient.abs().max(), least))
-    return float(f"{float(torch.stack(errors).max()):.0e}")  # nan if any is
-
-
-def _one_by_one(model: Any, parts: list[Batch]) -> tuple[torch.Tensor, Batch]:
-    """The loss of documents, and where they lie if places of images are positions: those of the packed row too."""
-    seen: list[torch.Tensor | None] = []
-    hook = model.get_decoder().register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs.get("position_ids")), with_kwargs=True
-    )
-    counts = [int((part["labels"][:, 1:] != IGNORE_INDEX).sum()) for part in parts]
-    losses = [model(**part).loss * count for part, count in zip(parts, counts, strict=True)]
-    hook.remove()
-    axes = next((len(places) for places in seen if places is not None and places.ndim == 3), None)
-    if axes is None:
-        return torch.stack(losses).sum() / sum(counts), {}
-    texts = [torch.arange(part["input_ids"].shape[1]).expand(axes, 1, -1) for part in parts]
-    places = [text if own is None or own.ndim < 3 else own for own, text in zip(seen, texts, strict=True)]
-    return torch.stack(losses).sum() / sum(counts), {"position_ids": torch.cat(places, dim=-1)}

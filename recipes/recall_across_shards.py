@@ -19,7 +19,7 @@ On CPU with two processes (about a minute), and on four GPUs:
     accelerate launch --config_file recipes/configs/accelerate_2_processes.yaml recipes/recall_across_shards.py \
         --layers recurrent --output_dir outputs/recall_recurrent
 
-    accelerate launch --num_processes 4 recipes/recall_across_shards.py
+    accelerate launch --multi_gpu --num_processes 4 recipes/recall_across_shards.py
 
 Writes results.json and recall.png to --output_dir; exits with 1 unless the first run reaches 99 % and the second stays
 at chance. In one process both runs are the same and nothing is claimed.

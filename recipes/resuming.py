@@ -191,7 +191,4 @@ def remember(run: dict[str, Any]) -> "TrainerCallback":
 def train(trainer: "Trainer") -> None:
     """Trains from the beginning or the checkpoint. Afterwards the model is that of the end, also of a run that was
     killed while its end was written: `BurstResume` trains no further."""
-    resume = trainer.args.resume_from_checkpoint
-    if resume is not None:
-        trainer.accelerator.print(f"goes on from {resume}")
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)

@@ -1,7 +1,7 @@
 """RULER's generated tasks (arXiv 2404.06654) by lm-eval, on a model whose sequences are shared by several processes.
 
-lm-eval makes the texts and says what is right. Answers are either scored over all processes, at any length, or
-generated on each process by itself, as lm-eval's own models do. Install it by `pip install "lm_eval[ruler]"`.
+lm-eval makes the texts and says what is right. Answers are scored or generated over all processes, at any length.
+Install it by `pip install "lm_eval[ruler]"`.
 """
 
 import contextlib
@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.models.utils_hf import stop_sequences_criteria
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.ruler import cwe_utils, vt_utils
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from scoring import SHARDED, score_answers
-from torch.distributed.fsdp import FSDPModule
+from scoring import score_answers
 from transformers import PreTrainedTokenizerBase
 
 import hf_burst
@@ -85,23 +84,32 @@ class ShardedLM(HFLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy answers; processes share the requests out, and each holds whole sequences.
+        """Greedy answers; over all processes.
 
         Raises:
-            ValueError: If the weights are sharded, or a request samples or leaves no room for its context.
+            ValueError: If a request samples or leaves no room for its context.
         """
-        if any(isinstance(module, FSDPModule) for module in self.model.modules()):
-            raise ValueError(f"Texts cannot be generated: {SHARDED}")
         for given in (request.args[1] for request in requests):
             options = normalize_gen_kwargs(given, self.max_gen_toks)
             if options["do_sample"]:
                 raise ValueError(f"ShardedLM writes greedy answers; set do_sample to false, not {given}.")
             if (most := options["max_gen_toks"]) >= self.max_length:
                 raise ValueError(f"max_gen_toks is {most}; it must be less than max_length ({self.max_length}).")
-        state = PartialState()
-        own = range(state.process_index, len(requests), state.num_processes)
-        texts = super().generate_until([requests[index] for index in own], disable_tqdm) if own else []
-        return [text for _, text in sorted(gather_object(list(zip(own, texts, strict=True))))]
+        texts: list[str] = super().generate_until(requests, disable_tqdm)
+        return texts
+
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any) -> torch.Tensor:
+        """Greedy tokens behind padded contexts, until one of the words of `stop`."""
+        found: torch.Tensor = hf_burst.generate(
+            self.model,
+            input_ids=context,
+            attention_mask=options["attention_mask"],
+            max_length=max_length,
+            do_sample=False,
+            stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, context.shape[1], context.shape[0]),
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        return found
 
 
 def answer_of(document: dict[str, Any]) -> str:
@@ -167,8 +175,8 @@ def evaluate_ruler(
         tasks (`dict`): The tasks that [`make_tasks`] made.
         lengths (`list[int]`): Tokens of their texts.
         samples (`int`): Texts of each task and length, at most the 500 that lm-eval makes.
-        by (`str`): `"answer"`, whether greedy decoding would write the answer, over all processes; or `"generation"`,
-            RULER's own score, the share of the answers in a text that each process generates by itself.
+        by (`str`): `"answer"`, whether greedy decoding would write the answer; or `"generation"`, RULER's own score,
+            the share of the answers in a text that is generated.
         chat (`bool`): Whether to ask by the chat template of the tokenizer.
 
     Returns:

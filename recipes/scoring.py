@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 FIRST_BIN = 16  # tokens
-SHARDED = (
-    "FSDP2 shards the weights, and processes that write different numbers of tokens would wait for each other forever. "
-    "Use a launcher that leaves the weights whole, or score answers (ruler_by: answer)."
-)
 
 
 class Score(NamedTuple):

@@ -113,6 +113,9 @@ class DataSettings:
         default="refuse",
         metadata={"choices": TOO_LONG, "help": "What is done with rows that are longer than max_length."},
     )
+    group_rows: int = field(
+        default=1, metadata={"help": "Up to so many rows that begin alike are one sample, as questions on a document."}
+    )
 
     def __post_init__(self) -> None:
         self.dataset = sources("dataset", self.dataset)
@@ -121,6 +124,8 @@ class DataSettings:
             raise SystemExit(f"eval_share is {self.eval_share!r}; give a share from 0 to below 1, such as 0.05.")
         if self.eval_share and self.eval_dataset:
             raise SystemExit("eval_share and eval_dataset are both set; set one of them.")
+        if type(self.group_rows) is not int or self.group_rows < 1:
+            raise SystemExit(f"group_rows is {self.group_rows!r}; give a number of rows, 1 for no groups.")
         if self.eval_split != "train" and not self.eval_dataset:
             raise SystemExit(f"eval_split is {self.eval_split!r} without eval_dataset; set eval_dataset too.")
 
@@ -165,6 +170,11 @@ def sources(name: str, value: Any) -> list[str]:
         if (file or is_path(item)) and not pattern and not path.exists():
             kind = "" if file else "a folder "
             raise SystemExit(f"{name} has {item!r}, {kind}{'which' if file else 'that'} does not exist; {nearby(path)}")
+        if not file and path.is_file():
+            raise SystemExit(
+                f"{name} has {item!r}, a file whose suffix tells no kind; a text is named such as {path.stem}.txt, and "
+                f"other files {', '.join(TABLES)}."
+            )
     return listed
 
 
@@ -180,6 +190,10 @@ def nearby(missing: Path) -> str:
     return f"did you mean {there[near[0]]}?" if near else f"the current folder is {Path.cwd()}."
 
 
+class RowError(ValueError):
+    """Rows of which a recipe makes nothing, a line each."""
+
+
 @contextmanager
 def using(setting: str, *refusals: type[Exception]) -> Iterator[None]:
     """Where a library cannot use a setting, the end is a sentence that names it; so is that of more refusals."""
@@ -188,7 +202,9 @@ def using(setting: str, *refusals: type[Exception]) -> Iterator[None]:
     except BurstError:  # which says what to do
         raise
     except (*REFUSALS, *refusals) as error:
-        raise SystemExit(f"{setting} cannot be used: {shorten(str(error), 300, placeholder=' ...')}") from None
+        lines = str(error).splitlines() if isinstance(error, RowError) else [str(error)]
+        said = "\n".join(shorten(line, 300, placeholder=" ...") for line in lines)
+        raise SystemExit(f"{setting} cannot be used:{' ' if len(lines) == 1 else chr(10)}{said}") from None
 
 
 def mapping(name: str, value: Any) -> dict[str, Any]:
@@ -338,6 +354,8 @@ def prepare(
     if burst.merge_to is not None:
         probe_merged("merge_to", burst.merge_to, training.output_dir)
     check_groups(burst.parallelism.burst_size)
+    if training.process_index == 0 and (warning := overruled(burst.burst_size)):
+        print(f"WARNING: {warning}", file=sys.stderr)
     keep_time_limit(training)
     run = resuming.settings_of(training, model, documents)
     training.resume_from_checkpoint = resuming.checkpoint(training, run)
@@ -365,6 +383,14 @@ def check_groups(size: int | None) -> None:
             f"burst_size is {size}, which does not divide the processes that were launched: {processes}. Pass "
             f"--burst_size {fitting}."
         )
+
+
+def overruled(size: int | None) -> str | None:
+    """What is said of a variable that names another size of groups."""
+    variable = os.environ.get("HF_BURST_SIZE")
+    if size is None or variable in (None, "", str(size)):
+        return None
+    return f"burst_size is {size}, which overrules HF_BURST_SIZE={variable}. Pass --burst_size {variable} for that."
 
 
 def keep_time_limit(training: "TrainingArguments") -> None:

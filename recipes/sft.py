@@ -11,7 +11,7 @@ Two CPU processes, a small Llama, chats of your own:
 
 Four GPUs, Llama-3.1-8B-Instruct with LoRA, 131,072 tokens a sequence:
 
-    accelerate launch --num_processes 4 recipes/sft.py --config recipes/configs/sft_4gpu.yaml \
+    accelerate launch --multi_gpu --num_processes 4 recipes/sft.py --config recipes/configs/sft_4gpu.yaml \
         --dataset trajectories.jsonl --output_dir outputs/agent --merge_to outputs/agent_merged
 """
 

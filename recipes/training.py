@@ -22,7 +22,7 @@ def callbacks(model: ModelSettings, config: "PreTrainedConfig", run: dict[str, A
     """What a recipe adds to the trainer; `run` are the settings that checkpoints remember."""
     import models
 
-    resume = [hf_burst.BurstResume(run), resuming.remember(run)]
+    resume = [hf_burst.BurstResume(run, other_data=True), resuming.remember(run)]
     return [*resume, *([models.SaveConfig(config, differs=bool(model.rope_scaling))] if model.use_peft else [])]
 
 
@@ -90,7 +90,14 @@ def sft_trainer(
         return trainer, burst
     report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
     rows = data.load_tokens(documents, tokenizer, args, text_alone)
-    return make(SFTTrainer, model, run, config, burst, args, rows, tokenizer), burst
+    if documents.group_rows == 1:
+        return make(SFTTrainer, model, run, config, burst, args, rows, tokenizer), burst
+    import groups
+
+    rows = groups.load_groups(documents, rows, args)
+    trainer = make(SFTTrainer, model, run, config, burst, args, rows, tokenizer)
+    groups.collate(trainer)
+    return trainer, burst
 
 
 def load_from_checkpoint(model: ModelSettings, config: "PreTrainedConfig", args: "TrainingArguments") -> None:

@@ -19,7 +19,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from transformers import LlamaForCausalLM
 
 from hf_burst.hf.models.model_size import model_size, shape_named
-from hf_burst.plan import MaskPattern, Tile, make_plan
+from hf_burst.plan import Mask, MaskPattern, Tile, make_plan
 from hf_burst.ranks.layout import SequenceLayout
 from hf_burst.sizing.gpus import capacity_of, gpu_named
 from hf_burst.sizing.memory import memory_of_step
@@ -211,6 +211,35 @@ def packed_batch() -> Figure:
     return figure
 
 
+def shared_beginning() -> Figure:
+    """The mask of a beginning and three endings, beside those of the rows that it stands for."""
+    beginning, endings = 12, (5, 3, 4)
+    figure, (rows, joined) = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
+    bounds = (0, *(beginning + sum(endings[:count]) for count in range(len(endings) + 1)))
+    length = bounds[-1]
+    blank(rows, (-1, 28), (length + 0.5, -2), f"{len(endings)} rows: {3 * beginning + sum(endings)} tokens")
+    for number, ending in enumerate(endings):
+        colors = [COLORS[0]] * beginning + [COLORS[number + 1]] * ending
+        pairs(rows, Mask(beginning + ending), colors, beginning, (8.5 * number, 1 + 5 * number), 0.45)
+    blank(joined, (-4, length), (length + 0.5, -2), f"One row: {length} tokens")
+    mask = Mask(length, documents=bounds, parents=(-1, *[0] * len(endings)))
+    colors = [COLORS[index] for index, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)]
+    pairs(joined, mask, colors, beginning, (0, 0), 1.0)
+    for name, (start, stop) in zip(("beginning", "ending 1", "ending 2", "ending 3"), pairwise(bounds), strict=True):
+        joined.text(-0.4, (start + stop) / 2, name, ha="right", va="center", fontsize=8)
+    return figure
+
+
+def pairs(axes: Axes, mask: Mask, colors: list[str], beginning: int, corner: tuple[float, float], size: float) -> None:
+    """The pairs of a mask by the colors of their keys, those of an ending and its beginning in a light one."""
+    for query in range(mask.length):
+        for key in (key for span in mask.intervals(query) for key in range(*span)):
+            light = key < beginning <= query
+            place = corner[0] + key * size, corner[1] + query * size
+            square = {"facecolor": colors[key], "alpha": 0.45 if light else 1.0}
+            axes.add_patch(Rectangle(place, 0.9 * size, 0.9 * size, **square))
+
+
 def state_passing() -> Figure:
     """A document in runs over three ranks: what each finds by itself, and what passes."""
     sharding = SequenceLayout.for_batch([(0, 12)], 3, "zigzag").sharding
@@ -356,7 +385,10 @@ def longer_context() -> Figure:
     return figure
 
 
-PICTURES = (step_time, longer_context, ring_step, two_levels, packed_batch, state_passing, query_path, step_memory)
+PICTURES = (
+    *(step_time, longer_context, ring_step, two_levels, packed_batch, shared_beginning, state_passing, query_path),
+    step_memory,
+)
 
 
 def main() -> None:

@@ -3,18 +3,17 @@
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from ..errors import BurstError, UnsupportedModelError
+from ..errors import BatchError, BurstError, UnsupportedModelError
 from ..hf.batches.documents import documents_of
+from ..hf.batches.modalities import values_besides_text
 from ..hf.models.cut_point import modalities_of
 from ..hf.models.recurrent import recurrent_modules
 from ..hf.models.sizes import VOCABULARY
@@ -23,8 +22,10 @@ from ..hf.models.task import task_of
 from ..hf.models.verdicts import Verdict, fingerprint
 from ..hf.patch import patch_under_check, unpatch_model
 from ..layers.loss import IGNORE_INDEX
+from .differences import gradients, worst_error
 from .heads import judged, judgement, kinds_of, padded_on_right, prepared
-from .tiny import first_position, note
+from .modalities import errors_of_modalities
+from .tiny import Double, first_position, note
 
 KINDS = ("one sequence", "packed", "padded")
 TOLERANCE = 1e-9
@@ -34,17 +35,6 @@ _LENGTH, _TILE = 37, 7  # tokens of a sequence, and of a tile
 _DOCUMENTS = (1, 7, 17, 12)
 _BOUNDS = (0, *accumulate(_DOCUMENTS))
 Maker = Callable[[], PreTrainedModel]  # of the model that is compared, the same in every process
-
-
-class Double(TorchFunctionMode):
-    """Casts to fp32 inside of a model become casts to fp64: norms, routers and softmaxes hide no error."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.float:
-            function = torch.Tensor.double
-        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
-        return function(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -105,6 +95,22 @@ def compare(make: Maker) -> Verdict:
         return Verdict("exact" if exact else "wrong", errors, remarks, fingerprint(model) or "")
 
 
+def compare_modalities(make: Maker, model_class: type[PreTrainedModel]) -> Verdict:
+    """As [`compare`], and on images, videos and sound too, if the class is served with them.
+
+    Args:
+        make (`Callable`): Makes the tiny model that is compared on text.
+        model_class (`type`): Its class.
+    """
+    verdict = compare(make)
+    if verdict.result != "exact":
+        return verdict
+    others, uncompared = errors_of_modalities(model_class)
+    exact = all(error <= TOLERANCE for error in others.values())  # false for nan
+    result = "exact" if exact else "wrong"
+    return replace(verdict, result=result, errors=verdict.errors | others, uncompared=uncompared)
+
+
 def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchComparison:
     """The loss and the gradient norm of a batch of the user's, in the dtype of the model.
 
@@ -122,8 +128,15 @@ def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchCompar
     counted = batch["labels"][:, 1:] if task_of(model).causal else batch["labels"]
     documents = documents_of(batch, task_of(model))
     count = sum(len(cuts) - 1 for cuts in documents)
+    sees = next(values_besides_text(batch), None) is not None
     results = []
     for apart in (False, True):
+        if apart and sees:
+            raise BatchError(
+                "The batch packs documents with images or sound, and one process mixes them, so there is nothing to "
+                "compare with. Save the batch of a collator that does not pack; hf-burst check without --batch "
+                "compares packed ones."
+            )
         alone = _loss_and_norm(model, _plain_loss(model, batch, documents if apart else None))
         loss, norm = zip(alone, over_ranks, strict=True)
         results.append(BatchComparison(loss, norm, count, int((counted != IGNORE_INDEX).sum()), apart))
@@ -187,18 +200,10 @@ def _leak(model: PreTrainedModel) -> str:
 
 
 def _worst_error(make: Maker, batch: dict[str, torch.Tensor]) -> float:
-    """The greatest error of the loss or of a gradient, each relative to its greatest entry."""
+    """The greatest error of the loss or of a gradient on a batch of text."""
     patched, plain = patch_under_check(prepared(make()), _TILE), prepared(make())
     documents = [_BOUNDS] if "position_ids" in batch else None
-    loss, expected = _loss(patched, batch), _plain_loss(plain, batch, documents)
-    gradients, wanted = _gradients(patched, loss, dist.get_world_size()), _gradients(plain, expected)
-    errors = [abs(loss - expected) / abs(expected)]
-    # gradients that vanish, as that of a key's bias, are compared with the greatest one
-    least = 1e-3 * max(gradient.abs().max() for gradient in wanted)
-    for averaged, gradient in zip(gradients, wanted, strict=True):
-        errors.append((averaged - gradient).abs().max() / max(gradient.abs().max(), least))
-    worst = torch.stack([error.detach() for error in errors]).max()  # nan if any is
-    return float(f"{float(worst):.0e}")
+    return worst_error(patched, _loss(patched, batch), plain, _plain_loss(plain, batch, documents))
 
 
 def _loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -210,20 +215,8 @@ def _loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tenso
 
 
 def _loss_and_norm(model: PreTrainedModel, loss: torch.Tensor, ranks: int = 1) -> tuple[float, float]:
-    squares = sum(gradient.double().square().sum() for gradient in _gradients(model, loss, ranks))
+    squares = sum(gradient.double().square().sum() for gradient in gradients(model, loss, ranks))
     return float(loss.detach()), float(squares) ** 0.5
-
-
-def _gradients(model: PreTrainedModel, loss: torch.Tensor, ranks: int = 1) -> list[torch.Tensor]:
-    """The gradients of all weights, averaged over ranks; taken out of the model."""
-    loss.backward()
-    gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in model.parameters()]
-    model.zero_grad()
-    if ranks > 1:
-        for gradient in gradients:
-            dist.all_reduce(gradient)
-            gradient /= ranks
-    return gradients
 
 
 def _plain_loss(

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 
 from ..errors import BatchError, ConfigError
 from ..hf.models.verdicts import Verdict, remember
-from .compare import BatchComparison, compare, compare_batch
+from .compare import BatchComparison, compare_batch, compare_modalities
 from .ranks import RANKS, run_on_ranks
 from .tiny import prepare, tiny_copy
 
@@ -53,7 +53,8 @@ def check_model(
     model: str | PreTrainedModel | PreTrainedConfig, trust_remote_code: bool = False, time_limit: float = 300.0
 ) -> Verdict:
     """Compares two ranks of this machine with one process on a tiny model of the same class and config, and remembers
-    the verdict: [`patch_model`] then serves a class that was found exact.
+    the verdict: [`patch_model`] then serves a class that was found exact. Images, videos and sound, if the class is
+    served with them, are compared on a tiny model of its family, whatever the config has.
 
     Args:
         model (`str`, `PreTrainedModel` or `PreTrainedConfig`): A name on the hub, a folder or `config.json`, or a class
@@ -70,11 +71,14 @@ def check_model(
     target = find_target(model, trust_remote_code)
     make = partial(tiny_copy, target.model_class, target.config)
     try:
-        verdict: Verdict = run_on_ranks(compare, make, limit=time_limit)
+        verdict: Verdict = run_on_ranks(compare_modalities, make, target.model_class, limit=time_limit)
     except RuntimeError as problem:
         return Verdict("wrong", note=f"the comparison failed: {problem}")
     if verdict.fingerprint:
         remember(verdict)
+    if verdict.result != "exact" and isinstance(model, str) and model == target.model_class.__name__:
+        advice = " This is of the class's default config: give the config.json of a model, which may set more."
+        return replace(verdict, note=verdict.note.rstrip(".") + "." + advice)
     return verdict
 
 
@@ -104,7 +108,8 @@ def check_batch(
     try:
         comparison: BatchComparison = run_on_ranks(compare_batch, make, dict(batch), limit=time_limit)
     except RuntimeError as problem:
-        raise ConfigError(f"The model could not compute this batch: {problem}") from problem
+        advice = f" It was a tiny model, because {obstacle}; give a folder with weights that fit." if obstacle else ""
+        raise ConfigError(f"The model could not compute this batch: {problem}{advice}") from problem
     return comparison, f"random weights of a tiny model ({obstacle})" if obstacle else f"the weights in {target.folder}"
 
 

@@ -1,11 +1,13 @@
 """Tiny models with random weights: the sizes of a config shrink, and its structure stays."""
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..hf.models.sizes import (
@@ -20,7 +22,19 @@ from ..hf.models.sizes import (
 )
 from ..hf.parts.tokens import numbers_tokens
 
+_OF_VOCABULARY = re.compile("vocab_size|token_(id|index)$")
 _NO_PART_OF_IT = {"quantization_config", "id2label", "label2id", "auto_map"}
+
+
+class Double(TorchFunctionMode):
+    """Casts to fp32 inside of a model become casts to fp64: norms, routers and softmaxes hide no error."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return function(*args, **kwargs)
 
 
 def tiny_copy(
@@ -90,7 +104,10 @@ def _shrunk(values: dict[str, Any], batch_length: int | None) -> dict[str, Any]:
     layers = _layers(values, count)
     small: dict[str, Any] = {}
     for key, value in values.items():
-        if key == "per_layer_config" and value:
+        in_pixels = key == "window_size" and "patch_size" in values  # of a tower
+        if key in _NO_PART_OF_IT or in_pixels:  # names of a part's outputs; those of the whole are gone
+            small[key] = value
+        elif key == "per_layer_config" and value:
             owns = {int(layer): _shrunk(own, batch_length) for layer, own in value.items()}
             small[key] = {place: _twice(owns[layer]) for place, layer in enumerate(layers) if layer in owns}
         elif isinstance(value, dict):
@@ -101,7 +118,7 @@ def _shrunk(values: dict[str, Any], batch_length: int | None) -> dict[str, Any]:
             small[key] = [place for place, layer in enumerate(layers) if layer in value]
         elif batch_length is not None and key in POSITION_COUNTS and isinstance(value, int):
             small[key] = min(max(POSITIONS, batch_length + 2), value)
-        elif batch_length is not None and ("vocab_size" in key or key.endswith("token_id")):
+        elif batch_length is not None and _OF_VOCABULARY.search(str(key)):
             small[key] = value
         else:
             small[key] = len(layers) if key in LAYER_COUNTS and value == count else small_size(str(key), value)

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-memory", type=float, help=host)
     adapters = parser.add_mutually_exclusive_group()
     rank: dict[str, Any] = {"type": int, "nargs": "?", "const": 16, "metavar": "RANK"}
-    adapters.add_argument("--lora", **rank, help="adapters (rank 16 by default)")
+    adapters.add_argument("--lora", **rank, help="adapters (rank 16 by default, peft's own is 8)")
     adapters.add_argument("--qlora", **rank, help="adapters on frozen weights of 4 bits")
     parser.add_argument("--weights", choices=("bf16", "fp32"), help="those that train (default bf16; for --qlora fp32)")
     parser.add_argument("--sharded", choices=get_args(Sharded), default="fsdp2", help="(default %(default)s)")
@@ -57,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in SETTINGS:
         kind = type(getattr(Memory, name))
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=chosen)
+    parser.add_argument("--images", type=int, default=0, help="images among the tokens of a sequence")
+    parser.add_argument("--image-tokens", type=int, default=0, help="tokens that each of them takes")
+    parser.add_argument("--frozen-towers", action="store_true", help="images are encoded by weights that do not learn")
     parser.add_argument("--no-checkpointing", dest="checkpointing", action="store_false", help="keep all activations")
     expandable = "torch's allocator has PYTORCH_ALLOC_CONF=expandable_segments:True, as recipes set it"
     parser.add_argument("--expandable-segments", action="store_true", help=expandable)
@@ -78,6 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
     mask = Mask(length, documents=documents)  # raises for what is no sequence
     sheet, capacity, gpus = find_gpus(arguments)
     model = find_model(arguments.model, arguments.trust_remote_code)
+    if arguments.images and model.tower is None:
+        raise ConfigError(
+            f"--images is {arguments.images}, and of {model.name} no tower is known whose images can be counted: it is "
+            "not served with images, or its config does not say how many patches become a token. Leave --images out."
+        )
     settings = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
     training = _training(arguments, mask, gpus, settings)
     fixed = SETTINGS if settings else ()  # a Memory of the user's leaves nothing to the rule
@@ -106,8 +114,14 @@ def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: di
         raise ConfigError(f"{option} is {rank}; give the rank of the adapters, at least 1.")
     if arguments.qlora is not None and arguments.weights == "bf16":
         raise ConfigError("--qlora has adapters in fp32. Leave out --weights bf16.")
+    if arguments.images * arguments.image_tokens > mask.length:
+        raise ConfigError(
+            f"{arguments.images} images of {arguments.image_tokens} tokens are more than the {mask.length} tokens of "
+            "the sequence, which has them among its own. Give a length that has room for them and the text."
+        )
     weights: Weights = "4bit" if arguments.qlora else arguments.weights or "bf16"
-    options = {name: getattr(arguments, name) for name in ("sharded", "checkpointing", "fused", "expandable_segments")}
+    names = ("sharded", "checkpointing", "fused", "expandable_segments", "images", "image_tokens", "frozen_towers")
+    options = {name: getattr(arguments, name) for name in names}
     return Training(mask.length, gpus, gpus, mask.documents, weights=weights, lora=rank or 0, **options, **settings)
 
 
@@ -121,7 +135,8 @@ def find_model(name: str, trust_remote_code: bool) -> ModelSize:
     except ConfigError as problem:
         near = "".join(f" Did you mean {match}?" for match in get_close_matches(name.lower(), NAMES, n=1))
         raise ConfigError(f"{problem}{near} Shapes that need no hub: {', '.join(NAMES)}.") from problem
-    return model_size(target.model_class, target.config, name)
+    size = model_size(target.model_class, target.config, name)
+    return replace(size, name=f"{name} (default config of the class)") if name == target.model_class.__name__ else size
 
 
 def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:
@@ -207,8 +222,11 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
         base = "4bit" if training.weights == "4bit" else "bf16"
         what = f"{'bf16' if training.weights == 'bf16' else 'fp32'} adapters of rank {training.lora} on {base}"
     again = "layers checkpointed" if training.checkpointing else "nothing checkpointed"
+    seen = f"{training.images} images of {training.image_tokens:,} tokens among them, towers {{}}"
+    images = [seen.format("learn" if training.learns_to_see else "do not learn")] if training.images else []
     return [
         str(model),
+        *images,
         f"{training.gpus} x {sheet.device}, {capacity.gpu_memory / 2**30:.0f} GiB; {sheet.rates}",
         f"{training.length:,} tokens a sequence, {what} weights, AdamW, {spread}, {again}",
         _PRECISION[training.weights],

@@ -14,12 +14,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..attention import AttentionRequest, attend
+from ..attention.shared_keys import attend_to_shared
 from ..errors import UnsupportedModelError
 from ..kernels import Scores
 from ..plan import MaskPattern
 from ..ranks.blocks import Blocks, blocks_of, longer_than, refuse_window
 from ..ranks.layout import SequenceLayout
-from .context import ForwardCall, current, refuse_blind_run
+from .context import CachedPass, ForwardCall, current, refuse_blind_run
 
 NAME = "hf_burst"
 ARRIVED = "burst_arrived"  # the attribute of an attention module: whether it has called us in a sharded pass
@@ -167,17 +168,21 @@ def attention_forward(
             f"{type(module).__name__} passes {', '.join(refused)} to its attention, which hf_burst does not serve. "
             "Unpatch the model (hf_burst.unpatch_model) and use another attention implementation."
         )
-    cache = None
+    cache, cached = None, None
     if not torch.compiler.is_compiling() or (burst_call is None and isinstance(attention_mask, LazyMask)):
         context = current()
         if context is not None:
-            burst_call, cache = context.call, context.cache
+            burst_call, cache, cached = context.call, context.cache, context.cached
         elif burst_call is None and _is_of_a_pass(attention_mask):
             refuse_blind_run(module)
     if burst_call is not None:
         setattr(module, ARRIVED, True)  # which the part `Attention` asks for
     if burst_call is not None and burst_call.group.size == 1 and query.shape[2] != key.shape[2]:
         burst_call = None  # the rows that LazyMask.__getitem__ was asked for, beside the whole sequence
+    if cached is not None and burst_call is None:
+        pattern = _pattern(module, attention_mask, is_causal, sliding_window, expected=True)
+        scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
+        return _attend_cached(module, (query, key, value), cached, pattern, scores, s_aux), None
     if burst_call is None:
         kwargs |= {"scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window}
         return _attend_whole(module, (query, key, value), attention_mask, softcap, s_aux, **kwargs)
@@ -188,7 +193,8 @@ def attention_forward(
         )
     pattern = _pattern(module, attention_mask, is_causal, sliding_window, burst_call.causal)
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-        query = _at_temperature(module, query, burst_call.positions)
+        own = None if cached is None else burst_call.layout.indices(burst_call.group.rank).to(query.device)[None]
+        query = _at_temperature(module, query, burst_call.positions if own is None else own)
     dtype = value.dtype  # under peft or autocast, norms may leave q and k in fp32
     q, k, v = query.to(dtype).transpose(1, 2), key.to(dtype).transpose(1, 2), value.transpose(1, 2)
     config, layout, group = burst_call.config, burst_call.layout, burst_call.group
@@ -201,6 +207,8 @@ def attention_forward(
             raise UnsupportedModelError("Tokens of an image that see each other are not compiled: no torch.compile.")
         layout = attention_mask.laid(layout)
         encoded = layout.encode()
+    if cached is not None:
+        cached.cache.layer_of(module, key, value)[0].keep(pattern)
     out = attend(q, k, v, s_aux, layout, encoded, request, cache)
     if burst_call.fully_masked is not None:
         out = out.masked_fill(burst_call.fully_masked[..., None, None], 0)
@@ -215,10 +223,12 @@ def attention_mask(**arguments: Any) -> Mask:
     queries, is given its mask at once.
     """
     context, padding = current(), arguments.get("attention_mask")
-    sharded = context is not None and context.call is not None
+    sharded = context is not None and (context.call is not None or context.cached is not None)
     mask = LazyMask(arguments, frozenset(map(_part_of, _functions(arguments["mask_function"]))), sharded)
     if context is not None and context.call is not None:
         return next((whole for whole in context.call.masks if whole.pattern == mask.pattern), mask)
+    if sharded:  # new tokens, whose cache knows the padding
+        return mask
     square = arguments["q_length"] == arguments["kv_length"]
     return mask if square and (padding is None or bool(padding.all())) else mask.built
 
@@ -254,6 +264,22 @@ def register() -> None:
     """Makes the name known to Transformers; doing so again changes nothing."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def _attend_cached(
+    module: nn.Module,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    cached: CachedPass,
+    pattern: MaskPattern,
+    scores: Scores,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of new tokens, which every rank computes, over the keys of a cache, which lie on the ranks."""
+    query, key, value = states
+    assert cached.positions is not None, "the prompt is read with a call"
+    layer, expand = cached.cache.layer_of(module, key, value)
+    group, q = cached.cache.tokens.group, query.to(value.dtype)
+    return attend_to_shared(q, cached.positions, layer.held(expand), pattern, scores, sinks, group, value.shape[-1])
 
 
 def _pattern(

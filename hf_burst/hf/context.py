@@ -25,6 +25,7 @@ from ..plan.recurrence import Way
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
 from ..recurrent import ReplayBuffer
+from .sharded_cache import ShardedCache
 
 CALL_KEY = "burst_call"  # the keyword argument by which a ForwardCall comes into compiled graphs
 
@@ -60,6 +61,20 @@ class OpenPass:
     open: bool = True
 
 
+@dataclass(frozen=True, eq=False)
+class CachedPass:
+    """A pass whose keys are taken up by a cache over ranks.
+
+    Args:
+        cache ([`ShardedCache`]): The cache.
+        positions (`torch.LongTensor` of shape `(batch, n)`, *optional*): Positions of the new tokens, which every rank
+            computes; `None` while the prompt is read, of which each rank computes its part.
+    """
+
+    cache: ShardedCache
+    positions: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class LayerContext:
     """What a layer knows of its run.
@@ -71,6 +86,7 @@ class LayerContext:
         tile (`int`, defaults to 0): Most tokens that an MLP takes at a time; 0 for all.
         obstacles (`dict`): To tiles, by the name of a module, as far as they were found in this pass; empty for none.
         within ([`OpenPass`], *optional*): The pass.
+        cached ([`CachedPass`], *optional*): What generation over ranks needs; `None` in other passes.
     """
 
     call: ForwardCall | None = None
@@ -79,6 +95,7 @@ class LayerContext:
     tile: int = 0
     obstacles: dict[str, str] = field(default_factory=dict)
     within: OpenPass | None = field(default=None, repr=False)
+    cached: CachedPass | None = None
 
     def of_checkpoint(self, cache: AttentionCache | None) -> "LayerContext":
         """The context of a checkpoint inside of this one."""

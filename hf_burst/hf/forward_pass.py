@@ -11,8 +11,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..config import BurstConfig, Memory
+from ..layers.loss import IGNORE_INDEX
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
+from .batches.joining import Joined
 from .context import ForwardCall
 from .models.cut_point import TokenInput
 from .models.task import Task
@@ -23,12 +25,13 @@ class Batch:
     """The batch of a pass, as it came and as this rank computes it.
 
     Args:
-        given (`dict`): The arguments of the model by name, as the caller gave them.
+        given (`dict`): The arguments of the model by name, as the caller gave them, or of one row of joined texts.
         token_inputs (sequence of [`TokenInput`]): Those with a row for each token.
         inputs (`dict`): The arguments that the model is given on this rank.
         sharded (`bool`): Whether it arrived sharded.
         labels (`int`): Labels that count, on this rank.
         tokens (`int`): Labels that count over all ranks; known from `begin` on.
+        joined ([`Joined`], *optional*): The texts that were joined, if any begin alike.
     """
 
     given: dict[str, Any]
@@ -38,6 +41,7 @@ class Batch:
     sharded: bool = False
     labels: int = 0
     tokens: int = 0
+    joined: Joined | None = None
 
     @property
     def items(self) -> torch.Tensor | float | None:
@@ -125,6 +129,20 @@ class ForwardPass:
     def targets(self) -> torch.Tensor | None:
         """What this rank's tokens are to predict, `(batch, n)`; `None` where a model's own head has the labels."""
         return self.batch.inputs.get(self.task.targets)
+
+    @cached_property
+    def scored(self) -> torch.Tensor | None:
+        """How often each of this rank's targets counts, `(1, n)`, where texts were joined; else once."""
+        joined = self.batch.joined
+        return None if joined is None else self.batch.layout.shard(joined.scored, self.group.rank)
+
+    @property
+    def counted_labels(self) -> int:
+        """The labels that count on this rank."""
+        targets, scored = self.targets, self.scored
+        if targets is None:
+            return 0
+        return int((targets != IGNORE_INDEX).sum()) if scored is None else int(scored.sum())
 
     @cached_property
     def sharing(self) -> tuple[dist.ProcessGroup, ...]:

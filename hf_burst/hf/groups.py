@@ -27,7 +27,7 @@ def check_processes() -> None:
             "would average their gradients. On CPUs set ACCELERATE_USE_CPU=1 before you launch, or "
             "TrainingArguments(use_cpu=True), or Accelerator(cpu=True); for DeepSpeed on CPUs rather "
             "TrainingArguments(ddp_backend='gloo'), or InitProcessGroupKwargs(backend='gloo') for the Accelerator. On "
-            "GPUs launch with `accelerate launch --num_processes N script.py`."
+            "GPUs launch with `accelerate launch --multi_gpu --num_processes N script.py`."
         )
 
 

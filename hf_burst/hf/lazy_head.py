@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..layers.linear_loss import Linear, learned_by, linear_loss_sum, rows_at_a_time
-from ..layers.loss import token_loss_sum
+from ..layers.loss import token_loss_sum, weighted_loss_sum
 from ..layers.token_values import token_values
 
 _WRAPPERS = ("torch.distributed.", "deepspeed.", "accelerate.", "trl.")  # whose hooks look after weights and memory
@@ -33,6 +33,7 @@ logger = logging.get_logger(__name__)
 Step = tuple[str, tuple[Any, ...]]
 Compute = Callable[[torch.Tensor], torch.Tensor]
 TokenValue = Callable[[torch.Tensor, slice], torch.Tensor]
+Weights = Mapping[int, torch.Tensor] | None  # the tokens that count so many times; all of them count once by default
 
 
 @dataclass
@@ -45,13 +46,16 @@ class LazyLogits:
     steps: tuple[Step, ...] = ()  # names of operations, and their operands
     autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)  # whether the head runs under it, and in which dtype
 
-    def loss_sum(self, targets: torch.Tensor) -> torch.Tensor:
+    def loss_sum(self, targets: torch.Tensor, weights: Weights) -> torch.Tensor:
         """The sum of the cross-entropies of these tokens for shifted labels of shape `(batch, n)`."""
 
-        def compute(hidden: torch.Tensor) -> torch.Tensor:
-            return linear_loss_sum(hidden, targets, self._score, self.head.vocabulary, self._linear(self.head.module))
+        def of_some(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return linear_loss_sum(hidden, labels, self._score, self.head.vocabulary, self._linear(self.head.module))
 
-        return token_loss_sum(self.whole, targets) if "whole" in vars(self) else self._within(compute)
+        def compute(hidden: torch.Tensor) -> torch.Tensor:
+            return of_some(hidden, targets) if weights is None else weighted_loss_sum(of_some, hidden, targets, weights)
+
+        return loss_sum(self.whole, targets, weights) if "whole" in vars(self) else self._within(compute)
 
     def token_values(self, value: TokenValue, share: int) -> torch.Tensor:
         """The value of each of these tokens, `(batch, n)`, see [`values_of_tokens`]."""
@@ -161,9 +165,16 @@ class LazyLogits:
 
 
 @torch.compiler.disable
-def loss_sum(logits: torch.Tensor | LazyLogits, targets: torch.Tensor) -> torch.Tensor:
-    """The sum of the cross-entropies of this rank's tokens, see [`token_loss_sum`]."""
-    return logits.loss_sum(targets) if isinstance(logits, LazyLogits) else token_loss_sum(logits, targets)
+def loss_sum(logits: torch.Tensor | LazyLogits, targets: torch.Tensor, weights: Weights = None) -> torch.Tensor:
+    """The sum of the cross-entropies of this rank's tokens, see [`token_loss_sum`]; with `weights`, see
+    [`weighted_loss_sum`]."""
+    if isinstance(logits, LazyLogits):
+        return logits.loss_sum(targets, weights)
+    return (
+        token_loss_sum(logits, targets)
+        if weights is None
+        else weighted_loss_sum(token_loss_sum, logits, targets, weights)
+    )
 
 
 @torch.compiler.disable

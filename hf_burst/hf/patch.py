@@ -7,6 +7,7 @@ the ranks look like data-parallel replicas with the same batch. All of it is don
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from ..ring.resources import resources_of
 from .batches.cutting import bound_arguments
 from .batches.sharded import is_sharded
 from .callers import frames
-from .context import CALL_KEY, LayerContext, PassContext
+from .context import CALL_KEY, CachedPass, LayerContext, PassContext, current
 from .forward_pass import Batch, ForwardPass
 from .groups import OLD_ARGUMENTS, PATCH, check_joined, resolve_group
 from .models.cut_point import CutPoint, cut_point_of, language_model_of
@@ -39,6 +40,7 @@ from .parts.checkpointing import Checkpointing
 from .parts.dropout import DropoutStreams
 from .parts.experts import RouterLogits
 from .parts.head import Head
+from .parts.key_cache import KeyCache, begin_step, once
 from .parts.loss import Loss
 from .parts.memory import MemoryRule
 from .parts.outputs import Outputs
@@ -46,11 +48,13 @@ from .parts.recurrence import Recurrence
 from .parts.replicas import Replicas
 from .parts.request import Request
 from .parts.rope import LongestPosition
+from .parts.shared_beginnings import SharedBeginnings
 from .parts.states import States
 from .parts.tiles import TiledMLP
 from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
 from .parts.towers import Towers
+from .sharded_cache import ShardedCache
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 _COMPILED = (
@@ -156,16 +160,19 @@ def make_parts(
     """The parts of a model in the order of their steps: each behind those that it `needs`. A new capability is a new
     part and a line here."""
     recurrence, memory, token_losses = Recurrence(), MemoryRule(model, config), TokenLosses()
-    head, streams = Head(token_losses), DropoutStreams()
+    head, tokens, key_cache = Head(token_losses), Tokens(model, cut_point, recurrence), KeyCache()
+    streams = DropoutStreams()
     return (
         Request(),
         Replicas(config),
         Attention(model),
         recurrence,
+        SharedBeginnings(model, cut_point, recurrence, tokens.own_positions),
         memory,
-        Tokens(model, cut_point, recurrence),
+        tokens,
         Towers(),
         LongestPosition(),
+        key_cache,
         Checkpointing(memory.advise),
         TiledMLP(),
         Adapters(),
@@ -174,7 +181,7 @@ def make_parts(
         token_losses,
         head,
         States(model, streams),
-        Outputs(head),
+        Outputs(head, key_cache),
         streams,  # draws seeds last, when nothing stops the pass any more
     )
 
@@ -275,7 +282,7 @@ class _Patch:
         if getattr(module, "_is_replica", False):
             raise ConfigError(
                 "The model runs under torch.nn.DataParallel (one process with several GPUs), over which no sequence "
-                "can be sharded. Launch one process a GPU: accelerate launch --num_processes N script.py."
+                "can be sharded. Launch one process a GPU: accelerate launch --multi_gpu --num_processes N script.py."
             )
         if torch._C._are_functorch_transforms_active():  # the ranks cannot even agree on it
             raise UnsupportedModelError(
@@ -286,11 +293,18 @@ class _Patch:
         self.entered = True
         batch: dict[str, Any] = {}
         error: Exception | None = None
+        cache: Any = None
         try:
             batch = bound_arguments(module, args, kwargs)
+            cache = batch.get("past_key_values")
+            if isinstance(cache, ShardedCache) and not cache.is_read:
+                batch = once(cache, batch)
         except Exception as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
-        if self.task.generates and _generates(module, batch):
+        if isinstance(cache, ShardedCache) and cache.is_read:
+            self.context.enter(LayerContext(cached=begin_step(cache, batch)))
+            return (), batch
+        if self.task.generates and _generates(module, batch) and not isinstance(cache, ShardedCache):
             self.context.enter(None)
             return (), batch
         self.passes += 1
@@ -321,7 +335,8 @@ class _Patch:
         self.run, self.explicit = run, run.batch.sharded
         for part in self.parts:
             part.begin(run)
-        self.context.enter(LayerContext(run.call, run.call.replay(), None, run.settings.tiled_mlp, run.obstacles))
+        context = LayerContext(run.call, run.call.replay(), None, run.settings.tiled_mlp, run.obstacles)
+        self.context.enter(replace(context, cached=CachedPass(cache)) if isinstance(cache, ShardedCache) else context)
         apart = run.task.reads and language_model_of(module) is not module  # which is given it where it is called
         return (), {**run.batch.inputs, **({} if apart else {CALL_KEY: run.call})}
 
@@ -371,7 +386,10 @@ class _Patch:
     @torch.compiler.disable
     def after(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook: outputs of the whole batch, in sequence order."""
+        context = current()
         if self.run is None:
+            if context is not None and context.cached is not None:
+                output.logits = context.cached.cache.end_step(output.logits)
             return output
         if kwargs.get("labels") is not self.run.batch.inputs.get("labels"):
             raise ConfigError(

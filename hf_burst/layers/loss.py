@@ -1,5 +1,8 @@
 """The cross-entropy of tokens, as sums and one by one."""
 
+from collections.abc import Callable, Mapping
+
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -57,3 +60,33 @@ def token_divergences(
     first, second = (other, own) if kind == "forward_kl" else (own, other)
     divergences = (first.exp() * (first - second)).sum(-1)
     return divergences.masked_fill(targets.to(divergences.device) == IGNORE_INDEX, 0.0)
+
+
+def rows_by_weight(weights: Tensor, device: torch.device) -> dict[int, Tensor]:
+    """Where each weight but 0 stands in a tensor of them on the host: indices into its elements, on a device."""
+    flat = weights.flatten()
+    numbers = (number for number in flat.unique().tolist() if number)
+    return {number: (flat == number).nonzero().flatten().to(device) for number in numbers}
+
+
+def weighted_loss_sum(
+    loss_sum: Callable[[Tensor, Tensor], Tensor], values: Tensor, targets: Tensor, rows: Mapping[int, Tensor]
+) -> Tensor:
+    """The sum of the cross-entropies of this rank's tokens, each counted several times.
+
+    Args:
+        loss_sum (`Callable`): Gives the sum for values of shape `(1, m, ...)` and targets `(1, m)`.
+        values (`torch.Tensor` of shape `(batch, n, ...)`): Scores, or what is scored.
+        targets (`torch.LongTensor` of shape `(batch, n)`): As in [`token_loss_sum`].
+        rows (mapping from `int` to `torch.LongTensor`): The tokens that count so many times, see [`rows_by_weight`].
+    """
+    if values.shape[:2] != targets.shape:
+        raise ValueError(f"Scores of {tuple(values.shape[:2])} tokens do not fit targets of {tuple(targets.shape)}.")
+    flat, labels = values.flatten(0, 1), targets.flatten().to(values.device)
+    sums = [
+        weight * loss_sum(flat.index_select(0, index)[None], labels.index_select(0, index)[None])
+        for weight, index in rows.items()
+    ]
+    if not sums:  # all ranks take part in what the head gathers
+        return loss_sum(values[:1, :1], targets[:1, :1].new_full((1, 1), IGNORE_INDEX))
+    return sum(sums[1:], start=sums[0])

@@ -25,6 +25,7 @@ def sharding_for(
     chunking: Chunking,
     stretches: int = 1,
     hybrid: Hybrid | None = None,
+    parents: Batch = (),
 ) -> Sharding:
     """Who holds what of a batch, by the name of a chunking.
 
@@ -39,6 +40,7 @@ def sharding_for(
         chunking (`str`): As in [`BurstConfig`].
         stretches (`int`, defaults to 1): Equal parts of the sequence, each of which is dealt out by itself.
         hybrid ([`Hybrid`], *optional*): The recurrent layers of the model, if it has any.
+        parents (`tuple[tuple[int, ...], ...]`, *optional*): Which documents of each row continue others, see [`Mask`].
 
     Raises:
         ConfigError: If there is no such chunking.
@@ -48,9 +50,9 @@ def sharding_for(
     if chunking == "balanced" and ranks > 1 and hybrid is not None and (hybrid.passes_states or not layers):
         chunking = _chunking_for_states(documents, layers, ranks, stretches)
     if chunking == "documents":
-        whole = by_documents(documents, tuple(layers.items()), ranks) if ranks > 1 else None
+        whole = by_documents(documents, tuple(layers.items()), ranks, parents) if ranks > 1 else None
         return whole or cut(length, pattern(ranks, "contiguous"))
-    masks, weights = _masks(documents, layers or {MaskPattern(): 1})
+    masks, weights = _masks(documents, layers or {MaskPattern(): 1}, parents)
     return cut(length, assign(masks, ranks, chunking, weights, stretches))
 
 
@@ -65,7 +67,9 @@ def _chunking_for_states(documents: Batch, layers: Mapping[MaskPattern, int], ra
 
 
 @lru_cache(maxsize=64)
-def by_documents(documents: Batch, layers: tuple[tuple[MaskPattern, int], ...], ranks: int) -> Sharding | None:
+def by_documents(
+    documents: Batch, layers: tuple[tuple[MaskPattern, int], ...], ranks: int, parents: Batch = ()
+) -> Sharding | None:
     """A cut in which documents stay whole as far as every rank holds as many tokens.
 
     They are dealt out by their work, short neighbours together, and over as few ranks as hold them. Those for which
@@ -75,6 +79,7 @@ def by_documents(documents: Batch, layers: tuple[tuple[MaskPattern, int], ...], 
         documents (`tuple[tuple[int, ...], ...]`): As in [`sharding_for`]. Those count that all rows have in common.
         layers (`tuple[tuple[MaskPattern, int], ...]`): How many layers see how far, for the work.
         ranks (`int`): Ranks of the group.
+        parents (`tuple[tuple[int, ...], ...]`, *optional*): As in [`sharding_for`].
 
     Returns:
         The cut; `None` where a rank would have too many runs, or the ranks do not divide the tokens.
@@ -87,7 +92,7 @@ def by_documents(documents: Batch, layers: tuple[tuple[MaskPattern, int], ...], 
             bundles[-1] = (bundles[-1][0], stop)
         else:
             bundles.append((start, stop))
-    work = _work(documents, dict(layers), [0, *(stop for _, stop in bundles)])
+    work = _work(documents, dict(layers), [0, *(stop for _, stop in bundles)], parents)
     boundaries, owners = [0], list[int]()
     for _, stop, owner in sorted(_dealt(bundles, work, ranks, tokens)):
         if owners and owners[-1] == owner:
@@ -146,15 +151,18 @@ def _dealt(
     return dealt
 
 
-def _masks(documents: Batch, layers: Mapping[MaskPattern, int]) -> tuple[tuple[Mask, ...], tuple[int, ...]]:
+def _masks(
+    documents: Batch, layers: Mapping[MaskPattern, int], parents: Batch
+) -> tuple[tuple[Mask, ...], tuple[int, ...]]:
     """The masks of all rows and layers, and how often each is computed."""
-    masks = tuple(kind.mask(row[-1], row) for row in documents for kind in layers)
+    rows = zip(documents, parents or ((),) * len(documents), strict=True)
+    masks = tuple(kind.mask(row[-1], row, continued) for row, continued in rows for kind in layers)
     return masks, tuple(layers.values()) * len(documents)
 
 
-def _work(documents: Batch, layers: Mapping[MaskPattern, int], edges: Sequence[int]) -> list[int]:
+def _work(documents: Batch, layers: Mapping[MaskPattern, int], edges: Sequence[int], parents: Batch) -> list[int]:
     """The pairs between edges; tokens for models without attention."""
     if not layers:
         return [stop - start for start, stop in pairwise(edges)]
-    masks, weights = _masks(documents, layers)
+    masks, weights = _masks(documents, layers, parents)
     return pairs_of_chunks(masks, edges, weights)

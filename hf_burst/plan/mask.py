@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 from ..errors import BatchError, ConfigError
 
@@ -94,13 +95,31 @@ class MaskPattern:
     window: int | None = None
     attention_chunk_size: int | None = None
 
-    def mask(self, length: int, documents: tuple[int, ...]) -> "Mask":
-        """The [`Mask`] of one packed sequence with these cumulative boundaries of documents."""
+    def mask(self, length: int, documents: tuple[int, ...], parents: tuple[int, ...] = ()) -> "Mask":
+        """The [`Mask`] of one packed sequence with these cumulative boundaries of documents, which may continue
+        others."""
         size = self.attention_chunk_size
         if size is not None:
-            starts = [start for first, stop in pairwise(documents) for start in range(first, stop, size)]
-            documents = (*starts, documents[-1])
-        return Mask(length, self.causal, self.window, documents)
+            documents, parents = _chunked(Mask(length, self.causal, None, documents, parents), size)
+        return Mask(length, self.causal, self.window, documents, parents)
+
+
+class Reach(NamedTuple):
+    """Queries that see keys of a document which theirs continues.
+
+    Args:
+        queries (`tuple[int, int]`): Tokens `[start, stop)`.
+        keys (`tuple[int, int]`): Tokens `[start, stop)` before them.
+        gap (`int`): By how much a query and a key stand nearer to each other in the text than in the sequence.
+    """
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    gap: int
+
+    def band(self, window: int | None, query: int, key: int) -> Band:
+        """The pairs that are admitted, counted from a query and a key."""
+        return Band(None, window).shift(query - self.gap - key)
 
 
 @dataclass(frozen=True)
@@ -112,12 +131,16 @@ class Mask:
         causal, window: As in [`MaskPattern`].
         documents (`tuple[int, ...]`, defaults to one document): Cumulative boundaries `(0, ..., length)` of the
             packed documents; a query sees keys of its own document only.
+        parents (`tuple[int, ...]`, defaults to none): For every document the number of an earlier one that it
+            continues, or -1: its queries see the keys of that one, too, and of those that this one continues. Documents
+            that continue one do not see each other. Distances are those of the text, as if each of them came at once.
     """
 
     length: int
     causal: bool = True
     window: int | None = None
     documents: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -133,6 +156,19 @@ class Mask:
                 f"Document boundaries {shown} do not fit a sequence of {self.length} tokens: they must rise strictly "
                 f"from 0 to {self.length}, as cu_seqlens do."
             )
+        if self.parents:
+            self._check_parents()
+
+    def _check_parents(self) -> None:
+        """Raises for parents that do not fit the documents, or that mean nothing."""
+        count = len(self.documents) - 1
+        if len(self.parents) != count or any(not -1 <= parent < at for at, parent in enumerate(self.parents)):
+            raise BatchError(
+                f"The parents {str(self.parents)[:80]} do not fit {count} documents: give for each of them the number "
+                "of an earlier one that it continues, or -1."
+            )
+        if not self.causal:
+            raise BatchError("Documents that continue others are for causal attention: leave out parents.")
 
     def __hash__(self) -> int:
         return self._hash
@@ -140,7 +176,8 @@ class Mask:
     @cached_property
     def _hash(self) -> int:
         """Computed once for thousands of documents, of numbers alone, so that it holds in other processes, too."""
-        return hash((self.length, self.causal, -1 if self.window is None else self.window, self.documents))
+        window = -1 if self.window is None else self.window
+        return hash((self.length, self.causal, window, self.documents, self.parents))
 
     def document(self, token: int) -> tuple[int, int]:
         """The `(start, stop)` of the document that holds `token`."""
@@ -163,11 +200,75 @@ class Mask:
         return Band(0 if self.causal else -self.window, self.window)
 
     def keys(self, query: int) -> tuple[int, int]:
-        """The keys `[start, stop)` that `query` sees: always one interval."""
+        """The keys `[start, stop)` of its own document that `query` sees: always one interval."""
         return self.band.columns(query, *self.document(query))
+
+    def intervals(self, query: int) -> list[tuple[int, int]]:
+        """All keys that `query` sees, as intervals in rising order of which no two touch."""
+        spans = [self.keys(query)]
+        for reach in self.reaches:
+            if reach.queries[0] <= query < reach.queries[1]:
+                first, stop = reach.keys
+                start, _ = reach.band(self.window, query, first).columns(0, 0, stop - first)
+                spans.append((first + start, stop))
+        merged = list[tuple[int, int]]()
+        for start, stop in sorted(span for span in spans if span[0] < span[1]):
+            if merged and merged[-1][1] == start:
+                start = merged.pop()[0]
+            merged.append((start, stop))
+        return merged
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """How many tokens of the text come before each document."""
+        depths = list[int]()
+        for parent in self.parents or (-1,) * (len(self.documents) - 1):
+            before = 0 if parent < 0 else depths[parent] + self.documents[parent + 1] - self.documents[parent]
+            depths.append(before)
+        return tuple(depths)
+
+    @cached_property
+    def reaches(self) -> tuple[Reach, ...]:
+        """What queries see beside their own document. Without a window, neighbours that continue one document are
+        one."""
+        found = dict[tuple[int, int], list[Reach]]()
+        for at, parent in enumerate(self.parents):
+            queries = self.documents[at], self.documents[at + 1]
+            while parent >= 0:
+                keys = self.documents[parent], self.documents[parent + 1]
+                gap = queries[0] - self.depths[at] - keys[0] + self.depths[parent]
+                known = found.setdefault(keys, [])
+                start = (
+                    known.pop().queries[0]
+                    if self.window is None and known and (known[-1].queries[1] == queries[0])
+                    else queries[0]
+                )
+                known.append(Reach((start, queries[1]), keys, gap))
+                parent = self.parents[parent]
+        return tuple(reach for known in found.values() for reach in known)
 
     @property
     def pairs(self) -> int:
         """How many (query, key) pairs are admitted."""
         sizes = (stop - start for start, stop in pairwise(self.documents))
-        return sum(self.band.pairs(size, size) for size in sizes)
+        return sum(self.band.pairs(size, size) for size in sizes) + sum(map(self.reach_pairs, self.reaches))
+
+    def reach_pairs(self, reach: Reach, queries: tuple[int, int] | None = None) -> int:
+        """How many pairs of a reach are admitted, of all its queries or of some `[start, stop)`."""
+        start, stop = reach.queries if queries is None else queries
+        first, last = reach.keys
+        return reach.band(self.window, start, first).pairs(stop - start, last - first) if start < stop else 0
+
+
+def _chunked(mask: Mask, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Documents cut where the text reaches a multiple of `size` tokens, and which pieces continue others: those that
+    begin between two multiples."""
+    starts, parents, last_piece = list[int](), list[int](), list[int]()
+    for at, (first, stop) in enumerate(pairwise(mask.documents)):
+        inside = mask.depths[at] % size
+        for start in (first, *range(first + size - inside, stop, size)):
+            continues = bool(mask.parents) and start == first and inside
+            parents.append(last_piece[mask.parents[at]] if continues else -1)
+            starts.append(start)
+        last_piece.append(len(starts) - 1)
+    return (*starts, mask.length), tuple(parents) if mask.parents else ()

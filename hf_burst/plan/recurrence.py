@@ -170,6 +170,8 @@ def choose_recurrence(sizes: Sequence[RecurrentSize], segments: Segments) -> Rec
     ranks, free = segments.sharding.ranks, [size for size in sizes if len(size.ways) > 1]
     if ranks == 1:
         return RecurrenceChoice("states", "one rank exchanges nothing")
+    if any(map(any, segments.parents)):
+        return RecurrenceChoice("states", "texts go on in several ways, which their states do")
     if not free:
         kinds = {"selective": "Mamba1 always exchanges channels", "convolution": "convolutions pass their last tokens"}
         ways = [way for size in sizes for way in size.ways]

@@ -198,7 +198,8 @@ class Plan:
         """The (query, key) pairs that the masks admit."""
         if self.queries.length == self.keys.length == max(mask.length for mask in self.masks):
             return sum(mask.pairs for mask in self.masks)
-        spans = (mask.keys(query) for mask in self.masks for query in range(self.queries.start, self.queries.stop))
+        queries = range(self.queries.start, self.queries.stop)
+        spans = (span for mask in self.masks for query in queries for span in mask.intervals(query))
         return sum(max(0, min(stop, self.keys.stop) - max(start, self.keys.start)) for start, stop in spans)
 
 

@@ -1,8 +1,8 @@
 """Segments: the pieces of documents that lie together on one rank, which a state passes one after another."""
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +20,7 @@ class Segment(NamedTuple):
         stop (`int`): The end of its tokens.
         document (`int`): Where its document starts.
         local (`int`): Where it begins among the tokens of the shard, all rows one after another.
+        follows (`bool`, defaults to `False`): Whether its document continues another one.
     """
 
     row: int
@@ -27,6 +28,7 @@ class Segment(NamedTuple):
     stop: int
     document: int
     local: int
+    follows: bool = False
 
     @property
     def size(self) -> int:
@@ -34,8 +36,8 @@ class Segment(NamedTuple):
 
     @property
     def opens(self) -> bool:
-        """Whether its document starts here, so that no state comes in."""
-        return self.start == self.document
+        """Whether its text starts here, so that no state comes in."""
+        return self.start == self.document and not self.follows
 
 
 class Segments:
@@ -45,10 +47,17 @@ class Segments:
     Args:
         sharding ([`Sharding`]): Which rank holds which tokens.
         documents (`tuple[tuple[int, ...], ...]`): Cumulative document boundaries, one tuple for every row of the batch.
+        parents (`tuple[tuple[int, ...], ...]`, *optional*): Which documents of each row continue others, see
+            [`hf_burst.plan.Mask`].
     """
 
-    def __init__(self, sharding: Sharding, documents: tuple[tuple[int, ...], ...]) -> None:
-        self.sharding, self.documents = sharding, documents
+    def __init__(
+        self,
+        sharding: Sharding,
+        documents: tuple[tuple[int, ...], ...],
+        parents: tuple[tuple[int, ...], ...] = (),
+    ) -> None:
+        self.sharding, self.documents, self.parents = sharding, documents, parents
         self._made: dict[tuple[Any, ...], Any] = {}
 
     def once(self, make: Callable[..., _Made], *arguments: Any) -> _Made:
@@ -65,20 +74,33 @@ class Segments:
         return tuple(tuple(self._of(rank)) for rank in range(self.sharding.ranks))
 
     @cached_property
-    def chains(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For every document of several segments, these in its order: their rank, and their place in `by_rank`."""
-        documents = defaultdict[tuple[int, int], list[tuple[int, int, int]]](list)
+    def before(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """The segment that comes before each one in its text, if any: their ranks, and their places in `by_rank`."""
+        found = dict[tuple[int, int], tuple[int, int]]()
         for rank, own in enumerate(self.by_rank):
             for index, piece in enumerate(own):
-                documents[piece.row, piece.document].append((piece.start, rank, index))
-        several = (sorted(pieces) for _, pieces in sorted(documents.items()) if len(pieces) > 1)
-        return tuple(tuple((rank, index) for _, rank, index in pieces) for pieces in several)
+                last = next(self.text_before(piece), None)
+                if last is not None:
+                    found[rank, index] = self.holder(piece.row, last)
+        return found
+
+    def text_before(self, piece: Segment) -> Iterator[int]:
+        """The tokens of a segment's text that come before it, the last one first."""
+        start, document = piece.start, piece.document
+        while True:
+            yield from range(start - 1, document - 1, -1)
+            edges = self._edges[piece.row]
+            at = bisect_right(edges, document) - 1
+            parent = self.parents[piece.row][at] if self.parents else -1
+            if parent < 0:
+                return
+            start, document = edges[parent + 1], edges[parent]
 
     @cached_property
     def slots(self) -> dict[tuple[int, int], int]:
         """The segments that have a successor, and the place of each among those of its rank."""
         counts, places = Counter[int](), dict[tuple[int, int], int]()
-        for rank, index in sorted(piece for chain in self.chains for piece in chain[:-1]):
+        for rank, index in sorted(set(self.before.values())):
             places[rank, index] = counts[rank]
             counts[rank] += 1
         return places
@@ -91,7 +113,7 @@ class Segments:
     @cached_property
     def whole(self) -> "Segments":
         """Those of one process that holds the whole sequence: the documents."""
-        return Segments(Sharding((self.sharding.start, self.sharding.stop), (0,), 1), self.documents)
+        return Segments(Sharding((self.sharding.start, self.sharding.stop), (0,), 1), self.documents, self.parents)
 
     def holder(self, row: int, token: int) -> tuple[int, int]:
         """The rank that holds a token, and the segment there."""
@@ -105,9 +127,10 @@ class Segments:
                 index = bisect_right(edges, run.start) - 1
                 while index + 1 < len(edges) and edges[index] < run.stop:
                     start, stop = max(run.start, edges[index]), min(run.stop, edges[index + 1])
-                    segments.append(
-                        Segment(row, start, stop, edges[index], row * tokens + run.local + start - run.start)
-                    )
+                    local, follows = row * tokens + run.local + start - run.start, False
+                    if self.parents:
+                        follows = self.parents[row][index] >= 0
+                    segments.append(Segment(row, start, stop, edges[index], local, follows))
                     index += 1
         return segments
 

@@ -44,8 +44,9 @@ def tiles_between(mask: Mask, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) 
     Returns:
         `tuple[Tile, ...]`: In rows of the two shards; empty if the mask admits no pair.
     """
+    reaching = _reaching(mask, q_runs, k_runs)
     if q_runs == k_runs and mask.window is None:
-        return (_own_tile(mask, q_runs, 0, 0),)
+        return (_own_tile(mask, q_runs, 0, 0), *_join(reaching))
     tiles: list[Tile | None] = []
     k_pieces = _cut_at(k_runs, q_runs)
     for q_run in _cut_at(q_runs, k_runs):
@@ -57,13 +58,13 @@ def tiles_between(mask: Mask, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) 
             tiles.append(
                 _own_tile(mask, (q_run,), q_run.local, k_run.local) if same else _off_diagonal(mask, q_run, k_run)
             )
-    return _join([tile for tile in tiles if tile is not None])
+    return _join([tile for tile in (*tiles, *reaching) if tile is not None])
 
 
 def gathered_tiles(mask: Mask, q_runs: tuple[Run, ...], start: int, stop: int) -> tuple[Tile, ...]:
     """The tiles that compute `mask` between a shard of queries and the keys of neighbouring tokens, in their order.
 
-    Every row is in one tile only, so that nothing has to be merged.
+    Every row is in one tile only, so that nothing has to be merged, unless its document continues others.
 
     Args:
         mask, q_runs: As in [`tiles_between`].
@@ -92,7 +93,24 @@ def gathered_tiles(mask: Mask, q_runs: tuple[Run, ...], start: int, stop: int) -
                 tiles.append(_own_tile(mask, documents, documents[0].local, documents[0].start - start))
             else:
                 tiles += [_rectangle(mask, part, keys_of(part)) for part in documents]
-    return tuple(tile for tile in tiles if tile is not None)
+    own = tuple(tile for tile in tiles if tile is not None)
+    return (*own, *_join(_reaching(mask, q_runs, (Run(start, stop, 0),))))
+
+
+def _reaching(mask: Mask, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) -> list[Tile]:
+    """The tiles of queries and keys of documents that theirs continue: rectangles, of windows bands."""
+    tiles = list[Tile | None]()
+    for reach in mask.reaches:
+        keys = [part for run in k_runs if (part := _part(run, reach.keys))]
+        for query in (part for run in q_runs if (part := _part(run, reach.queries))):
+            tiles += [_cropped(reach.band(mask.window, query.start, key.start), query, key) for key in keys]
+    return [tile for tile in tiles if tile is not None]
+
+
+def _part(run: Run, span: tuple[int, int]) -> Run | None:
+    """The tokens of a run that lie in a span; `None` for none."""
+    start, stop = max(run.start, span[0]), min(run.stop, span[1])
+    return Run(start, stop, run.local + start - run.start) if start < stop else None
 
 
 def _cut_at(runs: tuple[Run, ...], others: tuple[Run, ...]) -> list[Run]:
@@ -137,11 +155,16 @@ def _off_diagonal(mask: Mask, q_run: Run, k_run: Run) -> Tile | None:
 
 def _rectangle(mask: Mask, q_run: Run, k_run: Run) -> Tile | None:
     """Runs of one document, cut to the rows that see a column and to the columns that are seen."""
-    cropped = mask.band.shift(q_run.start - k_run.start).crop(q_run.size, k_run.size)
+    return _cropped(mask.band.shift(q_run.start - k_run.start), q_run, k_run)
+
+
+def _cropped(band: Band, q_run: Run, k_run: Run) -> Tile | None:
+    """The tile of a band between two runs."""
+    cropped = band.crop(q_run.size, k_run.size)
     if cropped is None:
         return None
-    (first, last), (left, right), band = cropped
-    return Tile((q_run.local + first, q_run.local + last), (k_run.local + left, k_run.local + right), band)
+    (first, last), (left, right), inner = cropped
+    return Tile((q_run.local + first, q_run.local + last), (k_run.local + left, k_run.local + right), inner)
 
 
 def _join(tiles: list[Tile]) -> tuple[Tile, ...]:

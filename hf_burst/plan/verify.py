@@ -37,18 +37,22 @@ def verify_plan(plan: Plan, rotating: Rotating) -> int:
     pairs = 0
     for row, mask in enumerate(plan.masks):
         for query in range(queries.start, queries.stop):
-            start, stop = mask.keys(query)
-            start = max(start, keys.start)
-            stop = max(start, min(stop, keys.stop))
-            position = start
-            for first, last in [*sorted(seen[row][query]), (stop, stop)]:
-                if first != position:
-                    raise PlanError(
-                        f"row {row}, query {query} is computed up to key {position}, then from key {first} on; it sees "
-                        f"{start}-{stop}"
-                    )
-                position = last
-            pairs += stop - start
+            for start, stop in mask.intervals(query):
+                first = max(start, keys.start)
+                last = max(first, min(stop, keys.stop))
+                position = first
+                own = sorted(span for span in seen[row][query] if start <= span[0] < stop)
+                for found, end in [*own, (last, last)]:
+                    if found != position:
+                        raise PlanError(
+                            f"row {row}, query {query} is computed up to key {position}, then from key {found} on; it "
+                            f"sees {start}-{stop}"
+                        )
+                    position = end
+                pairs += last - first
+            known = mask.intervals(query)
+            if any(all(not start <= span[0] < stop for start, stop in known) for span in seen[row][query]):
+                raise PlanError(f"row {row}, query {query} is computed with {seen[row][query]}; it sees {known}")
     return pairs
 
 

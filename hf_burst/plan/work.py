@@ -30,6 +30,9 @@ def pairs_of_chunks(masks: Sequence[Mask], boundaries: Sequence[int], weights: S
             before.append(pairs)
         for chunk, (first, last) in enumerate(pairwise(before)):
             totals[chunk] += weight * (last - first)
+        for reach in mask.reaches:
+            for chunk, queries in _parts(reach.queries, boundaries):
+                totals[chunk] += weight * mask.reach_pairs(reach, queries)
     return totals
 
 
@@ -44,9 +47,22 @@ def meetings(
         for mask, weight in zip(masks, weights or (1,) * len(masks), strict=True)
         for span in _spans(mask, boundaries)
     ]
-    if sum((last - first) * (last - first + 1) for *_, first, last in documents) > 2 * _MOST_MEETINGS:
+    reaching = [
+        (mask, weight, reach, queries, keys)
+        for mask, weight in zip(masks, weights or (1,) * len(masks), strict=True)
+        for reach in mask.reaches
+        for queries in _parts(reach.queries, boundaries)
+        for keys in _parts(reach.keys, boundaries)
+    ]
+    inside = sum((last - first) * (last - first + 1) for *_, first, last in documents)
+    if inside + 2 * len(reaching) > 2 * _MOST_MEETINGS:
         return None
     met: dict[tuple[int, int], int] = {}
+    for mask, weight, reach, (i, (row, row_end)), (j, (column, column_end)) in reaching:
+        band = reach.band(mask.window, row, column)
+        pairs = weight * band.pairs(row_end - row, column_end - column)
+        if pairs and i != j:
+            met[i, j] = met.get((i, j), 0) + pairs
     for mask, weight, start, stop, first, last in documents:
         parts = [(max(start, boundaries[at]), min(stop, boundaries[at + 1])) for at in range(first, last + 1)]
         for i, (row, row_end) in enumerate(parts, first):
@@ -58,6 +74,16 @@ def meetings(
                 if pairs:
                     met[i, j] = met.get((i, j), 0) + pairs
     return met
+
+
+def _parts(span: tuple[int, int], boundaries: Sequence[int]) -> list[tuple[int, tuple[int, int]]]:
+    """The chunks into which a span reaches, and the part of it in each."""
+    first, last = bisect_right(boundaries, span[0]) - 1, bisect_right(boundaries, span[1] - 1)
+    chunks = (
+        (chunk, (max(span[0], boundaries[chunk]), min(span[1], boundaries[chunk + 1])))
+        for chunk in range(max(first, 0), min(last, len(boundaries) - 1))
+    )
+    return [(chunk, part) for chunk, part in chunks if part[0] < part[1]]
 
 
 def _spans(mask: Mask, boundaries: tuple[int, ...]) -> list[tuple[int, int, int, int]]:

@@ -19,6 +19,15 @@ def all_gather(tensor: Tensor, group: ContextGroup, saved: tuple[Tensor, ...] | 
     return _AllGather.apply(tensor, group, saved) if group.size > 1 else (tensor,)
 
 
+def gather_stacked(tensor: Tensor, group: ContextGroup) -> Tensor:
+    """The tensors of all ranks, of one shape, stacked in rank order. It has no gradient."""
+    if group.size == 1:
+        return tensor[None]
+    every = tensor.new_empty(group.size, *tensor.shape)
+    dist.all_gather_into_tensor(every.flatten(0, 1), tensor.contiguous(), group=group.process_group)
+    return every
+
+
 @torch.compiler.disable
 def group_loss(local_sum: Tensor, weight: Tensor | float, group: ContextGroup) -> Tensor:
     """The loss of the whole batch from each rank's sum: the same value on every rank of the group.

@@ -30,6 +30,8 @@ class SequenceLayout:
             the same number of tokens.
         blocks (`tuple`, defaults to none): For each row, the tokens `[start, stop)` of blocks whose tokens see each
             other, also later ones, as those of an image may. Documents cut them.
+        parents (`tuple[tuple[int, ...], ...]`, defaults to none): For each row, which documents continue others, as
+            answers continue a question that they share: see [`hf_burst.plan.Mask`].
     """
 
     length: int
@@ -39,6 +41,7 @@ class SequenceLayout:
     real: tuple[tuple[int, int], ...] = ()
     boundaries: tuple[int, ...] = ()
     blocks: tuple[tuple[tuple[int, int], ...], ...] = ()
+    parents: tuple[tuple[int, ...], ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -46,7 +49,8 @@ class SequenceLayout:
     @cached_property
     def _hash(self) -> int:
         """Once: there may be thousands of documents. Of numbers alone, so that it holds in other processes, too."""
-        return hash((self.length, self.owners, self.documents, self.padding, self.real, self.boundaries, self.blocks))
+        rows = self.documents, self.real, self.blocks, self.parents
+        return hash((self.length, self.owners, self.padding, self.boundaries, rows))
 
     @classmethod
     def for_batch(
@@ -58,6 +62,7 @@ class SequenceLayout:
         patterns: Mapping[MaskPattern, int] | None = None,
         stretches: int = 1,
         hybrid: Hybrid | None = None,
+        parents: Sequence[tuple[int, ...]] = (),
     ) -> "SequenceLayout":
         """The layout of a batch, padded to a whole number of equal chunks; the padding is a document of its own.
 
@@ -73,6 +78,8 @@ class SequenceLayout:
             stretches (`int`, defaults to 1): Equal parts of the sequence, each of which is dealt out by itself.
             hybrid ([`Hybrid`], *optional*): The recurrent layers of the model, for which `"balanced"` cuts otherwise,
                 see [`sharding_for`]. `patterns` may then be empty.
+            parents (sequence of `tuple[int, ...]`, *optional*): For each row, the number of the document that each
+                document continues, or -1.
 
         Raises:
             BatchError: If the batch is empty.
@@ -93,9 +100,10 @@ class SequenceLayout:
         chunks = ranks * each or len(chunking)
         padding = -length % max(1, chunks)
         filled = tuple((*row, length + padding) if padding else tuple(row) for row in documents)
+        continued = tuple((*row, -1) if padding else tuple(row) for row in parents)
         if isinstance(chunking, str):
             layers = {MaskPattern(): 1} if not patterns and hybrid is None else patterns or {}
-            sharding = sharding_for(filled, layers, ranks, chunking, stretches, hybrid)
+            sharding = sharding_for(filled, layers, ranks, chunking, stretches, hybrid, continued)
             owners = sharding.owners
             boundaries = () if sharding == cut(length + padding, owners) else sharding.boundaries
         else:
@@ -108,7 +116,7 @@ class SequenceLayout:
                     f"the rank, 0 to {ranks - 1}, of every chunk, or take 'balanced', 'documents', 'zigzag' or "
                     "'contiguous'."
                 )
-        return cls(length + padding, owners, filled, padding, real, boundaries)
+        return cls(length + padding, owners, filled, padding, real, boundaries, parents=continued)
 
     @property
     def ranks(self) -> int:
@@ -124,7 +132,7 @@ class SequenceLayout:
     @cached_property
     def segments(self) -> Segments:
         """The pieces of documents on each rank, for layers that carry a state: made once for all layers of a pass."""
-        return Segments(self.sharding, self.documents)
+        return Segments(self.sharding, self.documents, self.parents)
 
     @cached_property
     def imbalance(self) -> float:
@@ -154,7 +162,8 @@ class SequenceLayout:
         blocks = tuple(tuple(block for block in row if block[1] <= length) for row in self.blocks)
         rows = tuple((*(bound for bound in row if bound < length), length) for row in self.documents)
         real = tuple((min(a, length), min(b, length)) for a, b in self.real)
-        return SequenceLayout(length, owners, rows, 0, real, blocks=blocks)
+        kept = tuple(row[: len(bounds) - 1] for row, bounds in zip(self.parents, rows, strict=False))
+        return SequenceLayout(length, owners, rows, 0, real, blocks=blocks, parents=kept)
 
     @property
     def later_keys(self) -> LaterKeys | None:
@@ -164,7 +173,8 @@ class SequenceLayout:
     @lru_cache(maxsize=64)  # noqa: B019, since layouts are values
     def masks(self, pattern: MaskPattern) -> tuple[Mask, ...]:
         """The mask of every row for layers with this pattern."""
-        return tuple(pattern.mask(self.length, row) for row in self.documents)
+        rows = zip(self.documents, self.parents or ((),) * self.batch_size, strict=True)
+        return tuple(pattern.mask(self.length, bounds, parents) for bounds, parents in rows)
 
     def indices(self, rank: int) -> Tensor:
         """The tokens that `rank` holds, in its order: `torch.LongTensor` of shape `(length / ranks,)`."""
@@ -181,6 +191,20 @@ class SequenceLayout:
         starts, stops = torch.tensor(spans, device="cpu").T[..., None]
         tokens = self.indices(rank)
         return (tokens >= starts) & (tokens < stops)
+
+    def texts(self, rank: int) -> Tensor:
+        """How many texts each token of `rank` stands for: as many as go on from its document, by those that continue
+        it. `torch.LongTensor` of shape `(batch, length / ranks)`."""
+        rows = []
+        for bounds, parents in zip(self.documents, self.parents or ((),) * self.batch_size, strict=True):
+            counts = [0] * (len(bounds) - 1)
+            for document in reversed(range(len(counts))):
+                counts[document] = counts[document] or 1
+                if parents and parents[document] >= 0:
+                    counts[parents[document]] += counts[document]
+            sizes = torch.tensor(bounds, device="cpu").diff()
+            rows.append(torch.tensor(counts, device="cpu").repeat_interleave(sizes))
+        return torch.stack(rows)[:, self.indices(rank)]
 
     def shard(self, tensor: Tensor, rank: int, pad_value: float | int = 0, dim: int = 1) -> Tensor:
         """The part of a rank, a copy with `length / ranks` tokens along `dim` in the order of the shard.
@@ -214,6 +238,7 @@ class SequenceLayout:
         numbers += [*map(len, self.documents), *chain.from_iterable(self.documents)]
         numbers += [len(self.blocks), *map(len, self.blocks)]
         numbers += [token for row in self.blocks for block in row for token in block]
+        numbers += chain.from_iterable(self.parents)  # as many as documents, or none
         with torch.inference_mode(False):  # a later pass may save it for its backward
             return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
@@ -229,6 +254,9 @@ class SequenceLayout:
         documents = tuple(tuple(rest[start:stop]) for start, stop in pairwise([0, *accumulate(sizes)]))
         count, *rest = rest[sum(sizes) :]
         sizes, rest = rest[:count], rest[count:]
-        spans = list(zip(rest[::2], rest[1::2], strict=True))
+        flat, rest = rest[: 2 * sum(sizes)], rest[2 * sum(sizes) :]
+        spans = list(zip(flat[::2], flat[1::2], strict=True))
         blocks = tuple(tuple(spans[start:stop]) for start, stop in pairwise([0, *accumulate(sizes)]))
-        return cls(length, owners, documents, padding, real, boundaries, blocks)
+        ends = [0, *accumulate(len(row) - 1 for row in documents)] if rest else []
+        parents = tuple(tuple(rest[start:stop]) for start, stop in pairwise(ends))
+        return cls(length, owners, documents, padding, real, boundaries, blocks, parents)

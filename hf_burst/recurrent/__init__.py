@@ -5,12 +5,14 @@ from .delta import delta_rule_by_heads, delta_rule_by_states
 from .exchange import own_heads
 from .fla import fla_kernels, unit_norm
 from .halo import causal_convolution
+from .last import LastStates
 from .pieces import Rule
 from .replay import ReplayBuffer, Shards
 from .scan import scan_by_channels, scan_by_states
 from .two_passes import delta_rule_in_two_passes
 
 __all__ = [
+    "LastStates",
     "ReplayBuffer",
     "Rule",
     "Shards",

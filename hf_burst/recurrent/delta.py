@@ -15,12 +15,15 @@ from ..numerics import accumulation_dtype
 from ..ranks.group import ContextGroup
 from .exchange import to_heads, to_tokens
 from .gather import join_backward
+from .last import LastStates
 from .pieces import Rule, joined
 from .replay import Shards
-from .states import by_matrix, in_full_precision, incoming_states
+from .states import by_matrix, ends_of, in_full_precision, incoming_states
 
 
-def delta_rule_by_states(rule: Rule, inputs: Sequence[Tensor], shards: Shards) -> Tensor:
+def delta_rule_by_states(
+    rule: Rule, inputs: Sequence[Tensor], shards: Shards, last: LastStates | None = None
+) -> Tensor:
     """A delta rule of each document by itself; states pass from rank to rank.
 
     Args:
@@ -29,14 +32,19 @@ def delta_rule_by_states(rule: Rule, inputs: Sequence[Tensor], shards: Shards) -
             heads, V)`, logarithms of the decay `(batch, n, value heads)` or `(batch, n, value heads, K)`, and beta
             `(batch, n, value heads)`, of this rank's tokens.
         shards ([`Shards`]): The parts of the sequences. Every rank calls it at the same time.
+        last ([`LastStates`], *optional*): Takes up the states at the end of rows.
 
     Returns:
         `torch.Tensor` of shape `(batch, n, value heads, V)`.
     """
+    wanted = set() if last is None else last.own
     value, keys = inputs[2], inputs[1].shape[-1]
     segments, own, (heads, width) = shards.segments, shards.own, value.shape[2:]
     if not segments.slots:
-        return rule(segments, joined(inputs, own), [piece.size for piece in own])[0].view(value.shape)
+        out, lasts = rule(segments, joined(inputs, own), [piece.size for piece in own], ends=bool(wanted))
+        if last is not None:
+            last.states |= {index: lasts[index] for index in wanted}
+        return out.view(value.shape)
     zeros = value.new_zeros(heads, keys, width, dtype=accumulation_dtype(value.dtype))
     identity = torch.eye(keys, dtype=zeros.dtype, device=zeros.device).expand(heads, -1, -1)
     begin, nothing = torch.cat([zeros, identity], dim=-1), zeros.new_zeros(heads, keys, keys)
@@ -44,7 +52,7 @@ def delta_rule_by_states(rule: Rule, inputs: Sequence[Tensor], shards: Shards) -
     exports = shards.exports
     opening = [index for index, piece in enumerate(own) if piece.opens]
     later = [index for index, piece in enumerate(own) if not piece.opens]
-    alone, begun = ([index for index in opening if (index in exports) == ends] for ends in (False, True))
+    alone, begun = ([index for index in opening if (index in exports | wanted) == ends] for ends in (False, True))
     for places, ends in ((alone, False), (begun, True), (later, True)):
         if not places:
             continue
@@ -53,14 +61,16 @@ def delta_rule_by_states(rule: Rule, inputs: Sequence[Tensor], shards: Shards) -
             rows[2] = torch.cat([rows[2], rows[2].new_zeros(*rows[2].shape[:2], keys)], dim=-1)
         out, lasts = rule(segments, rows, sizes, begin if places is later else None, ends)
         outputs |= dict(zip(places, out.split(sizes), strict=True))
-        for index, last in zip(places, lasts, strict=ends):
-            transition = last[..., width:] if places is later else nothing  # nothing comes in where a document opens
-            handed[index] = last[..., :width].to(zeros.dtype), transition.to(zeros.dtype)
+        for index, end in zip(places, lasts, strict=ends):
+            transition = end[..., width:] if places is later else nothing  # nothing comes in where a document opens
+            handed[index] = end[..., :width].to(zeros.dtype), transition.to(zeros.dtype)
     with in_full_precision(value):
         incoming, slots = incoming_states(handed, by_matrix, shards)
         for index, state in incoming.items():
             out, read = outputs[index].split([width, keys], dim=-1)
             outputs[index] = out + torch.einsum("nhk,hkv->nhv", read, state.to(read.dtype))
+        if last is not None:
+            last.states |= ends_of(handed, incoming, by_matrix, wanted)
     return join_backward(torch.cat([outputs[index] for index in range(len(own))]).view(value.shape), slots)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -109,13 +110,12 @@ def _edges(segments: Segments, device: torch.device, rank: int, reach: int) -> _
     exports += own[:1] * (most - len(exports))  # nobody reads it, but all ranks send as much
     halos = []
     for piece in own:
-        for token in range(piece.start - reach, piece.start):
-            if token < piece.document:
-                halos.append(nowhere)
-                continue
+        halo = list[int]()
+        for token in islice(segments.text_before(piece), reach):
             holder = segments.holder(piece.row, token)
             from_end = segments.by_rank[holder[0]][holder[1]].stop - token
-            halos.append((holder[0] * most + segments.slots[holder] + 1) * reach - from_end)
+            halo.insert(0, (holder[0] * most + segments.slots[holder] + 1) * reach - from_end)
+        halos += [nowhere] * (reach - len(halo)) + halo
     kept = [(place, step) for place, piece in enumerate(own) for step in range(min(reach, piece.size))]
     firsts = [piece.local + min(step, piece.size - 1) for piece in own for step in window]
     tails = [piece.local + max(piece.size - reach + step, 0) for piece in exports for step in window]

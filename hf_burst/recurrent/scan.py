@@ -15,9 +15,10 @@ from torch import Tensor
 
 from .exchange import to_heads, to_tokens, whole_tokens
 from .gather import join_backward
+from .last import LastStates
 from .pieces import Rule, joined
 from .replay import Shards
-from .states import by_number, in_full_precision, incoming_states
+from .states import by_number, ends_of, in_full_precision, incoming_states
 
 
 def scan_by_states(
@@ -26,6 +27,7 @@ def scan_by_states(
     steps: Tensor,
     decay: Tensor,
     shards: Shards,
+    last: LastStates | None = None,
 ) -> Tensor:
     """The scan of Mamba2 of each document by itself; states pass from rank to rank.
 
@@ -36,28 +38,32 @@ def scan_by_states(
         steps (`torch.Tensor` of shape `(batch, n, heads)`): `dt` as it is applied, in fp32.
         decay (`torch.Tensor` of shape `(heads,)`): A, below 0.
         shards ([`Shards`]): The parts of the sequences. Every rank calls it at the same time.
+        last ([`LastStates`], *optional*): Takes up the states at the end of rows.
 
     Returns:
         `torch.Tensor` of shape `(batch, n, heads, P)`.
     """
+    wanted = set() if last is None else last.own
     x, _, b, _ = inputs
     segments, own, exports, groups = shards.segments, shards.own, shards.exports, b.shape[2]
     out, _ = rule(segments, joined(inputs, own), [piece.size for piece in own])
-    if not segments.slots:
+    if not segments.slots and last is None:
         return out.view(x.shape)
     outputs = list(out.split([piece.size for piece in own]))
     handed, decays = dict[int, tuple[Tensor, Tensor]](), dict[int, Tensor]()
     with in_full_precision(x):
         for index, piece in enumerate(own):
-            if index in exports or not piece.opens:
+            if index in exports | wanted or not piece.opens:
                 x_own, b_own, step = joined((x, b, steps), [piece])
                 log = (step * decay).cumsum(0)
                 decays[index] = log.exp()
-            if index in exports:
+            if index in exports | wanted:
                 weighted = x_own.to(log.dtype) * (step * (log[-1] - log).exp())[..., None]
                 end = torch.einsum("tghp,tgn->ghpn", weighted.unflatten(1, (groups, -1)), b_own.to(log.dtype))
                 handed[index] = end.flatten(0, 1), decays[index][-1]
-        incoming, slots = incoming_states(handed, by_number, shards)
+        incoming, slots = incoming_states(handed, by_number, shards) if segments.slots else ({}, ())
+        if last is not None:
+            last.states |= ends_of(handed, incoming, by_number, wanted)
         for index, state in incoming.items():
             (c_own,) = joined(inputs[3:], [own[index]])
             read = torch.einsum("ghpn,tgn->tghp", state.to(c_own.dtype).unflatten(0, (groups, -1)), c_own)

@@ -1,11 +1,12 @@
 """States that pass from segment to segment of a document.
 
+A text may go on in several ways: then all of them begin with the state that it leaves, whose gradients are summed.
+
 What a run of tokens does to a state is affine: it comes out as `advance(transition, state) + own`. Transitions compose,
 so that every rank finds the states that come to its segments from what all segments hand on.
 """
 
-from collections.abc import Callable, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -41,16 +42,35 @@ def incoming_states(
         flat = {index: torch.cat([tensor.flatten() for tensor in pair]) for index, pair in handed.items()}
         slots = gather_slots(flat, shards)
         pairs = {piece: slot.split([own.numel(), transition.numel()]) for piece, slot in slots.items()}
-    for chain in shards.segments.chains:
-        last = max((place for place, (rank, _) in enumerate(chain) if rank == shards.group.rank), default=0)
-        state: Tensor | None = None
-        for piece, follower in pairwise(chain[: last + 1]):
+    before, after = shards.segments.before, dict[tuple[int, int], Tensor]()  # the state behind each segment
+    for index in range(len(shards.own)):
+        piece, ahead = before.get((shards.group.rank, index)), list[tuple[int, int]]()
+        while piece is not None and piece not in after:
+            ahead.append(piece)
+            piece = before.get(piece)
+        state = None if piece is None else after[piece]
+        for piece in reversed(ahead):
             added, step = pairs[piece]
             added = added.view(own.shape)
             state = added if state is None else advance(step.view(transition.shape), state) + added
-            if follower[0] == shards.group.rank:
-                incoming[follower[1]] = state
+            after[piece] = state
+        if state is not None:
+            incoming[index] = state
     return incoming, tuple(slots.values())
+
+
+def ends_of(
+    handed: Mapping[int, tuple[Tensor, Tensor]],
+    incoming: Mapping[int, Tensor],
+    advance: Callable[[Tensor, Tensor], Tensor],
+    places: Iterable[int],
+) -> dict[int, Tensor]:
+    """The states at the end of some segments, from what they hand on and the states that come to them."""
+    found = {}
+    for index in places:
+        own, transition = handed[index]
+        found[index] = own if index not in incoming else advance(transition, incoming[index]) + own
+    return found
 
 
 def in_full_precision(tensor: Tensor) -> torch.autocast:

@@ -62,6 +62,7 @@ DATA_SHEETS = {
     "l40s": DataSheet("NVIDIA L40S", 44.4, 0.864e12, 362e12, 32e9, 32e9, "flash_attn_2"),
     "rtx5090": DataSheet("NVIDIA GeForce RTX 5090", 31.4, 1.79e12, 209e12, 64e9, 64e9, "flash_attn_2"),
     "rtx4090": DataSheet("NVIDIA GeForce RTX 4090", 23.5, 1.01e12, 165e12, 32e9, 32e9, "flash_attn_2"),
+    "rtx3090": DataSheet("NVIDIA GeForce RTX 3090", 23.5, 0.936e12, 71e12, 32e9, 32e9, "flash_attn_2"),
 }
 # words in the names of these GPUs that tell none of them from another
 _PLAIN = {"nvidia", "geforce", "gpu", "sxm", "sxm4", "sxm5", "sxm6", "80gb", "hbm3", "hbm3e"}

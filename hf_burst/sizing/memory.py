@@ -6,6 +6,7 @@ from functools import lru_cache
 from .gpus import Capacity
 from .model import ModelSize, Training, keeping
 from .spread import Spread, buffer_bytes, spread_of, state_bytes
+from .towers import backward_of_towers, forward_of_towers, kept_by_towers, whole_embeddings
 
 _NF4 = 4.127 / 8  # bytes of a weight of 4 bits and of its scales (QLoRA, arXiv 2305.14314)
 _LOGITS, _MOST_LOGITS, _PLAIN_LOGITS = 2**29, 2**31, 2**27  # at a time, as in linear_loss.py
@@ -29,6 +30,8 @@ class MemoryEstimate:
         activations (`float`): What all layers keep, or the one that is computed again; and its gradients.
         loss (`float`): Logits that are there at a time, and the gradients of the head in fp32.
         states (`float`): States of recurrent layers, of the runs of all ranks.
+        towers (`float`): What towers keep of the images that this GPU encodes, and what all GPUs have of the whole
+            sequence: embeddings and their gradients.
         exchange (`float`): Buffers through which ranks exchange blocks.
         gaps (`float`): What torch's allocator holds beyond its tensors, and what these formulas may miss.
         outside (`float`): What CUDA, NCCL, and kernels that are being tuned take outside of the allocator.
@@ -45,6 +48,7 @@ class MemoryEstimate:
     activations: float = 0.0
     loss: float = 0.0
     states: float = 0.0
+    towers: float = 0.0
     exchange: float = 0.0
     gaps: float = 0.0
     outside: float = 0.0
@@ -135,6 +139,7 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
         activations=every,
         loss=logits + (4 if training.fused else 10) * states + (6 * table if learns else 0),
         states=sum((1 if layers else count) * kept for count, kept in state_bytes(model, training, spread)),
+        towers=kept_by_towers(model, training),
         exchange=buffer_bytes(model, training, spread),
         host=training.host_bytes(model),
         moment="the loss",
@@ -160,6 +165,13 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
                 moment=f"the backward pass {names.get(layer, f'of layer {layer}')}",
             )
         )
+    seeing = whole_embeddings(model, training) if training.images else 0.0
+    if training.images:
+        early = replace(at_loss, layer_inputs=0.0, attention=0.0, loss=0.0, states=0.0)
+        forward, backward = forward_of_towers(model, training), backward_of_towers(model, training)
+        moments.append(replace(early, activations=forward, moment="the forward pass of the towers"))
+        late = replace(early, gradients=buckets + gradients, activations=backward)
+        moments += [replace(late, moment="the backward pass of the towers")] if training.learns_to_see else []
     if learns:  # when all layers are behind
         moments.append(
             replace(
@@ -170,7 +182,7 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
                 states=0.0,
                 gradients=buckets + gradients,
                 gathered=4.0 * table if sharded else 0.0,
-                activations=2.0 * states,
+                activations=2.0 * states + seeing,
                 moment="the backward pass of the embeddings",
             )
         )

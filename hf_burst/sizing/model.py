@@ -18,6 +18,29 @@ def rounded(count: int) -> str:
 
 
 @dataclass(frozen=True)
+class TowerSize:
+    """The tower of a model that sees, as far as the memory of its images follows from it.
+
+    Args:
+        layers (`int`): Its layers.
+        hidden (`int`): Elements of a patch's hidden state.
+        inner (`int`): Elements of a patch inside of a layer's MLP.
+        kept (`float`): Elements of a patch that a layer keeps for its backward pass, its input apart.
+        weights (`int`): Those of its layers.
+        patches (`float`): How many patches become a token.
+        dealt (`bool`): Whether ranks share the images. Else each encodes all.
+    """
+
+    layers: int
+    hidden: int
+    inner: int
+    kept: float
+    weights: int
+    patches: float
+    dealt: bool
+
+
+@dataclass(frozen=True)
 class ModelSize:
     """The sizes of a model that time and memory follow from.
 
@@ -42,6 +65,7 @@ class ModelSize:
         norms (`float`, defaults to 0): Elements of a token that the norms of a layer are given, but torch's own norms,
             which keep nothing in fp32.
         routed (`int`, defaults to 0): Elements of a token's copies for the experts that it is sent to.
+        tower ([`TowerSize`], *optional*): Its tower for images, if it is served with them.
     """
 
     name: str
@@ -63,6 +87,7 @@ class ModelSize:
     unused: int = 0
     norms: float = 0.0
     routed: int = 0
+    tower: TowerSize | None = None
 
     def __str__(self) -> str:
         unused = f" ({rounded(self.unused)} not for text)" if self.unused else ""
@@ -146,6 +171,10 @@ class Training:
             Liger's are.
         expandable_segments (`bool`, defaults to `False`): Whether torch's allocator has them, which leave smaller gaps
             (`PYTORCH_ALLOC_CONF=expandable_segments:True`).
+        images (`int`, defaults to 0): Images among the tokens of a sequence.
+        image_tokens (`int`, defaults to 0): Tokens that each of them takes.
+        frozen_towers (`bool`, defaults to `False`): Whether towers do not learn. They never do with adapters, nor
+            without images.
     """
 
     length: int
@@ -163,11 +192,19 @@ class Training:
     head_groups: int = 1
     fused: bool = True
     expandable_segments: bool = False
+    images: int = 0
+    image_tokens: int = 0
+    frozen_towers: bool = False
 
     def __post_init__(self) -> None:
         sizes = {"length": self.length, "gpus": self.gpus, "burst_size": self.burst_size, "lora": self.lora}
         if min(self.length, self.gpus, self.burst_size) < 1 or self.gpus % self.burst_size or self.lora < 0:
             raise ConfigError(f"{sizes}: sizes are at least 1, burst_size divides gpus, and lora is a rank or 0.")
+        if self.images < 0 or (self.images > 0) != (self.image_tokens > 0):
+            raise ConfigError(
+                f"images is {self.images} and image_tokens {self.image_tokens}: give how many images a sequence has, "
+                "and how many of its tokens each of them takes, both at least 1; or neither."
+            )
         Memory(  # raises for what it does not take
             attention_keep=self.attention_keep,
             activation_offloading=self.activation_offloading,
@@ -229,4 +266,9 @@ class Training:
 
     def trained(self, model: ModelSize) -> int:
         """The weights that learn."""
-        return self.lora * model.adapted or model.weights - model.unused
+        return self.lora * model.adapted or model.weights - (0 if self.learns_to_see else model.unused)
+
+    @property
+    def learns_to_see(self) -> bool:
+        """Whether towers learn."""
+        return self.images > 0 and not self.lora and not self.frozen_towers

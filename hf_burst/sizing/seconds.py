@@ -7,6 +7,7 @@ from ..plan import Mask
 from .gpus import DataSheet
 from .model import ModelSize, Training
 from .spread import Spread, masks_of, recurrent_bytes, sent_bytes, spread_of
+from .towers import tower_products
 
 # Shares of their data sheets that H200s reached with bf16 (recipes/benchmarks/results: attention_*.json,
 # recurrent_*.json, host_copies_*.json; products by recipes/benchmarks/training_limits.py, of an 8B Llama).
@@ -130,7 +131,8 @@ def products(model: ModelSize, training: Training) -> float:
     repeated = layers if training.checkpointing else 3 * last if training.in_tiles else 0  # all of it, or MLPs
     again = max(0, repeated - last) + training.repeated(model) * layers
     adapters = 3 * training.lora * model.adapted
-    return 2.0 * training.tokens * (passes * model.used + again + adapters)
+    of_tokens = 2.0 * training.tokens * (passes * model.used + again + adapters)
+    return of_tokens + tower_products(model, training)
 
 
 def touched(model: ModelSize, training: Training) -> float:

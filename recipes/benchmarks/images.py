@@ -1,7 +1,7 @@
 """LoRA steps of models that see, on a sequence half of which are images or a video.
 
-    accelerate launch --num_processes 2 --mixed_precision bf16 recipes/benchmarks/images.py --model qwen3.5-9b \\
-        --images 32 --length 65536 --out outputs/images.json
+    accelerate launch --multi_gpu --num_processes 2 --mixed_precision bf16 recipes/benchmarks/images.py \\
+        --model qwen3.5-9b --images 32 --length 65536 --out outputs/images.json
     accelerate launch --num_processes 1 --mixed_precision bf16 recipes/benchmarks/images.py --model qwen3.5-9b \\
         --images 16 --length 32768 --out outputs/images.json
     ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes 2 recipes/benchmarks/images.py \\

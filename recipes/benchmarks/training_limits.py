@@ -46,15 +46,17 @@ def parts_of_limits(decoder: Any, ranks: Ranks, length: int, native: Native, lor
     every = [widths_of(layer) for layer in decoder.layers]
     once, back = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
     for taken, made in {width for widths in every for width in widths}:
-        once[taken, made] = _product(own, taken, made, dtype, ranks)
-        of_weights = _product(taken, own, made, dtype, ranks)
-        back[taken, made] = _product(own, made, taken, dtype, ranks) + (passes - 1) * of_weights
+        once[taken, made] = product_seconds(own, taken, made, dtype, ranks)
+        of_weights = product_seconds(taken, own, made, dtype, ranks)
+        back[taken, made] = product_seconds(own, made, taken, dtype, ranks) + (passes - 1) * of_weights
     forward = sum(once[width] for widths in every for width in widths)
     again = forward if lora else forward - sum(once[widths[-1]] for widths in every)
     rows = min(own, 4096)
     vocabulary = config.vocab_size
-    head = _product(rows, hidden, vocabulary, dtype, ranks) + _product(rows, vocabulary, hidden, dtype, ranks)
-    head += (passes - 1) * _product(hidden, rows, vocabulary, dtype, ranks)
+    head = product_seconds(rows, hidden, vocabulary, dtype, ranks) + product_seconds(
+        rows, vocabulary, hidden, dtype, ranks
+    )
+    head += (passes - 1) * product_seconds(hidden, rows, vocabulary, dtype, ranks)
     head *= own / rows
     mixers = mixers_of(decoder)
     windows = Counter(windows_of(decoder))
@@ -172,7 +174,8 @@ def limits(parts: dict[str, float]) -> dict[str, float]:
     return {"nothing recomputed": once, **kept}
 
 
-def _product(rows: int, inner: int, columns: int, dtype: torch.dtype, ranks: Ranks) -> float:
+def product_seconds(rows: int, inner: int, columns: int, dtype: torch.dtype, ranks: Ranks) -> float:
+    """Seconds of a matrix product."""
     left = torch.randn(rows, inner, dtype=dtype, device=ranks.device)
     right = torch.randn(columns, inner, dtype=dtype, device=ranks.device)
     return _seconds(lambda: left @ right.T, ranks)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import hf_burst
-from hf_burst.check.compare import Double
+from hf_burst.check.tiny import Double
 from hf_burst.config import Chunking
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ranks.layout import SequenceLayout

@@ -30,7 +30,7 @@ from hf_burst.ranks.group import ContextGroup
 from hf_burst.ring.resources import resources_of
 from recipes.tiny_wrappers import tiny_wrapper
 from tests.support import models
-from tests.support.ranks import RankError, RankPool
+from tests.support.ranks import RankError, RankPool, reset_accelerate
 
 Ranks = Callable[[int], RankPool]
 
@@ -571,8 +571,16 @@ def test_accelerates_own_context_parallelism_is_refused(monkeypatch: pytest.Monk
 def test_data_parallel_in_one_process_is_refused() -> None:
     model = models.patch(models.make_model("llama").train())
     model._is_replica = True  # as torch.nn.DataParallel marks its copies
-    with pytest.raises(ConfigError, match="accelerate launch --num_processes"):
+    with pytest.raises(ConfigError, match="accelerate launch --multi_gpu --num_processes"):
         model(**good(0))
+
+
+def test_a_single_process_in_the_place_of_several_is_told_of_the_launcher() -> None:
+    """`accelerate launch --num_processes 2` starts one where accelerate's default config says so."""
+    reset_accelerate()
+    with pytest.raises(ConfigError, match=r"burst_size=2.* is 2 ranks, but 1 was launched.*: add --multi_gpu"):
+        Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig(burst_size=2))
+    reset_accelerate()
 
 
 def test_errors_are_value_errors() -> None:

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 import hf_burst
-from hf_burst.check.compare import Double
+from hf_burst.check.tiny import Double
 from hf_burst.errors import ConfigError, RankMismatchError, UnsupportedModelError
 from hf_burst.hf.attention import ARRIVED
 from tests.support import models

@@ -204,9 +204,9 @@ def lazy_under(rank: int, size: int, wrapper: str) -> list[str]:
     kinds: list[str] = []
     whole = LazyLogits.loss_sum
 
-    def loss_sum(self: LazyLogits, targets: torch.Tensor) -> torch.Tensor:
+    def loss_sum(self: LazyLogits, *args: Any) -> torch.Tensor:
         kinds.append("lazy")
-        return whole(self, targets)
+        return whole(self, *args)
 
     LazyLogits.loss_sum = loss_sum  # type: ignore[method-assign]
     try:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from hf_burst.attention import SequenceLayout
+from hf_burst.check.tiny_pictures import Batch, seeing_batch
+from hf_burst.check.tiny_seeing import seeing_model
 from hf_burst.errors import BurstError, UnsupportedModelError
 from hf_burst.hf.attention import LazyMask, masks_with_blocks
 from hf_burst.hf.parts import tokens
 from hf_burst.ranks.blocks import blocks_of
-from recipes.tiny_pictures import Batch, seeing_batch
-from recipes.tiny_seeing import seeing_model
 from tests.support import models
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
 from tests.support.ranks import RankPool

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.loss.loss_utils import ForMaskedLMLoss
 
 import hf_burst
-from hf_burst.check.compare import Double
+from hf_burst.check.tiny import Double
 from hf_burst.errors import BatchError, ConfigError, UnsupportedModelError
 from hf_burst.hf.batches.cutting import cut_batch
 from hf_burst.hf.models.support import layer_patterns

@@ -13,8 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import Gemma4Config, PreTrainedModel
 
 import hf_burst
-from hf_burst.check.compare import KINDS, Double, compare, make_batch
+from hf_burst.check.compare import KINDS, compare, make_batch
 from hf_burst.check.run import find_target
+from hf_burst.check.tiny import Double
 from hf_burst.errors import BatchError, UnsupportedModelError
 from hf_burst.hf.batches.cutting import cut_targets
 from hf_burst.hf.models.support import check_model

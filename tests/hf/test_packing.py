@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hf_burst import BurstCollator
+from hf_burst.check.tiny_pictures import documents, seeing_batch
+from hf_burst.check.tiny_seeing import seeing_model
 from hf_burst.errors import BatchError
-from recipes.tiny_pictures import documents, seeing_batch
-from recipes.tiny_seeing import seeing_model
 from tests.support import models
 
 

@@ -129,10 +129,17 @@ def readings(rank: int, size: int) -> set[Reading]:
     llama.eval()
     run(llama, {"input_ids": plain["input_ids"], "output_hidden_states": True})
     run(llama, None, call=lambda: hf_burst.token_losses(llama, plain))
+    run(llama, None, call=lambda: hf_burst.generate(llama, plain["input_ids"], max_new_tokens=2, pad_token_id=0))
     run(models.make_model("granite").train(), plain | {"output_router_logits": True})
     run(models.make_model("llama_dynamic").train(), plain)
     run(models.make_model("bert").train(), plain)
     run(LlamaModel(models.make_model("llama").config), {"input_ids": plain["input_ids"]})
+    alike = plain | {name: value[:1].repeat(2, 1) for name, value in plain.items()}
+    share = hf_burst.BurstConfig(share_prefixes=True)
+    run(models.make_model("llama_dynamic").train(), alike, share)
+    llama.eval()
+    run(llama, {"input_ids": alike["input_ids"], "output_hidden_states": True}, share)
+    run(llama, None, share, call=lambda: hf_burst.token_losses(llama, alike))
     return watch.readings
 
 

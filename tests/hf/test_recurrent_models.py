@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hf_burst
-from hf_burst.check.compare import Double
-from hf_burst.check.tiny import tiny_copy
+from hf_burst.check.tiny import Double, tiny_copy
 from hf_burst.errors import UnsupportedModelError
 from hf_burst.hf.models import recurrent
 from hf_burst.hf.models.hybrid import recurrent_sizes

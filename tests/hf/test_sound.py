@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hf_burst
+from hf_burst.check import tiny_hearing
 from hf_burst.errors import BatchError, UnsupportedModelError
 from hf_burst.hf.models import cut_point
 from hf_burst.hf.parts import towers
 from hf_burst.ranks.collectives import all_gather
-from tests.support import models, sounds, trainers
+from tests.support import models, trainers
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
 from tests.support.ranks import RankError, RankPool
 from tests.support.trainers import Case, make_trainer
@@ -27,18 +28,18 @@ Ranks = Callable[[int], RankPool]
 _TOWER = re.compile("audio_tower|model.multi_modal_projector")  # the second learns where the first does not
 
 
-def text_of(batch: Mapping[str, torch.Tensor]) -> sounds.Batch:
+def text_of(batch: Mapping[str, torch.Tensor]) -> tiny_hearing.Batch:
     """The same tokens without sound."""
     return {key: batch[key] % 50 for key in ("input_ids", "labels")}
 
 
 def train(family: str, change: str = "", patched: bool = False, **settings: Any) -> Result:
     """Loss and gradients of a pass, in fp64."""
-    model, batch = sounds.hearing_model(family), sounds.hearing_batch(family)
+    model, batch = tiny_hearing.hearing_model(family), tiny_hearing.hearing_batch(family)
     if change == "text":
         batch = text_of(batch)
     if change == "padded":
-        batch = sounds.padded(batch)
+        batch = tiny_hearing.padded(batch)
     again = change == "checkpointed"
     if again:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -51,7 +52,7 @@ def on_ranks(rank: int, size: int, family: str, change: str = "") -> Result:
     return train(family, change, patched=True)
 
 
-@pytest.mark.parametrize("family", sounds.FAMILIES)
+@pytest.mark.parametrize("family", tiny_hearing.FAMILIES)
 def test_sound_is_exact(ranks: Ranks, family: str) -> None:
     wanted = train(family)
     assert any(_TOWER.search(name) and float(gradient.norm()) > 0 for name, gradient in wanted[1].items()), (
@@ -61,7 +62,7 @@ def test_sound_is_exact(ranks: Ranks, family: str) -> None:
 
 
 def test_every_family_that_is_served_is_compared() -> None:
-    assert sorted(cut_point._HEARING) == sorted(sounds.NAMES)
+    assert sorted(cut_point._HEARING) == sorted(tiny_hearing.NAMES)
 
 
 @pytest.mark.parametrize("change", ["text", "padded"])
@@ -93,7 +94,7 @@ def test_gradients_that_are_not_summed_are_seen(ranks: Ranks) -> None:
 
 def runs_of_towers(rank: int, size: int, family: str, sound: bool = True) -> tuple[list[int], bool]:
     """How many values of sound this rank's tower is given in a pass, and whether it learns."""
-    model, batch = models.patch(sounds.hearing_model(family)), sounds.hearing_batch(family)
+    model, batch = models.patch(tiny_hearing.hearing_model(family)), tiny_hearing.hearing_batch(family)
     given: list[int] = []
     tower = next(module for name, module in model.base_model.named_children() if name.startswith(("audio", "acoustic")))
     tower.register_forward_pre_hook(
@@ -110,7 +111,7 @@ def test_ranks_share_the_clips(ranks: Ranks) -> None:
     assert ranks(3).run(runs_of_towers, "Voxtral", False) == [([], False)] * 3
 
 
-@pytest.mark.parametrize("family", sounds.FAMILIES)
+@pytest.mark.parametrize("family", tiny_hearing.FAMILIES)
 def test_ranks_share_clips_that_are_encoded_apart(ranks: Ranks, family: str) -> None:
     whole, found = sum(runs_of_towers(0, 1, family)[0]), ranks(2).run(runs_of_towers, family)
     shared = cut_point._HEARING[family] == "clips"
@@ -119,7 +120,7 @@ def test_ranks_share_clips_that_are_encoded_apart(ranks: Ranks, family: str) -> 
 
 def sharded(rank: int, size: int, change: str) -> Result:
     """FSDP2 shards the layers of the language model and of the tower, and the rest."""
-    model, batch = sounds.hearing_model("Voxtral"), sounds.hearing_batch("Voxtral")
+    model, batch = tiny_hearing.hearing_model("Voxtral"), tiny_hearing.hearing_batch("Voxtral")
     if size > 1:
         models.patch(model)
         for module in (*model.model.language_model.layers, *model.model.audio_tower.layers, model):
@@ -135,7 +136,7 @@ def test_weights_may_be_sharded(ranks: Ranks, change: str) -> None:
 
 def unlike(rank: int, size: int, change: str) -> None:
     """A pass for which one rank has other sound, or none."""
-    model, batch = models.patch(sounds.hearing_model("Voxtral")), sounds.hearing_batch("Voxtral")
+    model, batch = models.patch(tiny_hearing.hearing_model("Voxtral")), tiny_hearing.hearing_batch("Voxtral")
     if rank == 1 and change == "other":
         batch["input_features"][1, 0, 0] += 1
     if change == "swapped":
@@ -154,7 +155,7 @@ def test_all_ranks_need_the_same_sound(ranks: Ranks, change: str, sentence: str)
 def mixed_groups(rank: int, size: int) -> None:
     """Two groups of two ranks, over which FSDP2 shards the tower; the second has text alone."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    model, batch = sounds.hearing_model("Voxtral"), sounds.hearing_batch("Voxtral")
+    model, batch = tiny_hearing.hearing_model("Voxtral"), tiny_hearing.hearing_batch("Voxtral")
     hf_burst.patch_model(model, group=mesh["cp"].get_group())
     for module in (*model.model.audio_tower.layers, model):
         fully_shard(module, mesh=mesh._flatten("all"))
@@ -168,7 +169,7 @@ def test_groups_with_and_without_sound_are_an_error_where_they_share_a_tower(ran
 
 
 def dropping(rank: int, size: int, family: str) -> None:
-    model, batch = models.patch(sounds.hearing_model(family)), sounds.hearing_batch(family)
+    model, batch = models.patch(tiny_hearing.hearing_model(family)), tiny_hearing.hearing_batch(family)
     model.model.audio_tower.layers[0].dropout = 0.1
     model(**batch)
 
@@ -182,7 +183,7 @@ def test_towers_that_drop_at_random_are_refused_where_every_rank_runs_them(ranks
 
 
 def noisy(rank: int, size: int, sample: bool) -> None:
-    model, batch = models.patch(sounds.hearing_model("VibeVoiceAsr")), sounds.hearing_batch("VibeVoiceAsr")
+    model, batch = models.patch(tiny_hearing.hearing_model("VibeVoiceAsr")), tiny_hearing.hearing_batch("VibeVoiceAsr")
     model.config.acoustic_tokenizer_encoder_config.vae_std = 0.6
     model(**batch, **({} if sample else {"sample": False}))
 
@@ -198,14 +199,14 @@ def test_noise_has_to_be_switched_off(ranks: Ranks) -> None:
 
 
 def test_images_of_models_that_hear_are_refused() -> None:
-    model = models.patch(sounds.hearing_model("Voxtral"))
-    batch = {**sounds.hearing_batch("Voxtral"), "pixel_values": torch.zeros(16, 96)}
+    model = models.patch(tiny_hearing.hearing_model("Voxtral"))
+    batch = {**tiny_hearing.hearing_batch("Voxtral"), "pixel_values": torch.zeros(16, 96)}
     with pytest.raises(BatchError, match=r"holds input_features, pixel_values\. Of Voxtral\w+ text and sound are"):
         model(**batch)
 
 
 def test_a_model_that_heard_generates() -> None:
-    model, batch = sounds.hearing_model("Voxtral").float().eval(), sounds.hearing_batch("Voxtral")
+    model, batch = tiny_hearing.hearing_model("Voxtral").float().eval(), tiny_hearing.hearing_batch("Voxtral")
     del batch["labels"]
     batch["input_features"] = batch["input_features"].float()
     options = {"max_new_tokens": 4, "do_sample": False}
@@ -219,10 +220,10 @@ def one_row(rows: list[Any]) -> dict[str, torch.Tensor]:
 
 def train_by_trainer(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
     """Trainer on sequences of other lengths, with two clips each; the tower learns."""
-    model = sounds.hearing_model(case.model).to(torch.float32)
+    model = tiny_hearing.hearing_model(case.model).to(torch.float32)
     if case.burst:
         hf_burst.patch_model(model)
-    data = [sounds.hearing_batch(case.model, length) for length in (53, 41, 47, 59, 43, 37)]
+    data = [tiny_hearing.hearing_batch(case.model, length) for length in (53, 41, 47, 59, 43, 37)]
     trainer = make_trainer(case, folder, data=data, model=model, per_device_train_batch_size=1)
     trainer.data_collator = one_row
     return trainers.finish(trainer)

@@ -90,7 +90,7 @@ def wrong_labels(rank: int, size: int) -> None:
 
 def test_what_token_losses_refuses(ranks: Ranks) -> None:
     model, batch = models.make_model("llama").eval(), models.make_batch("plain")
-    with pytest.raises(ConfigError, match="take patched models"):
+    with pytest.raises(ConfigError, match="takes a patched model"):
         hf_burst.token_losses(model, batch)
     hf_burst.patch_model(model)
     with pytest.raises(BatchError, match="The labels are missing"):
@@ -204,7 +204,7 @@ def test_what_losses_of_ones_own_refuse(ranks: Ranks) -> None:
     model, batch = hf_burst.patch_model(models.make_model("llama")), models.make_batch("plain")
     with pytest.raises(RankError, match="weights of tokens"):
         ranks(2).run(other_weights)
-    with pytest.raises(ConfigError, match="take patched models"):
+    with pytest.raises(ConfigError, match="takes a patched model"):
         hf_burst.token_divergences(model, models.make_model("llama"), batch)
     small = hf_burst.patch_model(models.llama_with({"rope_type": "default"}, vocab_size=50))
     with pytest.raises(ConfigError, match="vocabularies of model and teacher differ: 61 and 50"):

@@ -242,6 +242,12 @@ def check_books(folder: Path, printed: str) -> None:
     shutil.rmtree(folder / "outputs")
 
 
+def test_the_script_of_the_readme_makes_its_settings_before_the_model() -> None:
+    """ZeRO-3, by which docs/how-to/large-models.md runs it, divides only weights that are read later."""
+    (script,) = [block.source for block in SCRIPTS if block.page == "README.md"]
+    assert script.index("SFTConfig(\n") < script.index(".from_pretrained(")
+
+
 @pytest.mark.slow
 def test_the_script_of_the_readme(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As it is printed, in one process and by its launch line for CPUs."""

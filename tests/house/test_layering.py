@@ -12,6 +12,8 @@ ORDER = [
     *("recurrent", "sizing", "hf", "check", "cli"),
 ]
 HF_ORDER = [
+    "row_states",
+    "sharded_cache",
     "context",
     "attention",
     "callers",
@@ -22,6 +24,7 @@ HF_ORDER = [
     "forward_pass",
     "parts",
     "patch",
+    "generation",
     "trainers",
 ]
 ONLY_IN = {

@@ -15,17 +15,21 @@ NAMES = [
     "BurstConfig",
     "BurstParallelismConfig",
     "BurstResume",
+    "GroupCollator",
     "Memory",
+    "RememberedDocument",
     "check_model",
+    "generate",
     "last_checkpoint",
     "patch_model",
+    "remember",
     "shard_batch",
     "token_divergences",
     "token_losses",
     "unpatch_model",
 ]
 FOR_EXPERTS = ["AttentionRequest", "ContextGroup", "MaskPattern", "SequenceLayout", "burst_attention"]
-SETTINGS = ["schedule", "kernel", "transport", "chunking", "gradients", "memory"]
+SETTINGS = ["schedule", "kernel", "transport", "chunking", "gradients", "memory", "share_prefixes"]
 SETTINGS_OF_MEMORY = ["activation_offloading", "tiled_mlp", "head_groups", "layers_per_checkpoint", "attention_keep"]
 
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hf_burst
-from hf_burst.check.compare import Double
+from hf_burst.check.tiny import Double
 from hf_burst.errors import ConfigError, KernelError
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.models.support import base_model

@@ -32,22 +32,20 @@ def test_segments_are_as_few_as_can_be_and_hand_on_where_a_document_goes_on(layo
             pieces[rank, index] = piece
         runs = [(piece.row, piece.document, piece.start, piece.stop) for piece in own]
         assert not any(one[:2] == two[:2] and one[3] == two[2] for one, two in pairwise(runs))
-    chained = [place for chain in segments.chains for place in chain]
-    assert len(set(chained)) == len(chained)
-    for chain in segments.chains:
-        own = [pieces[place] for place in chain]
-        assert own[0].opens
-        assert len({(piece.row, piece.document) for piece in own}) == 1
-        assert all(one.stop == two.start for one, two in pairwise(own))
-        assert own[-1].stop in layout.documents[own[0].row]
-    lone = [pieces[place] for place in pieces if place not in chained]
-    assert all(piece.opens and piece.stop in layout.documents[piece.row] for piece in lone)
+    for place, piece in pieces.items():
+        assert piece.opens == (place not in segments.before)
+        if not piece.opens:
+            before = pieces[segments.before[place]]
+            assert (before.row, before.document, before.stop) == (piece.row, piece.document, piece.start)
+    assert len(set(segments.before.values())) == len(segments.before)
+    last = [piece for place, piece in pieces.items() if place not in segments.before.values()]
+    assert all(piece.stop in layout.documents[piece.row] for piece in last)
 
 
 @given(layout=layouts())
 def test_slots_number_those_that_hand_on(layout: SequenceLayout) -> None:
     segments = layout.segments
-    handing = sorted(place for chain in segments.chains for place in chain[:-1])
+    handing = sorted(set(segments.before.values()))
     assert sorted(segments.slots) == handing
     counts = [sum(rank == owner for owner, _ in handing) for rank in range(layout.ranks)]
     assert segments.most_slots == max(counts)
@@ -72,3 +70,23 @@ def test_a_layout_makes_them_once() -> None:
     assert layout.segments is layout.segments
     assert layout.segments.whole is layout.segments.whole
     assert layout.segments.by_rank is layout.segments.by_rank
+
+
+def test_endings_follow_the_last_tokens_of_their_beginning() -> None:
+    layout = SequenceLayout.for_batch([(0, 6, 7, 12, 18)], 3, parents=[(-1, 0, 1, 0)], chunking=(0, 1, 2))
+    segments = layout.segments
+    found = {
+        (rank, index): (piece.start, piece.stop)
+        for rank in range(3)
+        for index, piece in enumerate(segments.by_rank[rank])
+    }
+    assert {found[place]: found[before] for place, before in segments.before.items()} == {
+        (6, 7): (0, 6),
+        (7, 12): (6, 7),
+        (12, 18): (0, 6),
+    }
+    third = segments.by_rank[2][0]
+    assert list(segments.text_before(third)) == [5, 4, 3, 2, 1, 0]
+    assert list(segments.text_before(segments.by_rank[1][1])) == [6, 5, 4, 3, 2, 1, 0]
+    assert segments.most_slots == 1
+    assert [piece.opens for piece in segments.whole.by_rank[0]] == [True, False, False, False]

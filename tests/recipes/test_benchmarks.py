@@ -418,6 +418,22 @@ def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("what", ["questions", "pairs"])
+def test_rows_that_begin_alike_are_measured(tmp_path: Path, what: str) -> None:
+    out, sizes = tmp_path / "beginnings.json", ["--beginning", "90", "--ending", "7", "--endings", "2"]
+    options = [*sizes, "--what", what, "--shape", "tiny", "--rounds", "1", "--warmup", "0", "--out", str(out)]
+    launch("recipes/benchmarks/beginnings.py", *options, common=("--device", "cpu"))
+    result = json.loads(out.read_text())
+    shared, *whole, limit = result["results"]
+    assert [row["contender"] for row in whole] == ["rows", *(["rows, one by one"] if what == "questions" else [])]
+    assert result["ceilings"]["tokens"] == 2 * 97 / 104
+    for row in whole:
+        assert row["check"] == pytest.approx(shared["check"], rel=1e-5)
+        assert row["sharing_is_times_as_fast"] == row["median_s"] / shared["median_s"]
+    assert limit["steps"][0]["seconds"] > 0
+
+
+@pytest.mark.slow
 def test_training_on_one_gpu(tmp_path: Path) -> None:
     """One process needs no launcher, and trains as Transformers does by any settings."""
     out, words = tmp_path / "training.json", "tiled_mlp=16,activation_offloading=1.0,head_groups=2"

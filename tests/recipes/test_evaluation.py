@@ -399,13 +399,6 @@ def test_settings_of_an_adapter_that_are_not_passed_on(tmp_path: Path, options: 
         evaluation.load_model(model, burst, 300, 0)
 
 
-def test_fsdp2_refuses_what_is_generated() -> None:
-    wanted = evaluate.Evaluation(ruler=["niah_single_1"], ruler_by="generation")
-    accelerator = mock.Mock(distributed_type=DistributedType.FSDP)
-    with pytest.raises(SystemExit, match="FSDP2 shards the weights"):
-        evaluation.read(words(), wanted, accelerator)
-
-
 def test_ruler_says_what_to_install(folder: Path, tmp_path: Path) -> None:
     arguments = ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path), "--ruler", "niah_single_1"]
     with mock.patch.object(evaluate, "find_spec", return_value=None), pytest.raises(SystemExit, match="pip install"):

@@ -31,7 +31,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_there_are_notebooks() -> None:
-    assert len(NOTEBOOKS) == 7
+    assert len(NOTEBOOKS) == 8
 
 
 @pytest.mark.slow
@@ -102,12 +102,22 @@ def weights_are_real(text: str) -> None:
     assert after < before < 30
 
 
+def pictures_are_read(text: str) -> None:
+    """The loss is that of one process, and answers about unseen books are right after the training alone."""
+    over_two, alone = map(float, re.search(r"([\d.]+) over two processes, ([\d.]+) in one", text).groups())
+    assert over_two == pytest.approx(alone, rel=1e-5)
+    before, after = (float(re.search(rf"{name}: +([\d.]+)%", text)[1]) for name in ("base", "trained"))
+    assert before < 15
+    assert after > 95
+
+
 CLAIMS: dict[str, Callable[[str], object]] = {
     "03_your_documents": answers_right,
     "04_longer_context": context_is_longer,
     "05_chats_and_agents": answers_right,
     "06_hybrids": states_stay_small,
     "07_real_weights": weights_are_real,
+    "08_picture_book": pictures_are_read,
 }
 
 

@@ -86,7 +86,7 @@ def test_every_source_gives_the_same_documents(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="on the Hub"):
         data.load_rows(["no/such"], "train")
     (tmp_path / "text" / "latin.txt").write_bytes("Stra\xdfe".encode("latin-1"))
-    with pytest.raises(SystemExit, match=r"latin.txt is not UTF-8"):
+    with pytest.raises(SystemExit, match=r"latin.txt:1 is not UTF-8"):
         data.load_rows([str(tmp_path / "text")], "train")
 
 
@@ -319,6 +319,26 @@ def test_a_row_that_is_refused_is_named_as_it_stands_in_its_file(tmp_path: Path,
         tokens_of(tmp_path, arguments, eval_share=0.4, dataset_split="train[1:]")
 
 
+def test_several_wrong_rows_are_named_together(tmp_path: Path, arguments: Any) -> None:
+    """In the order of their files, also where rows are drawn and two of them are the same."""
+    bad: list[Any] = [{"messages": TURN} for _ in range(30)]
+    for index in range(3, 27, 2):
+        bad[index] = {"messages": [{**USER, "role": f"usr{min(index, 7)}"}]}
+    path = conversations.write(tmp_path / "rows.jsonl", bad)
+    for options in ({}, {"eval_share": 0.01}):
+        arguments.dataset_num_proc = None if options else 2
+        with pytest.raises(SystemExit) as end:
+            tokens_of(path, arguments, **options)
+        head, *lines, last = str(end.value).splitlines()
+        assert head == f"dataset ['{path}'] cannot be used:"
+        assert [line.split(": message 1 has the role ")[0] for line in lines] == [
+            f"{path}:{number}" for number in range(4, 24, 2)
+        ]
+        assert "the role 'usr3' (did you mean user?)" in lines[0]
+        assert "the role 'usr7'" in lines[-1]
+        assert last == "and 2 more rows"
+
+
 def test_a_row_of_another_kind_of_file_is_named_by_its_words(tmp_path: Path, arguments: Any) -> None:
     rows = [{"prompt": f"Question {number}", "completion": "5" if number != 4 else None} for number in range(9)]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
@@ -331,6 +351,13 @@ def test_a_row_of_another_kind_of_file_is_named_by_its_words(tmp_path: Path, arg
     [
         ("broken.jsonl", b'{"text": "a"}\n\n{"text" "b"}\n', "broken.jsonl:3: Expecting ':' delimiter (column 9)"),
         ("broken.jsonl", b'{"text": "a"}\n[1]\n', "broken.jsonl:2: it must be a mapping"),
+        ("broken.jsonl", b'[1]\n{"text": "a"}\n{\n', "broken.jsonl:1: it must be a mapping, such as {...}\n"),
+        (
+            "latin.jsonl",
+            b'{"text": "a"}\n{"text": "Stra\xdfe"}\n',
+            r"""latin.jsonl:2 is not UTF-8: invalid continuation byte in b'{"text": "Stra\xdfe"}\n'; save the file""",
+        ),
+        ("latin.csv", b"text\nStra\xdfe\n", "latin.csv:2 is not UTF-8"),
         ("latin.txt", b"\xff\xfe" * 9, "is not UTF-8: invalid start byte"),
         ("empty.jsonl", b"", "cannot be used: it holds no rows"),
         ("empty/", None, "is a folder that holds nothing"),

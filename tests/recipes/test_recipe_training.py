@@ -114,6 +114,26 @@ def test_losses_are_those_of_one_process(
         assert run["num_tokens"] == wanted["num_tokens"]
 
 
+def test_questions_on_a_document_are_a_sample(
+    ranks: Ranks, files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Documents computed once by two ranks, beside one process that computes every row."""
+    documents = [f"Number {number}: " + "some words, and others. " * 14 for number in range(2)]
+    rows = [
+        {"prompt": f"{document} What is {question}? ", "completion": f"It is {question * place}."}
+        for place, document in enumerate(documents)
+        for question in range(5)
+    ]
+    conversations.write(tmp_path / "questions.jsonl", rows)
+    given = [*options(files, "chats", "full", dataset=tmp_path / "questions.jsonl"), "--group_rows", "3"]
+    wanted = train(0, 1, "sft", [*given, "--burst", "{share_prefixes: false}"], str(tmp_path / "out"))
+    assert "10 rows are 4 samples of up to 3 that begin alike." in capfd.readouterr().out
+    for run in ranks(2).run(train, "sft", [*given, "--burst", "{share_prefixes: true}"], str(tmp_path / "out")):
+        assert run["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+        assert run["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+        assert run["num_tokens"] == wanted["num_tokens"]
+
+
 HYBRIDS = [("finetune_long_document", "text_hybrid", "text"), ("sft", "sft_hybrid", "chats")]  # script, file, rows
 
 

@@ -19,6 +19,7 @@ datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
+import byte_tokenizer  # noqa: E402
 import dpo  # noqa: E402
 import finetune_long_document  # noqa: E402
 import merge_adapter  # noqa: E402
@@ -209,6 +210,11 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         ("--model_name_or_path", "a/b/c", "model_name_or_path is 'a/b/c', a folder that does not exist; the current"),
         ("--tokenizer", ".", "tokenizer '.' cannot be used"),
         ("--dataset", "missing.txt", "dataset has 'missing.txt', which does not exist; the current folder is /"),
+        (
+            "--dataset",
+            f"{ROOT}/LICENSE",
+            "LICENSE', a file whose suffix tells no kind; a text is named such as LICENSE.txt",
+        ),
         ("--dataset", "lang.txt", "dataset has 'lang.txt', which does not exist; did you mean long.txt?"),
         ("--dataset", "books/", "dataset has 'books/', a folder that does not exist; the current folder is /"),
         ("--dataset", "./long", "dataset has './long', a folder that does not exist; did you mean long.txt?"),
@@ -263,7 +269,7 @@ def test_a_library_that_is_not_installed(
 def test_a_chat_template_may_have_any_name(recipe: Callable[..., Any]) -> None:
     """The recipe reads it; TRL takes what does not end in .jinja for a model."""
     conversations.chats(Path("chats.jsonl"), conversations.facts(8), count=2, turns=2)
-    template = "{# mine #}" + models.CHATML.read_text()
+    template = "{# mine #}" + byte_tokenizer.CHATML.read_text()
     Path("mine.txt").write_text(template)
     trainer, _ = recipe("--dataset", "chats.jsonl", "--chat_template_path", "mine.txt", script=sft)
     assert trainer.processing_class.chat_template == template
@@ -730,6 +736,18 @@ def test_another_model_comes_with_its_tokenizer(tmp_path: Path) -> None:
         words = ["--config", str(tmp_path / "own.yaml"), "--model_name_or_path", base, *more]
         (model,) = settings.parse(words, (settings.ModelSettings,), {})
         assert (model.model_name_or_path, model.tokenizer) == (base, tokenizer)
+
+
+def test_a_variable_that_is_overruled_is_told(
+    recipe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in the script for SLURM, which sets it."""
+    told = "burst_size is 1, which overrules HF_BURST_SIZE=8. Pass --burst_size 8 for that."
+    monkeypatch.setenv("HF_BURST_SIZE", "8")
+    recipe("--burst_size", "1")
+    assert told in capsys.readouterr().err
+    monkeypatch.setenv("HF_BURST_SIZE", "1")
+    assert settings.overruled(1) is settings.overruled(None) is None
 
 
 def test_groups_must_divide_what_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:

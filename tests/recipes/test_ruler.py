@@ -103,9 +103,6 @@ def adapted(rank: int, size: int, folder: str) -> list[tuple[float, bool]]:
     for options, told in (({"max_gen_toks": 32}, "must be less than max_length"), ({"do_sample": True}, "greedy")):
         with pytest.raises(ValueError, match=told):  # on all ranks, though one would generate
             lm.generate_until([mock.Mock(args=("the value is", options))])
-    asked = [mock.Mock(args=("the value is", {"until": "is", "max_gen_toks": 5}))]
-    with mock.patch.object(ruler, "FSDPModule", LlamaForCausalLM), pytest.raises(ValueError, match="cannot be gen"):
-        lm.generate_until(asked)
     return lm._loglikelihood_tokens([(("", ""), [3], [*range(4, 36)]), (("", ""), [*range(3, 40)], [5, 6])])
 
 
@@ -122,8 +119,33 @@ def test_requests_of_lm_eval_at_the_edge(ranks: Callable[[int], RankPool], folde
             assert [likelihood for likelihood, _ in scores] == pytest.approx(expected, rel=1e-6)
 
 
+def answers(rank: int, size: int, folder: str) -> tuple[list[str], list[str]]:
+    """What lm-eval's own model writes, each rank by itself, and what is written over ranks."""
+    import ruler
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoTokenizer
+
+    reset_accelerate()
+    PartialState(cpu=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    requests = [
+        mock.Mock(args=(" ".join(["the value is"] * count), {"until": [], "max_gen_toks": 7})) for count in (2, 9)
+    ]
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    with mock.patch.dict(os.environ, {"WORLD_SIZE": "1"}):
+        expected = HFLM(model, backend="causal", tokenizer=tokenizer, batch_size=2).generate_until(requests, True)
+    lm = ruler.ShardedLM(hf_burst.patch_model(model), tokenizer, 128)
+    return expected, lm.generate_until(requests, True)
+
+
+def test_answers_of_lm_eval_are_written_over_ranks(ranks: Callable[[int], RankPool], folder: Path) -> None:
+    results = ranks(2).run(answers, str(folder))
+    assert all(own == expected for expected, own in results)
+    assert all(results[0][1])
+
+
 @pytest.mark.full
-def test_processes_share_out_what_ruler_generates(ranks: Callable[[int], RankPool], folder: Path) -> None:
+def test_what_ruler_generates_over_ranks(ranks: Callable[[int], RankPool], folder: Path) -> None:
     arguments = str(folder), ["niah_single_1", "niah_multikey_3"], [512, 768], "generation"
     ((expected, _),) = ranks(1).run(ruler_scores, *arguments)
     assert ranks(2).run(ruler_scores, *arguments) == [(expected, [])] * 2

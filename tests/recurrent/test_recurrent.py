@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from hf_burst.recurrent import (
     Rule,
     Shards,
     causal_convolution,
+    delta,
     delta_rule_by_heads,
     delta_rule_by_states,
     delta_rule_in_two_passes,
@@ -28,6 +30,7 @@ from hf_burst.recurrent import (
     scan_by_states,
 )
 from hf_burst.recurrent.fla import _FlaKernels
+from hf_burst.recurrent.states import incoming_states
 from tests.support.delta_steps import DeltaSteps, token_by_token
 from tests.support.ranks import RankPool
 
@@ -41,6 +44,7 @@ class Case:
 
     documents: tuple[tuple[int, ...], ...]
     chunking: str | tuple[int, ...] = "balanced"
+    parents: tuple[tuple[int, ...], ...] = ()
 
 
 CASES = {
@@ -52,6 +56,9 @@ CASES = {
     "ends at the edges of chunks": Case(((0, 12, 24, 36, 48),), "contiguous"),
     "rows": Case(((0, 43), (0, 11, 43), (0, 1, 2, 3, 43)), "zigzag"),
     "chunks shorter than the halo": Case(((0, 24),), (0, 1, 2, 3) * 3),
+    "endings": Case(((0, 17, 26, 27, 43),), "zigzag", ((-1, 0, 0, 0),)),
+    "a tree": Case(((0, 11, 12, 14, 23, 29, 37, 41),), "contiguous", ((-1, 0, 1, 2, 0, -1, 5),)),
+    "rows with endings": Case(((0, 20, 24), (0, 1, 24)), (0, 1, 2, 3) * 2, ((-1, 0), (-1, 0))),
 }
 
 
@@ -188,7 +195,7 @@ def sharded(kind: str, segments: Segments, group: ContextGroup, *tensors: Tensor
 
 def compute(rank: int, size: int, kind: str, case: Case) -> list[Tensor]:
     """The output of this rank, and the gradients of what went in."""
-    layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
+    layout = SequenceLayout.for_batch(case.documents, size, case.chunking, parents=case.parents)
     leaves = {name: tensor.requires_grad_() for name, tensor in make(case).items() if name in NAMES[kind]}
     inputs = [leaves[name] if name in PARAMETERS else layout.shard(leaves[name], rank) for name in NAMES[kind]]
     group = ContextGroup.from_mesh(None) if size > 1 else ContextGroup()
@@ -205,26 +212,66 @@ def weights_of(kind: str, case: Case) -> Tensor:
     return torch.randn(rows, tokens, *shape, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", CASES)
+WHOLE = [name for name, case in CASES.items() if not case.parents]
+FORKED = [name for name, case in CASES.items() if case.parents]
+# rules that begin with no state know nothing of forks
+FORKING = [kind for kind in NAMES if kind not in ("Mamba1", "Mamba2, heads exchanged")]
+
+
+@pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("kind", NAMES)
 def test_states_pass_from_rank_to_rank(ranks: Ranks, kind: str, name: str) -> None:
     compare(ranks, kind, CASES[name])
 
 
-def compare(ranks: Ranks, kind: str, case: Case) -> None:
+@pytest.mark.parametrize("name", FORKED)
+@pytest.mark.parametrize("kind", FORKING)
+def test_states_fork_into_endings(ranks: Ranks, kind: str, name: str) -> None:
+    compare(ranks, kind, CASES[name])
+
+
+def compute_with_one_heir(rank: int, size: int, kind: str, case: Case) -> list[Tensor]:
+    """As if the gradient of a state came from the last of its endings alone."""
+
+    def alone(*arguments: Any) -> Any:
+        states, slots = incoming_states(*arguments)
+        last = max(states, default=0)
+        return {index: state if index == last else state.detach() for index, state in states.items()}, slots
+
+    with mock.patch.object(delta, "incoming_states", alone):
+        return compute(rank, size, kind, case)
+
+
+def test_a_lost_gradient_of_a_fork_is_noticed(ranks: Ranks) -> None:
+    with pytest.raises(AssertionError, match="not close"):
+        compare(ranks, "gated delta rule", CASES["endings"], compute_with_one_heir)
+
+
+def text_of(row: tuple[int, ...], parents: tuple[int, ...], document: int) -> list[int]:
+    """The tokens of a text, from its first document on."""
+    tokens = list[int]()
+    while document >= 0:
+        tokens = [*range(row[document], row[document + 1]), *tokens]
+        document = parents[document] if parents else -1
+    return tokens
+
+
+def compare(ranks: Ranks, kind: str, case: Case, compute: Callable[..., Any] = compute) -> None:
     """Outputs and gradients of 1 to 4 ranks, beside those of one process that holds all tokens."""
     leaves = {name: tensor.requires_grad_() for name, tensor in make(case).items()}
     rows = []
     for row, bounds in enumerate(case.documents):
         documents = []
-        for start, stop in pairwise(bounds):
-            own = [leaves[n] if n in PARAMETERS else leaves[n][row : row + 1, start:stop] for n in NAMES[kind]]
-            documents.append(whole(kind, *own))
+        parents = case.parents[row] if case.parents else ()
+        for document, (start, stop) in enumerate(pairwise(bounds)):
+            text = text_of(bounds, parents, document)
+            own = [leaves[n] if n in PARAMETERS else leaves[n][row : row + 1, text] for n in NAMES[kind]]
+            documents.append(whole(kind, *own)[:, start - stop :])
         rows.append(torch.cat(documents, dim=1))
     expected = torch.cat(rows)
     (expected * weights_of(kind, case)).sum().backward()
     for size in (4,) if isinstance(case.chunking, tuple) else (1, 2, 3, 4):
-        layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
+        layout = SequenceLayout.for_batch(case.documents, size, case.chunking, parents=case.parents)
         results = ranks(size).run(compute, kind, case) if size > 1 else [compute(0, 1, kind, case)]
         output = layout.unshard([out for out, *_ in results])
         torch.testing.assert_close(output, expected.detach(), rtol=1e-10, atol=1e-11)

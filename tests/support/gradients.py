@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hf_burst.check.compare import Double
+from hf_burst.check.tiny import Double
 
 Result = tuple[float, dict[str, torch.Tensor]]
 TOLERANCE = 1e-9

@@ -25,6 +25,12 @@ SHORTER = {  # what is trained always; notebooks as they stand are run by `pytes
         "max_steps=140": "max_steps=20",
     },
     "06_hybrids": {"max_steps=16": "max_steps=2"},
+    "08_picture_book": {
+        "range(3560)": "range(392)",
+        "< 3528": "< 384",
+        "books[:3528], books[3528:]": "books[:384], books[384:]",
+        "max_steps=294": "max_steps=12",
+    },
     "07_real_weights": {"STEPS = 12": "STEPS = 2"},
 }
 

@@ -1,5 +1,4 @@
-"""What tests need of models that see besides `recipes/tiny_seeing.py` and `recipes/tiny_pictures.py`: a processor, and
-chats with images."""
+"""A processor for a tiny model that sees, and chats with images."""
 
 import random
 from typing import Any
@@ -11,8 +10,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from recipes.tiny_pictures import WORDS
-from recipes.tiny_seeing import IMAGE
+from hf_burst.check.tiny_pictures import WORDS
+from hf_burst.check.tiny_seeing import IMAGE
 
 _CHAT = (
     "{% for message in messages %}{% for part in message['content'] %}"

@@ -1,6 +1,8 @@
 """Faults and resuming: nothing that is half-written is taken, and the same command goes on as if nothing had been."""
 
+import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -27,13 +30,13 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import hf_burst
 from hf_burst.errors import ConfigError
-from hf_burst.hf.trainers.resume import what_is_missing
+from hf_burst.hf.trainers.resume import known_of, what_is_missing
 from hf_burst.ranks.watch.report import START_ANEW
 from tests.support import restarted
 from tests.support.hosts import refusal
 from tests.support.models import make_model
 from tests.support.ranks import RankError, RankPool, reset_accelerate
-from tests.support.trainers import Case, make_trainer, tokenizer
+from tests.support.trainers import Case, make_trainer, samples, tokenizer
 
 Ranks = Callable[[int], RankPool]
 ROOT = Path(__file__).parents[2]
@@ -359,6 +362,72 @@ def test_another_global_batch_is_an_error(
 
 def resumed_with(rank: int, size: int, folder: str, case: Case, options: dict[str, Any]) -> dict[str, Any]:
     return trained(rank, size, folder, case, **options)
+
+
+def of_data(
+    rank: int, size: int, folder: str, data: Any, steps: int, other: bool = False
+) -> tuple[list[Any], str, list[float]]:
+    """Where a training on other rows begins, what it says, and the learning rates."""
+    options = {**EVERY, "lr_scheduler_type": "linear", "max_steps": steps}
+    trainer = make_trainer(Case(), folder, data=data, **options)
+    trainer.add_callback(hf_burst.BurstResume(other_data=other))
+    handler = logging.StreamHandler(said := io.StringIO())
+    logging.getLogger("hf_burst").addHandler(handler)
+    try:
+        with redirect_stdout(said):
+            trainer.train(resume_from_checkpoint=hf_burst.last_checkpoint(folder))
+    finally:
+        logging.getLogger("hf_burst").removeHandler(handler)
+    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    return [step["step"] for step in steps], said.getvalue(), [step["learning_rate"] for step in steps]
+
+
+def test_other_training_data_are_an_error(ranks: Ranks, tmp_path: Path) -> None:
+    """As a script that is started on other files, in the folder of the training before."""
+    folder, data = str(tmp_path), samples("padded")
+    ranks(2).run(of_data, folder, data, 2)
+    changed = [dict(row) for row in data]
+    changed[0]["labels"] = changed[0]["labels"].roll(1)
+    for other, told in ((data[:-1], "12 rows, and it is 11 rows now"), (changed, "it is 12 rows with other contents")):
+        with pytest.raises(RankError) as caught:
+            ranks(2).run(of_data, folder, other, 4)
+        for error in caught.value.errors:
+            assert isinstance(error, ConfigError)
+            assert "The checkpoint of step 2 was trained on other data: 12 rows" in str(error)
+            assert told in str(error)
+            assert "set another output_dir" in str(error)
+    asked = copy(tmp_path, tmp_path / "asked", 2)
+    steps, said, _ = ranks(2).run(of_data, asked, changed, 3, True)[0]
+    assert steps[-1] == 3
+    assert "with other contents now. As many rows of it are skipped" in said
+    (_, said, rates), (_, other_rank, _) = ranks(2).run(of_data, folder, data, 4)
+    assert f"goes on from {folder}/checkpoint-2 (step 2 of 4)" in said
+    assert "The checkpoint is of a training of 2 steps, and this one has 4" in said
+    assert rates == pytest.approx([1e-2, 5e-3, 0.0, 2.5e-3])
+    assert other_rank == ""
+    _, said, _ = ranks(2).run(of_data, folder, data, 4)[0]
+    assert f"goes on from {folder}/checkpoint-4 (step 4 of 4)\n4 steps are done" in said
+
+
+def test_what_is_known_of_training_data(tmp_path: Path) -> None:
+    """Tables are read as Arrow holds them: transforms, which may be random, are not run."""
+    datasets = pytest.importorskip("datasets")
+    rows = [{"input_ids": [index] * 9, "logps": index / 3, "text": f"t{index}"} for index in range(40)]
+    table = datasets.Dataset.from_list(rows)
+    known = known_of(table)
+    assert known["rows"] == 40
+    assert known == known_of(rows) == known_of(table.with_transform(lambda rows: 1 / 0))
+    table.save_to_disk(tmp_path)
+    assert known == known_of(datasets.load_from_disk(tmp_path)) == known_of(table.with_format("torch"))
+    assert known == known_of([{**row, "logps": row["logps"] + 1e-6} for row in rows])
+    for index in (0, 39):
+        assert known != known_of([{**row, "text": "other"} if row is rows[index] else row for row in rows])
+    assert known != known_of(table.select(range(39, -1, -1)))
+    image = [{"pixels": torch.ones(2, 3), "image": object(), "bytes": b"1"}]
+    assert known_of(image) == known_of([{**image[0], "image": object()}])
+    assert known_of(image) != known_of([{**image[0], "bytes": b"2"}])
+    assert known_of(torch.utils.data.TensorDataset(torch.ones(5))) == {"rows": 5, "digest": None}
+    assert known_of(table.to_iterable_dataset()) == known_of(None) == {"rows": None, "digest": None}
 
 
 def test_a_checkpoint_of_an_earlier_run_is_not_mixed_with_a_new_one(tmp_path: Path) -> None:

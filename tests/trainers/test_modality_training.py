@@ -1,7 +1,12 @@
 """Training a model of several modalities, on text and on images, beside one process; saved as what it was."""
 
 import json
+import os
+import re
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -11,14 +16,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel, Trainer
 
 import hf_burst
 from hf_burst.check.tiny import tiny_copy
+from hf_burst.check.tiny_pictures import seeing_batch
+from hf_burst.check.tiny_seeing import seeing_model
 from hf_burst.hf.models.cut_point import language_model_path
-from recipes.tiny_pictures import seeing_batch
-from recipes.tiny_seeing import seeing_model
 from recipes.tiny_wrappers import tiny_wrapper
 from tests.support import conversations, models, pictures, trainers
 from tests.support.ranks import RankPool, reset_accelerate
@@ -30,6 +36,7 @@ pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))  # where the recipes find their modules
 import models as recipe_models
 
+ROOT = Path(__file__).parents[2]
 Ranks = Callable[[int], RankPool]
 GEMMA, QWEN = "Gemma3ForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"
 IN_LANGUAGE_MODEL = r".*\.language_model\..*\.(q|v)_proj"
@@ -90,7 +97,7 @@ def train_on_images(rank: int, size: int, folder: str, case: Case, packing: bool
 
     model = seeing_model(case.model).to(torch.float32)
     if case.burst:
-        hf_burst.patch_model(model)
+        hf_burst.patch_model(model, hf_burst.BurstConfig(share_prefixes=True))
     if case.lora:
         from peft import LoraConfig, get_peft_model
 
@@ -113,7 +120,8 @@ SEEING = [
     Case("SFTTrainer", "padded", model="Llava"),
     Case("SFTTrainer", "padded", model="Llava", lora=True, checkpointing=True),
     Case("SFTTrainer", "padded", model="Llava", data=2),
-    Case("DPOTrainer", model="Llava", lora=True),
+    Case("DPOTrainer", model="Llava", lora=True),  # pairs of several images, row by row
+    Case("DPOTrainer", model="Llava", lora=True, data=2),  # a pair at a time
 ]
 
 
@@ -254,24 +262,32 @@ def test_the_recipe_takes_a_wrapper(ranks: Ranks, tmp_path: Path, lora: bool) ->
     assert any(not torch.equal(value, small.state_dict()[name]) for name, value in trained.state_dict().items())
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_the_recipe_trains_on_images(ranks: Ranks, tmp_path: Path, rows: int) -> None:
-    folder, shown = tmp_path / "llava", tmp_path / "shown"
-    seeing_model("Llava").to(torch.float32).save_pretrained(folder)
-    pictures.llava_processor().save_pretrained(folder)
+def write_chats_with_images(folder: Path) -> Path:
+    """A tiny Llava with its processor in a folder, and chats with images in another one."""
+    seeing_model("Llava").to(torch.float32).save_pretrained(folder / "llava")
+    pictures.llava_processor().save_pretrained(folder / "llava")
+    shown, lines = folder / "shown", []
     shown.mkdir()
-    lines = []
     for number, chat in enumerate(pictures.chats_with_images()):
         names = [f"{number}_{place}.png" for place in range(len(chat["images"]))]
         for name, image in zip(names, chat["images"], strict=True):
             image.save(shown / name)
         lines.append(json.dumps({"messages": chat["messages"], "images": names}))
     (shown / "chats.jsonl").write_text("\n".join(lines))
-    settings = {
-        **{"model_name_or_path": folder, "dataset": shown / "chats.jsonl", "max_steps": 3, "save_strategy": "no"},
-        **{"per_device_train_batch_size": rows, "use_cpu": "true", "bf16": "false", "disable_tqdm": "true"},
-    }
-    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    return shown
+
+
+def words_of(folder: Path, **settings: Any) -> list[str]:
+    """Words of a command that trains on the chats."""
+    given = {"model_name_or_path": folder / "llava", "dataset": folder / "shown" / "chats.jsonl", **settings}
+    given |= {"use_cpu": "true", "bf16": "false", "disable_tqdm": "true"}
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_recipe_trains_on_images(ranks: Ranks, tmp_path: Path, rows: int) -> None:
+    shown = write_chats_with_images(tmp_path)
+    words = words_of(tmp_path, max_steps=3, save_strategy="no", per_device_train_batch_size=rows)
     wanted = train_by_recipe(0, 1, words, str(tmp_path / "out"))
     for losses in ranks(2).run(train_by_recipe, words, str(tmp_path / "out")):
         assert losses == pytest.approx(wanted, rel=1e-5)
@@ -285,3 +301,52 @@ def test_the_recipe_trains_on_images(ranks: Ranks, tmp_path: Path, rows: int) ->
     (shown / "3_0.png").unlink()
     with pytest.raises(SystemExit, match=r"images names '3_0\.png', which is no file"):
         train_by_recipe(0, 1, words, str(tmp_path / "out"))
+
+
+def launch(words: list[str]) -> subprocess.Popen[str]:
+    """Starts the recipe over two processes, in a session of their own."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    return subprocess.Popen(
+        [*command, "--main_process_port", "0", str(ROOT / "recipes" / "sft.py"), *words],
+        env={**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    (file,) = [*folder.glob("adapter_model.safetensors"), *folder.glob("model.safetensors")]
+    return load_file(file)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [[], ["--use_peft"]], ids=["all weights", "adapters"])
+def test_a_training_on_images_that_is_killed_goes_on_bit_by_bit(tmp_path: Path, adapters: list[str]) -> None:
+    write_chats_with_images(tmp_path)
+    words = words_of(tmp_path, save_strategy="steps", save_steps=2, per_device_train_batch_size=2, max_steps=6)
+    whole = launch([*words, *adapters, "--output_dir", str(tmp_path / "whole")])
+    said, _ = whole.communicate(timeout=200)
+    assert whole.returncode == 0, said
+    output = tmp_path / "killed"
+    killed = launch([*words, *adapters, "--output_dir", str(output)])
+    try:
+        last = time.monotonic() + 200
+        while not (output / "checkpoint-2" / "trainer_state.json").exists():
+            assert time.monotonic() < last
+            assert killed.poll() is None, killed.communicate()[0]
+            time.sleep(0.01)
+    finally:
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.communicate()
+    assert not (output / "trainer_state.json").exists(), "it was killed before its end"
+    resumed = launch([*words, *adapters, "--output_dir", str(output)])
+    said, _ = resumed.communicate(timeout=200)
+    assert resumed.returncode == 0, said
+    assert re.search(r"goes on from .*checkpoint-\d", said), said
+    wanted, found = weights_in(tmp_path / "whole"), weights_in(output)
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    start = load_file(tmp_path / "llava" / "model.safetensors")
+    assert not all(name in start and torch.equal(value, start[name]) for name, value in found.items()), "it trained"

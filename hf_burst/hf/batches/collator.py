@@ -9,10 +9,12 @@ from torch.utils.data import get_worker_info
 
 from ...config import BurstConfig, renamed
 from ...errors import BatchError
+from ...layers.loss import IGNORE_INDEX
 from ...ranks.group import ContextGroup
 from ..groups import OLD_ARGUMENTS, resolve_group
 from ..models.task import Task, task_named
 from .cutting import cut_batch
+from .joining import Joined, fit, join_texts, obstacle_in
 from .packing import join_samples
 from .sharded import LAYOUT_KEY, describe_shard
 
@@ -52,8 +54,23 @@ def shard_batch(
 def _shard(batch: Mapping[str, Any], config: BurstConfig, group: ContextGroup, task: Task) -> dict[str, Any]:
     if "shift_labels" in batch or LAYOUT_KEY in batch:
         raise BatchError("The batch carries shift_labels, so it counts as sharded already. Shard it once.")
-    shard, layout = cut_batch(batch, config, group.rank, group.size, task)
+    joined = _joined(batch) if config.share_prefixes is True and task.causal else None
+    row, parents = (batch, ()) if joined is None else (joined.batch, (joined.parents,))
+    shard, layout = cut_batch(row, config, group.rank, group.size, task, parents)
     return {**shard, LAYOUT_KEY: describe_shard(shard, batch, layout, group.rank, task)}
+
+
+def _joined(batch: Mapping[str, Any]) -> Joined | None:
+    """The texts of a batch that begin alike in one row; `None` if there are none, or a label counts in several of them,
+    since trainers count the labels of what a collator returns."""
+    labels = batch.get("labels")
+    if batch.get("input_ids") is None or obstacle_in(batch) or not fit(batch, labels):
+        return None
+    joined = join_texts(batch, None, least=1)
+    if joined is None or labels is None:
+        return joined
+    counts = [int((each != IGNORE_INDEX).sum()) for each in (labels, joined.batch["labels"])]
+    return joined if counts[0] == counts[1] else None
 
 
 class BurstCollator:
@@ -63,7 +80,8 @@ class BurstCollator:
         base_collator (`Callable`): Any collator that returns a mapping of tensors, such as
             `DataCollatorForLanguageModeling` or `DataCollatorWithFlattening`.
         group (`DeviceMesh` or `ProcessGroup`, *optional*): As in [`shard_batch`].
-        config ([`BurstConfig`], *optional*): As in [`shard_batch`].
+        config ([`BurstConfig`], *optional*): As in [`shard_batch`]. With `share_prefixes=True` texts that begin alike
+            are joined before they are sharded, unless a label counts in several of them.
         causal (`bool`, *optional*): As in [`shard_batch`]. By default `False` for a `base_collator` that masks tokens
             (`DataCollatorForLanguageModeling(mlm=True)`), else `True`.
         packing (`bool`, defaults to `False`): Join the samples of a batch to one packed row instead, also those with

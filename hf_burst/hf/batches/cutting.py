@@ -1,6 +1,7 @@
 """Full batches cut over the ranks."""
 
 import inspect
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -37,11 +38,37 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return arguments
 
 
+def kept_tokens(keep: int | torch.Tensor, length: int) -> Sequence[int]:
+    """The tokens that `logits_to_keep` means, of a batch of so many.
+
+    Raises:
+        BatchError: If it is no such number, and no tensor of indices.
+    """
+    if isinstance(keep, torch.Tensor):
+        bad = keep.dtype == torch.bool or keep.ndim != 1 or not len(keep)
+        bad = bad or bool(((keep < -length) | (keep >= length)).any())
+    else:
+        keep = operator.index(keep)
+        bad = keep < 0
+    if bad:
+        raise BatchError(
+            f"logits_to_keep is {keep}; it must be a number of last tokens, or a tensor of one or more indices into "
+            f"the {length} tokens of the sequence."
+        )
+    return range(max(0, length - keep), length) if isinstance(keep, int) else [row % length for row in keep.tolist()]
+
+
 def cut_batch(
-    batch: Mapping[str, Any], config: BurstConfig, rank: int, ranks: int, task: Task = CAUSAL
+    batch: Mapping[str, Any],
+    config: BurstConfig,
+    rank: int,
+    ranks: int,
+    task: Task = CAUSAL,
+    parents: Sequence[tuple[int, ...]] = (),
 ) -> tuple[dict[str, Any], SequenceLayout]:
-    """One rank's part of a full batch, its targets and token inputs, and the layout; see [`shard_batch`]."""
-    layout = layout_of(batch, config, ranks, task, {MaskPattern(task.causal): 1})
+    """One rank's part of a full batch, its targets and token inputs, and the layout; see [`shard_batch`]. Documents may
+    continue others, by `parents` as in [`SequenceLayout`]."""
+    layout = layout_of(batch, config, ranks, task, {MaskPattern(task.causal): 1}, parents=parents)
     return cut_inputs({**batch, **cut_targets(batch, layout, rank, task)}, layout, rank), layout
 
 
@@ -52,8 +79,10 @@ def layout_of(
     task: Task,
     patterns: Mapping[MaskPattern, int],
     hybrid: Hybrid | None = None,
+    parents: Sequence[tuple[int, ...]] = (),
 ) -> SequenceLayout:
-    """How a full batch is laid over the ranks, for layers that see as far as `patterns` say, and recurrent ones."""
+    """How a full batch is laid over the ranks, for layers that see as far as `patterns` say, and recurrent ones.
+    Documents may continue others, by `parents` as in [`SequenceLayout`]."""
     return SequenceLayout.for_batch(
         documents_of(batch, task),
         ranks,
@@ -62,6 +91,7 @@ def layout_of(
         patterns=patterns,
         stretches=config.memory_settings.stretches,
         hybrid=hybrid,
+        parents=parents,
     )
 
 

@@ -1,19 +1,23 @@
 """Images and sound in batches: of which models they are served, and what ranks must have in common."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from ...errors import BatchError
 from ..models.cut_point import TOKEN_INPUTS, needs_positions, served_modalities
-from .documents import BOUNDARY_KEYS
+from .documents import BOUNDARY_KEYS, tokens_of
 
 SAME_MODALITIES = "Each rank that shares a batch needs all of its images and sound: give all of them the same batch."
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # not 0 where a token stands for an image or sound
 _OF_TYPE = {1: "images", 2: "videos", 3: "sound"}  # as processors number them
 # in the names of arguments that hold sound, its lengths or its padding
 _SOUND = ("audio", "input_features", "input_values", "feature_attention_mask", "padding_mask")
+_TOKEN_ID = re.compile("(image|video|audio|vision|media).*_token_(id|index)$")  # in configs: what stands for images
+_OF_BATCHES = ("logits_to_keep", "num_items_in_batch")
 _TEXT = {*(known.name for known in TOKEN_INPUTS), *BOUNDARY_KEYS, *_TOKEN_TYPES, "attention_mask", "labels"}
 
 
@@ -70,6 +74,29 @@ def values_besides_text(batch: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     for key in sorted(batch):
         if key not in _TEXT:
             yield from _tensors(batch[key])
+
+
+def same_for_every_row(batch: Mapping[str, Any], config: PreTrainedConfig) -> bool:
+    """Whether all rows of a full batch have the same images and sound, or none.
+
+    All values besides text are then as many equal parts as there are rows, and rows have as many tokens that stand for
+    these. A number of tokens that differs would mean that parts and rows do not belong together.
+    """
+    rows, names = tokens_of(batch).shape[0], [key for key in batch if key not in _TEXT and _holds_values(batch[key])]
+    values = [batch[name] for name in names if name not in _OF_BATCHES]
+    if not values:
+        return True
+    known = (value for name, value in config.to_dict().items() if _TOKEN_ID.search(name))
+    ids = [number for number in known if isinstance(number, int)]
+    if not ids or not all(map(_is_tensor, values)) or any(len(value) % rows for value in values):
+        return False
+    counts = torch.isin(batch["input_ids"], torch.tensor(ids, device=batch["input_ids"].device)).sum(1)
+    parts = [value.unflatten(0, (rows, -1)) for value in values]
+    return bool((counts == counts[0]).all()) and all(bool((part == part[:1]).all()) for part in parts)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -1,6 +1,7 @@
 """Where a model is cut over the ranks: the part that works on tokens, and its inputs with a value a token."""
 
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -105,37 +106,66 @@ def cut_point_of(model: nn.Module) -> CutPoint:
 _WATCHING = frozenset(  # and on videos
     {
         *("CohereCompass", "Cosmos3Edge", "Cosmos3Omni", "Ernie4_5_VLMoe", "Exaone4_5_", "Glm46V", "Glm4v", "Glm4vMoe"),
-        *("GlmOcr", "HyperCLOVAXVisionV2", "Lfm3Vl", "LlavaNextVideo", "LlavaOnevision", "MiniCPMOcr", "MiniCPMV4_6"),
+        *(
+            "Gemma4",
+            "Gemma4Unified",
+            "GlmOcr",
+            "HyperCLOVAXVisionV2",
+            "Lfm3Vl",
+            "LlavaNextVideo",
+            "LlavaOnevision",
+            "MiniCPMOcr",
+            "MiniCPMV4_6",
+        ),
         *("MiniCPMV4_7", "MuseGlimmer", "MuseSpark", "Qwen2VL", "Qwen2_5OmniThinker", "Qwen2_5_VL", "Qwen3VL"),
         *("Qwen3OmniMoeThinker", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "VideoLlama3", "VideoLlava"),
     }
 )
 
 
+# families that encode a clip as a whole, or merge its times: ranks share clips there, and frames elsewhere
+_WHOLE_CLIPS = frozenset({"Ernie4_5_VLMoe", "VideoLlama3"})
+
+
 def served_modalities(kind: type) -> list[str]:
     """What a class of models is served with besides text: `"images"`, `"videos"`, `"sound"`."""
     served = {"images": _SEEING, "videos": _WATCHING, "sound": _HEARING}
-    return [modality for modality, families in served.items() if _family(kind) in families]
+    return [modality for modality, families in served.items() if family_of(kind) in families]
 
 
 def needs_positions(kind: type) -> bool:
     """Whether the positions of a class's images depend on what stands before their document."""
-    return _family(kind) == "HunYuanVL"
+    return family_of(kind) == "HunYuanVL"
+
+
+def sees_blocks(model: PreTrainedModel) -> bool:
+    """Whether tokens of an image or a prefix may see later ones in a wrapper, by the source of its class."""
+    if not language_model_path(model):
+        return False
+    modules = {kind.__module__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models.")}
+    sources = [inspect.getsource(sys.modules[module]) for module in modules]
+    return not sources or any("block_sequence_ids" in source for source in sources)
 
 
 def images_dealt_by(kind: type) -> str | None:
     """How ranks share the images of a class of models: by `"patches"`, by `"images"`, or not at all (`""`); `None` if
     it is not served with images."""
-    return _SEEING.get(_family(kind))
+    return _SEEING.get(family_of(kind))
+
+
+def frames_apart(kind: type) -> bool:
+    """Whether the frames of a video are encoded apart from each other, so that ranks may share one video."""
+    family = family_of(kind)
+    return family in _WATCHING and _SEEING[family] == "patches" and family not in _WHOLE_CLIPS
 
 
 def sound_dealt_by(kind: type) -> str | None:
     """How ranks share the sound of a class of models: by `"clips"`, or not at all (`""`); `None` if it is not served
     with sound."""
-    return _HEARING.get(_family(kind))
+    return _HEARING.get(family_of(kind))
 
 
-def _family(kind: type) -> str:
+def family_of(kind: type) -> str:
     """The family of a wrapper, by its first base class of Transformers: FSDP2 and users derive others."""
     own = next((cls for cls in kind.__mro__ if cls.__module__.startswith("transformers.")), kind)
     return own.__name__.removesuffix("ForConditionalGeneration")

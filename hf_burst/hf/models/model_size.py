@@ -18,6 +18,7 @@ from .hybrid import attention_shapes, head_size, recurrent_sizes
 from .recurrent import recurrent_modules
 from .support import check_model, has_attention, patterns_of_layers
 from .task import task_of
+from .tower_size import tower_size
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _LAYER = re.compile(r"\.\d+\.")
@@ -88,6 +89,7 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         unused=counts.unused,
         norms=_normed(model, counts, shapes) / text.num_hidden_layers,
         routed=counts.chosen * text.hidden_size,
+        tower=tower_size(model),
     )
 
 

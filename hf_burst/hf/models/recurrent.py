@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from ...errors import UnsupportedModelError
 from ...recurrent import (
+    LastStates,
     Rule,
     Shards,
     causal_convolution,
@@ -42,6 +43,16 @@ def _pass() -> tuple[ForwardCall, Shards]:
     return context.call, Shards(context.call.segments, context.call.group, context.replay)
 
 
+def _last_states(call: ForwardCall) -> LastStates | None:
+    """Takes up the states at the end of prompts; `None` where nothing is generated behind them."""
+    context = current()
+    if context is None or context.cached is None:
+        return None
+    layout = call.layout
+    stops = [stop for _, stop in layout.real] or [layout.length - layout.padding] * layout.batch_size
+    return LastStates.of(call.segments, call.group, stops)
+
+
 def _convolution(original: Function) -> Function:
     def causal_conv1d_fn(
         x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
@@ -66,7 +77,7 @@ def _delta_rule(original: Function) -> Function:
         beta: Tensor,
         use_qk_l2norm_in_kernel: bool = False,
         **_: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         def rule(rows: Any, states: Tensor | None, bounds: Tensor | None, ends: bool) -> tuple[Tensor, Tensor | None]:
             q, k, v, decay, rate = rows
             options = {} if bounds is None else {"cu_seqlens": bounds}
@@ -85,6 +96,11 @@ def _delta_rule(original: Function) -> Function:
 
         inputs = (query, key, value, g, beta)
         call, shards = _pass()
+        last = _last_states(call)
+        if last is not None:
+            out = delta_rule_by_states(Rule(rule, packed), inputs, shards, last)
+            like = value.new_zeros(value.shape[2], key.shape[-1], value.shape[-1], dtype=torch.float32)
+            return out, last.on_all_ranks(like)
         if call.way == "heads":
             return delta_rule_by_heads(Rule(rule, packed), inputs, shards), None
         kernels = fla_kernels(query.device, key.shape[-1]) if by_fla and g.ndim == 3 else None  # KDA has four
@@ -103,7 +119,7 @@ def _scan(original: Function) -> Function:
 
     def mamba2_chunk_scan(
         x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int, **options: Any
-    ) -> Tensor:
+    ) -> Any:
         if any(options.get(name) is not None for name in ("z", "initial_states")):
             raise UnsupportedModelError(
                 "A Mamba2 layer gave a gate or initial states to its scan, which is not known over ranks. Train it on "
@@ -113,7 +129,9 @@ def _scan(original: Function) -> Function:
         group, limit = shards.group, options.get("dt_limit", (0.0, float("inf")))
         steps: dict[str, Any] = {"dt_softplus": options.get("dt_softplus", False), "dt_limit": limit}
         heads = {"A": a, "D": options.get("D"), "dt_bias": options.get("dt_bias")}
-        if call.way == "heads":
+        last = _last_states(call)
+        by_heads = call.way == "heads" and last is None
+        if by_heads:
             heads = {name: None if value is None else own_heads(value, group) for name, value in heads.items()}
 
         def rule(rows: Any, states: Tensor | None, bounds: Tensor | None, ends: bool) -> tuple[Tensor, None]:
@@ -122,13 +140,16 @@ def _scan(original: Function) -> Function:
             out = original(hidden, rates, B=keys, C=queries, chunk_size=chunk_size, **heads, **steps, **places)
             return out, None
 
-        if call.way == "heads":
+        if by_heads:
             if b.shape[2] % group.size:  # a rank has heads whose group is another's
                 b, c = (tensor.repeat_interleave(x.shape[2] // b.shape[2], dim=2) for tensor in (b, c))
             return scan_by_channels(Rule(rule, packed), (x, dt, b, c), (), shards)
         applied = dt.float() if heads["dt_bias"] is None else dt.float() + heads["dt_bias"].float()
         applied = (functional.softplus(applied) if steps["dt_softplus"] else applied).clamp(*limit)
-        return scan_by_states(Rule(rule, packed), (x, dt, b, c), applied, a.float(), shards)
+        out = scan_by_states(Rule(rule, packed), (x, dt, b, c), applied, a.float(), shards, last)
+        if last is None:
+            return out
+        return out, last.on_all_ranks(a.float().new_zeros(x.shape[2], x.shape[3], b.shape[3]))
 
     return mamba2_chunk_scan
 

@@ -14,6 +14,7 @@ from ...ranks.collectives import group_sum
 from ..context import CALL_KEY
 from ..forward_pass import ForwardPass
 from .base import Handles, Part
+from .shared_beginnings import SharedBeginnings
 
 
 class RouterLogits(Part):
@@ -21,6 +22,8 @@ class RouterLogits(Part):
 
     The scores of the routers are caught where the decoder returns them.
     """
+
+    needs = (SharedBeginnings,)
 
     def __init__(self, model: PreTrainedModel) -> None:
         check_balance(model)
@@ -83,14 +86,16 @@ def balance_loss(layers: tuple[torch.Tensor, ...], chosen: int, run: ForwardPass
         run ([`ForwardPass`]): The pass, which knows the padding.
     """
     experts = layers[0].shape[-1]
-    real = run.batch.layout.counted(run.group.rank).flatten().to(layers[0].device)
-    counts, probabilities = torch.zeros(2, experts, device=real.device).unbind()
+    layout, rank, device = run.batch.layout, run.group.rank, layers[0].device
+    real = layout.counted(rank).flatten().to(device)
+    texts = layout.texts(rank).flatten().to(device)[real].float()
+    counts, probabilities = torch.zeros(2, experts, dtype=texts.dtype, device=device).unbind()
     for scores in layers:
         weights = scores.reshape(-1, experts)[real].softmax(-1)
-        picked = weights.topk(chosen, dim=-1).indices.flatten()
-        counts = counts + torch.bincount(picked, minlength=experts)
-        probabilities = probabilities + weights.float().sum(0)
-    totals = torch.cat([counts, real.sum()[None] * len(layers)])
+        picked = weights.topk(chosen, dim=-1).indices
+        counts = counts.index_add(0, picked.flatten(), texts.repeat_interleave(chosen))
+        probabilities = probabilities + (weights.float() * texts[:, None]).sum(0)
+    totals = torch.cat([counts, texts.sum()[None] * len(layers)])
     if run.group.size > 1:
         dist.all_reduce(totals, group=run.group.process_group)
     rows = totals[-1]

@@ -1,7 +1,6 @@
 """The head of a model: which of its logits a pass is to have, and the loss without any in memory."""
 
 import logging
-import operator
 from typing import Literal
 
 import torch
@@ -9,11 +8,13 @@ from transformers import PreTrainedModel
 
 from ...errors import BatchError
 from ...ranks.layout import SequenceLayout
+from ..batches.cutting import kept_tokens
 from ..callers import askers_for_logits, readers_of_logits, trainer_under_way
 from ..forward_pass import ForwardPass
 from ..lazy_head import LazyHead, is_hooked, is_watched, lazy_head
 from .base import Part
 from .loss import Loss
+from .shared_beginnings import SharedBeginnings
 from .token_losses import TokenLosses
 from .tokens import Tokens
 
@@ -29,26 +30,28 @@ class Head(Part):
     """Decides what becomes of the logits: `"keep"` as they are, `"gather"` over the ranks, or `"drop"`. The head whose
     logits are dropped is put off, see [`LazyHead`]: the loss asks it for the scores of some tokens at a time."""
 
-    needs = (Tokens, Loss)
+    needs = (SharedBeginnings, Tokens, Loss)
 
     def __init__(self, token_losses: TokenLosses) -> None:
         self.token_losses = token_losses
         self.lazy: LazyHead | None = None
         self.logits: Literal["keep", "gather", "drop"] = "keep"
-        self.kept: KeptRows | None = None  # of `logits_to_keep`
-        self.rows: torch.Tensor | None = None  # this rank's rows of them, if the model does not choose them
+        self.asked = False  # whether there are `logits_to_keep`
+        self.kept: KeptRows | None = None  # of these
+        self.rows: torch.Tensor | None = None  # this rank's rows of them
+        self.by_model = True  # whether the model chooses them
 
     def prepare(self, run: ForwardPass) -> None:
         if run.task.reads:
             return
         keep = run.batch.given.get("logits_to_keep", 0)
-        asked = isinstance(keep, torch.Tensor) or bool(keep)
-        if asked and (run.group.size > 1 or not run.task.generates):
-            self.kept, rows = keep_rows(keep, run.batch.layout, run.group.rank)
-            if run.task.generates:
-                run.batch.inputs["logits_to_keep"] = rows
-            else:
-                self.rows = rows
+        asked = self.asked = isinstance(keep, torch.Tensor) or bool(keep)
+        cached = run.batch.given.get("past_key_values") is not None  # a number would have Gemma 4 slice its mask
+        if asked and (run.group.size > 1 or cached or not run.task.generates):
+            self.kept, self.rows = keep_rows(keep, run.batch.layout, run.group.rank)
+            self.by_model = run.task.generates
+            if self.by_model:
+                run.batch.inputs["logits_to_keep"] = self.rows
         self.logits = self._fate(run)
         head = run.model.get_output_embeddings() if self.logits == "drop" else None
         run.agreement.add("hooks on the head", head is not None and [is_hooked(head), is_watched(head)])
@@ -93,12 +96,15 @@ class Head(Part):
         if run.batch.sharded or run.group.size == 1:
             return "keep"
         rows = layout.length - layout.padding if self.kept is None else sum(map(len, self.kept))
-        values = layout.batch_size * rows * run.model.config.get_text_config().vocab_size
+        tokens = layout.batch_size * rows
+        if run.batch.joined is not None and self.kept is None:
+            tokens = run.batch.joined.places.numel()  # of all texts
+        values = tokens * run.model.config.get_text_config().vocab_size
         gib = values * run.model.dtype.itemsize / 2**30
         if gib <= LOGITS_LIMIT_GIB:
             return "gather"
         sentence = (
-            f"The logits of {layout.batch_size} x {rows} tokens take {gib:.1f} GiB on every rank, and up to "
+            f"The logits of {tokens:,} tokens take {gib:.1f} GiB on every rank, and up to "
             f"{LOGITS_LIMIT_GIB:g} GiB are gathered"
         )
         if not labels:
@@ -132,19 +138,7 @@ def _way_out(training: bool) -> str:
 
 def keep_rows(keep: int | torch.Tensor, layout: SequenceLayout, rank: int) -> tuple[KeptRows, torch.Tensor]:
     """For `logits_to_keep`: for each rank, the places of its rows in the result; and this rank's rows."""
-    length = layout.length - layout.padding
-    if isinstance(keep, torch.Tensor):
-        bad = keep.dtype == torch.bool or keep.ndim != 1 or not len(keep)
-        bad = bad or bool(((keep < -length) | (keep >= length)).any())
-    else:
-        keep = operator.index(keep)
-        bad = keep < 0
-    if bad:
-        raise BatchError(
-            f"logits_to_keep is {keep}; it must be a number of last tokens, or a tensor of one or more indices into "
-            f"the {length} tokens of the sequence."
-        )
-    wanted = range(max(0, length - keep), length) if isinstance(keep, int) else [row % length for row in keep.tolist()]
+    wanted = kept_tokens(keep, layout.length - layout.padding)
     tokens = [layout.indices(holder).tolist() for holder in range(layout.ranks)]
     row_of = [{token: row for row, token in enumerate(held)} for held in tokens]
     places = tuple(tuple(place for place, token in enumerate(wanted) if token in held) for held in row_of)

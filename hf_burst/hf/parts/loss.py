@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...errors import BatchError, ConfigError, UnsupportedModelError
-from ...layers.loss import IGNORE_INDEX
+from ...layers.loss import IGNORE_INDEX, rows_by_weight
 from ...ranks.collectives import group_loss
 from ...ranks.group import ContextGroup
 from ..context import CALL_KEY
@@ -19,6 +19,7 @@ from ..models.cut_point import language_model_of
 from ..models.task import calls_loss_function, computes_loss, task_of
 from .base import Part
 from .experts import RouterLogits, balance_share
+from .shared_beginnings import SharedBeginnings
 from .tokens import Tokens
 
 _ITEMS = "num_items_in_batch (labels of all ranks: Trainer counts them unless average_tokens_across_devices=False)"
@@ -34,7 +35,7 @@ _PAST_US = (
 class Loss(Part):
     """Takes the place of the model's loss function."""
 
-    needs = (Tokens, RouterLogits)
+    needs = (SharedBeginnings, Tokens, RouterLogits)
 
     def __init__(self, model: PreTrainedModel, group: ContextGroup | None) -> None:
         self.group, self.reads = group, task_of(model).reads
@@ -48,6 +49,7 @@ class Loss(Part):
         self.items: float | None = None  # `num_items_in_batch` of the pass
         self.computed = False  # whether the model has asked for the loss of the pass
         self.targets: torch.Tensor | None = None
+        self.weights: dict[int, torch.Tensor] | None = None  # the targets that count so many times, if not once
 
     @staticmethod
     def computes(model: PreTrainedModel) -> PreTrainedModel:
@@ -71,7 +73,7 @@ class Loss(Part):
         self.items = None if run.batch.items is None else float(run.batch.items)
         run.agreement.add(_ITEMS, self.items)
         if run.targets is not None:
-            run.batch.labels = int((run.targets != IGNORE_INDEX).sum())
+            run.batch.labels = run.counted_labels
 
     def begin(self, run: ForwardPass) -> None:
         items, tokens, targets = self.items, run.batch.tokens, run.targets
@@ -88,12 +90,18 @@ class Loss(Part):
                 "Drop such batches, or check how the labels are masked."
             )
         self.run, self.computed = run, False
+        self.weights = None if run.scored is None else rows_by_weight(run.scored, run.device)
         self.targets = None if run.task.loss_in_model else targets
-        run.batch.inputs |= run.task.overrides(use_cache=run.group.size == 1 and not run.model.training)
+        whole = run.group.size == 1 and run.batch.joined is None
+        run.batch.inputs |= run.task.overrides(use_cache=whole and not run.model.training)
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if "log_probs" in outputs:  # TRL's output for `fused_lm_head=True`, whose trainers look at no other rank
-            loss = batch_loss(-outputs["log_probs"].sum(), run, run.batch.items)
+            scores = outputs["log_probs"].flatten()
+            if self.weights is not None:
+                parts = (weight * scores.index_select(0, index) for weight, index in self.weights.items())
+                scores = torch.cat([scores[:0], *parts])
+            loss = batch_loss(-scores.sum(), run, run.batch.items)
             if "aux_loss" in outputs:  # that of the whole batch already
                 factor = run.model.config.get_text_config().router_aux_loss_coef * balance_share(run)
                 loss = loss + factor * outputs["aux_loss"]
@@ -107,7 +115,7 @@ class Loss(Part):
             outputs["loss"] = batch_loss(loss_sum(outputs["logits"], self.targets), run, run.batch.items)
 
     def end(self) -> None:
-        self.run = self.targets = None
+        self.run = self.targets = self.weights = None
 
     def remove(self, model: PreTrainedModel) -> None:
         computes = self.computes(model)
@@ -133,7 +141,8 @@ class Loss(Part):
             return plain
         assert self.run is not None, "a call is given in a pass"
         self.computed = True
-        return batch_loss(loss_sum(logits, kwargs["shift_labels"]), self.run, kwargs.get("num_items_in_batch"))
+        local = loss_sum(logits, kwargs["shift_labels"], self.weights)
+        return batch_loss(local, self.run, kwargs.get("num_items_in_batch"))
 
     def _items_of_batch(self, run: ForwardPass, items: float) -> int:
         """`num_items_in_batch` of this batch alone, by which a class that computes its loss itself divides. `Trainer`

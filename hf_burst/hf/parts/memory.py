@@ -21,6 +21,7 @@ from ...sizing.memory_rule import SETTINGS, Fit, at_level, bucket, fit, longest
 from ...sizing.model import ModelSize, Training
 from ..forward_pass import ForwardPass
 from ..models.model_size import model_size
+from ..sharded_cache import ShardedCache
 from .base import Part
 from .optimizers import bytes_to_come
 from .replicas import takes_weights_apart
@@ -28,6 +29,7 @@ from .replicas import takes_weights_apart
 logger = logging.getLogger(__name__)
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_PROMPT_TILE = 16384  # tokens of a prompt that an MLP takes at a time
 _EXPANDABLE = (
     "Set PYTORCH_ALLOC_CONF=expandable_segments:True before Python starts: the gaps that torch's allocator leaves are "
     "then smaller, and longer sequences fit."
@@ -71,6 +73,8 @@ class MemoryRule(Part):
         elif self.chosen:  # an evaluation is to take no more than training
             most = max(self.chosen.values(), key=lambda choice: choice.level).training
             run.settings = Memory(tiled_mlp=most.tiled_mlp, head_groups=most.head_groups)
+        if isinstance(run.batch.given.get("past_key_values"), ShardedCache) and not run.settings.tiled_mlp:
+            run.settings = replace(run.settings, tiled_mlp=_PROMPT_TILE)
 
     def end(self) -> None:
         self.advise(sys.exception())

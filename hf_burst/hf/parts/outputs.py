@@ -3,10 +3,13 @@
 from typing import Any
 
 from ...ranks.collectives import gather_kept, gather_tokens
+from ..batches.joining import Joined
 from ..forward_pass import ForwardPass
 from .base import Part
 from .head import Head
+from .key_cache import KeyCache
 from .loss import Loss
+from .shared_beginnings import SharedBeginnings
 from .states import States, whole
 from .token_losses import TokenLosses
 
@@ -17,10 +20,11 @@ _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_
 class Outputs(Part):
     """Gathers outputs in sequence order. Those of a batch that arrived sharded stay sharded."""
 
-    needs = (Loss, TokenLosses, States)  # which read logits before they are gathered or dropped, or put states off
+    # the latter three read logits before they are gathered or dropped, or put states off
+    needs = (SharedBeginnings, Loss, TokenLosses, States)
 
-    def __init__(self, head: Head) -> None:
-        self.head = head
+    def __init__(self, head: Head, key_cache: KeyCache) -> None:
+        self.head, self.key_cache = head, key_cache
 
     def prepare(self, run: ForwardPass) -> None:
         run.agreement.add("hidden states", bool(run.batch.given.get("output_hidden_states")))
@@ -36,11 +40,14 @@ class Outputs(Part):
             self._decide_logits(run, outputs)
         if "hidden_states" in outputs and not run.batch.sharded and group.size > 1:
             outputs["hidden_states"] = tuple(gather_tokens(state, layout, group) for state in outputs["hidden_states"])
+        if run.batch.joined is not None:
+            _restore(run.batch.joined, outputs, self.head.asked, alone=group.size == 1)
 
     def _decide_logits(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         layout, group, head = run.batch.layout, run.group, self.head
         logits = outputs.pop("logits", None)
-        if head.rows is not None:
+        # Gemma 4 leaves out no rows where its own input_ids are longer than what it computed
+        if head.rows is not None and (not head.by_model or logits.shape[1] != len(head.rows)):
             logits = logits[:, head.rows.to(logits.device)]
         if head.logits == "gather" and head.kept is not None:
             outputs["logits"] = gather_kept(logits, head.kept, group)
@@ -48,6 +55,22 @@ class Outputs(Part):
             outputs["logits"] = gather_tokens(logits, layout, group)
         elif head.logits == "keep":
             outputs["logits"] = logits
+        if "logits" in outputs:
+            outputs["logits"] = self.key_cache.repeated(outputs["logits"])
+
+
+def _restore(joined: Joined, outputs: dict[str, Any], chosen: bool, alone: bool) -> None:
+    """Outputs of joined texts as those of their batch; logits may be of `chosen` tokens, all rows one after another.
+    Routers' logits are there in one process alone."""
+    rows = len(joined.places)
+    if "logits" in outputs:
+        logits = outputs["logits"]
+        outputs["logits"] = logits.unflatten(1, (rows, -1))[0] if chosen else joined.restored(logits)
+    if "hidden_states" in outputs:
+        outputs["hidden_states"] = tuple(map(joined.restored, outputs["hidden_states"]))
+    layers = outputs.pop("router_logits", None)
+    if layers and alone:
+        outputs["router_logits"] = tuple(joined.restored(layer[None]).flatten(0, 1) for layer in layers)
 
 
 def _gather_fused(run: ForwardPass, outputs: dict[str, Any]) -> None:
@@ -59,5 +82,7 @@ def _gather_fused(run: ForwardPass, outputs: dict[str, Any]) -> None:
     for name in _FUSED_FIELDS:
         if name in outputs and not (run.batch.sharded and run.model.training):
             outputs[name] = gather_tokens(outputs[name], run.batch.layout, run.group)
+        if name in outputs and run.batch.joined is not None:
+            outputs[name] = run.batch.joined.restored_scores(outputs[name])
         if name in outputs and not run.batch.sharded:  # as without `shift_labels`: the last token predicts nothing
             outputs[name] = outputs[name][:, :-1]

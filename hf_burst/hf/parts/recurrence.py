@@ -27,6 +27,7 @@ _ON_GPUS = {
     *("causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"),
     *("mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"),
 }
+NO_FORKS = "the kernels of its recurrent layers begin with no state"
 _CACHES = ("cache_params", "past_key_values")
 _REPLACED = (
     "The forward of a {} was replaced by {}, so its state would not pass from rank to rank. Put its own back. If the "
@@ -65,6 +66,12 @@ class Recurrence(Part):
     def way(self, run: ForwardPass) -> Way:
         """How recurrent layers pass what they know in a pass."""
         return "states" if self.hybrid is None else chosen_way(self.hybrid, run.batch.layout, run.group.rank)
+
+    @property
+    def forks(self) -> bool:
+        """Whether a text may go on in several ways, each of which begins with the states that it leaves."""
+        known = not self.modules or self.sizes
+        return bool(known) and all("states" in size.ways for size in self.sizes)
 
     def begin(self, run: ForwardPass) -> None:
         self.check.under_way = True
@@ -122,7 +129,8 @@ class RecurrentForward(ForwardOverride):
         self.ran = True
         if self.masks:
             kwargs["attention_mask"] = context.call.real
-        kwargs |= {name: None for name in _CACHES if name in kwargs}  # it would hold the states of a shard
+        if context.cached is None:  # a cache of Transformers would hold the states of a shard
+            kwargs |= {name: None for name in _CACHES if name in kwargs}
         return self.sharded(self.module, *args, **kwargs)
 
 

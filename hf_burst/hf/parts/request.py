@@ -14,6 +14,7 @@ from ..batches.documents import batch_shape
 from ..callers import is_checkpointed
 from ..forward_pass import ForwardPass
 from ..models.peft_methods import check_adapters
+from ..sharded_cache import ShardedCache
 from .base import Part
 
 _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -72,7 +73,7 @@ def _check_backward(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
 
 def _check_arguments(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
     """Raises for arguments of a forward pass that are not served over several ranks."""
-    if batch.get("past_key_values") is not None:
+    if batch.get("past_key_values") is not None and not isinstance(batch["past_key_values"], ShardedCache):
         raise BatchError(
             "past_key_values in training or with labels: a cache cannot be sharded. Leave it out; to generate, switch "
             "the model to evaluation first (model.eval())."

@@ -15,13 +15,14 @@ from ...errors import UnsupportedModelError
 from ..batches.sharded import LAYOUT_KEY, ShardedBatch, longest_position
 from ..forward_pass import ForwardPass
 from .base import Handles, Part
+from .shared_beginnings import SharedBeginnings
 from .tokens import Tokens
 
 
 class LongestPosition(Part):
     """Tells the rotary modules of a model the longest position of the pass under way."""
 
-    needs = (Tokens,)
+    needs = (SharedBeginnings, Tokens)
 
     def __init__(self) -> None:
         self.rotary: list[nn.Module] = []  # whose frequencies follow from the longest position, or may come to do so
@@ -40,12 +41,14 @@ class LongestPosition(Part):
 
     def prepare(self, run: ForwardPass) -> None:
         self.longest = None
-        if not any(map(_follows_length, self.rotary)):
+        if not any(map(follows_length, self.rotary)):
             return
         self._check_inside(run.model)
         about: ShardedBatch | None = run.batch.given.get(LAYOUT_KEY)
         if about is not None:
             self.longest = about.longest
+        elif run.batch.joined is not None:
+            self.longest = run.batch.joined.longest
         else:
             self.longest = run.batch.layout.length - 1 if run.batch.sharded else longest_position(run.batch.given)
         run.agreement.add("longest position", self.longest)
@@ -57,7 +60,7 @@ class LongestPosition(Part):
         self.value = None  # what is called next may hold a whole sequence
 
     def _check_inside(self, model: PreTrainedModel) -> None:
-        if any(map(_follows_length, self.inside)):
+        if any(map(follows_length, self.inside)):
             raise UnsupportedModelError(
                 f"{type(model).__name__} has rotary positions that depend on the longest position inside of its "
                 "layers, where they cannot be known when a layer is recomputed. Set "
@@ -65,7 +68,7 @@ class LongestPosition(Part):
             )
 
     def _append(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.value is None or not _follows_length(module):
+        if self.value is None or not follows_length(module):
             return None
         named = "position_ids" in kwargs
         positions = kwargs["position_ids"] if named else args[1]
@@ -73,12 +76,13 @@ class LongestPosition(Part):
         return (args, {**kwargs, "position_ids": longer}) if named else ((args[0], longer, *args[2:]), kwargs)
 
     def _cut(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self.value is None or not _follows_length(module):
+        if self.value is None or not follows_length(module):
             return None
         return tuple(part[:, :-1] for part in output) if isinstance(output, tuple) else output[:, :-1]
 
 
-def _follows_length(module: nn.Module) -> bool:
+def follows_length(module: nn.Module) -> bool:
+    """Whether the rotary positions of a module depend on the longest one."""
     rope = getattr(module, "rope_type", None)
     kinds = [kind for kind in (rope.values() if isinstance(rope, dict) else [rope]) if isinstance(kind, str)]
     if type(module).__name__ == "PhimoeRotaryEmbedding":  # scales by the longest position whatever its type is

@@ -25,9 +25,11 @@ from ..models.cut_point import CutPoint, modalities_of
 from ..models.support import layer_patterns
 from .base import Handles, Part
 from .memory import MemoryRule
-from .recurrence import Recurrence
+from .recurrence import NO_FORKS, Recurrence
+from .shared_beginnings import SharedBeginnings
 
 CONTENT = "content (checksum)"
+_SAME_SHARING = "Give every rank the same batch, and BurstConfig(share_prefixes=...) the same value."
 _TABLES = ("wpe", "pos")  # in the names of tables of positions
 
 
@@ -102,7 +104,7 @@ def segment_count(model: PreTrainedModel) -> int | None:
 class Tokens(Part):
     """Lays the batch over the ranks. Targets are cut outside of the model, token inputs at its cut point."""
 
-    needs = (Recurrence, MemoryRule)
+    needs = (Recurrence, SharedBeginnings, MemoryRule)
 
     def __init__(self, model: PreTrainedModel, cut_point: CutPoint, recurrence: Recurrence) -> None:
         self.cut_point, self.recurrence = cut_point, recurrence
@@ -132,9 +134,11 @@ class Tokens(Part):
         layout = run.batch.layout
         documents, chunks = layout.documents, layout.owners + layout.boundaries
         self.way = self.recurrence.way(run)
+        run.agreement.advice["shared beginnings"] = _SAME_SHARING
         run.agreement.facts |= {
             "batch": f"{layout.batch_size} x {layout.length - layout.padding} tokens",
             "documents": f"{sum(map(len, documents)) - layout.batch_size} (checksum {hash(documents):x})",
+            "shared beginnings": f"{sum(map(bool, layout.parents))} (checksum {hash(layout.parents):x})",
             "chunks": f"{len(layout.owners)} (checksum {hash(chunks):x})",
             "labels": run.batch.inputs.get("labels") is not None,
             "sharded already": run.batch.sharded,
@@ -142,14 +146,15 @@ class Tokens(Part):
         }
 
     def begin(self, run: ForwardPass) -> None:
-        encoded = run.batch.layout.encode()
+        layout = run.batch.layout
+        encoded = layout.encode()
         torch._dynamo.maybe_mark_dynamic(encoded, 0)  # another packing is no reason to compile anew
         device = tokens_of(run.batch.inputs).device
         fully_masked = run.batch.layout.fully_masked(run.group.rank)
         real = run.batch.layout.counted(run.group.rank) if run.batch.layout.real else None
         run.call = ForwardCall(
             layout=run.batch.layout,
-            segments=Segments(run.batch.layout.sharding, run.batch.layout.documents),
+            segments=Segments(layout.sharding, layout.documents, layout.parents),
             group=run.group,
             config=run.config,
             settings=run.settings,
@@ -165,6 +170,10 @@ class Tokens(Part):
     def end(self) -> None:
         self.run = self.positions = None
 
+    def own_positions(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
+        """The position ids that the model makes of a full batch without any, if not those from 0."""
+        return self.learned.make(batch)
+
     def _read_tables(self, model: PreTrainedModel) -> None:
         reader: Any = model.get_submodule(self.cut_point.path)  # the tables of towers are of images
         self.learned = LearnedPositions.of(reader)
@@ -176,6 +185,11 @@ class Tokens(Part):
         if self.cut_point.path:
             raise BatchError(f"{name} reads whole sequences before they are cut. Give full batches (no BurstCollator).")
         run.batch.layout = layout_of_shard(run.batch.given, run.config, run.group, run.task)
+        if run.batch.layout.parents and not self.recurrence.forks:
+            raise BatchError(
+                f"The texts of the batch were joined, and in {name} {NO_FORKS}. Leave share_prefixes=True out of the "
+                "config of BurstCollator."
+            )
         if self.learned.padding_idx is not None:
             raise BatchError(
                 f"{name} counts positions from its padding_idx + 1, which was not known when the batch was sharded. "
@@ -194,14 +208,17 @@ class Tokens(Part):
         """A full batch is cut: its targets here, its token inputs here or at the cut point."""
         patterns = layer_patterns(run.model.config, run.task)
         hybrid, ranks = self.recurrence.hybrid, run.group.size
-        run.batch.layout = layout_of(run.batch.given, run.config, ranks, run.task, patterns, hybrid)
+        joined = run.batch.joined
+        row, parents = (run.batch.given, ()) if joined is None else (joined.batch, (joined.parents,))
+        run.batch.layout = layout_of(row, run.config, ranks, run.task, patterns, hybrid, parents)
         if self.cut_point.path and modalities_of(run.model.config):
             held = check_modalities(run.batch.given, type(run.model), self.text_type)
             types = run.batch.given.get("token_type_ids")
             if self.text_type and types is not None:
                 check_prefixes(types, run.batch.layout, run.model.config.get_text_config())
             run.agreement.add("images and sound", held, SAME_MODALITIES)
-        run.batch.inputs = run.batch.given | cut_targets(run.batch.given, run.batch.layout, run.group.rank, run.task)
+        labelled = row if "labels" in run.batch.given else {}
+        run.batch.inputs = run.batch.given | cut_targets(labelled, run.batch.layout, run.group.rank, run.task)
         content = checksum(run.batch.given, run.batch.token_inputs) if run.group.size > 1 else None
         if content is not None:
             kinds = run.batch.given.get("mm_token_type_ids")
@@ -225,7 +242,9 @@ class Tokens(Part):
         if self.run is None:
             return None
         whole = bound_arguments(module, args, kwargs)
-        inputs = self._cut_inputs(self.run, whole)
+        joined = self.run.batch.joined
+        row = whole if joined is None else joined.inputs(whole, self.run.batch.token_inputs, self.cut_point.masked)
+        inputs = self._cut_inputs(self.run, row)
         masks = masks_with_blocks(whole.get("attention_mask"), self.run.batch.layout)
         call = replace(self.run.call, positions=inputs["position_ids"], masks=masks)
         change_call(call)

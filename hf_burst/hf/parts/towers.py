@@ -2,13 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from ...errors import BatchError, UnsupportedModelError
@@ -16,14 +17,16 @@ from ...ranks.collectives import all_gather
 from ...ranks.group import ContextGroup
 from ..context import current
 from ..forward_pass import ForwardPass
-from ..models.cut_point import images_dealt_by, served_modalities, sound_dealt_by
+from ..models.cut_point import frames_apart, images_dealt_by, served_modalities, sound_dealt_by
 from .base import ForwardOverride, Part
 from .dropout import random_rates
+from .shared_beginnings import SharedBeginnings
 
 _PIXELS = ("pixel_values", "pixel_values_videos", "high_res_pixel_values")
 _GRIDS = ("image_grid_thw", "video_grid_thw", "image_grid_hw")
 _SIZES = "image_sizes"
 _EACH = (*_GRIDS, _SIZES, "image_merge_sizes", "video_merge_sizes")  # arguments with something of each image
+_BY_GRID = ("patches", "frames")
 _SOUND = ("input_features", "input_values")
 # masks of sound, with a row for each clip
 _LENGTHS = ("input_features_mask", "feature_attention_mask", "input_values_mask", "padding_mask")
@@ -34,9 +37,12 @@ _RUNS = ("pixel_values", "pixel_values_videos", "pixel_values_local", "tile_fine
 class Towers(Part):
     """Has each rank encode a share of the images and videos of a batch, dealt by their sizes, and of the sound."""
 
+    needs = (SharedBeginnings,)
+
     def install(self, model: PreTrainedModel) -> None:
         owner, images, sound = model.base_model, images_dealt_by(type(model)), sound_dealt_by(type(model))
-        shared = [(_SharedEncoder, "get_image_features", images), (_SharedEncoder, "get_video_features", images)]
+        videos = "frames" if frames_apart(type(model)) else images
+        shared = [(_SharedEncoder, "get_image_features", images), (_SharedEncoder, "get_video_features", videos)]
         for kind, name, how in (*shared, (_SharedClips, "get_audio_features", sound)):
             own = name in vars(owner)  # of the user's
             if how is not None and hasattr(type(owner), name) and not own:
@@ -105,8 +111,9 @@ class _SharedEncoder(ForwardOverride):
     Args:
         module (`torch.nn.Module`): The module.
         name (`str`): The method.
-        how (`str`): `"patches"` where grids say how many rows of pixels an image has, `"images"` where it has one;
-            else every rank encodes all.
+        how (`str`): `"patches"` where grids say how many rows of pixels an image has, `"frames"` where each frame of a
+            video is an image of its own to the tower, `"images"` where an image has one row; else every rank encodes
+            all.
     """
 
     def __init__(self, module: nn.Module, name: str, how: str) -> None:
@@ -118,10 +125,17 @@ class _SharedEncoder(ForwardOverride):
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # with adapters, Transformers has the first layer of a tower require a gradient, which nothing would use
+        with torch.set_grad_enabled(torch.is_grad_enabled() and _learns(self.module, (args, kwargs))):
+            return self._encode(args, kwargs)
+
+    def _encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The features of all images, of which each rank encodes some."""
         method: Callable[..., Any] = getattr(type(self.module), self.name)
         context = current()
         group = context.call.group if context is not None and context.call is not None else None
         arguments = _named(method, (self.module, *args), kwargs)
+        frames = self._split_videos(arguments)
         costs = None if group is None or group.size == 1 else self._costs(arguments)
         if group is not None and group.size > 1 and costs is None:
             refuse_draws(self.module)
@@ -137,7 +151,19 @@ class _SharedEncoder(ForwardOverride):
         finally:
             self.running = False
         self._put_together(output, shares, group)
+        if frames:
+            _join_frames(output, frames)
         return output
+
+    def _split_videos(self, arguments: dict[str, Any]) -> list[int]:
+        """Makes an image of each frame, by its grid; returns how many each video has."""
+        grids = arguments.get("video_grid_thw")
+        if self.how != "frames" or grids is None:
+            return []
+        times, *sides = grids.unbind(-1)
+        single = torch.stack([torch.ones_like(times), *sides], dim=-1)
+        arguments["video_grid_thw"] = single.repeat_interleave(times, dim=0)
+        return times.tolist()
 
     def _deal(self, costs: Sequence[int], ranks: int) -> list[list[int]]:
         """Which images, or clips, each rank encodes."""
@@ -161,7 +187,7 @@ class _SharedEncoder(ForwardOverride):
         others = {name for name in arguments if name.startswith(("image_", "video_"))} - {*_EACH}
         if not self.how or not isinstance(pixels, Tensor) or any(arguments[name] is not None for name in others):
             return None
-        if self.how == "patches":
+        if self.how in _BY_GRID:
             costs: list[int] | None = None if grids is None else grids.prod(-1).tolist()
             if costs is not None and sum(costs) != len(pixels):
                 raise BatchError(
@@ -181,7 +207,7 @@ class _SharedEncoder(ForwardOverride):
             if value is not None and name in _EACH:
                 part[name] = torch.as_tensor(value)[list(chosen)]
             elif value is not None and name in _PIXELS:
-                pieces = value.split(costs if self.how == "patches" else 1)
+                pieces = value.split(costs if self.how in _BY_GRID else 1)
                 part[name] = torch.cat([pieces[index] for index in chosen])
         return part
 
@@ -224,6 +250,14 @@ class _SharedClips(_SharedEncoder):
         whole = torch.cat(_gather_rows(encoded, totals.tolist(), group))
         for name in [name for name, value in output.items() if value is encoded]:  # wrappers read either name
             output[name] = whole
+
+
+def _learns(owner: nn.Module, inputs: Any) -> bool:
+    """Whether something beside the language model learns, or an input of a tower asks for its gradient."""
+    reader = {id(weight) for weight in owner.get_decoder().parameters()}  # type: ignore[operator]
+    given = (value for value in tree_leaves(inputs) if isinstance(value, Tensor))
+    learning = (weight for weight in owner.parameters() if id(weight) not in reader)
+    return any(tensor.requires_grad for tensor in chain(given, learning))
 
 
 def _named(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -281,6 +315,19 @@ def _put_together(output: Any, shares: Sequence[Sequence[int]], group: ContextGr
     output.pooler_output = torch.stack(by_layer[0]) if stacked else by_layer[0]
     if deep:
         output.deepstack_features = [torch.cat(layer) if flat else layer for layer in by_layer[1:]]
+
+
+def _join_frames(output: Any, frames: Sequence[int]) -> None:
+    """Puts the features of the frames of each video together, where they are apart."""
+    bounds = [0, *accumulate(frames)]
+
+    def joined(features: Any) -> Any:
+        apart = not isinstance(features, Tensor)
+        return tuple(torch.cat(features[start:end]) for start, end in pairwise(bounds)) if apart else features
+
+    output.pooler_output = joined(output.pooler_output)
+    if output.get("deepstack_features"):
+        output.deepstack_features = [joined(layer) for layer in output.deepstack_features]
 
 
 def _gather_rows(encoded: Tensor, totals: Sequence[int], group: ContextGroup) -> list[Tensor]:

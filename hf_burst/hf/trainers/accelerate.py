@@ -29,6 +29,7 @@ from ..groups import PATCH, check_processes
 logger = logging.getLogger(__name__)
 
 SIZE_VARIABLE = "HF_BURST_SIZE"
+ALONE = " If you asked for more, accelerate's default config may say a single process: add --multi_gpu."
 
 
 @dataclass(repr=False)
@@ -129,10 +130,12 @@ class BurstParallelismConfig(ParallelismConfig):
         names = ("burst_size", "dp_replicate_size", "dp_shard_size")
         facts, error = {name: getattr(self, name) for name in names}, None
         if self.total_size != world:
+            launched = f"{world} {'was' if world == 1 else 'were'} launched"
             error = ConfigError(
                 f"burst_size={self.burst_size} x dp_replicate_size={self.dp_replicate_size} x "
-                f"dp_shard_size={self.dp_shard_size} is {self.total_size} ranks, but {world} were launched. Launch a "
-                "multiple of burst_size (accelerate launch --num_processes N) or choose a burst_size that divides it."
+                f"dp_shard_size={self.dp_shard_size} is {self.total_size} ranks, but {launched}. Launch a "
+                "multiple of burst_size (accelerate launch --multi_gpu --num_processes N) or choose a burst_size that "
+                f"divides it.{ALONE if world == 1 else ''}"
             )
         elif shards and self.dp_replicate_size == world > 1:
             error = ConfigError(

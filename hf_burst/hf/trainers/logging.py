@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerState
 
 from ...errors import BurstError, ConfigError
+from ...plan import MaskPattern
 from ...ranks.layout import SequenceLayout
 from ...ring import ExchangeClock
 from ...ring.resources import resources_of
@@ -63,7 +64,7 @@ class BurstCallback(TrainerCallback):
         device = trainer.args.device
         sheet = data_sheet(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak = peak_flops or (sheet.peak if sheet else 0.0)
-        self.passes = self.tokens = 0  # of training, since the last log
+        self.passes = self.tokens = self.given = 0  # of training, since the last log
         self.pairs = self.imbalance = 0.0  # of these passes, added up
         self.seconds = self.mark = 0.0  # of the steps since the last log; when the clock was looked at
         self.samples = self.warm = False  # whether the next step's messages are timed; whether one step is over
@@ -146,6 +147,7 @@ class BurstCallback(TrainerCallback):
         elif torch.is_grad_enabled() and self.patch.run is not None:
             layout = self.patch.run.batch.layout
             self.tokens += tokens_of(layout)
+            self.given += given_tokens(layout)
             self.pairs += pairs_of(layout, self.size) if self.size else 0.0
             self.imbalance += layout.imbalance
             self.passes += 1
@@ -162,7 +164,7 @@ class BurstCallback(TrainerCallback):
 
     def _reset(self) -> None:
         """Begins with the numbers of the next log."""
-        self.passes = self.tokens = 0
+        self.passes = self.tokens = self.given = 0
         self.pairs = self.imbalance = self.seconds = 0.0
         self.clock = None
 
@@ -175,7 +177,7 @@ class BurstCallback(TrainerCallback):
         flops = self.size.flops(self.tokens, self.pairs, self.trained) if self.size else 0.0
         exchange = -1.0 if self.clock is None else self.clock.seconds()
         device = self.trainer.args.device
-        work = [self.tokens / self.group.size, flops / self.group.size]
+        work = [self.given / self.group.size, flops / self.group.size]
         mine = [*work, self.seconds, peak_memory(device), self.imbalance / self.passes]
         every = self.trainer.accelerator.gather(torch.tensor([[*mine, exchange]], dtype=torch.float64, device=device))
         tokens_each, flops_each, *_ = every.mean(0).tolist()
@@ -211,16 +213,33 @@ def tokens_of(layout: SequenceLayout) -> int:
     return sum(stop - start for start, stop in _spans(layout))
 
 
+def given_tokens(layout: SequenceLayout) -> int:
+    """The same, of all texts where some were joined."""
+    if not layout.parents:
+        return tokens_of(layout)
+    return sum(int(layout.texts(rank).sum()) for rank in range(layout.ranks)) - layout.padding
+
+
 def pairs_of(layout: SequenceLayout, size: ModelSize) -> float:
     """The (query, key) pairs of these tokens, added up over the layers of a model."""
     pairs = 0.0
+    if layout.parents:  # without padding, but for that of the last chunk
+        masks = ((count, mask) for pattern, count in size.patterns for mask in layout.masks(pattern))
+        return sum(count * mask.pairs for count, mask in masks)
     for bounds in _bounds(layout):
         pairs += sum(count * pattern.mask(bounds[-1], bounds).pairs for pattern, count in size.patterns)
     return pairs
 
 
 def longest_of(layout: SequenceLayout) -> int:
-    """The tokens of the longest document of a batch."""
+    """The tokens of the longest text of a batch, with all that it continues."""
+    if layout.parents:
+        masks = (mask for mask in layout.masks(MaskPattern()))
+        return max(
+            depth + stop - start
+            for mask in masks
+            for depth, (start, stop) in zip(mask.depths, pairwise(mask.documents), strict=True)
+        )
     return max((stop - start for bounds in _bounds(layout) for start, stop in pairwise(bounds)), default=0)
 
 

@@ -5,9 +5,11 @@ import logging
 import re
 import shutil
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from hashlib import sha256
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -33,6 +36,7 @@ OPTIMIZER = ("optimizer.pt", "optimizer.bin", DEEPSPEED)
 ARCHIVES = (*OPTIMIZER, "pytorch_model*.bin", "adapter_model.bin", "scheduler.pt", "scaler.pt", "training_args.bin")
 JSONS = ("config.json", "generation_config.json", "adapter_config.json")
 INDICES = (".safetensors.index.json", ".bin.index.json")
+COMPARED = 16  # rows of the training data, from the first to the last
 UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, SafetensorError, UnpicklingError)
 
 
@@ -217,21 +221,61 @@ def recorded(callbacks: Mapping[str, Any]) -> dict[str, Any]:
     return attributes
 
 
+def known_of(data: Any) -> dict[str, Any]:
+    """What tells training data from others: the number of rows, and a digest of up to 16, from the first to the last.
+
+    Tables of `datasets` and lists have a digest, since reading their rows changes nothing; of other data the number
+    of rows is known, and of a stream nothing. Single floats do not count: losses of a reference model, which TRL adds
+    to rows, differ by their rounding. Nor do objects of which it is not known what they hold.
+
+    Args:
+        data (`Dataset` or sequence): The training data, as the trainer has it.
+    """
+    rows, table = len(data) if isinstance(data, Sized) else None, getattr(data, "with_format", None)
+    if not rows or not (table or isinstance(data, list)):
+        return {"rows": rows, "digest": None}
+    held, digest = table("arrow") if table else data, sha256()  # as Arrow holds them: without transforms
+    for index in sorted({place * (rows - 1) // (COMPARED - 1) for place in range(COMPARED)}):
+        row = held[index].to_pylist()[0] if table else held[index]
+        for name, value in sorted(row.items()) if isinstance(row, Mapping) else [("", row)]:
+            plain = value.tolist() if hasattr(value, "tolist") else value
+            with suppress(TypeError):
+                if not isinstance(plain, float):
+                    digest.update(f"{name} {json.dumps(plain, default=_held)} ".encode())
+    return {"rows": rows, "digest": digest.hexdigest()[:16]}
+
+
+def _held(value: Any) -> Any:
+    """What JSON is given for arrays and bytes."""
+    if isinstance(value, bytes):
+        return sha256(value).hexdigest()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(type(value))
+
+
 class BurstResume(TrainerCallback, ExportableState):
-    """Refuses to go on from a checkpoint with other global batches, and keeps checkpoints from being mixed.
+    """Refuses to go on from a checkpoint with other global batches or other data, and keeps checkpoints from being
+    mixed.
 
     The sequences of an optimizer step are `per_device_train_batch_size` x groups x `gradient_accumulation_steps`.
     Another number of ranks or another `burst_size` changes the groups, and `Trainer` goes on without a word, on other
     rows at other learning rates. With this callback it is an error that names the accumulation to set.
+
+    Other training data are an error, too: `Trainer` would skip as many of their rows as were trained on before.
+    Compared are the number of rows and, of tables of `datasets` and of lists, up to 16 rows. Streams are not compared.
+    Another number of steps is a warning, because it changes the schedule of learning rates.
 
     A checkpoint of the same number, of an earlier run, is removed before it is written again. A run that has all its
     steps trains no further when it is started again; `Trainer` would take a step more.
 
     Args:
         settings (mapping from `str` to values that JSON can hold, *optional*): What else to write into checkpoints.
+        other_data (`bool`, defaults to `False`): Whether to go on with other training data, with a warning.
 
     Raises:
-        ConfigError: When the training begins, if its steps would take other numbers of sequences than before.
+        ConfigError: When the training begins, if its steps would take other numbers of sequences than before, or its
+            data are others.
 
     Example:
 
@@ -240,17 +284,20 @@ class BurstResume(TrainerCallback, ExportableState):
     ```
     """
 
-    def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
-        self.settings = settings
+    def __init__(self, settings: Mapping[str, Any] | None = None, other_data: bool = False) -> None:
+        self.settings, self.other_data = settings, other_data
         self.batch: dict[str, int] | None = None
+        self.data: dict[str, Any] | None = None  # what is known of it
+        self.steps: int | None = None
         self.finished: Any = None  # the trainer, while it has nothing to train
 
     def state(self) -> dict[str, Any]:
         """For the `trainer_state.json` of a checkpoint."""
-        return {"args": {}, "attributes": {"batch": self.batch, "settings": self.settings}}
+        names = ("batch", "settings", "data", "steps")
+        return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compares the batches with those of the checkpoint."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+        """Compares the batches and the data with those of the checkpoint."""
         mesh = args.parallelism_config
         size = (mesh.burst_size or args.world_size) if isinstance(mesh, BurstParallelismConfig) else 1
         now = {
@@ -259,15 +306,50 @@ class BurstResume(TrainerCallback, ExportableState):
             "rows": args.per_device_train_batch_size,
             "accumulation": args.gradient_accumulation_steps,
         }
-        before = recorded(state.stateful_callbacks).get("batch")
-        if state.global_step and before and _sequences(before) != _sequences(now):
-            raise ConfigError(
-                f"The checkpoint of step {state.global_step:,} was trained with {_product(before)}, and this run has "
-                f"{_product(now)}: its data and its learning rates would be others. {_advice(before, now)}"
-            )
-        self._end_if_finished(state)
-        self.batch = now
+        rows = getattr(train_dataloader, "dataset", None)
+        data = _gather(known_of(rows) if args.process_index == 0 else None)[0]  # all ranks judge what rank 0 has
+        before = recorded(state.stateful_callbacks)
+        loop = next((frame.f_locals for frame in frames() if frame.f_code.co_name == "_inner_training_loop"), {})
+        if state.global_step:
+            whence = f"The checkpoint of step {state.global_step:,} was trained"
+            if (batch := before.get("batch")) and _sequences(batch) != _sequences(now):
+                raise ConfigError(
+                    f"{whence} with {_product(batch)}, and this run has {_product(now)}: its data and its learning "
+                    f"rates would be others. {_advice(batch, now)}"
+                )
+            self._compare_data(whence, before.get("data") or {}, data)
+            self._tell(loop.get("resume_from_checkpoint"), before.get("steps"), state)
+        self._end_if_finished(loop.get("self"), state)
+        self.batch, self.data, self.steps = now, data, state.max_steps
         state.stateful_callbacks[type(self).__name__] = self.state()  # a checkpoint may be older than the callback
+
+    def _compare_data(self, whence: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Refuses other training data than that of the checkpoint, or warns of it. What is not known does not count."""
+        other = [name for name in ("rows", "digest") if None not in (before.get(name), now[name])]
+        if all(before[name] == now[name] for name in other):
+            return
+        contents = " with other contents" if before["rows"] == now["rows"] else ""
+        had, has = (f"{rows:,} row{'s' * (rows != 1)}" for rows in (before["rows"], now["rows"]))
+        said = f"{whence} on other data: {had}, and it is {has}{contents} now."
+        if self.other_data:
+            _warn("%s As many rows of it are skipped as were trained on.", said)
+            return
+        raise ConfigError(
+            f"{said} As many rows of it would be skipped as were trained on. To train on it from the beginning, set "
+            "another output_dir, or remove the checkpoints. To go on with it, say BurstResume(other_data=True)."
+        )
+
+    def _tell(self, checkpoint: str | None, before: int | None, state: Any) -> None:
+        """Says from where the training goes on, and warns if the schedule of its learning rates is another."""
+        if state.is_world_process_zero:
+            tqdm.write(f"goes on from {checkpoint} (step {state.global_step:,} of {state.max_steps:,})")
+        if before not in (None, state.max_steps):
+            _warn(
+                "The checkpoint is of a training of %s steps, and this one has %s: the next step has the learning rate "
+                "that the old schedule came to, and later ones those of the new schedule.",
+                before,
+                state.max_steps,
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Makes room for a checkpoint, which all ranks write if any rank wants one."""
@@ -284,11 +366,9 @@ class BurstResume(TrainerCallback, ExportableState):
 
     on_epoch_end = on_step_end
 
-    def _end_if_finished(self, state: Any) -> None:
+    def _end_if_finished(self, trainer: Any, state: Any) -> None:
         """Lets a run that has all its steps come to its end, with the weights of its checkpoint."""
         self.on_train_end()  # of a training that was interrupted
-        running = (frame.f_locals["self"] for frame in frames() if frame.f_code.co_name == "_inner_training_loop")
-        trainer: Any = next(running, None)
         if trainer is None or not 0 < state.max_steps <= state.global_step:
             return
         _warn("%s steps are done, and max_steps is %s: there is nothing to train.", state.global_step, state.max_steps)

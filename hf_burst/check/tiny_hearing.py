@@ -8,8 +8,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from hf_burst.check.compare import Double
-from recipes.tiny_seeing import TEXT
+from .tiny import Double
+from .tiny_seeing import TEXT
 
 Batch = dict[str, torch.Tensor]
 START, SOUND = 57, 60  # token ids; text has smaller ones
@@ -158,13 +158,14 @@ def _kind(family: str) -> Any:
 FAMILIES = tuple(family for family in NAMES if _kind(family))
 
 
-def hearing_model(family: str) -> PreTrainedModel:
-    """A tiny model of a family with a tower for sound, in fp64, in training, the same in every process."""
-    kind = _kind(family)
+def hearing_model(family: str, model_class: Any = None) -> PreTrainedModel:
+    """A tiny model of a family with a tower for sound, in fp64, in training, the same in every process. It is of the
+    class of the family, or of one that is made from it."""
+    kind = model_class or _kind(family)
     torch.manual_seed(0)
     config = kind.config_class(**{"audio_token_id": SOUND, **deepcopy(_CONFIGS[family])})
     if family == "Gemma3n":  # its tower for images is of timm
-        tower = {"vocab_size": 4, "vocab_offset": 64, "rms_norm_eps": 1e-6}
+        tower: dict[str, Any] = {"vocab_size": 4, "vocab_offset": 64, "rms_norm_eps": 1e-6}
         vars(config)["vision_config"] = transformers.SiglipVisionConfig(
             hidden_size=16,
             intermediate_size=24,

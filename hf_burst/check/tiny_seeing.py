@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from hf_burst.check.compare import Double
+from .tiny import Double
 
 IMAGE, VIDEO, START = 60, 61, 62  # token ids; text has smaller ones
 TEXT: dict[str, Any] = {
@@ -21,7 +21,7 @@ TEXT: dict[str, Any] = {
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": 63}
-_TOWER = {
+_TOWER: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
     "num_hidden_layers": 2,
@@ -149,12 +149,12 @@ _CONFIGS: dict[str, dict[str, Any]] = {
             **{**_TOWER, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4},
             **{"pooling_kernel_size": 2, "position_embedding_size": 64},
         },
-        "audio_config": None,
+        **{"audio_config": None, "video_token_id": VIDEO},
     },
     "Gemma4Unified": {
         "text_config": {**TEXT, **_SLIDING, "pad_token_id": 0, "global_head_dim": 8},
         "vision_config": {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 64, "output_proj_dims": 16},
-        "audio_config": None,
+        **{"audio_config": None, "video_token_id": VIDEO},
     },
     "Glm46V": {
         "text_config": {"model_type": "glm4v_text", **TEXT, **_GLM},
@@ -467,20 +467,16 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 FAMILIES = tuple(_CONFIGS)
 
 
-def family_of(name: str) -> str:
-    """The family of a class."""
-    return name.removesuffix("ForConditionalGeneration")
-
-
 def seeing_class(family: str) -> Any:
     """The class of a family."""
     return getattr(transformers, f"{family}ForConditionalGeneration", None) or getattr(transformers, family)
 
 
-def seeing_model(family: str) -> PreTrainedModel:
-    """A model in fp64, the same in every process; the default dtype is fp64 meanwhile."""
+def seeing_model(family: str, model_class: Any = None) -> PreTrainedModel:
+    """A model in fp64, the same in every process; the default dtype is fp64 meanwhile. It is of the class of the
+    family, or of one that is made from it."""
     torch.manual_seed(0)
-    kind = seeing_class(family)
+    kind = model_class or seeing_class(family)
     names = {"image_token_id", "image_token_index"} & set(vars(kind.config_class()))
     given = {**dict.fromkeys(sorted(names), IMAGE), **_CONFIGS[family]}
     before = torch.get_default_dtype()

@@ -1,4 +1,4 @@
-"""Batches with images, and videos, for the tiny models of `recipes/tiny_seeing.py`.
+"""Batches with images, and videos, for the tiny models of `hf_burst/check/tiny_seeing.py`.
 
 A family shows images by their numbers: each has its own pixels, and another size where the family takes sizes. So one
 batch may hold some of them and another batch the others.
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from recipes.tiny_seeing import IMAGE, START, VIDEO, seeing_class
+from .tiny_seeing import IMAGE, START, VIDEO, seeing_class
 
 Batch = dict[str, torch.Tensor]
 Shown = tuple[list[int], dict[str, Any]]  # how many tokens each image takes, and what the model is given of them
@@ -53,6 +53,18 @@ def _films(*patch: int, apart: bool = False, times: int = 1, **each: Any) -> Sho
         more = {name: torch.tensor([value] * len(numbers)) for name, value in each.items()}
         inputs = {"pixel_values_videos": torch.cat(pixels), "video_grid_thw": torch.tensor(grids)}
         return frames if apart else whole, inputs | more
+
+    return show
+
+
+def _frames(tokens: int, *shape: int, places: list[list[int]]) -> Show:
+    """Videos of three and of one frame, which lie apart in the text; `places` are those of a frame's patches."""
+
+    def show(numbers: Sequence[int]) -> Shown:
+        counts = [(3, 1)[number] for number in numbers]
+        frames = [_draw(count, *shape, seed=5 + number) for number, count in zip(numbers, counts, strict=True)]
+        inputs = {"pixel_values_videos": torch.cat(frames), "num_frames_per_video": torch.tensor(counts)}
+        return [tokens] * sum(counts), {**inputs, "video_position_ids": torch.tensor([places] * sum(counts))}
 
     return show
 
@@ -167,6 +179,8 @@ def _both(numbers: Sequence[int]) -> Shown:
     return tokens, {**inputs, "high_res_pixel_values": _images(0, 3, 64, 64)(numbers)[1]["pixel_values"]}
 
 
+_SIXTEEN = [[place % 4, place // 4] for place in range(16)]
+_FOUR = [[0, 0], [1, 0], [0, 1], [1, 1]]
 _QWEN = _patches(96)
 _PLAIN = _images(4, 3, 16, 16)
 _SHOW: dict[str, Show] = {
@@ -178,8 +192,8 @@ _SHOW: dict[str, Show] = {
     "Emu3": _images(6, 3, 4, 4, image_sizes=[4, 4]),
     "FuyuForCausalLM": _images(16, 16, 48),
     "Gemma3": _PLAIN,
-    "Gemma4": _images(4, 16, 48, image_position_ids=[[place % 4, place // 4] for place in range(16)]),
-    "Gemma4Unified": _images(4, 4, 432, image_position_ids=[[0, 0], [1, 0], [0, 1], [1, 1]]),
+    "Gemma4": _images(4, 16, 48, image_position_ids=_SIXTEEN),
+    "Gemma4Unified": _images(4, 4, 432, image_position_ids=_FOUR),
     "GotOcr2": _images(1, 3, 64, 64),
     "Granite4Vision": _wide,
     "GraniteDocling": _documented,
@@ -203,13 +217,15 @@ _SHOW: dict[str, Show] = {
 # text stands between the frames of a video
 _APART = ("CohereCompass", "Cosmos3Omni", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
 _GLM = ("Glm46V", "Glm4v", "Glm4vMoe", "GlmOcr")  # frames are images in the text, and no batch holds both
-_WATCH = {
+_WATCH: dict[str, Show] = {
     **dict.fromkeys(("Exaone4_5_", "HyperCLOVAXVisionV2", "Lfm3Vl", "MuseGlimmer", "MuseSpark"), _films(96)),
     **dict.fromkeys(("Qwen2VL", "Qwen2_5OmniThinker", "Qwen2_5_VL"), _films(96)),
     **dict.fromkeys((*_APART, *_GLM), _films(96, apart=True)),
     "Cosmos3Edge": _films(48, apart=True),
     "Ernie4_5_VLMoe": _films(48, times=2),
     "Qwen3OmniMoeThinker": _films(96, video_second_per_grid=1.0),
+    "Gemma4": _frames(4, 16, 48, places=_SIXTEEN),
+    "Gemma4Unified": _frames(4, 4, 432, places=_FOUR),
     "LlavaNextVideo": _clips(3, 3),
     "LlavaOnevision": _clips(4, 3),
     "VideoLlama3": _films(48, video_merge_sizes=2),
@@ -254,7 +270,8 @@ def _cuts(family: str) -> tuple[int, int]:
 
 def _row(family: str, images: Sequence[int], films: Sequence[int], length: int, seed: int = 0) -> Batch:
     """One sequence, of at least this length, with images and videos between its text."""
-    spans, inputs = [], {}
+    spans: list[tuple[int, int, int]] = []
+    inputs: dict[str, Any] = {}
     frame = IMAGE if family in _GLM else VIDEO
     for numbers, show, token in ((images, _SHOW.get(family, _QWEN), IMAGE), (films, _WATCH.get(family, _QWEN), frame)):
         tokens, own = show(numbers) if numbers else ([], {})

@@ -1,0 +1,49 @@
+"""Samples that hold several texts, such as a document with each of its questions."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...errors import BatchError
+
+
+class GroupCollator:
+    """A data collator for samples that hold several texts, such as a document with each of its questions.
+
+    All texts of the samples become rows of one batch. What they have in common at their beginning is computed once, see
+    `share_prefixes` of [`BurstConfig`].
+
+    Args:
+        base_collator (`Callable`): Any collator of texts, such as `DataCollatorForSeq2Seq(tokenizer)`.
+
+    Raises:
+        BatchError: If a column of a sample is no list of texts, or columns hold unequal numbers of them.
+
+    Example:
+
+    ```python
+    >>> sample = {"input_ids": [document + question for question in questions], "labels": labels}
+    >>> collator = hf_burst.GroupCollator(DataCollatorForSeq2Seq(tokenizer))
+    >>> batch = collator([sample])
+    ```
+    """
+
+    def __init__(self, base_collator: Callable[[list[Any]], Mapping[str, Any]]) -> None:
+        self.base_collator = base_collator
+
+    def __call__(self, features: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Collates the texts of all samples."""
+        return self.base_collator([text for sample in features for text in _texts_of(sample)])
+
+
+def _texts_of(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The texts of a sample, each with its own columns."""
+    for name, values in sample.items():
+        if isinstance(values, str) or not hasattr(values, "__len__") or not all(hasattr(v, "__len__") for v in values):
+            raise BatchError(
+                f"The column {name} of a sample is {str(values)[:60]}; GroupCollator takes a list of texts in every "
+                "column, each a list of its tokens: [[1, 2, 3], [1, 2, 4]]. Remove other columns."
+            )
+    counts = {name: len(values) for name, values in sample.items()}
+    if len(set(counts.values())) != 1 or 0 in counts.values():
+        raise BatchError(f"The columns of a sample hold {counts} texts; give every column as many, and at least one.")
+    return [dict(zip(sample, values, strict=True)) for values in zip(*sample.values(), strict=True)]

@@ -1,0 +1,351 @@
+"""Texts of a batch that begin alike, joined into one row that has every shared beginning once.
+
+```text
+texts     a b c d e       row      a b c | d e | d x y | d
+          a b c d x y     parents    -1     0      0     0
+          a b c d         places   of the third text: 0 1 2 8
+```
+
+The last token that texts share is not shared: each of their endings begins with it, so that every token of the row
+predicts one other. Endings may be beginnings of others, so this is a tree, whose documents stand in depth-first order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import BatchError
+from ...layers.loss import IGNORE_INDEX, shift_labels
+from ..models.cut_point import MaskedRows, TokenInput
+from .documents import BOUNDARY_KEYS, batch_shape, documents_of, real_tokens
+from .sharded import longest_position
+
+_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+_KNOWN = {"input_ids", *_TYPES, "position_ids", "labels", "attention_mask", *BOUNDARY_KEYS}
+_OF_BATCHES = ("logits_to_keep", "num_items_in_batch")
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """Texts joined into one row.
+
+    Args:
+        batch (`dict`): The arguments of the model, with `1 x J` tokens.
+        parents (`tuple[int, ...]`): Which document of the row each of its documents continues, or -1.
+        places (`torch.LongTensor` of shape `(batch, tokens)`): Where each token of the given batch stands in the row;
+            -1 for padding.
+        scored (`torch.LongTensor` of shape `(1, J)`): In how many texts what follows a token counts for the loss.
+        labels (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): Those that are scored, of all texts.
+        longest (`int`): Its longest position.
+        sources (`torch.LongTensor` of shape `(J,)`): Where each token of the row stands in the given batch, flat.
+    """
+
+    batch: dict[str, Any]
+    parents: tuple[int, ...]
+    places: Tensor
+    scored: Tensor
+    labels: Tensor | None
+    longest: int
+    sources: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Those of the row."""
+        return self.scored.shape[1]
+
+    @property
+    def given_tokens(self) -> int:
+        """Those of the given batch, without padding."""
+        return int((self.places >= 0).sum())
+
+    def restored(self, values: Tensor) -> Tensor:
+        """Values of the row's tokens, `(1, J, ...)`, for all tokens of the given batch: `(batch, tokens, ...)`, 0 for
+        padding. Gradients of all texts are summed on the way back."""
+        places = self.places.to(values.device)
+        found = values[0].index_select(0, places.flatten().clamp(min=0)).unflatten(0, tuple(places.shape))
+        return found.masked_fill((places < 0).view(*places.shape, *[1] * (found.ndim - 2)), 0)
+
+    def restored_scores(self, values: Tensor) -> Tensor:
+        """The same for values that tokens have where what follows them has a label: 0 elsewhere."""
+        assert self.labels is not None, "there are scores"
+        labels = shift_labels(self.labels.to(values.device))
+        return self.restored(values).masked_fill(labels == IGNORE_INDEX, 0)
+
+    def inputs(
+        self, whole: Mapping[str, Any], known: Sequence[TokenInput], masked: Sequence[MaskedRows]
+    ) -> dict[str, Any]:
+        """The inputs of a cut point, of all texts, as those of the row.
+
+        Args:
+            whole (mapping): The inputs by name.
+            known (sequence of [`TokenInput`]): Those with a value for each token.
+            masked (sequence of [`MaskedRows`]): Those with a row for each token that a mask shows.
+
+        Raises:
+            BatchError: If the model has given texts that begin alike other positions.
+        """
+        row = dict(whole)
+        for rows in masked:
+            mask, values = whole.get(rows.mask), whole.get(rows.rows)
+            if mask is None or values is None:
+                continue
+            numbers = mask.flatten().cumsum(0) - 1  # of the row of a token that is shown
+            sources = self.sources.to(mask.device)
+            own = numbers[sources][mask.flatten()[sources]]
+            if isinstance(values, Mapping):
+                row[rows.rows] = {layer: of_layer.index_select(0, own) for layer, of_layer in values.items()}
+            else:
+                row[rows.rows] = [of_layer.index_select(0, own) for of_layer in values]
+        for each in known:
+            value = whole.get(each.name)
+            if value is not None:
+                row[each.name] = self._of_row(value, each.dim)
+        positions = whole.get("position_ids")
+        if positions is None:
+            row["position_ids"] = self.batch["position_ids"]
+        else:
+            self._check_positions(positions, row["position_ids"])
+        return row
+
+    def _check_positions(self, given: Tensor, row: Tensor) -> None:
+        """Raises if texts have other positions than the row that stands for them."""
+        places = self.places.to(given.device)
+        restored = row[..., 0, :].index_select(-1, places.flatten().clamp(min=0)).unflatten(-1, tuple(places.shape))
+        if ((restored != given) & (places >= 0)).any():
+            raise BatchError(
+                "The model gives texts that begin alike other positions. Set BurstConfig(share_prefixes=False)."
+            )
+
+    def _of_row(self, value: Tensor, dim: int) -> Tensor:
+        """The values of the row's tokens, from those of all texts with tokens along `dim`, behind the texts."""
+        at = dim % value.ndim - 1
+        texts = list(value.shape)
+        texts[at] = len(self.places)  # positions may be given once
+        flat = value.expand(texts).flatten(at, at + 1)
+        return flat.index_select(at, self.sources.to(value.device)).unsqueeze(at)
+
+    def kept(self, columns: Sequence[int]) -> Tensor:
+        """The places of some tokens of each row, all rows one after another."""
+        return self.places[:, list(columns)].clamp(min=0).flatten()
+
+
+class _Text(NamedTuple):
+    row: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass
+class _Piece:
+    """Tokens `[start, stop)` that texts share, counted from where these begin."""
+
+    start: int
+    stop: int
+    texts: list[_Text]
+    parent: int
+
+
+@dataclass
+class _Tree:
+    """The pieces of texts, found by comparing them."""
+
+    keys: Tensor  # `(kinds of values, batch, tokens)`
+    labels: Tensor | None  # `(batch, tokens)`
+    least: int  # tokens of a beginning
+    pieces: list[_Piece] = field(default_factory=list)
+
+    def grow(self, groups: Sequence[list[_Text]]) -> None:
+        """Adds the pieces of texts, each before those that continue it. Only texts of one group share any."""
+        # texts, how many tokens of them are in pieces, and the last one of these
+        open_groups = [(texts, 0, -1) for texts in reversed(groups)]
+        while open_groups:
+            group, start, parent = open_groups.pop()
+            if len(group) == 1:
+                self.pieces.append(_Piece(start, group[0].size, group, parent))
+                continue
+            common = self._common(group, start)
+            if common - 1 - start >= self.least:
+                self.pieces.append(_Piece(start, common - 1, group, parent))
+                start, parent = common - 1, len(self.pieces) - 1
+            open_groups += [(own, start, parent) for own in reversed(self._apart(group, common))]
+
+    def _apart(self, group: Sequence[_Text], place: int) -> list[list[_Text]]:
+        """Texts by the token at a place. One whose label does not count goes with those whose label does."""
+        apart = dict[tuple[int, ...], list[tuple[int, list[_Text]]]]()
+        for index, text in enumerate(group):
+            ends = place == text.size
+            key = (index,) if ends else tuple(self._values(text, place, place + 1).flatten().tolist())
+            label = IGNORE_INDEX if ends or not place else int(self._labels(text, place, place + 1))
+            known = apart.setdefault(key, [])
+            for at, (other, texts) in enumerate(known):
+                if IGNORE_INDEX in (label, other) or label == other:
+                    known[at] = (max(label, other), [*texts, text])
+                    break
+            else:
+                known.append((label, [text]))
+        return [texts for known in apart.values() for _, texts in known]
+
+    def _common(self, texts: Sequence[_Text], start: int) -> int:
+        """How many tokens all of them have in common. A label that counts in some of them only is no difference."""
+        shortest = min(text.size for text in texts)
+        first = texts[0]
+        same = torch.ones(shortest - start, dtype=torch.bool, device="cpu")
+        highest = self._labels(first, start, shortest)
+        for text in texts[1:]:
+            same &= (self._values(text, start, shortest) == self._values(first, start, shortest)).all(0)
+            highest = torch.maximum(highest, self._labels(text, start, shortest))
+        for text in texts:
+            labels = self._labels(text, start, shortest)
+            same &= (labels == highest) | (labels == IGNORE_INDEX)
+        different = (~same).nonzero()
+        return start + int(different[0]) if len(different) else shortest
+
+    def _values(self, text: _Text, start: int, stop: int) -> Tensor:
+        return self.keys[:, text.row, text.start + start : text.start + stop]
+
+    def _labels(self, text: _Text, start: int, stop: int) -> Tensor:
+        """Labels that are predicted inside of the text: not that of its first token."""
+        if self.labels is None:
+            return torch.full((stop - start,), IGNORE_INDEX, device="cpu")
+        labels = self.labels[text.row, text.start + start : text.start + stop]
+        return torch.cat([labels.new_full((1,), IGNORE_INDEX), labels[1:]]) if start == 0 else labels
+
+
+def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -> Joined | None:
+    """Joins the texts of a full batch that begin alike: rows, or documents of packed rows.
+
+    Tokens are alike if their ids, positions and types are, and their labels, where these count.
+
+    Args:
+        batch (mapping): The arguments of a causal model, with `input_ids`.
+        positions (`torch.LongTensor` of shape `(batch or 1, tokens)`, *optional*): Those that the model makes for a
+            batch without any; those from 0 by default.
+        least (`int`): Tokens of a beginning that is shared, at least.
+
+    Returns:
+        The row; `None` if no texts begin alike for so many tokens, or the batch predicts what it should not.
+    """
+    texts = _texts(batch)
+    rows, length = batch_shape(batch)
+    ids, labels = batch["input_ids"], batch.get("labels")
+    given = batch.get("position_ids")
+    if given is not None and given.ndim == 2:
+        positions = given
+    elif positions is None:
+        positions = torch.arange(length, device=ids.device)[None]
+    kinds = {"input_ids": ids, "position_ids": positions.expand(rows, length)}
+    kinds |= {name: batch[name] for name in _TYPES if batch.get(name) is not None}
+    groups = _groups([*kinds.values()], texts, least)
+    if len(groups) == len(texts):
+        return None
+    on_host = None if labels is None else labels.long().cpu()
+    tree = _Tree(torch.stack([kind.long().cpu() for kind in kinds.values()]), on_host, least)
+    tree.grow(groups)
+    if all(piece.parent < 0 for piece in tree.pieces):
+        return None
+    places, sources, bounds = _laid(tree.pieces, rows, length)
+    targets, scored = _targets(tree.pieces, on_host, bounds)
+    if int(targets[-1]) != IGNORE_INDEX or (on_host is not None and _predicts(on_host, places)):
+        return None
+    flat = sources.to(ids.device)
+    joined = {name: value for name, value in batch.items() if name not in (*BOUNDARY_KEYS, "attention_mask")}
+    joined |= {name: kind.flatten()[flat][None] for name, kind in kinds.items()}
+    joined["cu_seq_lens_q"] = torch.tensor(bounds, dtype=torch.int32, device="cpu")
+    if labels is not None:
+        joined["labels"] = torch.cat([targets.new_full((1,), IGNORE_INDEX), targets[:-1]]).to(labels.device)[None]
+    parents = tuple(piece.parent for piece in tree.pieces)
+    return Joined(joined, parents, places, scored[None], labels, longest_position(batch), sources)
+
+
+def obstacle_in(batch: Mapping[str, Any], towers: bool = False) -> str:
+    """Why the texts of a batch cannot be joined; empty if they can. A model with `towers` may be given other values."""
+    others = sorted(name for name, value in batch.items() if name not in _KNOWN and _holds_tensors(name, value))
+    if others and not towers:
+        return f"{', '.join(others)} may have a value a token"
+    positions = batch.get("position_ids")
+    return "position_ids have several values a token" if positions is not None and positions.ndim != 2 else ""
+
+
+def _holds_tensors(name: str, value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim > 0 and name not in _OF_BATCHES
+    return isinstance(value, Mapping | list | tuple) and bool(value)
+
+
+def fit(batch: Mapping[str, Any], labels: Any) -> bool:
+    """Whether labels and types of tokens are of the shape of the tokens."""
+    shape = batch_shape(batch)
+    values = [value for value in (labels, *map(batch.get, _TYPES)) if value is not None]
+    return all(isinstance(value, Tensor) and tuple(value.shape) == shape for value in values)
+
+
+def _texts(batch: Mapping[str, Any]) -> list[_Text]:
+    """The documents of a batch, without padding."""
+    rows, length = batch_shape(batch)
+    real = real_tokens(batch) or ((0, length),) * rows
+    texts = []
+    for row, (bounds, (first, last)) in enumerate(zip(documents_of(batch), real, strict=True)):
+        inside = [first, *(bound for bound in bounds if first < bound < last), last]
+        texts += [_Text(row, start, stop) for start, stop in pairwise(inside)]
+    return texts
+
+
+def _groups(kinds: Sequence[Tensor], texts: Sequence[_Text], least: int) -> list[list[_Text]]:
+    """Texts that may begin alike for so many tokens and one more: those with equal sums of these tokens, each times a
+    number of its place. Thousands of packed documents are not compared one by one."""
+    long = [text for text in texts if text.size > least]
+    device, length = kinds[0].device, kinds[0].shape[1]
+    starts = torch.tensor([text.row * length + text.start for text in long], dtype=torch.int64, device=device)
+    places, draws = starts[:, None] + torch.arange(least + 1, device=device), torch.Generator("cpu").manual_seed(0)
+    sums = torch.zeros_like(starts)
+    for kind in kinds:
+        factors = torch.randint(-(2**62), 2**62, (least + 1,), generator=draws, device="cpu").to(device)
+        sums += (kind.long().flatten()[places] * factors).sum(1)  # modulo 2**64
+    found, groups = iter(sums.tolist()), dict[Any, list[_Text]]()
+    for text in texts:
+        groups.setdefault(next(found) if text.size > least else text, []).append(text)
+    return [*groups.values()]
+
+
+def _laid(pieces: Sequence[_Piece], rows: int, length: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Where tokens of the batch stand in the row, where those of the row stand in the flat batch, and the bounds of
+    documents."""
+    places, sources, bounds = torch.full((rows, length), -1, device="cpu"), list[Tensor](), [0]
+    for piece in pieces:
+        size = piece.stop - piece.start
+        row = torch.arange(bounds[-1], bounds[-1] + size, device="cpu")
+        for text in piece.texts:
+            places[text.row, text.start + piece.start : text.start + piece.stop] = row
+        first = piece.texts[0].row * length + piece.texts[0].start + piece.start
+        sources.append(torch.arange(first, first + size, device="cpu"))
+        bounds.append(bounds[-1] + size)
+    return places, torch.cat(sources), bounds
+
+
+def _targets(pieces: Sequence[_Piece], labels: Tensor | None, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """What each token of the row predicts, and in how many texts that counts."""
+    targets = torch.full((bounds[-1],), IGNORE_INDEX, device="cpu")
+    scored = torch.zeros(bounds[-1], dtype=torch.int64, device="cpu")
+    if labels is None:
+        return targets, scored
+    following = shift_labels(labels)
+    for first, piece in zip(bounds, pieces, strict=False):
+        place = slice(first, first + piece.stop - piece.start)
+        for text in piece.texts:
+            own = following[text.row, text.start + piece.start : text.start + piece.stop]
+            targets[place] = torch.maximum(targets[place], own)
+            scored[place] += own != IGNORE_INDEX
+    return targets, scored
+
+
+def _predicts(labels: Tensor, places: Tensor) -> bool:
+    """Whether padding has labels to predict."""
+    return bool(((shift_labels(labels) != IGNORE_INDEX) & (places < 0)).any())

@@ -1,0 +1,1 @@
+"""Answers of a model whose prompts lie over ranks: generation, remembered documents, scores."""

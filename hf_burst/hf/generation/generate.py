@@ -1,0 +1,162 @@
+"""`generate`: the tokens of `model.generate`, for prompts that lie over ranks."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, MaxTimeCriteria, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from ...errors import BatchError
+from ...ranks.group import ContextGroup
+from ..batches.sharded import checksum
+from .memory import RememberedDocument, with_document
+from .request import asked, check, copies_of, new_cache, patched, settings_of
+from .weights import gathered_once
+
+_SAME_PROMPTS = "Give generate the same prompt and the same settings on all ranks of a group."
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module, inputs: Tensor | None = None, *, memory: RememberedDocument | None = None, **kwargs: Any
+) -> Any:
+    """As `model.generate`, for a prompt that lies over all ranks of the group. `model.generate` itself stays as it is.
+
+    Every rank of the group calls it with the same arguments, and gets the same result: the tokens of one process. The
+    prompt is read by the schedules of training. Its keys and values stay on the ranks that computed them; new tokens
+    are computed on every rank, and dealt out. Beams and return sequences share the keys of their prompt.
+
+    Weights that FSDP2 shards are gathered once, and then whole on every rank until the end.
+
+    Sampling takes the random numbers of the first rank. Streamers and `stopping_criteria` are those of the first rank,
+    too; logits processors run on every rank.
+
+    Args:
+        model (`nn.Module`): A causal language model that [`patch_model`] patched, or what `accelerator.prepare` made of
+            it, in evaluation (`model.eval()`).
+        inputs (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): The prompts, as `input_ids`. Pad them on the
+            left, with an `attention_mask`. With a memory they are questions to its document.
+        memory ([`RememberedDocument`], *optional*): A document that stands before each prompt, and is read once for
+            all. Lengths (`max_length`) and logits processors count it; what is returned does not hold it.
+        kwargs: Those of `model.generate`.
+
+    Returns:
+        What `model.generate` returns.
+
+    Raises:
+        ConfigError: If the model is not patched, is in training, or an argument is not served.
+        UnsupportedModelError: If layers carry a state from token to token, or DeepSpeed shards the weights.
+        BatchError: If the prompt is empty, or holds more than text.
+        RankMismatchError: If the ranks were given different prompts or settings.
+
+    Example:
+
+    ```python
+    >>> answer = hf_burst.generate(model, input_ids=prompt, max_new_tokens=64, do_sample=False)
+    ```
+    """
+    base, group = patched(model)
+    error: Exception | None = None
+    facts: dict[str, Any] = {}
+    checksums: dict[str, Tensor] = {}
+    asked_with: tuple[Tensor, ...] = ()
+    try:
+        if inputs is not None:
+            if kwargs.get("input_ids") is not None:
+                raise BatchError("The prompt was given twice, as inputs and as input_ids. Leave one of them out.")
+            kwargs["input_ids"] = inputs
+        check(base, kwargs)
+        facts = {"generate": settings_of(kwargs), "generation_config": str(base.generation_config)}
+        facts["memory"] = None if memory is None else memory.number
+        content = checksum(kwargs)
+        checksums = {} if content is None else {"prompt (checksum)": content}
+        if memory is not None:
+            memory.check(base, group)
+            if kwargs.get("input_ids") is None or kwargs.get("position_ids") is not None:
+                raise BatchError("Questions to a memory are input_ids, with an attention_mask and nothing besides.")
+            asked_with = with_document(memory, kwargs["input_ids"], kwargs.get("attention_mask"))
+    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
+        error = problem
+    advice = dict.fromkeys(("generate", "generation_config", "prompt (checksum)"), _SAME_PROMPTS)
+    group.agree(facts, error, base.device, 0, checksums, advice, "generate")
+    cache = new_cache(base, group, copies_of(base, kwargs)) if memory is None else memory.cache()
+    own = on_ranks(base, group, kwargs)
+    if memory is not None:
+        own |= zip(("input_ids", "attention_mask"), asked_with, strict=True)
+    with same_random_numbers(group, base.device), gathered_once(base):
+        found: Any = base.generate(past_key_values=cache, **own)  # type: ignore[operator]
+    if memory is None:
+        return found
+    if isinstance(found, Tensor):
+        return found[:, len(memory) :]
+    found.sequences = found.sequences[:, len(memory) :]
+    return found
+
+
+def on_ranks(model: PreTrainedModel, group: ContextGroup, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `model.generate` on this rank, where what only the first rank may know is asked of it."""
+    own = dict(kwargs)
+    if group.size == 1:
+        return own
+    if group.rank:
+        own["streamer"] = None
+    limit = asked(model, kwargs, "max_time")
+    criteria = list(own.get("stopping_criteria") or ())
+    if limit is not None:  # of a clock that ranks do not share
+        criteria.append(MaxTimeCriteria(limit))
+        own["max_time"] = None
+        if own.get("generation_config") is not None:
+            own["generation_config"] = GenerationConfig(**{**own["generation_config"].to_dict(), "max_time": None})
+    if group.gather(bool(criteria), model.device, "generate")[0]:
+        own["stopping_criteria"] = StoppingCriteriaList([_OfFirstRank(criteria, group, model.device)])
+    return own
+
+
+class _OfFirstRank(StoppingCriteria):
+    """What criteria of the first rank say, on all ranks."""
+
+    def __init__(self, criteria: list[StoppingCriteria], group: ContextGroup, device: torch.device) -> None:
+        self.criteria, self.group, self.device = StoppingCriteriaList(criteria), group, device
+        ends: Any = next((each for each in criteria if hasattr(each, "eos_token_id")), None)
+        if ends is not None:  # after which generate pads a row
+            self.eos_token_id = ends.eos_token_id
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        done = torch.zeros(len(input_ids), dtype=torch.uint8, device=self.device)
+        if self.group.rank == 0:
+            done.copy_(self.criteria(input_ids, scores, **kwargs))
+        with self.group.messages():
+            torch.distributed.broadcast(done, self.group.members[0], group=self.group.process_group)
+        return done.bool().to(input_ids.device)
+
+
+@contextmanager
+def same_random_numbers(group: ContextGroup, device: torch.device) -> Iterator[None]:
+    """Draws the random numbers of the first rank on all ranks. Those that had others then go on with their own."""
+    if group.size == 1:
+        yield
+        return
+    own = _random_state(device)
+    states = group.gather(own, device, "generate")
+    if states.count(own) < len(states):
+        _set_random_state(states[0], device)
+    try:
+        yield
+    finally:
+        if own != states[0]:
+            _set_random_state(own, device)
+
+
+def _random_state(device: torch.device) -> bytes:
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return state.numpy().tobytes()
+
+
+def _set_random_state(state: bytes, device: torch.device) -> None:
+    tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(tensor, device)
+    else:
+        torch.set_rng_state(tensor)

@@ -1,0 +1,115 @@
+"""What is asked of a generation over ranks: the patched model, and arguments that are not served."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from ...errors import BatchError, ConfigError, UnsupportedModelError
+from ...ranks.group import ContextGroup
+from ..batches.documents import batch_shape
+from ..groups import PATCH, resolve_group
+from ..lazy_head import is_partitioned
+from ..models.recurrent import functions_of, recurrent_modules
+from ..sharded_cache import ShardedCache
+
+_TEXT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
+# arguments of `model.generate`, and what to do without them
+_REFUSED = {
+    "past_key_values": "The cache over ranks is made here.",
+    "cache_implementation": "The cache over ranks is made here.",
+    "prefill_chunk_size": "The prompt is cut over the ranks instead.",
+    "assistant_model": "Ranks would have to hold its whole prompt; prompt_lookup_num_tokens needs no second model.",
+    "output_attentions": "Attention weights are never in memory.",
+    "negative_prompt_ids": "Two prompts at once are not served.",
+    "custom_generate": "Decoding by a function of another kind is not served.",
+    "synced_gpus": "Ranks of a group stop together anyway.",
+}
+
+
+def patched(model: nn.Module) -> tuple[PreTrainedModel, ContextGroup]:
+    """The patched model inside of a model, and the ranks that share its sequences.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    found: Any = next((module for module in model.modules() if PATCH in vars(module)), None)
+    if found is None:
+        raise ConfigError("This takes a patched model. Call hf_burst.patch_model(model) first.")
+    return found, resolve_group(getattr(found, PATCH).group)
+
+
+def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
+    """Raises for a model and arguments that are not served."""
+    if not getattr(model, PATCH).task.generates:
+        raise UnsupportedModelError(f"{type(model).__name__} predicts masked tokens and generates none.")
+    if model.training:
+        raise ConfigError("The model is in training, where dropout would change its answers. Call model.eval() first.")
+    scans = sorted({type(module).__name__ for module in recurrent_modules(model) if _is_mamba1(module)})
+    if scans:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {', '.join(scans)}, whose kernels return no state behind a prompt that "
+            "lies over ranks. model.generate holds the whole prompt on each rank."
+        )
+    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} takes no past_key_values, by which its keys would be shared. model.generate holds "
+            "the whole prompt on each rank."
+        )
+    if asked(model, kwargs, "prompt_lookup_num_tokens") and recurrent_modules(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers with a state, which cannot go back to before tokens that were refused. "
+            "Leave prompt_lookup_num_tokens out."
+        )
+    if is_partitioned(model):
+        raise UnsupportedModelError(
+            "DeepSpeed ZeRO-3 shards the weights, and would gather them for each token. Take FSDP2, or a smaller stage."
+        )
+    for name, why in _REFUSED.items():
+        if kwargs.get(name):
+            raise ConfigError(f"generate over ranks was given {name}={_short(kwargs[name])}. {why} Leave it out.")
+    if asked(model, kwargs, "use_cache") is False:
+        raise ConfigError("generate over ranks was given use_cache=False. It needs its cache: leave that out.")
+    others = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _TEXT]
+    if others:
+        raise BatchError(f"generate over ranks takes text, and was given {', '.join(others)}. Use model.generate.")
+    batch_shape(kwargs)
+
+
+def _is_mamba1(module: nn.Module) -> bool:
+    return "mamba_selective_scan" in functions_of(type(module))
+
+
+def asked(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
+    """A setting of generation: the argument, or that of the config that was given, or that of the model."""
+    configs = kwargs.get("generation_config"), model.generation_config
+    values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in values if value is not None), None)
+
+
+def copies_of(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> int:
+    """How many rows `generate` makes of each prompt."""
+    return max(int(asked(model, kwargs, name) or 1) for name in ("num_beams", "num_return_sequences"))
+
+
+def new_cache(model: PreTrainedModel, group: ContextGroup, copies: int = 1) -> ShardedCache:
+    """An empty cache for a model, over the ranks."""
+    config = model.config.get_text_config(decoder=True)
+    return ShardedCache(group, copies, getattr(config, "number_of_conv_states", 1))
+
+
+def settings_of(kwargs: Mapping[str, Any]) -> dict[str, str]:
+    """Settings that must be equal on all ranks, apart from tensors, and from what only the first rank has."""
+    own = ("streamer", "stopping_criteria")
+    settings = {name: value for name, value in kwargs.items() if not isinstance(value, Tensor) and name not in own}
+    return {name: _short(value) for name, value in settings.items()}
+
+
+def _short(value: Any) -> str:
+    """A value as ranks compare it: plain ones and configs by content, other objects by their class."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_short, value))}]"
+    plain = value is None or isinstance(value, str | int | float | bool | dict | GenerationConfig)
+    return str(value) if plain else type(value).__name__

@@ -1,0 +1,107 @@
+"""The prompt of a generation over ranks: read as a batch is trained on, its keys taken up by a cache."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...errors import BatchError, RankMismatchError
+from ...ranks.collectives import gather_stacked
+from ..batches.documents import TOKEN_KEYS, batch_shape, tokens_of
+from ..batches.sharded import checksum
+from ..context import CachedPass
+from ..forward_pass import ForwardPass
+from ..sharded_cache import ShardedCache
+from .base import Part
+from .shared_beginnings import SharedBeginnings
+from .tokens import Tokens
+
+# what every row of a batch has of its own; the copies of a prompt have the same
+_BY_ROW = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+
+
+class KeyCache(Part):
+    """Has the cache of a pass take up the keys of the prompt. Copies of a prompt in the batch, as for beams, are read
+    once."""
+
+    needs = (SharedBeginnings, Tokens)
+
+    def __init__(self) -> None:
+        self.cache: ShardedCache | None = None  # of the pass
+
+    def prepare(self, run: ForwardPass) -> None:
+        layout = run.batch.layout
+        held = isinstance(run.batch.given.get("past_key_values"), ShardedCache)
+        if held and any(stop < layout.length - layout.padding for _, stop in layout.real):
+            raise BatchError("Prompts are padded on the right. Pad on the left: tokenizer.padding_side = 'left'.")
+        run.agreement.add("a cache over ranks", held)
+
+    def begin(self, run: ForwardPass) -> None:
+        cache = run.batch.given.get("past_key_values")
+        if not isinstance(cache, ShardedCache):
+            return
+        self.cache = cache
+        cache.begin_prompt(run.batch.layout, run.device)
+
+    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+        if self.cache is not None:
+            self.cache.end_prompt()
+
+    def end(self) -> None:
+        self.cache = None
+
+    def repeated(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of prompts, those of a prompt as often as it stands in the batch."""
+        copies = 1 if self.cache is None else self.cache.copies
+        return logits if copies == 1 else logits.repeat_interleave(copies, 0)
+
+
+def once(cache: ShardedCache, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch with each prompt once.
+
+    Raises:
+        BatchError: If copies differ, or a tensor is not known to have a row for each.
+    """
+    rows, copies = batch_shape(batch)[0], cache.copies
+    if copies == 1:
+        return dict(batch)
+    if rows % copies:
+        raise BatchError(f"A batch of {rows} rows does not hold {copies} copies of each prompt.")
+    part = {}
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            part[name] = value
+            continue
+        dim = value.ndim - 2 if name == "position_ids" else 0
+        if name not in _BY_ROW:
+            raise BatchError(f"{name} is not known to have a row for each prompt. Generate without beams, one by one.")
+        part[name] = value if value.shape[dim] == 1 else value.unflatten(dim, (-1, copies)).select(dim + 1, 0)
+    return part
+
+
+def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> CachedPass:
+    """The pass over new tokens of a batch, which every rank computes.
+
+    Raises:
+        BatchError: If they do not fit the cache.
+        RankMismatchError: If ranks have chosen different tokens; on all of them.
+    """
+    rows, new = batch_shape(batch)
+    keep = batch.get("logits_to_keep", 0)
+    if isinstance(keep, int) and 0 < keep < new:  # a number would have Gemma 4 slice its mask
+        batch["logits_to_keep"] = torch.arange(new - keep, new, device=tokens_of(batch).device)
+    shown = batch.get("attention_mask")
+    if shown is not None and (not isinstance(shown, torch.Tensor) or shown.ndim != 2):
+        raise BatchError("attention_mask must be of shape (batch, tokens) over ranks.")
+    group = cache.tokens.group
+    if group.size > 1:
+        own = checksum({name: batch[name] for name in TOKEN_KEYS if batch.get(name) is not None})
+        assert own is not None, "there are tokens"
+        with group.messages():
+            every = gather_stacked(own[None], group)
+        if bool((every != every[0]).any()):  # generate waits for the device after each token, too
+            raise RankMismatchError(
+                "The ranks have chosen different tokens. They have the same scores and random numbers, so a logits "
+                "processor, or a loop of your own, differs between them: have it depend on nothing but its arguments."
+            )
+    return CachedPass(cache, cache.begin_step(rows, new, shown))

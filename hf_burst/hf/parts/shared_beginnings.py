@@ -1,0 +1,143 @@
+"""Texts of a batch that begin alike, as answers to one question do: their beginning is computed once."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ...errors import BatchError
+from ..batches.cutting import kept_tokens
+from ..batches.documents import batch_shape
+from ..batches.joining import Joined, fit, join_texts, obstacle_in
+from ..batches.modalities import same_for_every_row
+from ..batches.sharded import is_sharded, sum_of_bits
+from ..forward_pass import ForwardPass
+from ..models.cut_point import CutPoint, needs_positions, sees_blocks
+from .base import Part
+from .dropout import random_rates
+from .recurrence import NO_FORKS, Recurrence
+from .request import Request
+
+logger = logging.getLogger(__name__)
+
+_LEAST = 256  # tokens of a beginning, by "auto": kernels take as many at a time, or half of it
+_SAVED = 0.25  # the share of the tokens that is saved, by "auto", at least
+
+
+class SharedBeginnings(Part):
+    """Joins the texts of a full batch, see [`Joined`]: the parts behind it are given one row.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        cut_point ([`CutPoint`]): Where its tokens are cut.
+        recurrence ([`Recurrence`]): Knows its recurrent layers.
+        positions (`Callable`): The position ids that the model makes for a batch, if not those from 0.
+    """
+
+    needs = (Request,)
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cut_point: CutPoint,
+        recurrence: Recurrence,
+        positions: Callable[[Mapping[str, Any]], torch.Tensor | None],
+    ) -> None:
+        self.cut_point, self.recurrence, self.positions = cut_point, recurrence, positions
+        self.sees_blocks = sees_blocks(model)
+        self.told: set[str] = set()  # what the log says once
+
+    def prepare(self, run: ForwardPass) -> None:
+        given, asked = run.batch.given, run.config.share_prefixes
+        if asked is False or is_sharded(given) or not run.task.causal or "input_ids" not in given:
+            return
+        if run.task.reads:  # what is returned is of all texts
+            return
+        if given.get("inputs_embeds") is not None or given["input_ids"] is None:
+            return
+        labels = given.get("labels")
+        if not fit(given, labels) or not _joinable(run, labels is not None):
+            return  # other parts say what is wrong
+        obstacle = self._obstacle(run)
+        if obstacle in self.told:
+            return
+        least = _LEAST if asked == "auto" else 1
+        joined = join_texts(given, self.positions(given), least)
+        if joined is None or (asked == "auto" and joined.tokens > (1 - _SAVED) * joined.given_tokens):
+            return
+        if obstacle:
+            self._tell(obstacle, f"Rows that begin alike are computed one by one: {obstacle}.")
+            return
+        saved = f"{joined.tokens:,} tokens instead of {joined.given_tokens:,}"
+        self._tell("joined", f"What texts of a batch have in common at their beginning is computed once: {saved}.")
+        run.batch.joined = joined
+        run.batch.given = self._given(joined, given)
+        if run.group.size > 1:  # the row does not say which texts and labels it stands for
+            run.agreement.add("texts that begin alike", _content(joined))
+
+    def _obstacle(self, run: ForwardPass) -> str:
+        """Why this pass cannot share anything; empty if it can."""
+        if self.sees_blocks:
+            return "tokens of images may see later ones"
+        if needs_positions(type(run.model)):
+            return "positions of images depend on other rows"
+        if run.model.training and getattr(run.model.get_input_embeddings(), "neftune_noise_alpha", None):
+            return "noise of neftune_noise_alpha depends on the length of a row"
+        if not self.recurrence.forks:
+            return NO_FORKS
+        if found := obstacle_in(run.batch.given, bool(self.cut_point.path)):
+            return found
+        if self.cut_point.path and not same_for_every_row(run.batch.given, run.model.config):
+            return "images and sound are not the same for every row"
+        if run.config.share_prefixes == "auto" and run.compiled:
+            return "every batch would be compiled anew"
+        rates = random_rates(run.model) if run.config.share_prefixes == "auto" else iter(())
+        name = next((name for name, _ in rates), None)
+        return "" if name is None else f"{name} would draw once for all of them (share_prefixes=True allows it)"
+
+    def _given(self, joined: Joined, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a pass over the row; those of all texts for a model that reads them before they are cut."""
+        batch = dict(given) if self.cut_point.path else dict(joined.batch)
+        if "labels" not in given:
+            batch.pop("labels", None)
+        keep = given.get("logits_to_keep", 0)
+        if isinstance(keep, torch.Tensor) or keep:
+            batch["logits_to_keep"] = joined.kept(kept_tokens(keep, batch_shape(given)[1]))
+        return batch
+
+    def _tell(self, what: str, sentence: str) -> None:
+        """Logs a sentence once."""
+        if what not in self.told:
+            self.told.add(what)
+            logger.info("hf_burst: %s", sentence)
+
+
+def _joinable(run: ForwardPass, labelled: bool) -> bool:
+    """Whether a pass returns nothing that needs the rows one by one: a cache to go on with, or some logits and a loss
+    of them."""
+    given = run.batch.given
+    if given.get("past_key_values") is not None:
+        return False
+    keep = given.get("logits_to_keep", 0)
+    if isinstance(keep, torch.Tensor) or keep:
+        try:
+            kept_tokens(keep, batch_shape(given)[1])
+        except BatchError:
+            return False
+        if labelled:
+            return False
+    caches = given.get("use_cache")
+    caches = getattr(run.model.config, "use_cache", False) if caches is None else caches
+    return labelled or run.model.training or run.group.size > 1 or not caches
+
+
+def _content(joined: Joined) -> torch.Tensor:
+    """A checksum of what the row stands for."""
+    parts = [torch.tensor(joined.places.shape, device="cpu"), joined.places, joined.scored]
+    parts += [] if joined.labels is None else [joined.labels.cpu()]
+    total = torch.zeros((), dtype=torch.int64, device="cpu")
+    for part in parts:
+        total = total * 3 + sum_of_bits(part)
+    return total

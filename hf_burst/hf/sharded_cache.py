@@ -1,0 +1,363 @@
+"""A Transformers `Cache` whose keys and values lie on the ranks that computed them. Lengths are those of the sequence.
+
+    prompt      each rank keeps the keys of its own tokens, as the prompt was cut over the ranks
+    new tokens  every rank computes their keys, and they are dealt out one by one: token i lies on rank i mod ranks
+
+Beams, return sequences and questions share the keys of one prompt, which are kept once.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..attention.shared_keys import Expand, Keys
+from ..errors import BatchError, UnsupportedModelError
+from ..plan import MaskPattern
+from ..ranks.group import ContextGroup
+from ..ranks.layout import SequenceLayout
+from .row_states import RowStates
+
+_ROOM = 64  # tokens for which a layer makes room at first
+
+
+@dataclass
+class _Tokens:
+    """What all layers of a cache know of its tokens.
+
+    Args:
+        group ([`ContextGroup`]): The ranks.
+        rows (`int`): Prompts.
+        length (`int`): Tokens of a prompt, padding included.
+        starts (`tuple[int, ...]`): For each row, how many of them are padding; empty for none.
+        own (`torch.LongTensor` of shape `(rows or 1, n)`): Positions of the tokens of the prompt on this rank, -1 for
+            padding; while the prompt is read and from then on.
+        new (`torch.LongTensor` of shape `(batch, n)`, *optional*): Positions of the tokens behind the prompt.
+        filling (`bool`): Whether the prompt is being read.
+    """
+
+    group: ContextGroup
+    rows: int = 1
+    length: int = 0
+    starts: tuple[int, ...] = ()
+    own: Tensor = field(init=False)
+    new: Tensor | None = None
+    filling: bool = False
+
+    @property
+    def shown(self) -> Tensor:
+        """The tokens of each row of the prompt that are not padding, `(rows or 1, 1)`."""
+        starts = torch.tensor(self.starts or (0,), device=self.own.device)
+        return self.length - starts[:, None]
+
+    def first_seen(self, pattern: MaskPattern) -> int:
+        """The first token of the prompt that a later token of any row may see."""
+        window, chunk = pattern.window, pattern.attention_chunk_size
+        starts = self.starts or (0,)
+        seen = [start if window is None else max(start, self.length - window) for start in starts]
+        if chunk is not None:
+            begun = [start + (self.length - start) // chunk * chunk for start in starts]
+            seen = [max(pair) for pair in zip(seen, begun, strict=True)]
+        return min(seen)
+
+
+class ShardedLayer(CacheLayerMixin):
+    """What a rank holds of one layer."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, tokens: _Tokens) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.document: Keys | None = None
+        self.keys: Tensor | None = None  # of new tokens, with room for more
+        self.values: Tensor | None = None
+        self.count = 0  # new tokens, on all ranks
+        self.read = False  # whether the layer has read the prompt
+        self._latest: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Takes up the keys and values of this rank's part of the prompt, or of new tokens, and returns these alone."""
+        self.lazy_initialization(key_states, value_states)
+        self._latest = weakref.ref(key_states), weakref.ref(value_states)
+        keys = key_states.to(value_states.dtype)  # under autocast or peft, norms may leave them in fp32
+        (self._fill if self.tokens.filling else self._append)(keys, value_states)
+        return key_states, value_states
+
+    def returned(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether these are the keys and values of the latest update."""
+        return self._latest is not None and self._latest[0]() is keys and self._latest[1]() is values
+
+    def keep(self, pattern: MaskPattern) -> None:
+        """Frees the keys of the prompt that no later token will see."""
+        held, tokens = self.document, self.tokens
+        first = tokens.first_seen(pattern)
+        if held is None or first <= min(tokens.starts or (0,)):
+            return
+        longest = min(tokens.starts or (0,))
+        row = tokens.starts.index(longest) if tokens.starts else 0
+        seen = held.positions[row] >= first - longest
+        if not bool(seen.all()):
+            kept = seen.nonzero().flatten()
+            keys, values = (part.index_select(2, kept) for part in (held.keys, held.values))
+            self.document = Keys(keys, values, held.positions[:, kept], held.before)
+
+    def held(self, expand: Expand | None) -> list[Keys]:
+        """All keys of this rank."""
+        parts = []
+        if self.document is not None:
+            known = self.document
+            parts.append(Keys(known.keys, known.values, known.positions, known.before, expand))
+        own = self._own(self.count)
+        if own:
+            assert self.keys is not None, "there are new tokens"
+            assert self.values is not None, "there are new tokens"
+            assert self.tokens.new is not None, "there are new tokens"
+            group = self.tokens.group
+            positions = self.tokens.new[:, group.rank :: group.size][:, :own]
+            parts.append(Keys(self.keys[:, :, :own], self.values[:, :, :own], positions, expand=expand))
+        return parts
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return (self.tokens.length if self.read else 0) + self.count
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.document, self.keys, self.values, self.count, self.read = None, None, None, 0, False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last new tokens; a negative number, as in Transformers."""
+        if -tokens_to_remove > self.count:
+            raise BatchError(
+                f"crop({tokens_to_remove}) would remove tokens of the prompt; {self.count} are new. Read the shorter "
+                "prompt anew."
+            )
+        self.count += min(0, tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beams of a row share its prompt, so only new tokens move."""
+        own = self._own(self.count)
+        if own and self.keys is not None and self.values is not None:
+            for part in (self.keys, self.values):
+                part[:, :, :own] = part[:, :, :own].index_select(0, beam_idx.to(part.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = (part.repeat_interleave(repeats, 0) for part in (self.keys, self.values))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise UnsupportedModelError(
+            "Rows cannot be taken out of a cache over ranks, since they share the keys of a prompt. Generate for the "
+            "rows that you need."
+        )
+
+    def _fill(self, keys: Tensor, values: Tensor) -> None:
+        own = self.tokens.own.shape[1]  # without the tokens that fill the last chunk
+        keys, values = keys[:, :, :own].contiguous(), values[:, :, :own].contiguous()
+        self.document = Keys(keys, values, self.tokens.own, not any(self.tokens.starts))
+        self.read = True
+
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        group, new = self.tokens.group, keys.shape[2]
+        before, after = self._own(self.count), self._own(self.count + new)
+        first = (group.rank - self.count) % group.size
+        self.count += new
+        self.keys = _with_room(self.keys, keys, before, after)
+        self.values = _with_room(self.values, values, before, after)
+        self.keys[:, :, before:after] = keys[:, :, first :: group.size]
+        self.values[:, :, before:after] = values[:, :, first :: group.size]
+
+    def _own(self, count: int) -> int:
+        """How many of so many new tokens lie on this rank."""
+        return len(range(self.tokens.group.rank, count, self.tokens.group.size))
+
+
+class ShardedCache(Cache):
+    """Keys and values of a model over the ranks of a group.
+
+    Args:
+        group ([`ContextGroup`]): The ranks.
+        copies (`int`, defaults to 1): How often each prompt stands in the batch: rows that follow each other.
+        convolutions (`int`, defaults to 1): Most convolutions of a layer that carry a state.
+    """
+
+    def __init__(self, group: ContextGroup, copies: int = 1, convolutions: int = 1) -> None:
+        self.tokens, self.copies = _Tokens(group), copies
+        self.states = RowStates(convolutions)
+        self.failed = False  # whether a pass has ended in its middle
+        layer: Any = partial(ShardedLayer, self.tokens)  # made when it first comes
+        self.layers: list[Any]
+        super().__init__(layer_class_to_replicate=layer)
+
+    @classmethod
+    def of_document(cls, group: ContextGroup, length: int, layers: Sequence[Keys | None]) -> "ShardedCache":
+        """A cache that begins with a document of so many tokens, which this rank holds a part of."""
+        cache = cls(group)
+        cache.tokens.length = length
+        cache.tokens.own = next(keys.positions for keys in layers if keys is not None)
+        for document in layers:
+            layer = ShardedLayer(cache.tokens)
+            layer.document, layer.read, layer.is_initialized = document, True, True
+            cache.layers.append(layer)
+        return cache
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it holds a prompt."""
+        return self.tokens.length > 0 and not self.tokens.filling
+
+    def begin_prompt(self, layout: SequenceLayout, device: torch.device) -> None:
+        """Before the pass that reads the prompt, of which each rank computes its part."""
+        tokens = self.tokens
+        tokens.rows, self.states.layout = layout.batch_size, layout
+        tokens.length, tokens.filling = layout.length - layout.padding, True
+        starts = tuple(start for start, _ in layout.real)
+        tokens.starts = starts if any(starts) else ()
+        own = layout.indices(tokens.group.rank)
+        assert bool((own.diff() > 0).all()), "what fills the last chunk stands last on its rank"
+        own = own[own < tokens.length] - torch.tensor(tokens.starts or (0,), device="cpu")[:, None]
+        tokens.own = own.clamp(min=-1).to(device)
+
+    def end_prompt(self) -> None:
+        """After that pass."""
+        self.tokens.filling, self.states.layout = False, None
+        self.states.repeat(self.copies)
+
+    def begin_step(self, rows: int, new: int, shown: Tensor | None) -> Tensor:
+        """Before a pass over new tokens, which every rank computes. Returns their positions, `(batch, new)`.
+
+        Args:
+            rows, new (`int`): Rows of the batch, and the new tokens of each.
+            shown (`torch.Tensor` of shape `(batch, tokens)`, *optional*): The padding mask, of all tokens so far.
+        """
+        tokens, length = self.tokens, self.get_seq_length()
+        if self.failed:
+            raise BatchError("A pass over this cache ended in its middle, so its layers differ. Make a new one.")
+        prompts = tokens.rows
+        if rows % prompts:
+            raise BatchError(f"The cache holds {prompts} prompts, and a batch of {rows} rows was given.")
+        if shown is not None and tuple(shown.shape) != (rows, length + new):
+            raise BatchError(
+                f"attention_mask has shape {tuple(shown.shape)}; behind {length} tokens in the cache it must be "
+                f"({rows}, {length + new})."
+            )
+        before = tokens.shown.repeat_interleave(rows // len(tokens.shown), 0)
+        if tokens.new is not None:
+            before = before + (tokens.new >= 0).sum(1, keepdim=True)
+        # of a question that is shorter than others the last tokens are new; before them stand some of the document
+        real = new if shown is None else (shown != 0).sum(1, keepdim=True).to(before) - before
+        positions = before + real - new + torch.arange(new, device=before.device)
+        positions = positions.masked_fill(positions < before, -1)
+        tokens.new = positions if tokens.new is None else torch.cat([tokens.new, positions], 1)
+        self.failed = True
+        return positions
+
+    def end_step(self, logits: Tensor | None) -> Tensor | None:
+        """After that pass, unless it failed. Returns the logits of the first rank: sums of experts may be rounded
+        otherwise on each, and all must choose the same token."""
+        self.failed, group = False, self.tokens.group
+        if logits is None or group.size == 1:
+            return logits
+        chosen = logits.contiguous()
+        with group.messages():
+            dist.broadcast(chosen, group.members[0], group=group.process_group)
+        return chosen
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that a layer has taken up, or where it takes up none, the first one that does."""
+        own = self.layers[layer_idx : layer_idx + 1]
+        read = [layer for layer in (own if self.tokens.filling else (*own, *self.layers)) if layer.read]
+        if read:
+            return int(read[0].get_seq_length())
+        written = 0 if self.tokens.new is None else self.tokens.new.shape[1]
+        return self.tokens.length + written if self.is_read else 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.get_seq_length(layer_idx) + query_length, 0
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states.convolution(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states.recurrent(layer_idx, state_idx)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        return self.states.take_inputs(conv_states, layer_idx, state_idx, self.tokens.group, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        return self.states.layer(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return bool(self.states.layers) and not self.tokens.filling
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def layer_of(self, module: nn.Module, keys: Tensor, values: Tensor) -> tuple[ShardedLayer, Expand | None]:
+        """The layer whose keys an attention module was given, and how it makes them of latent ones.
+
+        Raises:
+            UnsupportedModelError: If they are not what the cache returned.
+        """
+        index: Any = getattr(module, "layer_idx", None)
+        own = [self.layers[index]] if isinstance(index, int) and index < len(self.layers) else []
+        found = next((layer for layer in (*own, *self.layers) if layer.returned(keys, values)), None)
+        if found is not None:
+            return found, None
+        if own and hasattr(module, "expand_kv"):
+            expand: Any = module.expand_kv
+            return own[0], expand
+        raise UnsupportedModelError(
+            f"{type(module).__name__} changes the keys or values that its cache returned, in a way that is not known. "
+            "Generation over ranks is not served for it; model.generate holds the whole prompt on each rank."
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.tokens.new is not None and tokens_to_remove:
+            self.tokens.new = self.tokens.new[:, : -abs(tokens_to_remove)]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for layer in (*self.layers, *self.states.layers.values()):
+            layer.reorder_cache(beam_idx)
+        if self.tokens.new is not None:
+            self.tokens.new = self.tokens.new.index_select(0, beam_idx.to(self.tokens.new.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.states.repeat(repeats)
+        if self.tokens.new is not None:
+            self.tokens.new = self.tokens.new.repeat_interleave(repeats, 0)
+
+    def reset(self) -> None:
+        super().reset()
+        self.states.layers.clear()
+        self.tokens.length, self.tokens.starts, self.tokens.new = 0, (), None
+
+
+def _with_room(room: Tensor | None, new: Tensor, before: int, after: int) -> Tensor:
+    """A tensor with room for `after` tokens: the one that there is, or one twice as large with its first `before`."""
+    if room is not None and after <= room.shape[2]:
+        return room
+    rows, heads, _, size = new.shape
+    larger = new.new_empty(rows, heads, max(_ROOM, 2 * after), size)
+    if room is not None:
+        larger[:, :, :before] = room[:, :, :before]
+    return larger

@@ -1,0 +1,96 @@
+"""Asks questions to every text of a folder, of any length over several processes, and says which text answers best.
+
+    accelerate launch --num_processes 2 recipes/ask.py meta-llama/Llama-3.1-8B-Instruct books/ --questions questions.txt
+
+Each text is read once for all questions (`hf_burst.remember`). Each question gets an answer from every text; the one
+that is likeliest to the model, by the mean log-likelihood of its tokens, is shown with its text. This says which text
+the model is surest about, and no more: a model may be sure and wrong, and answers from what it knew before.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import beginning  # noqa: F401 (before peft)
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+import hf_burst
+
+TEMPLATE = "\n\nQuestion: {question}\nAnswer:"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer from one text."""
+
+    question: str
+    answer: str
+    document: str
+    log_likelihood: float  # the mean of its tokens, in nats
+
+
+def answers_from(
+    model: Any, tokenizer: PreTrainedTokenizerBase, text: str, questions: Sequence[str], tokens: int
+) -> list[tuple[str, float]]:
+    """The answers of a text to all questions, each with the mean log-likelihood of its tokens.
+
+    Args:
+        model (`PreTrainedModel`): A patched model in evaluation; all processes call this.
+        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer, which pads on the left.
+        text (`str`): The text.
+        questions (sequence of `str`): The questions, as they stand behind it.
+        tokens (`int`): Most tokens of an answer.
+    """
+    document = tokenizer(text, return_tensors="pt").input_ids.to(model.device)
+    memory = hf_burst.remember(model, document)
+    asked = tokenizer(list(questions), return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
+    ids, mask, ends = asked.input_ids, asked.attention_mask, tokenizer.eos_token_id
+    options = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+    whole = hf_burst.generate(model, input_ids=ids, attention_mask=mask, memory=memory, eos_token_id=ends, **options)
+    written = whole[:, ids.shape[1] :]
+    ended = (written == ends).cumsum(1) - (written == ends).long() > 0  # behind the first end
+    labels = torch.cat([torch.full_like(ids, -100), written.masked_fill(ended, -100)], 1)
+    batch = {"input_ids": whole, "attention_mask": torch.cat([mask, torch.ones_like(written)], 1), "labels": labels}
+    means = -hf_burst.token_losses(model, batch, memory=memory).sum(1) / (~ended).sum(1)
+    return list(zip(tokenizer.batch_decode(written, skip_special_tokens=True), means.tolist(), strict=True))
+
+
+def ask(
+    model: Any, tokenizer: PreTrainedTokenizerBase, texts: dict[str, str], questions: Sequence[str], tokens: int
+) -> list[Answer]:
+    """For each question the likeliest of the answers of all texts, see [`answers_from`]."""
+    asked = [TEMPLATE.format(question=question) for question in questions]
+    found = {name: answers_from(model, tokenizer, text, asked, tokens) for name, text in texts.items()}
+    best = [max(found, key=lambda name: found[name][number][1]) for number in range(len(questions))]
+    return [
+        Answer(question, found[name][number][0].strip(), name, found[name][number][1])
+        for number, (question, name) in enumerate(zip(questions, best, strict=True))
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("model", help="name or folder of a causal language model")
+    parser.add_argument("documents", type=Path, help="folder with text files")
+    parser.add_argument("--questions", type=Path, required=True, help="file with a question a line")
+    parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer")
+    arguments = parser.parse_args()
+    texts = {path.name: path.read_text() for path in sorted(arguments.documents.iterdir()) if path.is_file()}
+    questions = [line.strip() for line in arguments.questions.read_text().splitlines() if line.strip()]
+    if not texts or not questions:
+        raise SystemExit(f"{len(texts)} texts and {len(questions)} questions were found; give at least one of each.")
+    accelerator = Accelerator(parallelism_config=hf_burst.BurstParallelismConfig.from_env())
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").to(accelerator.device).eval()
+    for answer in ask(hf_burst.patch_model(model), tokenizer, texts, questions, arguments.tokens):
+        accelerator.print(json.dumps(asdict(answer), ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()

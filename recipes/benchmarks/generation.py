@@ -1,0 +1,238 @@
+"""Answers over ranks: prefill, decoding and questions to a memory, beside their limits and one GPU alone.
+
+On two GPUs, the shape of an 8B model with random weights:
+
+    torchrun --nproc-per-node 2 recipes/benchmarks/generation.py --prompts 131072 524288 --decode 524288 \\
+        --memory 262144 --alone 65536 131072 262144 --out outputs/generation_2xH100.json
+
+On two CPU processes, to see that it works:
+
+    torchrun --nproc-per-node 2 recipes/benchmarks/generation.py --shape tiny --device cpu --dtype float32 \\
+        --prompts 256 --decode 256 --memory 128 --questions 2 --tokens 4 --alone 64 --out outputs/generation_cpu.json
+
+What is measured, the slowest rank each time:
+
+* prefill: `remember`, beside its limit. This is all matrix products of a rank's tokens, and attention of all tokens
+  with a share of the heads; nothing is sent.
+* attention: that of one new token in one layer, beside the bytes of a rank's keys at `--bandwidth`, plus one exchange.
+* decoding: tokens a second of the whole model behind a memory.
+* questions: tokens a second of so many answers at once.
+* alone: the same model in one process, by `model.generate`, with its keys on the GPU and on the host, at the longest
+  of `--alone` that it holds.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.generation.streamers import BaseStreamer
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
+
+import hf_burst
+from hf_burst.attention import ContextGroup, MaskPattern
+from hf_burst.attention.shared_keys import Keys, attend_to_shared
+from hf_burst.kernels import Scores
+from hf_burst.plan import Mask
+from recipes.benchmarks.native import choose_native
+from recipes.benchmarks.provenance import environment
+from recipes.benchmarks.ranks import Ranks
+from recipes.benchmarks.training_job import SHAPES, head_size, make_model
+from recipes.benchmarks.training_limits import product_seconds, widths_of
+
+Row = dict[str, Any]
+QUESTION = 32  # tokens
+_CALLS = 100  # of what takes less than a millisecond
+_WARM = 8192  # tokens of a prompt that goes before a long one
+
+
+class Clock(BaseStreamer):
+    """When `generate` begins, and when it has chosen each token."""
+
+    def __init__(self) -> None:
+        self.begun, self.times = time.perf_counter(), list[float]()
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter() - self.begun)
+
+    def end(self) -> None:
+        pass
+
+
+def options() -> argparse.ArgumentParser:
+    """What to measure, and where the result goes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--prompts", type=int, nargs="*", default=[131072, 524288], help="tokens that are read")
+    parser.add_argument("--decode", type=int, nargs="*", default=[524288], help="tokens before those that are written")
+    parser.add_argument("--memory", type=int, default=262144, help="tokens of the document that is asked")
+    parser.add_argument("--questions", type=int, nargs="*", default=[1, 8, 64], help=f"of {QUESTION} tokens, at once")
+    parser.add_argument("--tokens", type=int, default=32, help="that are written")
+    parser.add_argument("--alone", type=int, nargs="*", default=[], help="prompts of one process, the longest last")
+    parser.add_argument("--bandwidth", type=float, default=3.0, help="TB/s at which keys can be read")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one call may take")
+    parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
+    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
+    return parser
+
+
+class Bench:
+    """The model, and what is measured of it."""
+
+    def __init__(self, arguments: argparse.Namespace, ranks: Ranks) -> None:
+        self.arguments, self.ranks = arguments, ranks
+        longest = max([*arguments.prompts, *arguments.decode, arguments.memory, *arguments.alone])
+        dtype = getattr(torch, arguments.dtype)
+        self.model: Any = make_model(arguments.shape, longest + 1024, dtype, ranks.device).eval()
+        self.model.config.use_cache = self.model.generation_config.use_cache = True
+        self.model.generation_config.eos_token_id = None
+        self.group = ContextGroup.from_mesh(dist.group.WORLD if ranks.size > 1 else None)
+        self.config = self.model.config
+
+    def tokens(self, rows: int, length: int) -> torch.Tensor:
+        """Random ones, the same on every rank."""
+        generator = torch.Generator().manual_seed(length)
+        drawn = torch.randint(1, self.config.vocab_size, (rows, length), generator=generator)
+        return drawn.to(self.ranks.device)
+
+    def timed(self, function: Callable[[], Any], calls: int = 1, warm: Callable[[], Any] | None = None) -> float:
+        """Seconds of a call on the slowest rank, of so many in a row, after one that does not count (`warm`)."""
+        (warm or function)()
+        self.ranks.align()
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        if self.ranks.cuda:
+            torch.cuda.synchronize()
+        seconds = torch.tensor([(time.perf_counter() - start) / calls], dtype=torch.float64)
+        return float(self.ranks.largest(seconds)[0])
+
+    def alone(self, length: int, where: str) -> Row:
+        """`model.generate` of one process; all ranks do the same, each by itself."""
+        options = {"cache_implementation": "offloaded"} if where == "host" else {}
+        short, prompt = self.tokens(1, min(length, _WARM)), self.tokens(1, length)
+        self.model.generate(short, **self.settings(2), **options)
+        return self.speed(partial(self.model.generate, prompt, **options))
+
+    def prefill(self, length: int) -> Row:
+        """The seconds of a document that is read, and their limit."""
+        short, prompt = self.tokens(1, min(length, _WARM)), self.tokens(1, length)
+        read = partial(hf_burst.remember, self.model)
+        seconds = self.timed(lambda: read(prompt), warm=lambda: read(short))
+        limit = self.prefill_limit(length)
+        return {"seconds": seconds, "limit": limit, "share_of_limit": sum(limit.values()) / seconds}
+
+    def prefill_limit(self, length: int) -> dict[str, float]:
+        """Seconds of the products and of attention alone."""
+        config, ranks, size, dtype = self.config, self.ranks, head_size(self.model), self.model.dtype
+        own, products = length // ranks.size, 0.0
+        widths = [pair for layer in self.model.model.layers for pair in widths_of(layer)]
+        for taken, made in set(widths):
+            products += widths.count((taken, made)) * product_seconds(own, taken, made, dtype, ranks)
+        native, _ = choose_native("auto", ranks, dtype, size, Mask(256))
+        share, kv_share = config.num_attention_heads // ranks.size, max(1, config.num_key_value_heads // ranks.size)
+        shapes = [(1, length, heads, size) for heads in (share, kv_share, kv_share)]
+        q, k, v = (torch.randn(shape, dtype=dtype, device=ranks.device) for shape in shapes)
+        attention = self.timed(lambda: native.attend(q, k, v, Mask(length)))
+        return {"products": products, "attention": config.num_hidden_layers * attention}
+
+    def attention(self, length: int) -> Row:
+        """The seconds of one new token's attention in a layer, its limit, and those of its exchange alone."""
+        config, ranks, size, dtype = self.config, self.ranks, head_size(self.model), self.model.dtype
+        own, heads = length // ranks.size, config.num_attention_heads
+        keys, values = (
+            torch.randn(1, config.num_key_value_heads, own, size, dtype=dtype, device=ranks.device) for _ in range(2)
+        )
+        held = Keys(keys, values, torch.arange(own, device=ranks.device)[None], before=True)
+        q = torch.randn(1, heads, 1, size, dtype=dtype, device=ranks.device)
+        place, scores = torch.tensor([[length]], device=ranks.device), Scores(size**-0.5)
+
+        def attend(group: ContextGroup) -> torch.Tensor:
+            return attend_to_shared(q, place, [held], MaskPattern(), scores, None, group, size)
+
+        part = torch.randn(1, heads, 1, size + 1, device=ranks.device)
+        parts = [torch.empty_like(part) for _ in range(ranks.size)]
+        exchange = self.timed(lambda: dist.all_gather(parts, part), _CALLS) if ranks.size > 1 else 0.0
+        reading = (keys.nbytes + values.nbytes) / (self.arguments.bandwidth * 1e12)
+        seconds, local = (self.timed(partial(attend, group), _CALLS) for group in (self.group, ContextGroup()))
+        limit = reading + exchange
+        return {
+            "seconds": seconds,
+            "without_exchange": local,
+            "exchange": exchange,
+            "reading": reading,
+            "share_of_limit": limit / seconds,
+        }
+
+    def questions(self, length: int, counts: list[int]) -> Row:
+        """Answers to so many questions at once, to one memory; a question of one token for 0."""
+        memory = hf_burst.remember(self.model, self.tokens(1, length))
+        found: Row = {"bytes_of_keys": memory.nbytes}
+        for count in counts:
+            asked = self.tokens(max(1, count), QUESTION if count else 1)
+            answer = partial(hf_burst.generate, self.model, asked, memory=memory)
+            answer(**self.settings(2))
+            found[str(count)] = self.speed(answer)
+        return found
+
+    def speed(self, write: Callable[..., torch.Tensor]) -> Row:
+        """Seconds to the first token, and tokens a second behind it, on the slowest rank that streams."""
+        self.ranks.align()
+        clock = Clock()
+        rows = len(write(streamer=clock, **self.settings(self.arguments.tokens)))
+        # the prompt comes first; hf_burst.generate streams on the first rank alone
+        first, last = (clock.times[1], clock.times[-1]) if clock.times else (0.0, 0.0)
+        seconds = self.ranks.largest(torch.tensor([first, last - first], dtype=torch.float64))
+        each = float(seconds[1]) / (self.arguments.tokens - 1)
+        return {"first_token_s": float(seconds[0]), "seconds_per_token": each, "tokens_per_second": rows / each}
+
+    def settings(self, tokens: int) -> Row:
+        return {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+
+
+def main() -> int:
+    """Measures all; what one GPU cannot hold is written down as it says so."""
+    arguments = options().parse_args()
+    if arguments.tokens < 2:
+        raise SystemExit(f"--tokens is {arguments.tokens}; give at least 2, since the first one is the prompt's.")
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    ranks = Ranks(arguments.device, arguments.timeout)
+    result: Row = {**environment(ranks, sys.argv, arguments.commit), "settings": vars(arguments) | {"out": None}}
+    bench, rows = Bench(arguments, ranks), list[Row]()
+
+    def measure(name: str, length: int, function: Callable[[], Row]) -> bool:
+        found, failure = ranks.attempt(function)
+        rows.append({"what": name, "length": length, **(found or {"failure": failure})})
+        ranks.say(f"{name} {length:,}: {json.dumps(found or failure)}")
+        if ranks.rank == 0 and arguments.out is not None:  # after each, in case that time runs out
+            arguments.out.write_text(json.dumps({**result, "results": rows}, indent=1))
+        return failure is None
+
+    for where in ("gpu", "host") if ranks.cuda else ("gpu",):  # before the model is patched
+        for length in arguments.alone:
+            if not measure(f"alone, keys on the {where}", length, partial(bench.alone, length, where)):
+                break
+    hf_burst.patch_model(bench.model)
+    for length in arguments.decode:
+        measure("attention of a token", length, partial(bench.attention, length))
+    for length in arguments.prompts:
+        measure("prefill", length, partial(bench.prefill, length))
+    for length in arguments.decode:
+        measure("decoding", length, partial(bench.questions, length, [0]))
+    measure("questions", arguments.memory, partial(bench.questions, arguments.memory, arguments.questions))
+    ranks.close()
+    return int(all("failure" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

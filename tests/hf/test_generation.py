@@ -1,0 +1,421 @@
+"""Tokens that are generated over ranks equal those of `model.generate` in one process."""
+
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import LogitsProcessor, MaxLengthCriteria, PreTrainedModel, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+import hf_burst
+from hf_burst.errors import BatchError, ConfigError, RankMismatchError, UnsupportedModelError
+from hf_burst.hf.models.recurrent import recurrent_modules
+from hf_burst.hf.sharded_cache import ShardedCache
+from tests.support import models
+from tests.support.ranks import RankError, RankPool
+
+Ranks = Callable[[int], RankPool]
+GREEDY = {"do_sample": False, "max_new_tokens": 9, "pad_token_id": 0}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "temperature": 1.3},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "several": {"do_sample": True, "num_return_sequences": 3, "top_k": 20},
+    "penalised": {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
+    "looked_up": {"prompt_lookup_num_tokens": 3},
+}
+
+
+def prompt_of(length: int, padded: bool) -> dict[str, torch.Tensor]:
+    """Two prompts, of which the second is padded on the left by a third."""
+    ids = models.make_batch("plain", length)["input_ids"]
+    if not padded:
+        return {"input_ids": ids}
+    mask = torch.ones_like(ids)
+    mask[1, : length // 3] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def make(name: str) -> PreTrainedModel:
+    """A small model in evaluation: of tests, or of the coverage table."""
+    if not name.endswith(("CausalLM", "Generation", "LMHeadModel")):
+        return models.make_model(name, torch.float64).eval()
+    from recipes.tiny_models import tiny_model
+
+    model = tiny_model(name).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def compare(rank: int, size: int, name: str, length: int, padded: bool, ways: tuple[str, ...]) -> None:
+    model, prompt = make(name), prompt_of(length, padded)
+    asked = {"output_logits": True, "return_dict_in_generate": True}
+    wanted: list[tuple[Any, dict[str, torch.Tensor]]] = []
+    for way in ways:
+        if way == "looked_up":  # one row alone
+            prompt = {key: value[:1] for key, value in prompt.items()}
+        torch.manual_seed(5)
+        wanted.append((model.generate(**prompt, **GREEDY | WAYS[way], **asked), prompt))
+    model = hf_burst.patch_model(make(name))  # "dynamic" positions remember the longest prompt so far
+    for way, (expected, given) in zip(ways, wanted, strict=True):
+        torch.manual_seed(5)
+        found = hf_burst.generate(model, **given, **GREEDY | WAYS[way], **asked)
+        assert torch.equal(found.sequences, expected.sequences), way
+        scale = max(float(part.abs().max()) for part in expected.logits)
+        # recurrent layers compute their states in fp32, and generate rounds logits to it
+        allowed = 3e-5 if recurrent_modules(model) else 3e-6
+        for own, other in zip(found.logits, expected.logits, strict=True):
+            torch.testing.assert_close(own, other, rtol=0, atol=allowed * scale)
+
+
+CASES = [(1, False), (7, True), (64, False), (257, True)]
+ALWAYS = {(1, 64), (2, 1), (2, 257), (3, 7), (3, 64), (4, 1), (4, 257)}  # sizes and lengths
+
+
+@pytest.mark.parametrize(
+    ("size", "length", "padded"),
+    [
+        pytest.param(size, *case, marks=() if (size, case[0]) in ALWAYS else pytest.mark.full)
+        for size in (1, 2, 3, 4)
+        for case in CASES
+    ],
+)
+def test_tokens_are_those_of_one_process(ranks: Ranks, size: int, length: int, padded: bool) -> None:
+    ways = tuple(WAYS) if not padded else tuple(way for way in WAYS if way != "looked_up")
+    run(ranks, size, "llama", length, padded, ways)
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "gpt2", "gpt_neox", "llama_yarn", "llama_dynamic"])
+def test_windows_and_learned_and_scaled_positions(ranks: Ranks, name: str) -> None:
+    run(ranks, 2, name, 37, True, ("greedy",) if "dynamic" in name else ("greedy", "beams"))
+
+
+# with weights of the coverage table, under which states last
+@pytest.mark.parametrize("name", ["Qwen3_5", "KimiLinear", "Lfm2", "GraniteMoeHybrid"])
+@pytest.mark.parametrize(("size", "length"), [(1, 7), (3, 1), (2, 37)])
+def test_layers_with_a_state(ranks: Ranks, name: str, size: int, length: int) -> None:
+    run(ranks, size, f"{name}ForCausalLM", length, length > 1, ("greedy", "beams"))
+
+
+@pytest.mark.parametrize(
+    ("name", "padded"),
+    [
+        ("GptOssForCausalLM", True),  # sinks and windows
+        ("Gemma2ForCausalLM", False),  # soft-capping; Transformers' eager attention of padding is NaN
+        ("Llama4ForCausalLM", True),  # chunks, and queries scaled by their positions
+        ("DeepseekV3ForCausalLM", True),  # latent keys
+        ("Gemma4ForConditionalGeneration", True),  # a wrapper, whose layers share keys
+        ("Gemma3nForCausalLM", True),
+    ],
+)
+def test_kinds_of_layers(ranks: Ranks, name: str, padded: bool) -> None:
+    run(ranks, 3, name, 41, padded, ("greedy",))
+
+
+def run(ranks: Ranks, size: int, *arguments: Any) -> None:
+    """Compares on so many ranks."""
+    if size == 1:
+        compare(0, 1, *arguments)
+    else:
+        ranks(size).run(compare, *arguments)
+
+
+def share_of_keys(rank: int, size: int) -> tuple[list[int], list[int]]:
+    """Bytes of the prompt's keys on this rank, and new tokens on it, by layer."""
+    model = models.patch(make("llama"))
+    found = hf_burst.generate(
+        model,
+        models.make_batch("plain", 64)["input_ids"],
+        **GREEDY | {"max_new_tokens": 13},
+        return_dict_in_generate=True,
+    )
+    cache = found.past_key_values
+    assert isinstance(cache, ShardedCache)
+    assert cache.get_seq_length() == 64 + 12
+    held = [layer.held(None) for layer in cache.layers]
+    return [parts[0].keys.nbytes for parts in held], [parts[1].keys.shape[2] for parts in held]
+
+
+def test_each_rank_holds_its_share(ranks: Ranks) -> None:
+    shares = ranks(4).run(share_of_keys)
+    whole = 2 * 64 * 2 * 8 * 8  # rows, tokens, key heads, their size, bytes of fp64
+    assert {size for prompt, _ in shares for size in prompt} == {whole // 4}
+    assert [new for _, new in shares] == [[3, 3]] * 4
+
+
+def kept_by_windows(rank: int, size: int) -> list[list[int]]:
+    """Positions of the prompt's keys on this rank, of two rows, by layer."""
+    model = models.patch(make("qwen2"))  # the second layer has a window of 7 tokens
+    found = hf_burst.generate(model, **prompt_of(64, True), **GREEDY, return_dict_in_generate=True)
+    return [layer.document.positions[0].tolist() for layer in found.past_key_values.layers]
+
+
+def test_keys_behind_windows_are_freed(ranks: Ranks) -> None:
+    by_layer = zip(*ranks(3).run(kept_by_windows), strict=True)
+    layers = [sorted(position for own in held for position in own) for held in by_layer]
+    assert layers == [[*range(64)], [*range(64 - 6, 64)]]
+
+
+def of_class(rank: int, size: int, name: str, padded: bool) -> None:
+    compare(rank, size, name, 41, padded, ("greedy",))
+
+
+# what is not compared: classes that are refused, and those whose cached generation in one process is not exact (Moshi),
+# fails (HRM) or is NaN where rows are padded, as Transformers' eager attention makes it
+REFUSED_CLASSES = {"DiffLlama", "JetMoe", "FalconMamba", "Jamba", "Mamba", "Mamba2", "Zamba", "Moshi", "HrmText"}
+NAN_IF_PADDED = {"Gemma2", "GraniteMoeSWA", "GraniteSWA", "VaultGemma"}
+EXACT = re.findall(r"\| (\w+) \| exact", (Path(__file__).parents[2] / "recipes/results/coverage.md").read_text())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in EXACT if name.endswith(("CausalLM", "LMHeadModel", "Generation"))])
+def test_classes_of_the_coverage_table(ranks: Ranks, name: str) -> None:
+    if name.removesuffix("ForCausalLM") in REFUSED_CLASSES:
+        pytest.skip("refused, or not exact in one process")
+    ranks(2).run(of_class, name, name.removesuffix("ForCausalLM") not in NAN_IF_PADDED)
+
+
+class _Noted(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+class _After(StoppingCriteria):
+    """Stops when so many calls came: a state of its own, as a clock has."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls -= 1
+        return torch.full((len(input_ids),), self.calls <= 0)
+
+
+class _Never(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, 7] = -torch.inf
+        return scores
+
+
+def of_the_first_rank(rank: int, size: int) -> tuple[list[int], list[int], float]:
+    """A streamer, a criterion and random numbers that differ between ranks."""
+    model, prompt = models.patch(make("llama")), prompt_of(19, False)["input_ids"][:1]
+    torch.manual_seed(40 + rank)
+    streamer = _Noted()
+    options = {"do_sample": True, "streamer": streamer, "logits_processor": [_Never()]}
+    found = hf_burst.generate(model, prompt, stopping_criteria=[_After(4 + rank)], **GREEDY | options)
+    assert streamer.ended == (rank == 0)
+    assert streamer.tokens == (found[0].tolist() if rank == 0 else [])
+    return found[0].tolist(), streamer.tokens, float(torch.rand(()))
+
+
+def test_what_only_the_first_rank_knows(ranks: Ranks) -> None:
+    results = ranks(3).run(of_the_first_rank)
+    assert len({tuple(tokens) for tokens, _, _ in results}) == 1
+    assert len(results[0][0]) == 19 + 4
+    for rank in (1, 2):  # their own random numbers go on where they were
+        torch.manual_seed(40 + rank)
+        assert results[rank][2] == float(torch.rand(()))
+
+
+def under_autocast(rank: int, size: int) -> bool:
+    """Tokens of a model in fp32 under autocast: keys are as narrow as values."""
+    model, prompt = models.make_model("qwen3").eval(), prompt_of(19, True)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model.generate(**prompt, **GREEDY)
+        found = hf_burst.generate(models.patch(model), **prompt, **GREEDY, return_dict_in_generate=True)
+    assert {layer.document.keys.dtype for layer in found.past_key_values.layers} == {torch.bfloat16}
+    return torch.equal(found.sequences, wanted)
+
+
+def test_autocast(ranks: Ranks) -> None:
+    assert all(ranks(2).run(under_autocast))
+
+
+def trained_after(rank: int, size: int) -> None:
+    """A step of training has the same bits after answers, and without."""
+    gradients = []
+    for answers in (False, True):
+        model = models.patch(models.make_model("llama", torch.float64))
+        if answers:
+            model.eval()
+            hf_burst.generate(model, prompt_of(19, True)["input_ids"], **GREEDY)
+            model.train()
+        model(**models.make_batch("plain")).loss.backward()
+        gradients.append([weight.grad for weight in model.parameters()])
+    for own, other in zip(*gradients, strict=True):
+        assert torch.equal(own, other)
+
+
+def test_training_goes_on_as_before(ranks: Ranks) -> None:
+    ranks(2).run(trained_after)
+
+
+def with_sharded_weights(rank: int, size: int) -> None:
+    model, prompt = make("llama"), prompt_of(19, True)
+    wanted = model.generate(**prompt, **GREEDY)
+    hf_burst.patch_model(model)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    plain = _fsdp_param_group.foreach_all_gather
+    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", side_effect=plain) as gathered:
+        assert torch.equal(hf_burst.generate(model, **prompt, **GREEDY), wanted)
+    assert gathered.call_count == 3, "two layers and what is around them, once a call"
+    assert all(isinstance(weight, DTensor) for weight in model.parameters())
+    model.train()
+    model(**models.make_batch("plain")).loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_fsdp2_gathers_weights_once(ranks: Ranks) -> None:
+    ranks(2).run(with_sharded_weights)
+
+
+def one_rank_differs(rank: int, size: int, kind: str) -> None:
+    model, prompt = models.patch(make("llama")), prompt_of(19, False)["input_ids"]
+    if kind == "prompt":
+        prompt = prompt.roll(rank, 1)
+    elif kind == "shape":
+        prompt = prompt[:, rank:]
+    options = {"max_new_tokens": 9 + rank} if kind == "settings" else {}
+    if kind == "training" and rank:
+        model.train()
+    hf_burst.generate(model, prompt, **GREEDY | options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("prompt", "prompt .checksum."),
+        ("shape", "prompt .checksum."),
+        ("settings", "max_new_tokens.*Give generate the same prompt"),
+        ("training", "model.eval"),
+    ],
+)
+def test_ranks_that_differ_get_an_error(ranks: Ranks, kind: str, told: str) -> None:
+    with pytest.raises(RankError, match=told) as caught:
+        ranks(2).run(one_rank_differs, kind)
+    assert all(isinstance(error, ConfigError | RankMismatchError) for error in caught.value.errors)
+
+
+def one_rank_alone(rank: int, size: int) -> None:
+    """Model.generate on one rank meets no collective; hf_burst.generate on one alone does, and says so."""
+    model, prompt = models.patch(make("llama")), prompt_of(19, False)["input_ids"]
+    if rank == 0:
+        model.generate(prompt, **GREEDY)
+        hf_burst.generate(model, prompt, **GREEDY)
+    else:
+        model(input_ids=prompt, use_cache=False)
+
+
+def test_one_rank_alone(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="generate") as caught:
+        ranks(2).run(one_rank_alone)
+    assert all(isinstance(error, RankMismatchError) for error in caught.value.errors)
+
+
+class _OfRank(LogitsProcessor):
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, 11 + self.rank] = 1e4
+        return scores
+
+
+def processors_differ(rank: int, size: int) -> None:
+    model = models.patch(make("llama"))
+    hf_burst.generate(model, prompt_of(19, False)["input_ids"], logits_processor=[_OfRank(rank)], **GREEDY)
+
+
+def test_ranks_that_choose_different_tokens(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="have chosen different tokens") as caught:
+        ranks(2).run(processors_differ)
+    assert all(isinstance(error, RankMismatchError) for error in caught.value.errors)
+
+
+class _Dies(LogitsProcessor):
+    def __init__(self, rank: int) -> None:
+        self.rank, self.calls = rank, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.rank == 1 and self.calls == 3:
+            os._exit(1)
+        return scores
+
+
+def rank_dies(rank: int, size: int) -> None:
+    model = models.patch(make("llama"))
+    hf_burst.generate(model, prompt_of(19, False)["input_ids"], logits_processor=[_Dies(rank)], **GREEDY)
+
+
+def test_a_rank_that_dies() -> None:
+    pool, began = RankPool(2), time.monotonic()
+    with pytest.raises(RankError, match="LostRankError"):
+        pool.run(rank_dies)
+    assert time.monotonic() - began < 60
+    pool.close()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "empty": ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, BatchError, "neither of them 0"),
+    "nothing": ({}, BatchError, "it needs input_ids"),
+    "right": (
+        {"input_ids": torch.ones(2, 3, dtype=torch.int64), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])},
+        BatchError,
+        "padding_side",
+    ),
+    "images": (
+        {"input_ids": torch.ones(1, 3, dtype=torch.int64), "pixel_values": torch.ones(1, 3, 4, 4)},
+        BatchError,
+        "pixel_values",
+    ),
+    "cache": ({"input_ids": torch.ones(1, 3, dtype=torch.int64), "use_cache": False}, ConfigError, "use_cache"),
+    "chunks": ({"input_ids": torch.ones(1, 3, dtype=torch.int64), "prefill_chunk_size": 2}, ConfigError, "cut over"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_generate_refuses(kind: str) -> None:
+    given, error, told = REFUSED[kind]
+    with pytest.raises(error, match=told):
+        hf_burst.generate(models.patch(make("llama")), **given, **GREEDY)
+
+
+def test_models_that_generate_refuses() -> None:
+    prompt = prompt_of(7, False)["input_ids"]
+    with pytest.raises(ConfigError, match="patch_model"):
+        hf_burst.generate(make("llama"), prompt)
+    with pytest.raises(UnsupportedModelError, match="generates none"):
+        hf_burst.generate(models.patch(models.make_model("bert").eval()), prompt)
+    with pytest.raises(UnsupportedModelError, match="no state behind a prompt"):
+        hf_burst.generate(models.patch(make("zamba")), prompt)
+    with pytest.raises(UnsupportedModelError, match="cannot go back"):
+        hf_burst.generate(models.patch(make("qwen3_5")), prompt, prompt_lookup_num_tokens=3)
+    with pytest.raises(UnsupportedModelError, match="changes the keys or values"):
+        hf_burst.generate(models.patch(make("JetMoeForCausalLM")), prompt, **GREEDY)
+
+
+def test_criteria_that_count_tokens_keep_their_meaning() -> None:
+    model, prompt = models.patch(make("llama")), prompt_of(19, False)["input_ids"]
+    found = hf_burst.generate(model, prompt, stopping_criteria=[MaxLengthCriteria(22)], **GREEDY)
+    assert found.shape == (2, 22)

@@ -1,0 +1,201 @@
+"""Answers to questions about a remembered document equal those of one process that reads document and question."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+import hf_burst
+from hf_burst.errors import BatchError, ConfigError, RankMismatchError, UnsupportedModelError
+from tests.hf.test_generation import GREEDY, WAYS, make
+from tests.support import models
+from tests.support.ranks import RankError, RankPool
+
+Ranks = Callable[[int], RankPool]
+QUESTION = 11  # tokens of the longest
+
+
+def document_of(length: int) -> torch.Tensor:
+    return torch.randint(1, models.VOCABULARY, (1, length), generator=torch.Generator().manual_seed(5))
+
+
+def questions() -> dict[str, torch.Tensor]:
+    """Three questions of 11, 7 and 2 tokens."""
+    ids = torch.randint(1, models.VOCABULARY, (3, QUESTION), generator=torch.Generator().manual_seed(6))
+    mask = torch.ones_like(ids)
+    mask[1, :4], mask[2, :9] = 0, 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def together(document: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Document and question in each row, padded on the left, written apart from the package."""
+    asked, rows = questions(), []
+    for ids, mask in zip(asked["input_ids"], asked["attention_mask"], strict=True):
+        padding = [0] * int((mask == 0).sum())
+        rows.append([*padding, *document[0].tolist(), *ids[len(padding) :].tolist()])
+    padding = (asked["attention_mask"] == 0).sum(1, keepdim=True)
+    whole = torch.tensor(rows)
+    return {"input_ids": whole, "attention_mask": (torch.arange(whole.shape[1]) >= padding).long()}
+
+
+def ask(model: Any, memory: hf_burst.RememberedDocument, way: str) -> torch.Tensor:
+    torch.manual_seed(5)
+    found: torch.Tensor = hf_burst.generate(model, **questions(), memory=memory, **GREEDY | WAYS[way])
+    return found
+
+
+def answers(rank: int, size: int, name: str, length: int, ways: tuple[str, ...], folder: str, saves: bool) -> int:
+    """Compares answers, to a memory of its own that it saves, or to one that it loads; returns its bytes."""
+    document, wanted = document_of(length), []
+    model = make(name)
+    for way in ways:
+        torch.manual_seed(5)
+        wanted.append(model.generate(**together(document), **GREEDY | WAYS[way])[:, length:])
+    with torch.no_grad():
+        whole = together(document)
+        positions = (whole["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        logits = model(**whole, position_ids=positions).logits[:, -QUESTION - 1 : -1]
+    hf_burst.patch_model(model)
+    if saves:
+        memory = hf_burst.remember(model, document)
+        memory.save(folder)
+    else:
+        memory = hf_burst.RememberedDocument.load(model, folder)
+    assert len(memory) == length
+    for way, expected in zip(ways, wanted, strict=True):
+        found = ask(model, memory, way)
+        assert torch.equal(found[:, QUESTION:], expected[:, QUESTION:]), way
+        assert torch.equal(found[: len(found) // 3, :QUESTION], expected[: len(found) // 3, :QUESTION])
+    batch = questions()
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    losses = hf_burst.token_losses(model, {**batch, "labels": labels}, memory=memory)
+    expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
+    return memory.nbytes
+
+
+ALWAYS = {(1, 7), (2, 64), (4, 1), (4, 64)}  # ranks and lengths
+
+
+@pytest.mark.parametrize(
+    ("size", "other", "length"),
+    [
+        pytest.param(size, other, length, marks=() if (size, length) in ALWAYS else pytest.mark.full)
+        for size, other in ((1, 2), (2, 3), (4, 1))
+        for length in (1, 7, 64, 257)
+    ],
+)
+def test_answers_are_those_of_one_process(ranks: Ranks, tmp_path: Path, size: int, other: int, length: int) -> None:
+    """By the memory that was made, and by the one that was saved, on another number of ranks."""
+    ways = ("greedy", "sampled", "beams", "penalised")
+    held = [
+        run(ranks, size, "llama", length, ways, tmp_path, True),
+        run(ranks, other, "llama", length, ways, tmp_path, False),
+    ]
+    assert {sum(parts) for parts in held} == {2 * 2 * length * 2 * 8 * 8}  # layers, keys and values, heads, their size
+    if length == 64:
+        assert len({*held[0]}) == 1, "each rank holds its share"
+
+
+# not Llama 4, whose queries Transformers scales by positions that count the padding of other rows
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "gpt2", "GptOssForCausalLM", "DeepseekV3ForCausalLM"])
+def test_kinds_of_layers_remember(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    for saves in (True, False):
+        run(ranks, 3 if saves else 2, name, 41, ("greedy",), tmp_path, saves)
+
+
+def run(ranks: Ranks, size: int, name: str, length: int, ways: tuple[str, ...], folder: Path, saves: bool) -> list[int]:
+    arguments = (name, length, ways, str(folder), saves)
+    return [answers(0, 1, *arguments)] if size == 1 else ranks(size).run(answers, *arguments)
+
+
+def memory_stays(rank: int, size: int) -> None:
+    """Answers leave a memory as it was, and it serves any number of them."""
+    model = models.patch(make("llama"))
+    memory = hf_burst.remember(model, document_of(33))
+    before = [(keys.keys.clone(), keys.values.clone()) for keys in memory.layers if keys is not None]
+    first = ask(model, memory, "greedy")
+    ask(model, memory, "beams")
+    assert torch.equal(ask(model, memory, "greedy"), first)
+    for keys, (own, values) in zip(memory.layers, before, strict=True):
+        assert keys is not None
+        assert torch.equal(keys.keys, own)
+        assert torch.equal(keys.values, values)
+
+
+def test_answers_leave_the_memory_as_it_was(ranks: Ranks) -> None:
+    ranks(2).run(memory_stays)
+
+
+def needles(rank: int, size: int, length: int, most: int) -> list[int]:
+    """Positions of the needle that a model of one hand-made layer finds, where no rank may hold more than `most`
+    tokens. Attention of the last token looks for the key that equals its query."""
+    model = models.make_model("llama", torch.float64, layers=1).eval()
+    hf_burst.patch_model(model)
+    memory = hf_burst.remember(model, document_of(length))
+    held = memory.layers[0]
+    assert held is not None
+    assert held.keys.shape[2] <= most
+    assert torch.equal(held.positions, held.positions.sort(1).values)
+    return held.positions[0].tolist()
+
+
+def test_a_prompt_longer_than_a_rank_may_hold(ranks: Ranks) -> None:
+    """Every token lies on exactly one rank."""
+    found = ranks(4).run(needles, 256, 64)
+    assert sorted(position for own in found for position in own) == list(range(256))
+
+
+def test_weights_that_changed() -> None:
+    model = hf_burst.patch_model(get_peft_model(make("llama"), LoraConfig(target_modules="all-linear")).eval())
+    memory = hf_burst.remember(model, document_of(9))
+    ask(model, memory, "greedy")
+    with model.disable_adapter(), pytest.raises(ConfigError, match="weights of the model have changed"):
+        ask(model, memory, "greedy")
+    with torch.no_grad():
+        next(weight for weight in model.parameters() if weight.requires_grad).add_(1e-3)
+    with pytest.raises(ConfigError, match="remember anew"):
+        ask(model, memory, "greedy")
+
+
+def test_what_memories_refuse(tmp_path: Path) -> None:
+    model = models.patch(make("llama"))
+    with pytest.raises(BatchError, match="neither of them 0"):
+        hf_burst.remember(model, torch.zeros(1, 0, dtype=torch.int64))
+    with pytest.raises(BatchError, match="of one document"):
+        hf_burst.remember(model, torch.ones(2, 5, dtype=torch.int64))
+    with pytest.raises(UnsupportedModelError, match="depend on the longest"):
+        hf_burst.remember(models.patch(make("llama_dynamic")), document_of(9))
+    with pytest.raises(UnsupportedModelError, match="layers with a state"):
+        hf_burst.remember(models.patch(make("qwen3_5")), document_of(9))
+    memory = hf_burst.remember(model, document_of(9))
+    with pytest.raises(ConfigError, match="memory is of a LlamaForCausalLM"):
+        ask(models.patch(make("mistral")), memory, "greedy")
+    with pytest.raises(BatchError, match="neither of them 0"):
+        hf_burst.generate(model, torch.zeros(2, 0, dtype=torch.int64), memory=memory)
+    right = {key: value.flip(1) for key, value in questions().items()}
+    with pytest.raises(BatchError, match="padding_side"):
+        hf_burst.generate(model, **right, memory=memory)
+    with pytest.raises(ConfigError, match="holds no memory"):
+        hf_burst.RememberedDocument.load(model, tmp_path)
+
+
+def other_documents(rank: int, size: int) -> None:
+    model = models.patch(make("llama"))
+    hf_burst.remember(model, document_of(9 + rank))
+
+
+def other_memories(rank: int, size: int) -> None:
+    model = models.patch(make("llama"))
+    memories = [hf_burst.remember(model, document_of(length)) for length in (9, 10)]
+    ask(model, memories[rank], "greedy")
+
+
+@pytest.mark.parametrize("function", [other_documents, other_memories])
+def test_documents_that_differ_between_ranks(ranks: Ranks, function: Callable[..., None]) -> None:
+    with pytest.raises(RankError, match=r"memory|document") as caught:
+        ranks(2).run(function)
+    assert all(isinstance(error, RankMismatchError) for error in caught.value.errors)

@@ -1,0 +1,146 @@
+"""Rows that begin alike and have the same images: their tokens are computed once by the language model."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import hf_burst
+from hf_burst.check.tiny_pictures import Batch, seeing_batch
+from hf_burst.check.tiny_seeing import FAMILIES, seeing_model
+from hf_burst.hf.batches.joining import Joined
+from hf_burst.hf.batches.modalities import same_for_every_row
+from hf_burst.hf.groups import PATCH
+from hf_burst.hf.parts.shared_beginnings import SharedBeginnings
+from tests.support import models
+from tests.support.gradients import Result, assert_equal, loss_and_gradients
+from tests.support.ranks import RankError, RankPool
+
+Ranks = Callable[[int], RankPool]
+ROWS = 3
+
+
+def rows_alike(family: str, same_images: bool = True) -> Batch:
+    """Three rows with the same images, whose last tokens are others."""
+    batch = seeing_batch(family, "images")
+    length = batch["input_ids"].shape[1]
+    rows = {}
+    for key in ("input_ids", "labels", "mm_token_type_ids"):
+        if key in batch:
+            rows[key] = batch[key].repeat(ROWS, 1)
+    for row in range(ROWS):
+        for place in range(length - 3, length):
+            rows["input_ids"][row, place] = rows["labels"][row, place] = 5 + (row + place) % 7
+    others = {key: value for key, value in batch.items() if key not in rows}
+    more = {
+        key: value * ROWS if isinstance(value, list) else torch.cat([value] * ROWS) for key, value in others.items()
+    }
+    if not same_images:
+        more["pixel_values"] = more["pixel_values"].clone()
+        more["pixel_values"][-1] += 1
+    return {**rows, **more}
+
+
+def train(family: str, same_images: bool = True) -> Result:
+    return loss_and_gradients(seeing_model(family), rows_alike(family, same_images))
+
+
+def on_ranks(rank: int, size: int, family: str, same_images: bool = True) -> tuple[Result, set[str]]:
+    model = models.patch(seeing_model(family), hf_burst.BurstConfig(share_prefixes=True))
+    found = loss_and_gradients(model, rows_alike(family, same_images))
+    part = next(part for part in getattr(model, PATCH).parts if isinstance(part, SharedBeginnings))
+    return found, part.told
+
+
+SOME = ("Qwen3VL", "Mistral3", "Qwen3_5")
+IN_ONE_ROW = ("MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7")  # are the patches of all images
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SOME + IN_ONE_ROW])
+def test_every_family_is_exact(ranks: Ranks, family: str) -> None:
+    """Whether it shares or not."""
+    found = ranks(2).run(on_ranks, family)
+    assert_equal([result for result, _ in found], train(family))
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_rows_with_the_same_images_share_their_tokens(ranks: Ranks, family: str) -> None:
+    found = ranks(2).run(on_ranks, family)
+    assert_equal([result for result, _ in found], train(family))
+    assert all(told == {"joined"} for _, told in found)
+
+
+def test_one_process(ranks: Ranks) -> None:
+    result, told = on_ranks(0, 1, "Qwen3VL")
+    assert_equal([result], train("Qwen3VL"))
+    assert told == {"joined"}
+
+
+@pytest.mark.parametrize(
+    ("family", "same", "why"),
+    [
+        ("Qwen3VL", False, "are not the same for every row"),
+        ("Gemma3", True, "tokens of images may see later ones"),
+    ],
+)
+def test_others_are_computed_row_by_row(ranks: Ranks, family: str, same: bool, why: str) -> None:
+    found = ranks(2).run(on_ranks, family, same)
+    assert_equal([result for result, _ in found], train(family, same))
+    assert all(why in next(iter(told)) for _, told in found)
+
+
+def at_other_places(rank: int, size: int) -> None:
+    """A model that gives every row positions of its own."""
+    model = models.patch(seeing_model("Qwen3VL"), hf_burst.BurstConfig(share_prefixes=True))
+    inner = model.model
+    own = inner.get_rope_index
+
+    def shifted(*args: Any, **kwargs: Any) -> Any:
+        positions, *rest = own(*args, **kwargs)
+        return positions + torch.arange(ROWS)[:, None], *rest
+
+    with mock.patch.object(inner, "get_rope_index", shifted):
+        model(**rows_alike("Qwen3VL"))
+
+
+def test_positions_that_differ_are_an_error(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"gives texts that begin alike other positions. Set BurstConfig"):
+        ranks(2).run(at_other_places)
+
+
+def test_parts_that_belong_to_no_row() -> None:
+    """Two images of one row and four of another, which are twice the same two."""
+    config = seeing_model("Qwen3VL").config
+    image = config.image_token_id
+    batch: Batch = {"pixel_values": torch.tensor([[1.0], [2.0], [1.0], [2.0]])}
+    for row, same in (([image, image, 5, 5], True), ([image, 5, 5, 5], False)):
+        batch["input_ids"] = torch.tensor([row, [image, image, 5, 6]])
+        assert same_for_every_row(batch, config) == same
+    assert not same_for_every_row(batch | {"pixel_values": torch.ones(3, 1)}, config)
+    assert not same_for_every_row(batch | {"pixel_values": [1, 2]}, config)
+    assert not same_for_every_row(batch, models.make_model("llama").config)
+    assert same_for_every_row({"input_ids": batch["input_ids"], "num_items_in_batch": torch.ones(1)}, config)
+
+
+def without_embeddings_of_others(rank: int, size: int, family: str) -> tuple[Result, set[str]]:
+    """As if the embeddings of the row were those of the first text alone."""
+    inputs = Joined.inputs
+
+    def first(joined: Joined, whole: Any, *others: Any) -> dict[str, Any]:
+        row = inputs(joined, whole, *others)
+        embeds = whole["inputs_embeds"][:1]
+        row["inputs_embeds"] = torch.cat([embeds, row["inputs_embeds"][:, embeds.shape[1] :]], 1)
+        row["inputs_embeds"] = row["inputs_embeds"].roll(1, 1)
+        return row
+
+    with mock.patch.object(Joined, "inputs", first):
+        return on_ranks(rank, size, family)
+
+
+def test_other_embeddings_are_noticed(ranks: Ranks) -> None:
+    found = ranks(2).run(without_embeddings_of_others, "Qwen3VL")
+    with pytest.raises(AssertionError):
+        assert_equal([result for result, _ in found], train("Qwen3VL"))
