@@ -74,6 +74,21 @@ def test_loss_and_gradients_equal_one_process(ranks: Ranks, name: str, size: int
     assert_equal(ranks(size).run(over_ranks, name, batch), result(plain, batch))
 
 
+def sharing(rank: int, size: int, name: str, batch: dict[str, torch.Tensor]) -> Result:
+    return result(models.patch(make(name), hf_burst.BurstConfig(share_prefixes=True)), batch)
+
+
+@pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "Qwen2ForTokenClassification", "LlamaModel"])
+def test_rows_that_begin_alike_are_computed_one_by_one(ranks: Ranks, name: str) -> None:
+    """What these return is of all rows."""
+    plain = make(name)
+    batch = make_batch("one sequence", plain)
+    batch["input_ids"][1, :20] = batch["input_ids"][0, :20]
+    if "Token" in name:
+        batch["labels"][1, :20] = batch["labels"][0, :20]
+    assert_equal(ranks(2).run(sharing, name, batch), result(plain, batch))
+
+
 def pooled_by_mean(rank: int, size: int, batch: dict[str, torch.Tensor]) -> Result:
     return result(models.patch(mean_pooling()), batch)
 

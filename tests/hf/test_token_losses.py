@@ -152,17 +152,29 @@ def expected_loss(what: str, model: Any, batch: Batch, teacher: Any) -> torch.Te
     return distance(logits, known, labels, kind, int(top_k) if top_k else None)
 
 
+def batch_of(kind: str) -> Batch:
+    """A batch of two rows; of `"alike"` ones that have 40 tokens in common, of which one counts in one row alone."""
+    batch = models.make_batch("right" if kind == "alike" else kind, 61)
+    if kind == "alike":
+        for name in ("input_ids", "labels"):
+            batch[name][1, :40] = batch[name][0, :40]
+        batch["labels"][1, 20] = -100
+    return batch
+
+
 def gradients_of(rank: int, size: int, what: str, kind: str, shard: bool) -> Result:
-    """A loss of one's own and its gradients; 7 tokens are scored at a time."""
-    batch, widest, plain = models.make_batch(kind, 61), [0], torch.nn.Linear.forward
+    """A loss of one's own and its gradients; 7 tokens are scored at a time, and what rows share is computed once."""
+    batch, widest, plain, tokens = batch_of(kind), [0], torch.nn.Linear.forward, list[int]()
 
     def forward(module: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
         if module.out_features == models.VOCABULARY:
             widest[0] = max(widest[0], hidden.shape[:-1].numel())
         return plain(module, hidden)
 
-    model = models.patch(models.make_model("llama", torch.float64))
-    teacher = models.patch(models.make_model("llama", torch.float64, seed=5))
+    share = hf_burst.BurstConfig(share_prefixes=True)
+    model = models.patch(models.make_model("llama", torch.float64), share)
+    teacher = models.patch(models.make_model("llama", torch.float64, seed=5), share)
+    model.model.embed_tokens.register_forward_hook(lambda _, given, out: tokens.append(out.shape[:2].numel()))
     with (
         mock.patch("hf_burst.layers.linear_loss._LOGITS", 7 * models.VOCABULARY),
         mock.patch.object(torch.nn.Linear, "forward", forward),
@@ -170,6 +182,7 @@ def gradients_of(rank: int, size: int, what: str, kind: str, shard: bool) -> Res
         loss = loss_by(what, model, batch, teacher, shard)
         loss.sum().backward()
     assert widest[0] <= 7, "no tensor as wide as the vocabulary holds all tokens of a rank"
+    assert (size * tokens[0] < 80) == (kind in ("alike", "packed")), "of 122 tokens, or 61 that are packed"
     assert all(parameter.grad is None for parameter in teacher.parameters())
     return loss.sum().item(), {name: weight.grad for name, weight in model.named_parameters()}
 
@@ -185,10 +198,13 @@ def gradients_of(rank: int, size: int, what: str, kind: str, shard: bool) -> Res
         ("forward_kl", "plain", True),
         ("forward_kl 5", "right", False),
         ("reverse_kl", "left", False),
+        ("weighted", "alike", False),
+        ("orpo", "alike", False),
+        ("forward_kl", "alike", False),
     ],
 )
 def test_losses_of_ones_own_equal_one_process(ranks: Ranks, what: str, kind: str, shard: bool, size: int) -> None:
-    batch, model = models.make_batch(kind, 61), models.make_model("llama", torch.float64)
+    batch, model = batch_of(kind), models.make_model("llama", torch.float64)
     expected = expected_loss(what, model, batch, models.make_model("llama", torch.float64, seed=5))
     expected.sum().backward()
     wanted = expected.sum().item(), {name: weight.grad for name, weight in model.named_parameters()}
@@ -215,6 +231,23 @@ def test_what_losses_of_ones_own_refuse(ranks: Ranks) -> None:
         hf_burst.token_divergences(model, model, batch, top_k=0)
     with pytest.raises(BatchError, match="not finite"):
         hf_burst.token_losses(model, batch, torch.full(batch["labels"].shape, float("nan")))
+
+
+def test_texts_that_a_collator_joined_have_no_losses_of_their_own() -> None:
+    model, share = hf_burst.patch_model(models.make_model("llama")), hf_burst.BurstConfig(share_prefixes=True)
+    batch = batch_of("alike")
+    batch["labels"][1, :45] = -100
+    with pytest.raises(BatchError, match="joined when it was sharded"):
+        hf_burst.token_losses(model, hf_burst.shard_batch(batch, config=share))
+
+
+def test_a_teacher_that_shares_no_beginnings_is_refused() -> None:
+    model, teacher = (
+        hf_burst.patch_model(models.make_model("llama"), hf_burst.BurstConfig(share_prefixes=share))
+        for share in (True, False)
+    )
+    with pytest.raises(BatchError, match="share other beginnings"):
+        hf_burst.token_divergences(model, teacher, batch_of("alike"))
 
 
 def wrapped(rank: int, size: int, how: str) -> Result:
