@@ -25,6 +25,7 @@ import finetune_long_document  # noqa: E402
 import merge_adapter  # noqa: E402
 import models  # noqa: E402
 import resuming  # noqa: E402
+import reward  # noqa: E402
 import settings  # noqa: E402
 import sft  # noqa: E402
 import training  # noqa: E402
@@ -277,7 +278,7 @@ def test_a_chat_template_may_have_any_name(recipe: Callable[..., Any]) -> None:
 
 IMPORTS = """
 import importlib, sys
-for script in ("sft", "finetune_long_document", "dpo", "evaluate", "extend_context"):
+for script in ("sft", "finetune_long_document", "dpo", "reward", "evaluate", "extend_context"):
     importlib.import_module(script)
     for name in ("torch", "trl.trainer.sft_config", "datasets", "peft"):
         assert name not in sys.modules, f"{script} imports {name}"
@@ -339,7 +340,7 @@ def test_an_interrupted_run_ends_without_a_traceback() -> None:
     assert end.value.code == 130
 
 
-@pytest.mark.parametrize("script", [finetune_long_document, sft, dpo])
+@pytest.mark.parametrize("script", [finetune_long_document, sft, dpo, reward])
 def test_help_names_the_file_of_settings(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         script.make_trainer(["--help"])
@@ -376,7 +377,7 @@ def make_base(folder: Path, positions: int = 512) -> Path:
     return folder
 
 
-RECIPES = {"text": finetune_long_document, "sft": sft, "dpo": dpo}
+RECIPES = {"text": finetune_long_document, "sft": sft, "dpo": dpo, "reward": reward}
 
 
 @pytest.mark.parametrize(
@@ -385,7 +386,7 @@ RECIPES = {"text": finetune_long_document, "sft": sft, "dpo": dpo}
 def test_every_file_of_settings_is_one(tmp_path: Path, name: str) -> None:
     """Its settings exist, and its comment names the files that it is launched with."""
     script, file = RECIPES[name.split("_")[0]], ROOT / "recipes" / "configs" / f"{name}.yaml"
-    trainer = trl.DPOConfig if script is dpo else trl.SFTConfig
+    trainer = {dpo: trl.DPOConfig, reward: trl.RewardConfig}.get(script, trl.SFTConfig)
     kinds = (settings.ModelSettings, settings.DataSettings, settings.BurstSettings, trainer)
     machine = ["--use_cpu", "true", "--output_dir", str(tmp_path), "--dataset", "python_topics"]
     model, documents, burst, arguments = settings.parse(["--config", str(file), *machine], kinds, script.DEFAULTS)
@@ -435,6 +436,7 @@ def test_adapters_remember_the_revision_and_are_merged_elsewhere(
 ) -> None:
     options = ["--model_name_or_path", str(make_base(tmp_path / "base")), "--use_peft"]
     assert "precompute_ref_log_probs would" in wrong("--precompute_ref_log_probs", "true", script=dpo)
+    assert "by which the head would not learn" in wrong(*options, "--lora_task_type", "CAUSAL_LM", script=reward)
     assert "merge_to is './out', where an adapter is; set another folder" in wrong(*options, "--merge_to", "./out")
     assert "merge_to '/proc/x' cannot be used" in wrong(*options, "--merge_to", "/proc/x")
     trainer, _ = recipe(*options, "--model_revision", "v2")
