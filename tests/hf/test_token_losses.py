@@ -259,24 +259,31 @@ def test_a_teacher_that_shares_no_beginnings_is_refused() -> None:
         hf_burst.token_divergences(model, teacher, batch_of("alike"))
 
 
-def wrapped(rank: int, size: int, how: str) -> Result:
-    """A loss of one's own through a data-parallel wrapper, which averages gradients."""
-    batch, model = models.make_batch("right", 61), models.patch(models.make_model("llama", torch.float64).train())
+def wrap(model: Any, how: str, size: int) -> Any:
+    """The model in a data-parallel wrapper, which averages gradients."""
     if how == "ddp":
-        outer: Any = torch.nn.parallel.DistributedDataParallel(model)
-    else:
-        mesh = init_device_mesh("cpu", (size,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-        if how == "fsdp2 alone":
-            fully_shard(model.lm_head, mesh=mesh)
-        if how == "fsdp2 tail":  # as accelerate has it
-            fully_shard([model.model.norm, model.lm_head], mesh=mesh, reshard_after_forward=False)
-        outer = fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    loss = odds_ratio(hf_burst.token_losses(outer, batch), batch["labels"]).sum()
-    loss.backward()
+        return torch.nn.parallel.DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (size,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    if how == "fsdp2 alone":
+        fully_shard(model.lm_head, mesh=mesh)
+    if how == "fsdp2 tail":  # as accelerate has it
+        fully_shard([model.model.norm, model.lm_head], mesh=mesh, reshard_after_forward=False)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def whole_gradients(model: Any) -> dict[str, torch.Tensor]:
     found = {name: weight.grad for name, weight in model.named_parameters()}
-    return loss.item(), {n: grad.full_tensor() if isinstance(grad, DTensor) else grad for n, grad in found.items()}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+
+
+def wrapped(rank: int, size: int, how: str) -> Result:
+    """A loss of one's own through a data-parallel wrapper."""
+    batch, model = models.make_batch("right", 61), models.patch(models.make_model("llama", torch.float64).train())
+    loss = odds_ratio(hf_burst.token_losses(wrap(model, how, size), batch), batch["labels"]).sum()
+    loss.backward()
+    return loss.item(), whole_gradients(model)
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2", "fsdp2 tail"])

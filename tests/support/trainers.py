@@ -211,6 +211,14 @@ def _make_trl(
     if case.trainer == "RewardTrainer":
         data = Dataset.from_list(preferences()) if data is None else data
         return trl.RewardTrainer(model, trl.RewardConfig(**settings), train_dataset=data, **given)
+    if case.trainer in ("ORPOTrainer", "CPOTrainer"):
+        from trl.experimental import cpo, orpo
+
+        data = Dataset.from_list(preferences()) if data is None else data
+        kind, config = (
+            (orpo.ORPOTrainer, orpo.ORPOConfig) if case.trainer == "ORPOTrainer" else (cpo.CPOTrainer, cpo.CPOConfig)
+        )
+        return kind(model, args=config(**settings, beta=0.5, max_length=64), train_dataset=data, **given)
     given["ref_model"] = None if case.lora else make_model(case, seed=3)
     data = Dataset.from_list(preferences()) if data is None else data
     if case.trainer == "DPOTrainer":

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -363,3 +364,19 @@ def test_classification_by_trainer_equals_one_process(ranks: Ranks, tmp_path: Pa
     wanted = classify(0, 1, str(tmp_path / "alone"), case.alone)
     for found in ranks(2).run(classify, str(tmp_path), case):
         trainers.compare(found, wanted)
+
+
+def rank(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
+    """Trains where no logits are gathered."""
+    with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9):
+        return trainers.train(rank, size, folder, case)
+
+
+@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "deferred"])
+@pytest.mark.parametrize("case", [Case("ORPOTrainer"), Case("CPOTrainer", burst=3)], ids=str)
+def test_rankings_equal_one_process(ranks: Ranks, tmp_path: Path, case: Case, gathered: bool) -> None:
+    """TRL's losses that follow from all logits, and what is logged of them; but for their mean, which padding is in."""
+    names = {"rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected", "nll_loss", "log_odds_ratio"}
+    wanted = trainers.train(0, 1, str(tmp_path / "alone"), case.alone)
+    for found in ranks(case.ranks).run(trainers.train if gathered else rank, str(tmp_path), case):
+        compare(found, wanted, names)

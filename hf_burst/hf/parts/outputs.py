@@ -2,16 +2,20 @@
 
 from typing import Any
 
+import torch
+
 from ...ranks.collectives import gather_kept, gather_tokens
 from ..batches.joining import Joined
 from ..forward_pass import ForwardPass
+from ..lazy_head import logits_of_some
 from .base import Part
+from .deferred_logits import DeferredLogits
 from .head import Head
 from .key_cache import KeyCache
 from .loss import Loss
 from .shared_beginnings import SharedBeginnings
 from .states import States, whole
-from .token_losses import TokenLosses
+from .token_losses import TokenLosses, check_head_again
 
 # one value a token, in TRL's output for `fused_lm_head=True`, which holds no logits
 _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
@@ -55,8 +59,20 @@ class Outputs(Part):
             outputs["logits"] = gather_tokens(logits, layout, group)
         elif head.logits == "keep":
             outputs["logits"] = logits
-        if "logits" in outputs:
+        elif head.logits == "defer":
+            outputs["logits"] = _deferred(run, logits, head.too_large)
+        if "logits" in outputs and head.logits != "defer":
             outputs["logits"] = self.key_cache.repeated(outputs["logits"])
+
+
+def _deferred(run: ForwardPass, logits: Any, about: str) -> DeferredLogits:
+    check_head_again(run.model.get_output_embeddings())
+    layout, joined = run.batch.layout, run.batch.joined
+    shape = (layout.batch_size, layout.length - layout.padding) if joined is None else tuple(joined.places.shape)
+    places = torch.arange(shape[0] * shape[1], device="cpu").view(shape)
+    vocabulary = run.model.config.get_text_config().vocab_size
+    anchor = logits_of_some(logits, slice(0, 1))
+    return DeferredLogits(logits, layout, run.group, joined, places, vocabulary, about, anchor)
 
 
 def _restore(joined: Joined, outputs: dict[str, Any], chosen: bool, alone: bool) -> None:
@@ -65,7 +81,8 @@ def _restore(joined: Joined, outputs: dict[str, Any], chosen: bool, alone: bool)
     rows = len(joined.places)
     if "logits" in outputs:
         logits = outputs["logits"]
-        outputs["logits"] = logits.unflatten(1, (rows, -1))[0] if chosen else joined.restored(logits)
+        if not isinstance(logits, DeferredLogits):
+            outputs["logits"] = logits.unflatten(1, (rows, -1))[0] if chosen else joined.restored(logits)
     if "hidden_states" in outputs:
         outputs["hidden_states"] = tuple(map(joined.restored, outputs["hidden_states"]))
     layers = outputs.pop("router_logits", None)

@@ -21,6 +21,7 @@ from .shared_beginnings import SharedBeginnings
 from .tokens import Tokens
 
 _AGAIN = "{}, and losses of tokens need it once more in the backward pass. {}."
+_TAIL = "Wrap it together with the last norm, with reshard_after_forward=False, or leave it to the whole model"
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,12 @@ def is_sharded_head(head: nn.Module | None) -> bool:
     return head is not None and any(isinstance(weight, DTensor) for weight in head.parameters())
 
 
+def check_head_again(head: nn.Module | None) -> None:
+    """Raises behind a pass whose backward pass would not find the whole head any more."""
+    if torch.is_grad_enabled() and is_sharded_head(head):
+        raise UnsupportedModelError(_AGAIN.format("FSDP2 has sharded the head again after its pass", _TAIL))
+
+
 class TokenLosses(Part):
     """Answers a [`Question`] of [`hf_burst.token_losses`] about each token, in the place of the logits."""
 
@@ -128,11 +135,7 @@ class TokenLosses(Part):
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if self.asked is None or self.targets is None:
             return
-        if torch.is_grad_enabled() and is_sharded_head(run.model.get_output_embeddings()):
-            cure = (
-                "Wrap it together with the last norm, with reshard_after_forward=False, or leave it to the whole model"
-            )
-            raise UnsupportedModelError(_AGAIN.format("FSDP2 has sharded the head again after its pass", cure))
+        check_head_again(run.model.get_output_embeddings())
         layout, joined, weights = run.batch.layout, run.batch.joined, self.asked.weights
         own = self.asked.answer(Scores(outputs["logits"], layout, joined), self.targets)
         values = gather_tokens(own, layout, run.group)
