@@ -372,7 +372,7 @@ def rank(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
         return trainers.train(rank, size, folder, case)
 
 
-@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "deferred"])
+@pytest.mark.parametrize("gathered", [pytest.param(True, marks=pytest.mark.full), False], ids=["gathered", "deferred"])
 @pytest.mark.parametrize("case", [Case("ORPOTrainer"), Case("CPOTrainer", burst=3)], ids=str)
 def test_rankings_equal_one_process(ranks: Ranks, tmp_path: Path, case: Case, gathered: bool) -> None:
     """TRL's losses that follow from all logits, and what is logged of them; but for their mean, which padding is in."""
