@@ -184,7 +184,8 @@ def recipes_page() -> str:
     sys.path.insert(0, str(ROOT / "recipes"))
     parts = [
         "Settings come from YAML files (`--config FILE`, several if you like), then from flags. In addition to these, "
-        "the recipes take all settings of TRL's `SFTConfig`, `DPOConfig`, `RewardConfig` or `GRPOConfig` and its `ModelConfig`."
+        "the recipes take all settings of TRL's `SFTConfig`, `DPOConfig`, `RewardConfig` or `GRPOConfig`, and of its "
+        "`ModelConfig`."
     ]
     changed = {recipe: dict(import_module(recipe).DEFAULTS) for recipe in RECIPES}
     for heading, module, name in SETTINGS:
