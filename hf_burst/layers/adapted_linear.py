@@ -109,9 +109,11 @@ def _product(
     out = tensor.new_empty(*tensor.shape[:-1], len(weight))  # no view, which could not be changed in place
     if skipped:
         return out
-    rows, factors = out.view(-1, len(weight)), (tensor.flatten(0, -2), weight.T)
-    torch.mm(*factors, out=rows) if bias is None else torch.addmm(bias, *factors, out=rows)
-    rows.addmm_(inner.flatten(0, -2), up.T, alpha=scaling)
+    rows = out.view(-1, len(weight))
+    of_adapter = {"beta": 0, "alpha": scaling} if bias is None else {"alpha": scaling}
+    torch.addmm(rows if bias is None else bias, inner.flatten(0, -2), up.T, **of_adapter, out=rows)
+    # the large product last: it adds to what is there while it computes, and the small one would wait for memory
+    rows.addmm_(tensor.flatten(0, -2), weight.T)
     return out
 
 
@@ -178,9 +180,10 @@ def _gradients(
     d_up = call.scaling * wide_product(rows.T, inner.flatten(0, -2)) if of_up else None
     d_down = wide_product(d_inner.T, given.flatten(0, -2)) if of_down else None
     d_dropped = d_inner @ down if of_dropped else None
-    d_tensor = rows @ _of_4_bits(weight, call.state).to(rows.dtype) if call.learns else None
-    if d_tensor is not None and not call.drops:
-        d_tensor.addmm_(d_inner, down)
+    d_tensor = None
+    if call.learns:
+        factors = rows, _of_4_bits(weight, call.state).to(rows.dtype)
+        d_tensor = rows @ factors[1] if call.drops else (d_inner @ down).addmm_(*factors)
     parts = [None if part is None else part.to(dtype) for part, dtype in zip((d_down, d_up), dtypes, strict=True)]
     shape = gradient.shape[:-1]
     return [*(None if part is None else part.view(*shape, part.shape[-1]) for part in (d_tensor, d_dropped)), *parts]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
+from ..errors import RankMismatchError
 from ..plan import Traffic
 from ..ranks.group import ContextGroup
 from ..ranks.host import host_id
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 256
 _GRANULE = 2 << 20
+_SPARE = 256 << 20  # bytes that stay free behind such memory
 _TENSORS = 16  # at most that many are published at once
 _REMEMBERED = 256
 _IN_PLACE: tuple[Channel, ...] = ("gradients", "heads to tokens")  # kernels write these where they are published
@@ -45,8 +47,7 @@ class ChannelBuffer:
 
     def __init__(self, group: ContextGroup, device: torch.device, size: int, count: int) -> None:
         self.size, self.count, self.published = size, count, 0
-        with torch.inference_mode(False):  # later passes may train
-            self.buffer = symmetric_memory.empty(count * size, dtype=torch.uint8, device=device)
+        self.buffer = _allocated(group, device, count * size)
         self.handle = symmetric_memory.rendezvous(self.buffer, group.process_group)
         self.met: deque[torch.cuda.Event] = deque(maxlen=count - 1)  # the barriers so far, the oldest first
         self.bases: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -268,6 +269,22 @@ class Symmetric:
         return table
 
 
+def _allocated(group: ContextGroup, device: torch.device, nbytes: int) -> Tensor:
+    """Memory that peers can read, on all ranks or on none: a rank that has its own would wait for the others."""
+    buffer, error = None, None
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < nbytes + _SPARE:
+        torch.cuda.empty_cache()  # such memory is not taken from what torch has kept
+    try:
+        with torch.inference_mode(False):  # later passes may train
+            buffer = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError as problem:
+        kind = torch.OutOfMemoryError if "out of memory" in str(problem) else RuntimeError
+        error = kind(f"{nbytes / 2**30:.2f} GiB of memory that peers read could not be had: {problem}")
+    group.agree({"shared bytes": nbytes}, error, device, doing="making memory that peers read")
+    assert buffer is not None, "an error was raised"
+    return buffer
+
+
 def remember(memory: dict[Any, Any], key: Hashable, value: Any) -> None:
     """Keeps a value, and forgets the oldest if there are many; lengths that come and go do not fill the memory."""
     if key not in memory and len(memory) >= _REMEMBERED:
@@ -337,7 +354,7 @@ def _trial(pool: SymmetricPool, indices: Sequence[int]) -> str | None:
     unreachable = [index for index in indices if index != own and not torch.cuda.can_device_access_peer(own, index)]
     try:
         pool.buffer("blocks", 1)
-    except RuntimeError as problem:  # containers may forbid it
+    except (RuntimeError, RankMismatchError) as problem:  # containers may forbid it
         return str(problem).splitlines()[0]
     return f"cannot read the memory of devices {unreachable}" if unreachable else None
 

@@ -9,6 +9,7 @@ import torch
 
 from hf_burst.attention import AttentionCache, AttentionRequest, MaskPattern, SequenceLayout
 from hf_burst.config import Schedule
+from hf_burst.errors import ConfigError, RankMismatchError
 from hf_burst.kernels import Scores
 from hf_burst.ring import symmetric
 from hf_burst.ring.resources import resources_of
@@ -174,6 +175,31 @@ def run_a_region_again(rank: int, size: int, folder: Path, seen: bool) -> None:
 @pytest.mark.parametrize("seen", [True, False])
 def test_what_is_left_under_way_is_waited_for(ranks, seen, tmp_path):
     ranks(2).run(run_a_region_again, tmp_path, seen)
+
+
+def grow_where_one_has_no_memory(rank: int, size: int, folder: Path) -> None:
+    """A larger exchange finds no memory on the last rank, whose peers would wait for it for ever."""
+    group, device = context_group(size), torch.device("cpu")
+    with shared_memory(folder, group):
+        pool = resources_of(group).pool(device)
+        pool.buffer("blocks", 1)
+        full = mock.Mock(side_effect=RuntimeError("CUDA driver error: out of memory"))
+        with mock.patch.object(symmetric.symmetric_memory, "empty", full if rank == size - 1 else mock.DEFAULT):
+            if rank < size - 1:
+                symmetric.symmetric_memory.empty.side_effect = lambda count, **settings: torch.empty(count, **settings)
+            error = torch.OutOfMemoryError if rank == size - 1 else RankMismatchError
+            with (
+                pytest.raises(error, match="of memory that peers read could not be had: CUDA driver error"),
+                resources_of(group).messages(device, "symmetric"),
+            ):
+                pool.buffer("blocks", 1 << 24)
+        with pytest.raises(ConfigError, match="ended in the middle"), resources_of(group).messages(device, "symmetric"):
+            pass
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_memory_that_one_rank_cannot_have_is_an_error_on_all(ranks, size, tmp_path):
+    ranks(size).run(grow_where_one_has_no_memory, tmp_path)
 
 
 def test_what_is_remembered_does_not_grow_for_ever():

@@ -1,0 +1,173 @@
+"""Where the GPU's time of one training step goes.
+
+    torchrun --nproc-per-node 2 recipes/benchmarks/step_profile.py --shape qwen3.5-hybrid --lora --liger \\
+        --length 65536 --out outputs/profile.json
+
+The step is that of training.py's "hf_burst" contender, with settings of BurstConfig in `--settings`. After two steps one
+more runs under torch's profiler on the first rank. What is written, of that rank: the seconds of the step; those in
+which a kernel of a group ran, by group; those in which only messages or copies ran, and in which nothing did; the longest
+of these gaps; and the operations that took longest, by the shapes of their inputs. The profiler makes steps some percent longer.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
+
+from recipes.benchmarks.provenance import environment
+from recipes.benchmarks.ranks import Ranks
+from recipes.benchmarks.training_contenders import burst
+from recipes.benchmarks.training_job import SHAPES, make_job
+
+Span = tuple[float, float]
+# the first group of which a word is in a kernel's name
+GROUPS = {
+    "messages": ("nccl", "FSDP::", "barrier_kernel", "Memcpy PtoP"),
+    "copies between GPU and host": ("Memcpy HtoD", "Memcpy DtoH"),
+    "attention": ("flash", "fmha", "FlashAttention"),
+    "recurrence": ("chunk", "delta", "recompute_w_u", "causal_conv", "l2norm", "solve_tril", "merge_16x16", "cumsum"),
+    "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitK"),
+    "norms, rotary positions, activations": ("rms_norm", "rope", "swiglu", "geglu", "layer_norm"),
+    "optimizer": ("multi_tensor", "adam"),
+}
+WAITING = ("messages", "copies between GPU and host")
+
+
+def group_of(name: str) -> str:
+    """The group of a kernel."""
+    lower = name.lower()
+    return next((group for group, words in GROUPS.items() if any(word.lower() in lower for word in words)), "others")
+
+
+def covered(spans: Iterable[Span]) -> float:
+    """Seconds that lie in any of the spans."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def gaps(kernels: list[tuple[str, Span]]) -> list[dict[str, Any]]:
+    """The longest times in which nothing but messages and copies ran, and the kernels before and behind them."""
+    computing = sorted((span, name) for name, span in kernels if group_of(name) not in WAITING)
+    found, (end, before) = list[dict[str, Any]](), (computing[0][0][0], "") if computing else (0.0, "")
+    for (start, stop), name in computing:
+        if start > end:
+            found.append({"seconds": start - end, "before": before[:100], "behind": name[:100]})
+        if stop > end:
+            end, before = stop, name
+    return sorted(found, key=lambda gap: -gap["seconds"])[:60]
+
+
+def kernels_of(profiler: profile) -> list[tuple[str, Span]]:
+    """The name of each kernel and copy, and when it ran, in seconds."""
+    results: Any = profiler.profiler
+    return [
+        (event.name(), (event.start_ns() / 1e9, (event.start_ns() + event.duration_ns()) / 1e9))
+        for event in results.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0
+    ]
+
+
+def summary(kernels: list[tuple[str, Span]], seconds: float) -> dict[str, Any]:
+    """Seconds by group, of single kernels, of what was not hidden, and of nothing."""
+    groups, names = defaultdict[str, list[Span]](list), defaultdict[str, list[Span]](list)
+    for name, span in kernels:
+        groups[group_of(name)].append(span)
+        names[name].append(span)
+    computing = [span for group, spans in groups.items() if group not in WAITING for span in spans]
+    busy, every = covered(computing), covered(span for _, span in kernels)
+    longest = sorted(names.items(), key=lambda item: -covered(item[1]))[:50]
+    return {
+        "seconds": seconds,
+        "groups": {group: covered(spans) for group, spans in sorted(groups.items())},
+        "messages and copies alone": every - busy,
+        "nothing": seconds - every,
+        "kernels": [
+            {"name": name[:160], "seconds": covered(spans), "calls": len(spans)} for name, spans in longest
+        ],
+    }
+
+
+def operations(profiler: profile) -> list[dict[str, Any]]:
+    """The operations whose own kernels took longest, by the shapes of their inputs."""
+    averages = profiler.key_averages(group_by_input_shape=True)
+    own = [(row.self_device_time_total / 1e6, row) for row in averages if row.device_type.name == "CPU"]
+    rows = sorted(own, key=lambda item: -item[0])[:70]
+    return [
+        {"name": row.key[:120], "shapes": str(row.input_shapes)[:200], "seconds": seconds, "calls": row.count}
+        for seconds, row in rows
+        if seconds
+    ]
+
+
+def main() -> None:
+    """Trains three steps, the last one under the profiler."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-hybrid")
+    parser.add_argument("--layers", type=int, help="of the model (as many as the shape has)")
+    parser.add_argument("--length", type=int, default=65536, help="tokens of the whole sequence")
+    parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all large linear layers")
+    parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU")
+    parser.add_argument("--gated-norms", action="store_true", help="fla's norms of gated outputs")
+    parser.add_argument("--settings", type=json.loads, default={}, help="of BurstConfig and Memory, as JSON")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
+    parser.add_argument("--out", type=Path, required=True, help="where the result goes, as JSON")
+    arguments = parser.parse_args()
+    ranks = Ranks(arguments.device, 600)
+    job = make_job(
+        arguments.shape,
+        longest=arguments.length,
+        ranks=ranks,
+        liger=arguments.liger,
+        weights="lora" if arguments.lora else "all",
+        compiled=False,
+        layers=arguments.layers,
+        gated_norms=arguments.gated_norms,
+    )
+    generator = torch.Generator().manual_seed(arguments.length)
+    tokens = torch.randint(0, job.base.config.vocab_size, (1, arguments.length), generator=generator)
+    job.tokens = tokens.to(ranks.device)
+    result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
+    seconds = list[float]()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ranks.cuda else [])]
+    profiler = profile(activities=activities, record_shapes=True)
+    with burst(job, arguments.settings) as loss:
+        for index in range(4):
+            ranks.align()
+            if ranks.cuda:
+                torch.cuda.synchronize()
+            if index == 3 and ranks.rank == 0:
+                profiler.start()
+            start = time.perf_counter()
+            loss(job).backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            if ranks.cuda:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+            if index == 3 and ranks.rank == 0:
+                profiler.stop()
+    if ranks.rank == 0:
+        kernels = kernels_of(profiler)
+        found = {"steps_s": seconds, "chosen": job.chosen, **summary(kernels, seconds[-1])}
+        found |= {"operations": operations(profiler), "gaps": gaps(kernels)}
+        ranks.say(json.dumps({name: found[name] for name in ("steps_s", "groups", "nothing", "chosen")}))
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result | found, indent=1) + "\n")
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()
