@@ -16,7 +16,6 @@ from ..batches.sharded import is_sharded, sum_of_bits
 from ..forward_pass import ForwardPass
 from ..models.cut_point import CutPoint, needs_positions, sees_blocks
 from .base import Part
-from .dropout import random_rates
 from .recurrence import NO_FORKS, Recurrence
 from .request import Request
 
@@ -94,7 +93,7 @@ class SharedBeginnings(Part):
             return "images and sound are not the same for every row"
         if run.config.share_prefixes == "auto" and run.compiled:
             return "every batch would be compiled anew"
-        rates = random_rates(run.model) if run.config.share_prefixes == "auto" else iter(())
+        rates = run.random_rates if run.config.share_prefixes == "auto" else []
         name = next((name for name, _ in rates), None)
         return "" if name is None else f"{name} would draw once for all of them (share_prefixes=True allows it)"
 
