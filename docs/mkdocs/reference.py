@@ -29,10 +29,11 @@ SETTINGS = (  # of the recipes: a heading, the module, its dataclass
     ("The model", "settings", "ModelSettings"),
     ("The data", "settings", "DataSettings"),
     ("Sharing and merging", "settings", "BurstSettings"),
+    ("grpo.py", "grpo", "Rewards"),
     ("extend_context.py", "extend_context", "Extension"),
     ("evaluate.py", "evaluate", "Evaluation"),
 )
-RECIPES = ("finetune_long_document", "sft", "dpo", "extend_context")  # whose defaults differ
+RECIPES = ("finetune_long_document", "sft", "dpo", "grpo", "extend_context")  # whose defaults differ
 GENERATED = "<!-- made by docs/mkdocs/reference.py -->"
 
 

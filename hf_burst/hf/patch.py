@@ -6,7 +6,7 @@ the ranks look like data-parallel replicas with the same batch. All of it is don
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any, TypeVar
@@ -250,6 +250,7 @@ class _Patch:
         self.run: ForwardPass | None = None  # the pass under way
         self.context = PassContext()
         self.passes = 0  # that came so far
+        self.generate_together: Callable[..., Any] | None = None  # of a trainer whose first rank runs a rollout
 
     def install(self, model: PreTrainedModel) -> None:
         for part in self.parts:
@@ -304,6 +305,11 @@ class _Patch:
         if self.task.generates and _generates(module, batch) and not isinstance(cache, ShardedCache):
             self.context.enter(None)
             return (), batch
+        if self.generate_together is not None:
+            raise ConfigError(
+                "The first rank of a group calls the model in a rollout or a reward, and the others would not take "
+                "part. They do in model.generate and hf_burst.generate, called with tensors, numbers and text."
+            )
         self.passes += 1
         group = resolve_group(self.group)
         run = ForwardPass(module, group, self.config, self.task, Batch(batch, self.token_inputs))

@@ -272,48 +272,6 @@ def test_a_tower_beside_a_patched_model_may_learn() -> None:
         _check_patched(tower, 2)
 
 
-def learn_from_own_words(rank: int, size: int, folder: str, trainer: str, streamed: bool) -> None:
-    import trl
-
-    reset_accelerate()
-    model = hf_burst.patch_model(models.make_model("llama"))
-    data = datasets.Dataset.from_list([{"prompt": row["prompt"]} for row in trainers.preferences(8)])
-    make, config = getattr(trl, trainer), getattr(trl, trainer.replace("Trainer", "Config"))
-    arguments = config(
-        output_dir=folder,
-        use_cpu=True,
-        bf16=False,
-        max_steps=1,
-        beta=0.0,
-        num_generations=2,
-        per_device_train_batch_size=2,
-        max_completion_length=4,
-        parallelism_config=hf_burst.BurstParallelismConfig(),
-    )
-
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        return [float(len(completion)) for completion in completions]
-
-    learner = make(
-        model,
-        args=arguments,
-        reward_funcs=reward,
-        train_dataset=data.to_iterable_dataset() if streamed else data,
-        processing_class=trainers.tokenizer(),
-    )
-    learner.train()
-
-
-@pytest.mark.parametrize(
-    ("trainer", "streamed"), [("GRPOTrainer", False), ("GRPOTrainer", True), ("RLOOTrainer", False)]
-)
-def test_trainers_that_generate_are_refused(ranks: Ranks, tmp_path: Path, trainer: str, streamed: bool) -> None:
-    with pytest.raises(RankError) as caught:
-        ranks(2).run(learn_from_own_words, str(tmp_path), trainer, streamed)
-    for error in caught.value.errors:
-        assert pytest.RaisesExc(ConfigError, match="generates what it learns from").matches(error), error
-
-
 def spoiled_completions(rank: int, size: int, folder: str) -> None:
     trainer = make_trainer(Case("DPOTrainer"), folder)
     trainer.data_collator = hf_burst.BurstCollator(trainer.data_collator)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, MaxTimeCriteria, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from ...errors import BatchError
+from ...errors import BatchError, ConfigError
 from ...ranks.group import ContextGroup
 from ..batches.sharded import checksum
+from ..groups import PATCH
 from .memory import RememberedDocument, with_document
 from .request import asked, check, copies_of, new_cache, patched, settings_of
 from .weights import gathered_once
@@ -58,6 +59,11 @@ def generate(
     ```
     """
     base, group = patched(model)
+    together = getattr(base, PATCH).generate_together
+    if together is not None:
+        if memory is not None:
+            raise ConfigError("A rollout runs on the first rank of a group, where no document can be remembered.")
+        return together(inputs, **kwargs)
     error: Exception | None = None
     facts: dict[str, Any] = {}
     checksums: dict[str, Tensor] = {}
