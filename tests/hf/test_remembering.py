@@ -130,25 +130,6 @@ def test_answers_leave_the_memory_as_it_was(ranks: Ranks) -> None:
     ranks(2).run(memory_stays)
 
 
-def needles(rank: int, size: int, length: int, most: int) -> list[int]:
-    """Positions of the needle that a model of one hand-made layer finds, where no rank may hold more than `most`
-    tokens. Attention of the last token looks for the key that equals its query."""
-    model = models.make_model("llama", torch.float64, layers=1).eval()
-    hf_burst.patch_model(model)
-    memory = hf_burst.remember(model, document_of(length))
-    held = memory.layers[0]
-    assert held is not None
-    assert held.keys.shape[2] <= most
-    assert torch.equal(held.positions, held.positions.sort(1).values)
-    return held.positions[0].tolist()
-
-
-def test_a_prompt_longer_than_a_rank_may_hold(ranks: Ranks) -> None:
-    """Every token lies on exactly one rank."""
-    found = ranks(4).run(needles, 256, 64)
-    assert sorted(position for own in found for position in own) == list(range(256))
-
-
 def test_weights_that_changed() -> None:
     model = hf_burst.patch_model(get_peft_model(make("llama"), LoraConfig(target_modules="all-linear")).eval())
     memory = hf_burst.remember(model, document_of(9))
