@@ -200,6 +200,7 @@ class ShardedCache(Cache):
         self.tokens, self.copies = _Tokens(group), copies
         self.states = RowStates(convolutions)
         self.failed = False  # whether a pass has ended in its middle
+        self.compares = False  # whether who chooses the tokens has compared those of all ranks
         layer: Any = partial(ShardedLayer, self.tokens)  # made when it first comes
         self.layers: list[Any]
         super().__init__(layer_class_to_replicate=layer)

@@ -7,6 +7,7 @@ import torch
 
 from ...errors import BatchError, RankMismatchError
 from ...ranks.collectives import gather_stacked
+from ...ranks.group import ContextGroup
 from ..batches.documents import TOKEN_KEYS, batch_shape, tokens_of
 from ..batches.sharded import checksum
 from ..context import CachedPass
@@ -93,15 +94,29 @@ def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> CachedPass:
     shown = batch.get("attention_mask")
     if shown is not None and (not isinstance(shown, torch.Tensor) or shown.ndim != 2):
         raise BatchError("attention_mask must be of shape (batch, tokens) over ranks.")
-    group = cache.tokens.group
-    if group.size > 1:
-        own = checksum({name: batch[name] for name in TOKEN_KEYS if batch.get(name) is not None})
-        assert own is not None, "there are tokens"
-        with group.messages():
-            every = gather_stacked(own[None], group)
-        if bool((every != every[0]).any()):  # generate waits for the device after each token, too
-            raise RankMismatchError(
-                "The ranks have chosen different tokens. They have the same scores and random numbers, so a logits "
-                "processor, or a loop of your own, differs between them: have it depend on nothing but its arguments."
-            )
+    if not cache.compares:
+        same_tokens(cache.tokens.group, batch)
     return CachedPass(cache, cache.begin_step(rows, new, shown))
+
+
+def same_tokens(group: ContextGroup, batch: Mapping[str, Any], failed: bool = False) -> bool:
+    """Compares the new tokens of all ranks, unless one of them has failed. Returns whether none has.
+
+    Raises:
+        RankMismatchError: If they differ; on all ranks.
+    """
+    if group.size == 1:
+        return not failed
+    own = checksum({name: batch[name] for name in TOKEN_KEYS if batch.get(name) is not None})
+    assert own is not None, "there are tokens"
+    with group.messages():
+        every = gather_stacked(torch.stack([own, torch.full_like(own, int(failed))]), group)
+    sums, failures = zip(*every.tolist(), strict=True)  # generate waits for the device after each token, too
+    if any(failures):
+        return False
+    if len(set(sums)) > 1:
+        raise RankMismatchError(
+            "The ranks have chosen different tokens. They have the same scores and random numbers, so a logits "
+            "processor, or a loop of your own, differs between them: have it depend on nothing but its arguments."
+        )
+    return True
