@@ -8,14 +8,16 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
 
-from ...errors import BatchError
+from ...errors import BatchError, ConfigError
 from ...ranks.group import ContextGroup
 from ..batches.sharded import checksum
+from ..parts.tokens import check_ranges
 from .each_token import EachToken, NotedStreamer
 from .memory import RememberedDocument, with_document
 from .request import asked, check, copies_of, new_cache, patched, settings_of
 from .weights import gathered_once
 
+_QUESTIONS = ("input_ids", "attention_mask")
 _SAME_PROMPTS = "Give generate the same prompt and the same settings on all ranks of a group."
 
 
@@ -71,18 +73,17 @@ def generate(
             kwargs["input_ids"] = inputs
         check(base, kwargs)
         facts = {"generate": settings_of(kwargs), "generation_config": str(base.generation_config)}
-        facts["memory"] = None if memory is None else memory.number
         content = checksum(kwargs)
         checksums = {} if content is None else {"prompt (checksum)": content}
         if memory is not None:
-            memory.check(base, group)
-            if kwargs.get("input_ids") is None or kwargs.get("position_ids") is not None:
-                raise BatchError("Questions to a memory are input_ids, with an attention_mask and nothing besides.")
-            asked_with = with_document(memory, kwargs["input_ids"], kwargs.get("attention_mask"))
+            facts["memory"] = memory.number
+            asked_with = _questions(base, memory, kwargs)
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = problem
     advice = dict.fromkeys(("generate", "generation_config", "memory", "prompt (checksum)"), _SAME_PROMPTS)
     group.agree(facts, error, base.device, 0, checksums, advice, "generate")
+    if memory is not None:
+        memory.check(base, group)
     cache = new_cache(base, group, copies_of(base, kwargs)) if memory is None else memory.cache()
     own, each = on_ranks(base, group, kwargs)
     cache.compares = each is not None
@@ -104,6 +105,23 @@ def generate(
         return found[:, len(memory) :]
     found.sequences = found.sequences[:, len(memory) :]
     return found
+
+
+def _questions(model: PreTrainedModel, memory: RememberedDocument, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Questions to a memory with its document, and their mask."""
+    others = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _QUESTIONS]
+    if kwargs.get("input_ids") is None or others:
+        given = ", ".join(others) or "no input_ids"
+        raise BatchError(
+            f"Questions to a memory are input_ids, an attention_mask and nothing besides, not {given}."
+        )
+    if asked(model, kwargs, "prompt_lookup_num_tokens"):
+        raise ConfigError(
+            "generate was given a memory and prompt_lookup_num_tokens, for which Transformers would read the document "
+            "again, behind itself. Leave one of them out."
+        )
+    check_ranges({"input_ids": kwargs["input_ids"]}, model.config.get_text_config().vocab_size, None, None)
+    return with_document(memory, kwargs["input_ids"], kwargs.get("attention_mask"))
 
 
 def on_ranks(
