@@ -491,6 +491,13 @@ def test_what_generate_refuses(kind: str) -> None:
         hf_burst.generate(models.patch(make("llama")), **given, **GREEDY)
 
 
+def test_caches_that_a_config_names_are_not_made() -> None:
+    model, prompt = make("llama"), prompt_of(19, False)["input_ids"]
+    wanted = model.generate(prompt, **GREEDY)
+    model.generation_config.cache_implementation, model.generation_config.prefill_chunk_size = "static", 4
+    assert torch.equal(hf_burst.generate(models.patch(model), prompt, **GREEDY), wanted)
+
+
 def test_models_that_generate_refuses() -> None:
     prompt = prompt_of(7, False)["input_ids"]
     with pytest.raises(ConfigError, match="patch_model"):

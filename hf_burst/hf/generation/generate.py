@@ -17,6 +17,7 @@ from .memory import RememberedDocument, with_document
 from .request import asked, check, copies_of, new_cache, patched, settings_of
 from .weights import gathered_once
 
+_OF_OTHER_CACHES = ("cache_implementation", "prefill_chunk_size")
 _QUESTIONS = ("input_ids", "attention_mask")
 _SAME_PROMPTS = "Give generate the same prompt and the same settings on all ranks of a group."
 
@@ -112,9 +113,7 @@ def _questions(model: PreTrainedModel, memory: RememberedDocument, kwargs: Mappi
     others = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _QUESTIONS]
     if kwargs.get("input_ids") is None or others:
         given = ", ".join(others) or "no input_ids"
-        raise BatchError(
-            f"Questions to a memory are input_ids, an attention_mask and nothing besides, not {given}."
-        )
+        raise BatchError(f"Questions to a memory are input_ids, an attention_mask and nothing besides, not {given}.")
     if asked(model, kwargs, "prompt_lookup_num_tokens"):
         raise ConfigError(
             "generate was given a memory and prompt_lookup_num_tokens, for which Transformers would read the document "
@@ -130,6 +129,7 @@ def on_ranks(
     """The arguments of `model.generate` on this rank, where what only the first rank may know is asked of it; and what
     asks it."""
     own = dict(kwargs)
+    own |= {name: None for name in _OF_OTHER_CACHES if asked(model, kwargs, name)}
     if group.size == 1:
         return own, None
     limit = asked(model, kwargs, "max_time")

@@ -255,8 +255,8 @@ def with_document(
 
 
 def about(model: PreTrainedModel) -> dict[str, Any]:
-    """The class of a model, and a checksum of what its keys follow from: weights, buffers, adapters that are at work and
-    the precision of autocast. All ranks that share weights call it."""
+    """The class of a model, and a checksum of what its keys follow from: weights, buffers, adapters that are at work
+    and the precision of autocast. All ranks that share weights call it."""
     names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
     adapters = [
         (path, [str(getattr(module, name, None)) for name in names])
