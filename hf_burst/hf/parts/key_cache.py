@@ -58,10 +58,10 @@ class KeyCache(Part):
 
 
 def once(cache: ShardedCache, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch with each prompt once.
+    """A batch with each prompt once, of copies that follow each other, as `generate` makes them.
 
     Raises:
-        BatchError: If copies differ, or a tensor is not known to have a row for each.
+        BatchError: If copies are missing, or a tensor is not known to have a row for each.
     """
     rows, copies = batch_shape(batch)[0], cache.copies
     if copies == 1:
@@ -85,7 +85,7 @@ def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> CachedPass:
 
     Raises:
         BatchError: If they do not fit the cache.
-        RankMismatchError: If ranks have chosen different tokens; on all of them.
+        RankMismatchError: If ranks were given different tokens, unless `generate` has compared them; on all of them.
     """
     rows, new = batch_shape(batch)
     keep = batch.get("logits_to_keep", 0)
