@@ -128,6 +128,20 @@ def run(ranks: Ranks, size: int, *arguments: Any) -> None:
         ranks(size).run(compare, *arguments)
 
 
+def guesses(rank: int, size: int, name: str) -> None:
+    """A prompt that repeats itself, whose first guesses are read with it, and refused."""
+    model, ids = make(name), prompt_of(23, False)["input_ids"][:1]
+    prompt, options = torch.cat([ids, ids], 1), {"prompt_lookup_num_tokens": 4}
+    wanted = model.generate(prompt, **GREEDY)
+    assert int(wanted[0, 46]) != int(ids[0, 0]), "the guess is wrong"
+    assert torch.equal(hf_burst.generate(models.patch(model), prompt, **options, **GREEDY), wanted)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_guesses_that_are_read_with_the_prompt(ranks: Ranks, name: str) -> None:
+    ranks(3).run(guesses, name)
+
+
 def share_of_keys(rank: int, size: int) -> tuple[list[int], list[int]]:
     """Bytes of the prompt's keys on this rank, and new tokens on it, by layer."""
     model = models.patch(make("llama"))
@@ -479,6 +493,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"input_ids": torch.ones(1, 3, dtype=torch.int64), "streamer": _Noted(), "num_beams": 2},
         ConfigError,
         "and beams",
+    ),
+    "criterion": (
+        {"input_ids": torch.ones(1, 3, dtype=torch.int64), "stopping_criteria": _After(3)},
+        ConfigError,
+        "give a list",
     ),
     "chunks": ({"input_ids": torch.ones(1, 3, dtype=torch.int64), "prefill_chunk_size": 2}, ConfigError, "cut over"),
 }
