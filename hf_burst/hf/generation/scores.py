@@ -191,7 +191,6 @@ def _behind(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None, 
         if others := sorted(set(batch) - {"input_ids", "attention_mask", "labels"}):
             raise BatchError(f"Behind a memory a batch is input_ids and labels; leave out {', '.join(others)}.")
         check(base, {"input_ids": ids, "use_cache": True})
-        memory.check(base, group)
         if labels is None or labels.shape != ids.shape:
             shape = "missing" if labels is None else f"of shape {tuple(labels.shape)}"
             raise BatchError(f"The labels are {shape}; token_losses needs labels of shape {batch_shape(batch)}.")
@@ -205,6 +204,7 @@ def _behind(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None, 
         error = problem
     facts = {"document": memory.number, "weights": weights is not None}
     group.agree(facts, error, base.device, 0, checksums, doing="token_losses behind a memory")
+    memory.check(base, group)
     new = labels.shape[1]
     positions = (shown.cumsum(1) - 1).clamp(min=0)[:, -new:]
     found = base(

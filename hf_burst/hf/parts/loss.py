@@ -17,6 +17,7 @@ from ..lazy_head import LazyLogits, loss_sum
 from ..models.bypassed import forward_name
 from ..models.cut_point import language_model_of
 from ..models.task import calls_loss_function, computes_loss, task_of
+from ..sharded_cache import ShardedCache
 from .base import Part
 from .experts import RouterLogits, balance_share
 from .shared_beginnings import SharedBeginnings
@@ -93,7 +94,8 @@ class Loss(Part):
         self.weights = None if run.scored is None else rows_by_weight(run.scored, run.device)
         self.targets = None if run.task.loss_in_model else targets
         whole = run.group.size == 1 and run.batch.joined is None
-        run.batch.inputs |= run.task.overrides(use_cache=whole and not run.model.training)
+        cached = isinstance(run.batch.given.get("past_key_values"), ShardedCache)  # or some return none
+        run.batch.inputs |= run.task.overrides(use_cache=cached or (whole and not run.model.training))
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if "log_probs" in outputs:  # TRL's output for `fused_lm_head=True`, whose trainers look at no other rank
