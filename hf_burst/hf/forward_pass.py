@@ -128,7 +128,7 @@ class ForwardPass:
 
     @property
     def targets(self) -> torch.Tensor | None:
-        """What this rank's tokens are to predict, `(batch, n)`."""
+        """What this rank's tokens are to predict, `(batch, n)`; `None` where a model's own head has the labels."""
         return self.batch.inputs.get(self.task.targets)
 
     @cached_property

@@ -49,6 +49,7 @@ from .parts.replicas import Replicas
 from .parts.request import Request
 from .parts.rope import LongestPosition
 from .parts.shared_beginnings import SharedBeginnings
+from .parts.states import States
 from .parts.tiles import TiledMLP
 from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
@@ -160,12 +161,13 @@ def make_parts(
     part and a line here."""
     recurrence, memory, token_losses = Recurrence(), MemoryRule(model, config), TokenLosses()
     head, tokens, key_cache = Head(token_losses), Tokens(model, cut_point, recurrence), KeyCache()
+    streams = DropoutStreams()
     return (
         Request(),
         Replicas(config),
         Attention(model),
         recurrence,
-        SharedBeginnings(model, cut_point, recurrence, tokens.own_positions, token_losses.wanted_labels),
+        SharedBeginnings(model, cut_point, recurrence, tokens.own_positions),
         memory,
         tokens,
         Towers(),
@@ -178,8 +180,9 @@ def make_parts(
         Loss(model, group),
         token_losses,
         head,
+        States(model, streams),
         Outputs(head, key_cache),
-        DropoutStreams(),  # draws seeds last, when nothing stops the pass any more
+        streams,  # draws seeds last, when nothing stops the pass any more
     )
 
 
@@ -340,7 +343,8 @@ class _Patch:
             part.begin(run)
         context = LayerContext(run.call, run.call.replay(), None, run.settings.tiled_mlp, run.obstacles)
         self.context.enter(replace(context, cached=CachedPass(cache)) if isinstance(cache, ShardedCache) else context)
-        return (), {**run.batch.inputs, CALL_KEY: run.call}
+        apart = run.task.reads and language_model_of(module) is not module  # which is given it where it is called
+        return (), {**run.batch.inputs, **({} if apart else {CALL_KEY: run.call})}
 
     def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The forward pre-hook of the decoder, which is called by itself if the model was not."""

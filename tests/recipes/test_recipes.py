@@ -27,6 +27,7 @@ import grpo  # noqa: E402
 import merge_adapter  # noqa: E402
 import models  # noqa: E402
 import resuming  # noqa: E402
+import reward  # noqa: E402
 import settings  # noqa: E402
 import sft  # noqa: E402
 import training  # noqa: E402
@@ -279,7 +280,7 @@ def test_a_chat_template_may_have_any_name(recipe: Callable[..., Any]) -> None:
 
 IMPORTS = """
 import importlib, sys
-for script in ("sft", "finetune_long_document", "dpo", "grpo", "evaluate", "extend_context"):
+for script in ("sft", "finetune_long_document", "dpo", "reward", "grpo", "evaluate", "extend_context"):
     importlib.import_module(script)
     for name in ("torch", "trl.trainer.sft_config", "datasets", "peft"):
         assert name not in sys.modules, f"{script} imports {name}"
@@ -341,7 +342,7 @@ def test_an_interrupted_run_ends_without_a_traceback() -> None:
     assert end.value.code == 130
 
 
-@pytest.mark.parametrize("script", [finetune_long_document, sft, dpo, grpo])
+@pytest.mark.parametrize("script", [finetune_long_document, sft, dpo, reward, grpo])
 def test_help_names_the_file_of_settings(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         script.make_trainer(["--help"])
@@ -378,7 +379,7 @@ def make_base(folder: Path, positions: int = 512) -> Path:
     return folder
 
 
-RECIPES = {"text": finetune_long_document, "sft": sft, "dpo": dpo, "grpo": grpo}
+RECIPES = {"text": finetune_long_document, "sft": sft, "dpo": dpo, "reward": reward, "grpo": grpo}
 
 
 @pytest.mark.parametrize(
@@ -387,7 +388,7 @@ RECIPES = {"text": finetune_long_document, "sft": sft, "dpo": dpo, "grpo": grpo}
 def test_every_file_of_settings_is_one(tmp_path: Path, name: str) -> None:
     """Its settings exist, and its comment names the files that it is launched with."""
     script, file = RECIPES[name.split("_")[0]], ROOT / "recipes" / "configs" / f"{name}.yaml"
-    trainer = {dpo: trl.DPOConfig, grpo: trl.GRPOConfig}.get(script, trl.SFTConfig)
+    trainer = {dpo: trl.DPOConfig, reward: trl.RewardConfig, grpo: trl.GRPOConfig}.get(script, trl.SFTConfig)
     more = (grpo.Rewards,) if script is grpo else ()
     kinds = (settings.ModelSettings, settings.DataSettings, settings.BurstSettings, trainer, *more)
     machine = ["--use_cpu", "true", "--output_dir", str(tmp_path), "--dataset", "python_topics"]
@@ -455,6 +456,7 @@ def test_adapters_remember_the_revision_and_are_merged_elsewhere(
 ) -> None:
     options = ["--model_name_or_path", str(make_base(tmp_path / "base")), "--use_peft"]
     assert "precompute_ref_log_probs would" in wrong("--precompute_ref_log_probs", "true", script=dpo)
+    assert "by which the head would not learn" in wrong(*options, "--lora_task_type", "CAUSAL_LM", script=reward)
     assert "merge_to is './out', where an adapter is; set another folder" in wrong(*options, "--merge_to", "./out")
     assert "merge_to '/proc/x' cannot be used" in wrong(*options, "--merge_to", "/proc/x")
     trainer, _ = recipe(*options, "--model_revision", "v2")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from transformers import (
 )
 
 import hf_burst
-from hf_burst.errors import BatchError, ConfigError, UnsupportedModelError
+from hf_burst.errors import BatchError, ConfigError
 from hf_burst.hf.trainers.accelerate import _check_patched
 from tests.support import models, trainers
 from tests.support.ranks import RankError, RankPool, reset_accelerate
@@ -256,7 +257,7 @@ def test_models_that_are_trained_must_be_patched(ranks: Ranks, tmp_path: Path, w
     with pytest.raises(RankError) as caught:
         ranks(2).run(train_rewards, str(tmp_path), what)
     for error in caught.value.errors:
-        sentence = "LlamaForSequenceClassification is not patched.*refuses, such as RewardTrainer's, trains without"
+        sentence = "LlamaForSequenceClassification is not patched.*that patch_model refuses trains without"
         assert pytest.RaisesExc(ConfigError, match=sentence).matches(error), error
 
 
@@ -285,9 +286,55 @@ def test_pairs_are_not_sharded_by_a_collator(ranks: Ranks, tmp_path: Path) -> No
         assert pytest.RaisesExc(BatchError, match="completion_mask of shape.*hf_burst does not know how").matches(error)
 
 
-def test_reward_models_are_refused() -> None:
-    config = LlamaConfig(
-        vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-    )
-    with pytest.raises(UnsupportedModelError, match="ForSequenceClassificationLoss"):
-        hf_burst.patch_model(LlamaForSequenceClassification(config))
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("RewardTrainer"),
+        pytest.param(Case("RewardTrainer", burst=3, checkpointing=True), marks=pytest.mark.full),
+        Case("RewardTrainer", data=2, checkpointing=True, little=True),
+    ],
+    ids=str,
+)
+def test_rewards_equal_one_process(ranks: Ranks, tmp_path: Path, case: Case) -> None:
+    """Three steps with accumulation and clipping, and what is logged of rewards."""
+    wanted = trainers.train(0, 1, str(tmp_path / "alone"), case.alone)
+    for found in ranks(case.ranks).run(trainers.train, str(tmp_path), case):
+        compare(found, wanted, {"mean_reward", "min_reward", "max_reward", "accuracy", "margin", "num_tokens"})
+
+
+def classify(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
+    """Labels of rows, by Trainer, which multiplies the loss by the number of processes."""
+    model = trainers.make_model(replace(case, trainer="RewardTrainer"))
+    model.config.problem_type = "regression"
+    rows = [{**row, "labels": row["input_ids"][:1] / 60} for row in trainers.samples("padded")]
+
+    def collate(chosen: list[Any]) -> dict[str, Any]:
+        values = torch.cat([row["labels"] for row in chosen])
+        return {**trainers.collate([{"input_ids": row["input_ids"]} for row in chosen]), "labels": values}
+
+    trainer = make_trainer(case, folder, rows, model=model)
+    trainer.data_collator = collate
+    return trainers.finish(trainer)
+
+
+def test_classification_by_trainer_equals_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    case = Case("Trainer", burst=2)
+    wanted = classify(0, 1, str(tmp_path / "alone"), case.alone)
+    for found in ranks(2).run(classify, str(tmp_path), case):
+        trainers.compare(found, wanted)
+
+
+def rank(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
+    """Trains where no logits are gathered."""
+    with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9):
+        return trainers.train(rank, size, folder, case)
+
+
+@pytest.mark.parametrize("gathered", [pytest.param(True, marks=pytest.mark.full), False], ids=["gathered", "deferred"])
+@pytest.mark.parametrize("case", [Case("ORPOTrainer"), Case("CPOTrainer", burst=3)], ids=str)
+def test_rankings_equal_one_process(ranks: Ranks, tmp_path: Path, case: Case, gathered: bool) -> None:
+    """TRL's losses that follow from all logits, and what is logged of them; but for their mean, which padding is in."""
+    names = {"rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected", "nll_loss", "log_odds_ratio"}
+    wanted = trainers.train(0, 1, str(tmp_path / "alone"), case.alone)
+    for found in ranks(case.ranks).run(trainers.train if gathered else rank, str(tmp_path), case):
+        compare(found, wanted, names)

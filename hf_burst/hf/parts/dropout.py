@@ -22,7 +22,7 @@ class DropoutStreams(Part):
 
     def __init__(self) -> None:
         self.outer: list[tuple[torch.Generator, torch.Tensor]] = []
-        self.seed = 0
+        self.seed = self.shared = 0
 
     def prepare(self, run: ForwardPass) -> None:
         if run.group.size > 1:
@@ -31,13 +31,20 @@ class DropoutStreams(Part):
     def begin(self, run: ForwardPass) -> None:
         if run.group.size == 1 or not run.random_rates:
             return
-        seeds = torch.randint(2**63 - 1, (run.group.size,), device="cpu")
-        self.seed = int(seeds[run.group.rank])
+        seeds = torch.randint(2**63 - 1, (run.group.size,), device="cpu").tolist()
+        self.seed, self.shared = seeds[run.group.rank], sum(seeds) % 2**63
         accelerator = torch.accelerator.current_accelerator()
         devices = () if accelerator is None else getattr(torch.get_device_module(accelerator), "default_generators", ())
         self.outer = [(generator, generator.get_state()) for generator in (torch.default_generator, *devices)]
         for generator, _ in self.outer:
             generator.manual_seed(self.seed)
+
+    def share(self) -> None:
+        """From here on all ranks hold the whole batch, and draw the same masks."""
+        if self.outer and self.seed != self.shared:
+            self.seed = self.shared
+            for generator, _ in self.outer:
+                generator.manual_seed(self.seed)
 
     def end(self) -> None:
         for generator, state in self.outer:

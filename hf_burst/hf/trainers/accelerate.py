@@ -307,7 +307,7 @@ def _check_patched(item: Any, size: int, evaluates: bool = False) -> None:
                 f"{type(module).__name__} is not patched, so each of the {size} ranks that share a sequence would hold "
                 "all of it. Call hf_burst.patch_model(model) before the model is prepared; DPOTrainer and KTOTrainer "
                 "load a reference model of their own, so load it yourself, patch it too and pass it as ref_model. A "
-                "class that patch_model refuses, such as RewardTrainer's, trains without BurstParallelismConfig."
+                "class that patch_model refuses trains without BurstParallelismConfig."
             )
 
 
