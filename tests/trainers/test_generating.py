@@ -575,11 +575,6 @@ WRONG: dict[str, tuple[Run, type[Exception], str]] = {
         "cannot be told to the others",
     ),
     "what is not generated": (Run(options={"given": vain_rollouts}), ConfigError, "past_key_values"),
-    "a cache of the user's": (
-        Run(rollouts=False, options={"cache_implementation": "static"}),
-        ConfigError,
-        "cache_implementation=static",
-    ),
     "what failed and was passed over": (Run(options={"given": stubborn_rollouts}), ConfigError, "past_key_values"),
     "what cannot be made anew": (Run(options={"given": unmakable_rollouts}), ValueError, "not a number"),
     "an environment that fails": (

@@ -68,9 +68,8 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
             "DeepSpeed ZeRO-3 shards the weights, and would gather them for each token. Take FSDP2, or a smaller stage."
         )
     for name, why in _REFUSED.items():
-        value = asked(model, kwargs, name)
-        if value and value != "hybrid":  # of checkpoints' own configs, which Transformers passes over
-            raise ConfigError(f"generate over ranks was given {name}={_short(value)}. {why} Leave it out.")
+        if kwargs.get(name):
+            raise ConfigError(f"generate over ranks was given {name}={_short(kwargs[name])}. {why} Leave it out.")
     if asked(model, kwargs, "use_cache") is False:
         raise ConfigError("generate over ranks was given use_cache=False. It needs its cache: leave that out.")
     if kwargs.get("streamer") is not None and int(asked(model, kwargs, "num_beams") or 1) > 1:
