@@ -183,7 +183,7 @@ def judging_names() -> list[str]:
     return sorted({name for mapping in mappings for name in mapping.values()})
 
 
-def _overrides(name: str, model_class: type[PreTrainedModel]) -> dict[str, Any]:
+def overrides_of(name: str, model_class: type[PreTrainedModel]) -> dict[str, Any]:
     """What a class needs besides, or what the class with a language-model head and the same config needs."""
     family = name.partition("For")[0]
     names = [f"{family}For{head}" for head in ("ConditionalGeneration", "CausalLM", "MaskedLM")]
@@ -229,7 +229,7 @@ def tiny_model(name: str) -> PreTrainedModel:
     """The model of a class in fp64, the same in every process."""
     model_class = getattr(transformers, name)
     role = {"is_decoder": False} if is_masked(name) and "is_decoder" in sizes_of(model_class.config_class) else {}
-    own = _overrides(name, model_class)
+    own = overrides_of(name, model_class)
     config = tiny_config(model_class.config_class, {**role, **own})
     if name in judging_names() and not own and (modalities_of(config) or config.is_encoder_decoder):
         config = tiny.shrink(config)  # its towers or its encoder, too
