@@ -259,6 +259,14 @@ def test_a_teacher_that_shares_no_beginnings_is_refused() -> None:
         hf_burst.token_divergences(model, teacher, batch_of("alike"))
 
 
+def test_a_teacher_keeps_what_evaluates_and_what_trains() -> None:
+    model, teacher = (hf_burst.patch_model(models.make_model("llama").train()) for _ in range(2))
+    teacher.model.layers[0].eval()
+    before = [module.training for module in teacher.modules()]
+    hf_burst.token_divergences(model, teacher, models.make_batch("plain"))
+    assert [module.training for module in teacher.modules()] == before
+
+
 def wrap(model: Any, how: str, size: int) -> Any:
     """The model in a data-parallel wrapper, which averages gradients."""
     if how == "ddp":
