@@ -303,7 +303,7 @@ def test_rewards_equal_one_process(ranks: Ranks, tmp_path: Path, case: Case) -> 
 
 
 def classify(rank: int, size: int, folder: str, case: Case, average: bool) -> dict[str, Any]:
-    """Labels of rows, by Trainer, which multiplies the loss by the number of processes if it counts all their labels."""
+    """Labels of rows, by Trainer, which multiplies the loss by the number of processes if it averages over them."""
     model = trainers.make_model(replace(case, trainer="RewardTrainer"))
     model.config.problem_type = "regression"
     rows = [{**row, "labels": row["input_ids"][:1] / 60} for row in trainers.samples("padded")]

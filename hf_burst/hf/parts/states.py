@@ -71,8 +71,7 @@ class ShardedStates:
 
     def __getitem__(self, key: Any) -> Tensor:
         if isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None) and type(key[1]) is int:
-            if -self.shape[1] <= key[1] < self.shape[1]:  # a tensor raises for others
-                return self._token(key[1] % self.shape[1])
+            return self._token(range(self.shape[1])[key[1]])  # or an IndexError, as of a tensor
         return self.whole[key]
 
     def _token(self, token: int) -> Tensor:
