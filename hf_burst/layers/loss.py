@@ -1,5 +1,6 @@
 """The cross-entropy of tokens, as sums and one by one."""
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -58,7 +59,8 @@ def token_divergences(
     wide = accumulation_dtype(logits.dtype)
     own, other = (functional.log_softmax(scores.to(wide) / temperature, dim=-1) for scores in (logits, teacher))
     first, second = (other, own) if kind == "forward_kl" else (own, other)
-    divergences = (first.exp() * (first - second)).sum(-1)
+    ratios = (first - second).masked_fill_(first == -math.inf, 0.0)  # words that are never said add nothing
+    divergences = (first.exp() * ratios).sum(-1)
     return divergences.masked_fill(targets.to(divergences.device) == IGNORE_INDEX, 0.0)
 
 

@@ -125,16 +125,25 @@ def test_under_autocast_scores_are_reduced_in_fp32(ranks: Ranks) -> None:
         torch.testing.assert_close(apart, gathered, rtol=1e-6, atol=1e-6)
 
 
-def ask_apart(rank: int, size: int) -> None:
-    model = models.patch(models.make_model("llama").train())
+APART: dict[str, Callable[[Any, torch.Tensor, int], Any]] = {
+    "rows of other number": lambda logits, labels, rank: logits[rank:].logsumexp(-1),
+    "other rows": lambda logits, labels, rank: logits[rank].logsumexp(-1),
+    "other labels": lambda logits, labels, rank: functional.cross_entropy(logits[0], labels[0].roll(rank)),
+    "other temperatures": lambda logits, labels, rank: (logits / (1 + rank)).logsumexp(-1),
+}
+
+
+def ask_apart(rank: int, size: int, how: str) -> None:
+    model, batch = models.patch(models.make_model("llama").train()), models.make_batch("plain")
     with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9):
-        logits = model(models.make_batch("plain")["input_ids"]).logits
-    _ = logits.logsumexp(-1) if rank else logits[:1].logsumexp(-1)
+        logits = model(batch["input_ids"]).logits
+    APART[how](logits, batch["labels"], rank)
 
 
-def test_ranks_that_ask_for_others_are_told(ranks: Ranks) -> None:
+@pytest.mark.parametrize("how", APART)
+def test_ranks_that_ask_for_others_are_told(ranks: Ranks, how: str) -> None:
     with pytest.raises(RankError) as caught:
-        ranks(2).run(ask_apart)
+        ranks(2).run(ask_apart, how)
     assert all(isinstance(error, RankMismatchError) for error in caught.value.errors)
 
 
@@ -153,6 +162,10 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "a product with a tensor": lambda logits: (logits * torch.ones(61)).logsumexp(-1),
     "mixes words and tokens": lambda logits: logits.view(-1),
 }
+MISSING: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "gather": lambda logits, words: logits.gather(-1, words[..., None]),
+    "cross_entropy": lambda logits, words: functional.cross_entropy(logits.view(-1, 61), words.flatten()),
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -161,3 +174,40 @@ def test_what_mixes_tokens_is_refused(ranks: Ranks, what: str) -> None:
         ranks(2).run(ask_for, what)
     for error in caught.value.errors:
         assert pytest.RaisesExc(BatchError, match=f"{what}.* was asked of them. Served are").matches(error), error
+
+
+def ask_for_a_missing_word(rank: int, size: int, by: str) -> None:
+    """One rank has the token, and none may wait for it."""
+    model, words = models.patch(models.make_model("llama").train()), models.make_batch("plain")["input_ids"].clone()
+    with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9):
+        logits = model(words).logits
+    words[0, 3] = 61
+    MISSING[by](logits, words)
+
+
+@pytest.mark.parametrize("by", MISSING)
+def test_a_word_that_there_is_not_is_refused_on_every_rank(ranks: Ranks, by: str) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(ask_for_a_missing_word, by)
+    for error in caught.value.errors:
+        assert pytest.RaisesExc(BatchError, match=f"{by}.* was asked for the word 61").matches(error), error
+
+
+def of_no_token(rank: int, size: int) -> tuple[float, torch.dtype, float]:
+    """The sum over no token; and in which type words are normalized that a method of tensors is given."""
+    model, ids = (
+        models.patch(models.make_model("llama", torch.float64).train()),
+        models.make_batch("plain")["input_ids"],
+    )
+    with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9):
+        logits = model(ids).logits
+    nothing = logits[torch.zeros_like(ids, dtype=torch.bool)].logsumexp(-1)
+    nothing.sum().backward()
+    gradient = model.lm_head.weight.grad
+    assert nothing.shape == (0,)
+    assert gradient is not None
+    return nothing.sum().item(), logits.log_softmax(-1, torch.float32).dtype, gradient.abs().max().item()
+
+
+def test_no_token_counts_nothing(ranks: Ranks) -> None:
+    assert ranks(2).run(of_no_token) == [(0.0, torch.float32, 0.0)] * 2

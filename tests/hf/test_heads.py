@@ -6,12 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedModel
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    BertForTokenClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+)
 
 import hf_burst
 from hf_burst.check.compare import Double, make_batch
 from hf_burst.check.heads import judgement, prepared
 from hf_burst.errors import BatchError, RankMismatchError, UnsupportedModelError
+from hf_burst.hf.parts.states import ShardedStates
+from hf_burst.ranks.group import ContextGroup
+from hf_burst.ranks.layout import SequenceLayout
 from recipes.tiny_models import tiny_model
 from tests.support import models
 from tests.support.gradients import Result, assert_equal
@@ -165,6 +175,38 @@ def test_what_heads_refuse(ranks: Ranks, name: str, changes: dict[str, Any], sen
         ranks(2).run(given, name, changes)
     for error in caught.value.errors:
         assert pytest.RaisesExc(BatchError, match=sentence).matches(error), error
+
+
+class Tagger(BertForTokenClassification):
+    """A class of one's own, named in one's own way."""
+
+
+class Reader(BertForQuestionAnswering):
+    """Another one."""
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "sentence"),
+    [
+        (Tagger, {"labels": torch.ones(2, 11, dtype=torch.long)}, "padding .* have labels"),
+        (Reader, {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])}, "chooses among all"),
+    ],
+)
+def test_heads_of_classes_of_ones_own_refuse_the_same(cls: Any, given: dict[str, Any], sentence: str) -> None:
+    config = BertConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    model = hf_burst.patch_model(cls(config)).eval()
+    mask = torch.tensor([[1] * 11, [1] * 6 + [0] * 5])
+    with pytest.raises(BatchError, match=sentence):
+        model(torch.full((2, 11), 5), attention_mask=mask, **given)
+
+
+@pytest.mark.parametrize("token", [13, -14])
+def test_a_token_that_there_is_not_is_no_other_one(token: int) -> None:
+    layout = SequenceLayout.for_batch([(0, 13)], ranks=1)
+    states = ShardedStates(torch.zeros(1, 13, 4), layout, ContextGroup.from_mesh(None), lambda: None)
+    assert states[:, -1].shape == (1, 4)
+    with pytest.raises(IndexError):
+        states[:, token]
 
 
 def test_a_pooler_that_is_not_given_the_whole_batch_is_refused() -> None:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError
+from hf_burst.layers.loss import token_divergences
 from tests.support import models
 from tests.support.gradients import Result, assert_equal
 from tests.support.ranks import RankError, RankPool
@@ -257,6 +258,27 @@ def test_a_teacher_that_shares_no_beginnings_is_refused() -> None:
     )
     with pytest.raises(BatchError, match="share other beginnings"):
         hf_burst.token_divergences(model, teacher, batch_of("alike"))
+
+
+def test_a_teacher_keeps_what_evaluates_and_what_trains() -> None:
+    model, teacher = (hf_burst.patch_model(models.make_model("llama").train()) for _ in range(2))
+    teacher.model.layers[0].eval()
+    before = [module.training for module in teacher.modules()]
+    hf_burst.token_divergences(model, teacher, models.make_batch("plain"))
+    assert [module.training for module in teacher.modules()] == before
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+def test_words_that_both_models_never_say_add_nothing(kind: str) -> None:
+    own, other = torch.randn(2, 5, 7, dtype=torch.float64)
+    own.requires_grad_()
+    targets, never = torch.zeros(5, dtype=torch.long), torch.full((5, 2), -torch.inf)
+    found = []
+    for logits, known in ((own, other), (torch.cat([own, never], -1), torch.cat([other, never], -1))):
+        divergences = token_divergences(logits, known, targets, kind, None, 1.0)
+        found.append((divergences, torch.autograd.grad(divergences.sum(), own)[0]))
+    for one, same in zip(*found, strict=True):
+        torch.testing.assert_close(one, same)
 
 
 def wrap(model: Any, how: str, size: int) -> Any:

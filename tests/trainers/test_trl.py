@@ -302,8 +302,8 @@ def test_rewards_equal_one_process(ranks: Ranks, tmp_path: Path, case: Case) -> 
         compare(found, wanted, {"mean_reward", "min_reward", "max_reward", "accuracy", "margin", "num_tokens"})
 
 
-def classify(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
-    """Labels of rows, by Trainer, which multiplies the loss by the number of processes."""
+def classify(rank: int, size: int, folder: str, case: Case, average: bool) -> dict[str, Any]:
+    """Labels of rows, by Trainer, which multiplies the loss by the number of processes if it averages over them."""
     model = trainers.make_model(replace(case, trainer="RewardTrainer"))
     model.config.problem_type = "regression"
     rows = [{**row, "labels": row["input_ids"][:1] / 60} for row in trainers.samples("padded")]
@@ -312,15 +312,16 @@ def classify(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
         values = torch.cat([row["labels"] for row in chosen])
         return {**trainers.collate([{"input_ids": row["input_ids"]} for row in chosen]), "labels": values}
 
-    trainer = make_trainer(case, folder, rows, model=model)
+    trainer = make_trainer(case, folder, rows, model=model, average_tokens_across_devices=average)
     trainer.data_collator = collate
     return trainers.finish(trainer)
 
 
-def test_classification_by_trainer_equals_one_process(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("average", [True, False])
+def test_classification_by_trainer_equals_one_process(ranks: Ranks, tmp_path: Path, average: bool) -> None:
     case = Case("Trainer", burst=2)
-    wanted = classify(0, 1, str(tmp_path / "alone"), case.alone)
-    for found in ranks(2).run(classify, str(tmp_path), case):
+    wanted = classify(0, 1, str(tmp_path / "alone"), case.alone, average)
+    for found in ranks(2).run(classify, str(tmp_path), case, average):
         trainers.compare(found, wanted)
 
 

@@ -123,13 +123,14 @@ def token_divergences(
         )
     kept: list[Scores] = []
     facts = {"token divergences": [kind, top_k, temperature]}
-    training = teacher.training
+    training = [module for module in teacher.modules() if module.training]
     teacher.eval()
     try:
         with torch.no_grad():
             _ask(teacher, batch, Question(partial(_keep, kept), facts))
     finally:
-        teacher.train(training)
+        for module in training:
+            module.training = True
     value = partial(_divergences, kept[0], kind, top_k, temperature)
     return _ask(model, batch, Question(value, facts, teacher=kept[0]))
 

@@ -14,6 +14,7 @@ from ...ranks.collectives import group_sum
 from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
 from ..batches.joining import Joined
+from ..batches.sharded import sum_of_bits
 from ..lazy_head import LazyLogits, values_of_tokens
 from .token_losses import check_head_again
 
@@ -21,7 +22,7 @@ _SERVED = (
     "Served are slices of rows and tokens, log_softmax, softmax, logsumexp, gather, sum and mean over words, "
     "cross_entropy, and the mean of all. For other losses take hf_burst.token_losses or token_divergences."
 )
-Step = Callable[[Tensor], Tensor]  # from scores of some tokens to others, `(m, vocabulary)`
+Step = tuple[str, Callable[[Tensor], Tensor]]  # its name, and from scores of some tokens to others, `(m, vocabulary)`
 Value = Callable[[Tensor, Tensor], Tensor]  # from these and the places of the tokens that were asked for to `(m,)`
 
 
@@ -38,7 +39,7 @@ class DeferredLogits:
         vocabulary (`int`): Words.
         about (`str`): Why they are not gathered.
         anchor (`torch.Tensor`): Scores of a token, by which DDP finds the weights that gradients are to come for.
-        steps (tuple of `Callable`): What is done with the scores of each token first.
+        steps (tuple of `Step`): What is done with the scores of each token first.
         learns (`bool`, defaults to `True`): Whether gradients flow back.
     """
 
@@ -70,19 +71,22 @@ class DeferredLogits:
         return (self.own.hidden if isinstance(self.own, LazyLogits) else self.own).device
 
     def steps_on(self, scores: Tensor) -> Tensor:
-        for step in self.steps:
+        for _, step in self.steps:
             scores = step(scores)
         return scores
 
-    def then(self, step: Step) -> "DeferredLogits":
-        return replace(self, steps=(*self.steps, step))
+    def then(self, name: str, step: Callable[[Tensor], Tensor]) -> "DeferredLogits":
+        return replace(self, steps=(*self.steps, (name, step)))
 
-    def values(self, name: str, value: Value) -> Tensor:
-        """A value of each token, of the shape of `places`, on every rank."""
+    def values(self, name: str, value: Value, words: Tensor | None = None, ignored: int | None = None) -> Tensor:
+        """A value of each token, of the shape of `places`, on every rank; `words` are what it reads, one a token."""
         if isinstance(self.own, LazyLogits):  # a wrapper may have sharded it since
             check_head_again(self.own.head.module)
-        self.group.agree({"logits are asked for": f"{name} of {tuple(self.shape)}"}, None, self.device, doing=name)
+        self._agree(name, words, ignored)
         flat = self.places.flatten()
+        if not len(flat):
+            none = self.anchor if self.learns else self.anchor.detach()
+            return (none.sum().nan_to_num(0.0, 0.0, 0.0) * 0).to(self.dtype).expand(self.places.shape)
         row, token = flat // (length := self._length), flat % length
         if self.joined is not None:
             token, row = self.joined.places.flatten()[flat], torch.zeros_like(flat)
@@ -108,6 +112,21 @@ class DeferredLogits:
             found = found if len(mine) else found.nan_to_num(0.0, 0.0, 0.0) * 0
             whole = found.new_zeros(len(flat)).index_copy(0, own, found)
             return group_sum(whole, self.group).view(self.places.shape)
+
+    def _agree(self, name: str, words: Tensor | None, ignored: int | None) -> None:
+        """Raises on every rank if one asks for something else, or for a word that there is not."""
+        error, checksums = None, {"tokens whose logits are asked for (checksum)": sum_of_bits(self.places)}
+        if words is not None:
+            checksums["words whose logits are asked for (checksum)"] = sum_of_bits(words)
+            outside = (words < 0) | (words >= self.vocabulary)
+            wrong = words[outside if ignored is None else outside & (words != ignored)]
+            if len(wrong):
+                error = BatchError(
+                    f"{name} was asked for the word {int(wrong[0])}, and there are those from 0 to "
+                    f"{self.vocabulary - 1}. Labels of -100 take .clamp(min=0) before a gather, and no part in a sum."
+                )
+        asked = " of ".join([name, *(step for step, _ in reversed(self.steps)), str(tuple(self.shape))])
+        self.group.agree({"logits are asked for": asked}, error, self.device, 0, checksums, doing=name)
 
     @property
     def _length(self) -> int:
@@ -136,15 +155,15 @@ class DeferredLogits:
         return replace(self, places=self.places[keys])
 
     def __neg__(self) -> "DeferredLogits":
-        return self.then(torch.neg)
+        return self.then("neg", torch.neg)
 
     def __truediv__(self, other: Any) -> "DeferredLogits":
         number = self.number(other)
-        return self.then(lambda scores: scores / number)
+        return self.then(f"1/{number!r}", lambda scores: scores / number)
 
     def __mul__(self, other: Any) -> "DeferredLogits":
         number = self.number(other)
-        return self.then(lambda scores: scores * number)
+        return self.then(f"{number!r} times", lambda scores: scores * number)
 
     __rmul__ = __mul__
 
@@ -183,9 +202,10 @@ def _over_words(logits: DeferredLogits, dim: Any, name: str) -> None:
 def _normalized(name: str) -> Callable[..., DeferredLogits]:
     function: Any = getattr(torch, name)
 
-    def normalize(logits: DeferredLogits, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> DeferredLogits:
+    def normalize(logits: DeferredLogits, dim: Any = None, _stacklevel: Any = 3, dtype: Any = None) -> DeferredLogits:
         _over_words(logits, dim, name)
-        return logits.then(lambda scores: function(scores, -1, dtype=dtype))
+        kind = _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype  # where methods of tensors have it
+        return logits.then(name, lambda scores: function(scores, -1, dtype=kind))
 
     return normalize
 
@@ -208,7 +228,7 @@ def _gather(logits: DeferredLogits, dim: Any, index: Tensor) -> Tensor:
     if index.shape != (*logits.places.shape, 1):
         logits.refuse(f"gather with an index of shape {tuple(index.shape)}")
     words = index.flatten()
-    return logits.values("gather", lambda scores, at: scores.gather(-1, words[at][:, None])[:, 0])[..., None]
+    return logits.values("gather", lambda scores, at: scores.gather(-1, words[at][:, None])[:, 0], words)[..., None]
 
 
 def _cross_entropy(
@@ -224,7 +244,12 @@ def _cross_entropy(
     if weight is not None or target.shape != logits.places.shape or target.ndim != 1 or target.is_floating_point():
         logits.refuse("cross_entropy of other than (tokens, vocabulary) and labels (tokens,), or with weights of words")
     options: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
-    losses = logits.values("cross_entropy", lambda scores, at: functional.cross_entropy(scores, target[at], **options))
+    losses = logits.values(
+        f"cross_entropy with label_smoothing={label_smoothing!r}",
+        lambda scores, at: functional.cross_entropy(scores, target[at], **options),
+        target,
+        ignore_index,
+    )
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()
@@ -238,7 +263,7 @@ def _reshaped(logits: DeferredLogits, *shape: Any) -> DeferredLogits:
 
 
 def _to(logits: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits:
-    return logits.then(lambda scores: scores.to(*args, **kwargs))
+    return logits.then("to", lambda scores: scores.to(*args, **kwargs))
 
 
 def _size(logits: DeferredLogits, dim: int | None = None) -> Any:
@@ -255,7 +280,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "detach": lambda logits: replace(logits, learns=False),
     "to": _to,
     "float": lambda logits: _to(logits, torch.float32),
-    "neg": lambda logits: logits.then(torch.neg),
+    "neg": lambda logits: -logits,
     "size": _size,
     "dim": lambda logits: logits.ndim,
     "stride": lambda logits, dim: 0,  # it lies nowhere

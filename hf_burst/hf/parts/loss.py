@@ -10,6 +10,7 @@ from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX, rows_by_weight
 from ...ranks.collectives import group_loss
 from ...ranks.group import ContextGroup
+from ..callers import multiplies_losses
 from ..context import CALL_KEY
 from ..forward_pass import ForwardPass
 from ..groups import resolve_group
@@ -108,8 +109,9 @@ class Loss(Part):
                 factor = run.model.config.get_text_config().router_aux_loss_coef * balance_share(run)
                 loss = loss + factor * outputs["aux_loss"]
             outputs["loss"] = loss
-        elif self.reads and outputs.get("loss") is not None and self.items is not None:
-            outputs["loss"] = outputs["loss"] / run.group.size  # Trainer multiplies it by the number of processes
+        elif self.reads:
+            if outputs.get("loss") is not None and self.items is not None and multiplies_losses():
+                outputs["loss"] = outputs["loss"] / run.group.size  # all ranks hold that of the whole batch
         elif run.targets is not None and run.task.loss_in_model and not self.computed:
             if outputs.get("loss") is not None:
                 raise ConfigError(_PAST_US.format(self.forward))

@@ -71,7 +71,7 @@ class ShardedStates:
 
     def __getitem__(self, key: Any) -> Tensor:
         if isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None) and type(key[1]) is int:
-            return self._token(key[1] % self.shape[1])
+            return self._token(range(self.shape[1])[key[1]])  # or an IndexError, as of a tensor
         return self.whole[key]
 
     def _token(self, token: int) -> Tensor:
@@ -121,6 +121,11 @@ pytree.register_pytree_node(
 )
 
 
+def _judges(model: PreTrainedModel) -> str:
+    """The names of a model's class and of those that it is made from, which say what its head judges."""
+    return " ".join(base.__name__ for base in type(model).__mro__)
+
+
 def whole(value: Any) -> Any:
     """The values of the whole batch, if these are of one rank."""
     return value.whole if isinstance(value, ShardedStates) else value
@@ -150,13 +155,13 @@ class States(Part):
     def prepare(self, run: ForwardPass) -> None:
         if not run.task.reads:
             return
-        name, given = type(run.model).__name__, run.batch.given
+        name, given, judges = type(run.model).__name__, run.batch.given, _judges(run.model)
         layout, labels = run.batch.layout, given.get("labels")
         real = layout.real or ((0, layout.length - layout.padding),) * layout.batch_size
         packed = any(
             start < cut < stop for (start, stop), cuts in zip(real, layout.documents, strict=True) for cut in cuts
         )
-        pools = language_model_of(run.model) is not run.model and _EACH_TOKEN not in name
+        pools = language_model_of(run.model) is not run.model and _EACH_TOKEN not in judges
         if packed and pools:
             raise BatchError(
                 f"The batch packs documents, and {name} judges a row as one. Give every document a row of its own "
@@ -175,12 +180,13 @@ class States(Part):
 
     def _check_padding(self, run: ForwardPass, name: str, mask: Tensor, labels: Any) -> None:
         """Raises where a result follows from the states of padding, which sees other tokens than unpatched."""
-        if _SPAN in name:
+        judges = _judges(run.model)
+        if _SPAN in judges:
             raise BatchError(
                 f"{name} chooses among all tokens, those of padding too, whose states differ from those of an "
                 "unpatched model. Give rows of one length, such as one row a batch, without padding."
             )
-        if _EACH_TOKEN in name:
+        if _EACH_TOKEN in judges:
             counted = labels is not None and ((labels != IGNORE_INDEX) & (mask == 0)).any()
             if counted:
                 raise BatchError(
@@ -198,7 +204,9 @@ class States(Part):
                     "it. Pad with this token, or set config.pad_token_id to the token that pads."
                 )
         elif not run.task.causal and getattr(config, "classifier_pooling", "cls") != "mean":
-            reads_first = language_model_of(run.model) is not run.model or hasattr(run.model, "pooler")
+            reads_first = (
+                language_model_of(run.model) is not run.model or getattr(run.model, "pooler", None) is not None
+            )
             if reads_first and not mask[:, 0].all():
                 raise BatchError(f"{name} judges the first token of a row, which is padding. Pad on the right.")
 
