@@ -33,6 +33,7 @@ _GEMMA4_TEXT = {**_MIXED, "global_head_dim": 8}
 _SHARED = {"num_kv_shared_layers": LAYERS, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 # in effect beyond 20 positions, so for one sequence and not for the packed documents
 _LONGROPE = {
+    "LEDForQuestionAnswering": {"attention_window": 8},  # an even one
     "rope_type": "longrope",
     "rope_theta": 1e4,
     "short_factor": [1.0, 1.1, 1.2, 1.3],
