@@ -38,6 +38,7 @@ from .parts.attention import Attention
 from .parts.base import Part
 from .parts.checkpointing import Checkpointing
 from .parts.dropout import DropoutStreams
+from .parts.expert_ranks import ExpertRanks
 from .parts.experts import RouterLogits
 from .parts.head import Head
 from .parts.key_cache import KeyCache, begin_step, once
@@ -165,6 +166,7 @@ def make_parts(
     return (
         Request(),
         Replicas(config),
+        ExpertRanks(),
         Attention(model),
         recurrence,
         SharedBeginnings(model, cut_point, recurrence, tokens.own_positions),

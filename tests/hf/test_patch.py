@@ -509,10 +509,10 @@ def test_models_that_are_not_served_are_refused_with_a_sentence(monkeypatch: pyt
         "takes a Transformers model": [torch.nn.Linear(2, 2)],
         "Pass the model inside": [torch.nn.DataParallel(torch.nn.Linear(2, 2))],
     }
-    for sizes in ({"ep_size": 2, "fsdp_size": 2}, {"tp_size": 2}):
+    for sizes in ({"tp_size": 2}, {"pp_size": 2}):
         placed = models.make_model("qwen2")
         placed.config.distributed_config = DistributedConfig(**sizes)
-        cases[f"loaded with DistributedConfig.{next(iter(sizes))}=2"] = [placed]
+        cases[f"loaded with DistributedConfig.{next(iter(sizes))}=2.* parts of layers"] = [placed]
     for sentence, refused in cases.items():
         for model in refused:
             with pytest.raises(UnsupportedModelError, match=sentence):

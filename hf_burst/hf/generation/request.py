@@ -13,6 +13,7 @@ from ..batches.documents import batch_shape
 from ..groups import PATCH, resolve_group
 from ..lazy_head import is_partitioned
 from ..models.recurrent import functions_of, recurrent_modules
+from ..parts.expert_ranks import check_same_passes
 from ..sharded_cache import ShardedCache
 
 _TEXT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
@@ -67,6 +68,7 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(
             "DeepSpeed ZeRO-3 shards the weights, and would gather them for each token. Take FSDP2, or a smaller stage."
         )
+    check_same_passes(model, resolve_group(getattr(model, PATCH).group))
     for name, why in _REFUSED.items():
         if kwargs.get(name):
             raise ConfigError(f"generate over ranks was given {name}={_short(kwargs[name])}. {why} Leave it out.")

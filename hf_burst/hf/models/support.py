@@ -24,6 +24,7 @@ _WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mlp", "moe"})  # a 
 _NO_ATTENTION = {"RwkvSelfAttention"}  # but by its name
 # recurrent classes that compute their states inside of their own forward
 _WITHOUT_FUNCTION = {"MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock", "ZayaCCAProjection"}
+_EXPERT_EXCHANGES = ("auto", "all_to_all")  # of Transformers, by which tokens travel to the ranks of their experts
 _CHOOSES_KEYS = ("indexed", "sparse", "compressed")  # in the names of layer types
 
 
@@ -73,16 +74,7 @@ def check_model(model: PreTrainedModel) -> None:
             f"{name} has cross attention ({', '.join(crossing) or 'config.add_cross_attention is set'}), whose keys "
             "are not those of the sequence; it is not served."
         )
-    placed = getattr(config, "distributed_config", None)
-    apart = [
-        f"{size}={count}" for size in ("tp_size", "pp_size", "ep_size") if (count := getattr(placed, size, 1) or 1) > 1
-    ]
-    if apart:
-        raise UnsupportedModelError(
-            f"{name} was loaded with DistributedConfig({', '.join(apart)}), by which ranks hold parts of layers, or "
-            "experts of their own. Beside ranks that share a sequence this was not compared with one process. Load the "
-            "model without it, and have accelerate's FSDP2 shard the weights."
-        )
+    _check_placement(getattr(config, "distributed_config", None), name)
     task.check_model(model, reader)
     kinds = sorted(set(_layer_types(config.get_text_config())) - {*_LAYER_TYPES, _WHOLE_IN_TRAINING})
     chosen = [kind for kind in kinds if any(word in kind for word in _CHOOSES_KEYS)]
@@ -122,6 +114,31 @@ def check_model(model: PreTrainedModel) -> None:
         )
     if not task.reads:
         task.check_loss(computes_loss(model, reader))
+
+
+def _check_placement(placed: Any, name: str) -> None:
+    """Raises for a model that Transformers' `DistributedConfig` has divided in a way that is not served. FSDP2 is, and
+    experts of which each rank has some, if tokens travel to them."""
+    sizes = {size: getattr(placed, size, 1) or 1 for size in ("tp_size", "pp_size", "ep_size")}
+    given = f"{name} was loaded with DistributedConfig({', '.join(f'{key}={n}' for key, n in sizes.items() if n > 1)})"
+    if sizes["tp_size"] > 1 and sizes["ep_size"] > 1:
+        raise UnsupportedModelError(
+            f"{given}, in which the ranks of tp_size hold the same tokens: they add up what their experts return "
+            "(AllReduceEP), or take a part of these tokens each. Ranks that share a sequence hold different ones. Load "
+            "it with DistributedConfig(fsdp_size=N, ep_size=M), by which tokens travel to the ranks of their experts."
+        )
+    if sizes["tp_size"] > 1 or sizes["pp_size"] > 1:
+        raise UnsupportedModelError(
+            f"{given}, by which ranks hold parts of layers. Beside ranks that share a sequence this was not compared "
+            "with one process. Load the model without it, and have FSDP2 shard the weights."
+        )
+    way = getattr(placed, "ep_implementation", None)
+    if sizes["ep_size"] > 1 and way not in _EXPERT_EXCHANGES:
+        raise UnsupportedModelError(
+            f"{given} and ep_implementation={way!r}. Ranks that share a sequence hold different tokens, which must "
+            f"travel to the ranks of their experts and back: served are {' and '.join(map(repr, _EXPERT_EXCHANGES))}, "
+            "in versions of Transformers that have them (5.23 has)."
+        )
 
 
 def _needed(model: PreTrainedModel) -> list[str]:

@@ -19,6 +19,7 @@ from ..models.cut_point import language_model_of
 from ..models.recurrent import recurrent_modules
 from ..models.support import is_attention
 from .base import ForwardOverride, Part
+from .expert_ranks import weights_of_experts
 from .memory import MemoryRule
 from .replicas import takes_weights_apart
 
@@ -165,6 +166,8 @@ def _visible_obstacle(module: nn.Module) -> str:
     """What is in the way of tiles, whatever the module computes."""
     if nn.modules.module._has_any_global_hook():
         return "hooks on all modules are set"
+    if any(weights_of_experts(module)):  # a tile would wait for those of other ranks, which may have fewer
+        return "its experts lie on several ranks"
     for inner in module.modules():
         if is_parametrized(inner):
             return "a weight of it is parametrized"

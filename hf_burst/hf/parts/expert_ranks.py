@@ -1,0 +1,71 @@
+"""Experts of which each rank has some, and to which tokens travel (`AllToAllEP` of Transformers).
+
+The ranks of a sequence hold different tokens, as those of other batches do, so that the exchange is exact as it is.
+What Transformers does not say is refused here, before a rank waits for others.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ...errors import ConfigError, UnsupportedModelError
+from ...ranks.group import ContextGroup
+from ..forward_pass import ForwardPass
+from .base import Part
+
+_EXPERTS_DIM, _COPIES_DIM = "ep", "efsdp"  # of Transformers' mesh of experts
+
+
+class ExpertRanks(Part):
+    """Checks a pass of a model whose experts lie on several ranks."""
+
+    def prepare(self, run: ForwardPass) -> None:
+        experts = dict(weights_of_experts(run.model))
+        if not experts:
+            return
+        if run.compiled:
+            raise UnsupportedModelError(
+                "The model is compiled, and its experts lie on several ranks. Tokens that travel to them were not "
+                "compared with one process under torch.compile. Leave it out."
+            )
+        if run.config.gradients != "manual" and run.model.training and torch.is_grad_enabled():
+            for name, weight in experts.items():
+                _check_division(name, weight)
+
+
+def weights_of_experts(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
+    """The weights, by name, of which each rank has those of its own experts."""
+    for name, weight in model.named_parameters():
+        if isinstance(weight, DTensor) and _EXPERTS_DIM in (weight.device_mesh.mesh_dim_names or ()):
+            yield name, weight
+
+
+def check_same_passes(model: nn.Module, group: ContextGroup) -> None:
+    """Raises where experts lie on ranks of several groups, which generate other numbers of tokens.
+
+    Raises:
+        ConfigError: With the ranks of both.
+    """
+    members = set(group.members) or {dist.get_rank() if dist.is_initialized() else 0}
+    for _, weight in weights_of_experts(model):
+        ranks = dist.get_process_group_ranks(weight.device_mesh.get_group(_EXPERTS_DIM))
+        if not set(ranks) <= members:
+            raise ConfigError(
+                f"The ranks {sorted(members)} share a prompt, and experts lie on the ranks {ranks}, which would have "
+                "to compute as many tokens. To generate, load the model with an ep_size that divides burst_size."
+            )
+
+
+def _check_division(name: str, weight: DTensor) -> None:
+    """Raises where torch divides the gradients of experts by the number of ranks twice."""
+    mesh = weight.device_mesh
+    alone = _COPIES_DIM in (mesh.mesh_dim_names or ()) and mesh[_COPIES_DIM].size() == 1
+    if alone and weight.requires_grad and weight.dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(
+            f"{name} is in {weight.dtype}, and one rank alone has its experts: FSDP2 then divides their gradients by "
+            "the number of ranks twice (torch 2.11 to 2.13). Load the model in torch.float32 or torch.bfloat16, or "
+            "with an ep_size of which fsdp_size is a multiple."
+        )

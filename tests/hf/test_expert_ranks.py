@@ -1,0 +1,214 @@
+"""Experts that lie on several ranks, to which the tokens of a shared sequence travel, beside one process."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.distributed import DistributedConfig
+
+import hf_burst
+from hf_burst.check.tiny import Double, tiny_model
+from hf_burst.errors import ConfigError, UnsupportedModelError
+from tests.support import models
+from tests.support.expert_ranks import divided_twice, over_ranks, whole
+from tests.support.ranks import RankError, RankPool
+
+pytest.importorskip("transformers.distributed.expert_parallel", reason="needs AllToAllEP of Transformers")
+Ranks = Callable[[int], RankPool]
+STEPS, RATE, CLIP = 3, 0.1, 0.5
+SIZES = {
+    "vocab_size": models.VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "num_experts_per_tok": 2,
+}
+BALANCED = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
+COUNT = 12  # experts, of which 2, 3 and 4 ranks hold as many
+KINDS: dict[str, Any] = {
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        lambda: Qwen3MoeConfig(**SIZES, **BALANCED, num_experts=COUNT, moe_intermediate_size=16),
+    ),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        lambda: GptOssConfig(**SIZES, **BALANCED, num_local_experts=COUNT, sliding_window=6),
+    ),
+    "mixtral": (MixtralForCausalLM, lambda: MixtralConfig(**SIZES, **BALANCED, num_local_experts=COUNT)),
+    "glm4_moe": (  # a dense layer, and a shared expert
+        Glm4MoeForCausalLM,
+        lambda: Glm4MoeConfig(**SIZES, n_routed_experts=COUNT, moe_intermediate_size=16, first_k_dense_replace=1),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Groups of `burst` ranks; `held` neighbours together have all experts."""
+
+    name: str
+    held: int
+    burst: int
+    groups: int = 1
+    kind: str = "plain"
+    explicit: bool = False
+    checkpointing: bool = False
+    memory: tuple[tuple[str, float], ...] = ()
+    crowded: bool = False  # all tokens choose the experts of the first rank
+
+    @property
+    def ranks(self) -> int:
+        return self.burst * self.groups
+
+    def __str__(self) -> str:
+        switches = [name for name in ("explicit", "checkpointing", "memory", "crowded") if getattr(self, name)]
+        return "-".join([self.name, f"{self.groups}x{self.burst}", f"{self.held}_held", self.kind, *switches])
+
+
+def make_model(case: Case) -> PreTrainedModel:
+    kind, config = KINDS[case.name]
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = tiny_model(kind, config())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for path, weight in model.named_parameters() if case.crowded else ():
+        if path.endswith("router.bias"):
+            weight.data[:2] += 1000
+    return model
+
+
+def train(
+    model: PreTrainedModel, steps: list[list[dict[str, Tensor]]], mean: Callable[[Tensor], Tensor] = Tensor.detach
+) -> dict[str, Any]:
+    """What steps of SGD with clipped gradients do to a model, each on the mean of its batches."""
+    found: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
+    weights = dict(model.named_parameters())
+    for batches in steps:
+        loss = torch.zeros((), dtype=torch.float64)
+        with nullcontext() if model.is_gradient_checkpointing else Double():  # which layers that run again are not in
+            for batch in batches:
+                own = model(**batch).loss / len(batches)
+                own.backward()
+                loss += own.detach()
+        gradients = {name: whole(weight.grad) * divided_twice(weight) for name, weight in weights.items()}
+        norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+        with torch.no_grad():
+            for weight in weights.values():
+                weight -= RATE * min(1.0, CLIP / float(norm)) * weight.grad * divided_twice(weight)
+        model.zero_grad()
+        found["losses"].append(mean(loss))
+        found["norms"].append(norm)
+        found["gradients"].append(gradients)
+    return found | {"weights": {name: whole(weight.detach()) for name, weight in weights.items()}}
+
+
+def mean_over_ranks(tensor: Tensor) -> Tensor:
+    dist.all_reduce(tensor)
+    return tensor / dist.get_world_size()
+
+
+def compare(rank: int, size: int, case: Case) -> None:
+    model = make_model(case)
+    placed = over_ranks(model, case.held)
+    steps = [
+        [models.make_batch(case.kind, 37, case.groups * step + group) for group in range(case.groups)]
+        for step in range(STEPS)
+    ]
+    plain = [[{**batch, "use_cache": False} for batch in batches] for batches in steps]
+    if case.checkpointing:
+        model.gradient_checkpointing_enable()
+        placed.gradient_checkpointing_enable()
+    wanted = train(model, plain)
+    mesh = init_device_mesh("cpu", (case.groups, case.burst), mesh_dim_names=("dp", "cp"))
+    models.patch(placed, models.config_of(**dict(case.memory)), mesh["cp"])
+    own = [batches[rank // case.burst] for batches in steps]
+    found = train(
+        placed,
+        [[hf_burst.shard_batch(batch, group=mesh["cp"]) if case.explicit else batch] for batch in own],
+        mean_over_ranks,
+    )
+    close = {"rtol": 1e-6, "atol": 1e-7} if case.checkpointing else {"rtol": 1e-9, "atol": 1e-11}
+    torch.testing.assert_close(found, wanted, **close)
+    assert min(map(float, wanted["norms"])) > CLIP, "the clipping must be felt"
+
+
+CASES = [
+    *(Case(name, 2, 2) for name in KINDS),
+    Case("qwen3_moe", 3, 3, kind="left"),
+    Case("qwen3_moe", 2, 4, kind="packed", checkpointing=True),
+    Case("gpt_oss", 4, 4, explicit=True),
+    Case(
+        "mixtral",
+        2,
+        2,
+        groups=2,
+        kind="right",
+        checkpointing=True,
+        memory=(("layers_per_checkpoint", 2), ("tiled_mlp", 5)),
+    ),
+    Case("glm4_moe", 4, 2, groups=2, kind="packed", memory=(("tiled_mlp", 5), ("head_groups", 2))),
+    Case("gpt_oss", 2, 4, crowded=True, checkpointing=True),
+    Case("gpt_oss", 2, 2, crowded=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_three_steps_equal_one_process(ranks: Ranks, case: Case) -> None:
+    ranks(case.ranks).run(compare, case)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"tp_size": 2, "ep_size": 2}, "tp_size=2, ep_size=2.* hold the same tokens.*AllReduceEP"),
+        ({"tp_size": 2, "ep_size": 2, "tp_plan": {}, "ep_implementation": "all_reduce"}, "hold the same tokens"),
+        ({"fsdp_size": 2, "tp_size": 2, "ep_size": 4}, "hold the same tokens"),
+        ({"fsdp_size": 2, "ep_size": 2, "ep_implementation": "my_own"}, "ep_implementation='my_own'"),
+    ],
+    ids=[
+        "all ranks hold the same tokens",
+        "all_reduce",
+        "some ranks hold the same tokens",
+        "an exchange that is not known",
+    ],
+)
+def test_exchanges_of_the_same_tokens_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    model = make_model(Case("qwen3_moe", 1, 1))
+    model.config.distributed_config = DistributedConfig(**settings)
+    with pytest.raises(UnsupportedModelError, match=sentence):
+        hf_burst.patch_model(model)
+
+
+def fail_in_fp64(rank: int, size: int) -> None:
+    placed = hf_burst.patch_model(over_ranks(make_model(Case("mixtral", 2, 2)), 2))
+    placed.eval()(**models.make_batch("plain"))  # without a gradient
+    placed.train()(**models.make_batch("plain"))
+
+
+def test_gradients_that_torch_divides_twice_are_refused(ranks: Ranks) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(fail_in_fp64)
+    for error in caught.value.errors:
+        assert isinstance(error, ConfigError)
+        assert "torch.float64, and one rank alone has its experts" in str(error)
