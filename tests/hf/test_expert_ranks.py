@@ -1,13 +1,16 @@
 """Experts that lie on several ranks, to which the tokens of a shared sequence travel, beside one process."""
 
+import re
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
@@ -22,15 +25,16 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 from transformers.distributed import DistributedConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 import hf_burst
 from hf_burst.check.tiny import Double, tiny_model
-from hf_burst.errors import ConfigError, UnsupportedModelError
+from hf_burst.errors import BurstError, ConfigError, UnsupportedModelError
 from tests.support import models
 from tests.support.expert_ranks import divided_twice, over_ranks, whole
 from tests.support.ranks import RankError, RankPool
 
-pytest.importorskip("transformers.distributed.expert_parallel", reason="needs AllToAllEP of Transformers")
+expert_parallel = pytest.importorskip("transformers.distributed.expert_parallel", reason="no AllToAllEP before 5.23")
 Ranks = Callable[[int], RankPool]
 STEPS, RATE, CLIP = 3, 0.1, 0.5
 SIZES = {
@@ -132,7 +136,7 @@ def compare(rank: int, size: int, case: Case) -> None:
     model = make_model(case)
     placed = over_ranks(model, case.held)
     steps = [
-        [models.make_batch(case.kind, 37, case.groups * step + group) for group in range(case.groups)]
+        [models.make_batch(case.kind, 37 + 6 * group, case.groups * step + group) for group in range(case.groups)]
         for step in range(STEPS)
     ]
     plain = [[{**batch, "use_cache": False} for batch in batches] for batches in steps]
@@ -212,3 +216,100 @@ def test_gradients_that_torch_divides_twice_are_refused(ranks: Ranks) -> None:
     for error in caught.value.errors:
         assert isinstance(error, ConfigError)
         assert "torch.float64, and one rank alone has its experts" in str(error)
+
+
+class OnlyOwnTokens(expert_parallel.AllReduceEP):
+    """As if the ranks held the same tokens."""
+
+    needs_shared_batch = False
+
+
+def add_up(rank: int, size: int) -> tuple[float, float]:
+    """The loss where ranks that share a sequence add up what their experts return (AllReduceEP), and that of one
+    process."""
+    model, batch = make_model(Case("mixtral", 2, 2)), models.make_batch("plain", 32)
+    expert_parallel.EPImplementationInterface.register("add up", OnlyOwnTokens)
+    with mock.patch("hf_burst.hf.models.support._EXPERT_EXCHANGES", ("add up",)):
+        placed = models.patch(over_ranks(model, 2, ep_implementation="add up"))
+    return placed(**batch).loss.item(), model(**batch, use_cache=False).loss.item()
+
+
+def test_why_the_same_tokens_are_refused(ranks: Ranks) -> None:
+    for found, wanted in ranks(2).run(add_up):
+        assert abs(found - wanted) > 1e-2
+
+
+def compare_broken(rank: int, size: int, case: Case, how: str) -> None:
+    with ExitStack() as stack:
+        if how == "gradients of experts are averaged over their copies":
+            stack.enter_context(mock.patch("torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor"))
+        elif how == "the last token that travels here is lost":
+            forward = GptOssExperts.forward
+
+            def lose(self: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+                kept = torch.arange(len(tokens)) < len(tokens) - 1
+                return forward(self, tokens, chosen, weights) * kept[:, None]
+
+            stack.enter_context(mock.patch.object(GptOssExperts, "forward", lose))
+        compare(rank, size, case)
+
+
+@pytest.mark.parametrize(
+    "how", ["gradients of experts are averaged over their copies", "the last token that travels here is lost"]
+)
+def test_what_is_wrong_is_seen(ranks: Ranks, how: str) -> None:
+    with pytest.raises(RankError, match="not close"):
+        ranks(4).run(compare_broken, Case("gpt_oss", 2, 4), how)
+
+
+def generate(rank: int, size: int, held: int) -> None:
+    model = make_model(Case("qwen3_moe", held, 2)).float().eval()
+    placed, ids = over_ranks(model, held), models.make_batch("plain")["input_ids"]
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "cp"))
+    models.patch(placed, group=mesh["cp"])
+    asked = {"max_new_tokens": 3 + 2 * (rank // 2), "do_sample": False}  # groups generate unlike
+    wanted = model.generate(ids, **asked)
+    assert torch.equal(hf_burst.generate(placed, ids, **asked), wanted)
+
+
+def test_generation(ranks: Ranks) -> None:
+    ranks(4).run(generate, 2)
+    with pytest.raises(RankError) as caught:
+        ranks(4).run(generate, 4)
+    for error in caught.value.errors:
+        assert isinstance(error, ConfigError)
+        assert "an ep_size that divides burst_size" in str(error)
+
+
+def fail(rank: int, size: int, what: str) -> None:
+    model, batch = make_model(Case("qwen3_moe", 2, 2)), models.make_batch("plain")
+    placed: Any = over_ranks(model.float(), 2)
+    hf_burst.patch_model(placed)
+    if what == "adapter":
+        from peft import LoraConfig, get_peft_model
+
+        get_peft_model(placed, LoraConfig(target_modules=[], target_parameters=["mlp.experts.down_proj"]))(**batch)
+    elif what == "compiled":
+        torch.compile(placed, backend="eager")(**batch)
+    elif what == "prepared":
+        Accelerator(parallelism_config=hf_burst.BurstParallelismConfig()).prepare(placed)
+    else:
+        with torch.inference_mode():
+            placed.eval()(**batch)
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("adapter", "adapter of peft is on experts"),
+        ("compiled", "under torch.compile"),
+        ("prepared", "accelerator.prepare.optimizer, loader"),
+        ("inference", "Use torch.no_grad"),
+    ],
+)
+def test_what_is_not_served_is_refused_on_every_rank(ranks: Ranks, what: str, sentence: str) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(fail, what)
+    for error in caught.value.errors:
+        assert isinstance(error, BurstError)
+        assert re.search(sentence, str(error))

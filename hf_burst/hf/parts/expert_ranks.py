@@ -17,6 +17,7 @@ from ..forward_pass import ForwardPass
 from .base import Part
 
 _EXPERTS_DIM, _COPIES_DIM = "ep", "efsdp"  # of Transformers' mesh of experts
+_ADAPTED = ".base_layer."
 
 
 class ExpertRanks(Part):
@@ -30,6 +31,16 @@ class ExpertRanks(Part):
             raise UnsupportedModelError(
                 "The model is compiled, and its experts lie on several ranks. Tokens that travel to them were not "
                 "compared with one process under torch.compile. Leave it out."
+            )
+        if torch.is_inference_mode_enabled():
+            raise ConfigError(
+                "The experts of the model lie on several ranks, and FSDP2 cannot gather their weights within "
+                "torch.inference_mode(). Use torch.no_grad() instead."
+            )
+        if adapted := next((name for name in experts if _ADAPTED in name), ""):
+            raise UnsupportedModelError(
+                f"An adapter of peft is on experts that lie on several ranks: {adapted}. It would be added to those of "
+                "one rank as if they were all. Train adapters of other layers, or load the model without ep_size."
             )
         if run.config.gradients != "manual" and run.model.training and torch.is_grad_enabled():
             for name, weight in experts.items():

@@ -25,6 +25,7 @@ from ...errors import BatchError, ConfigError
 from ...ranks.group import CP_DIM, ContextGroup
 from ...ranks.host import host_id, misplaced
 from ..groups import PATCH, check_processes
+from ..parts.expert_ranks import weights_of_experts
 from .generating import GroupTraining, generating_trainer
 
 logger = logging.getLogger(__name__)
@@ -201,6 +202,7 @@ class _Shared:
         if self.generating is not None and getattr(self.generating.trainer, "ref_model", None) is model:
             self.generating.patch_reference(model)
         _check_patched(model, self.size, evaluation_mode)
+        _check_placed(model, evaluation_mode, self.generating is not None)
         return Accelerator.prepare_model(self.accelerator, model, device_placement, evaluation_mode)
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
@@ -309,6 +311,22 @@ def _check_patched(item: Any, size: int, evaluates: bool = False) -> None:
                 "load a reference model of their own, so load it yourself, patch it too and pass it as ref_model. A "
                 "class that patch_model refuses trains without BurstParallelismConfig."
             )
+
+
+def _check_placed(model: nn.Module, evaluates: bool, generates: bool) -> None:
+    """Raises for a model that Transformers has sharded when it was loaded, where accelerate would wrap it as well, and
+    for experts on several ranks in a trainer that `generates`. `Trainer` has such a model prepared as in evaluation."""
+    if getattr(model, "is_distributed_loading_by_transformers", False) and not evaluates:
+        raise ConfigError(
+            "The model was loaded with a DistributedConfig, by which Transformers averages its gradients already. "
+            "Prepare the rest without it: optimizer, loader = accelerator.prepare(optimizer, loader)."
+        )
+    if generates and any(weights_of_experts(model)):
+        raise ConfigError(
+            "The trainer generates what it learns from, and the experts of the model lie on several ranks "
+            "(DistributedConfig(ep_size=...)). That was not compared with one process. Load the model without it, and "
+            "have accelerate's FSDP2 shard the weights."
+        )
 
 
 def _reads_tokens(model: PreTrainedModel) -> bool:
