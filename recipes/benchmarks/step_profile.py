@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 recipes/benchmarks/step_profile.py --shape qwen3.5-hybrid --lora --liger \\
         --length 65536 --out outputs/profile.json
 
-The step is that of training.py's "hf_burst" contender, with settings of BurstConfig in `--settings`. After two steps one
-more runs under torch's profiler on the first rank. What is written, of that rank: the seconds of the step; those in
-which a kernel of a group ran, by group; those in which only messages or copies ran, and in which nothing did; the longest
-of these gaps; and the operations that took longest, by the shapes of their inputs. The profiler makes steps some percent longer.
+The step is that of training.py's "hf_burst" contender, with settings of BurstConfig in `--settings`. After three steps
+one more runs under torch's profiler on the first rank. What is written, of that rank: the seconds of the step; those in
+which a kernel of a group ran, by group; those in which only messages or copies ran, and in which nothing did; the
+longest of these gaps; and the operations that took longest, by the shapes of their inputs. The profiler makes steps
+some percent longer.
 """
 
 import argparse
@@ -93,9 +94,7 @@ def summary(kernels: list[tuple[str, Span]], seconds: float) -> dict[str, Any]:
         "groups": {group: covered(spans) for group, spans in sorted(groups.items())},
         "messages and copies alone": every - busy,
         "nothing": seconds - every,
-        "kernels": [
-            {"name": name[:160], "seconds": covered(spans), "calls": len(spans)} for name, spans in longest
-        ],
+        "kernels": [{"name": name[:160], "seconds": covered(spans), "calls": len(spans)} for name, spans in longest],
     }
 
 
