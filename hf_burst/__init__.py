@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .hf.batches.grouping import GroupCollator
     from .hf.generation.generate import generate
     from .hf.generation.memory import RememberedDocument, remember
-    from .hf.generation.scores import token_losses
+    from .hf.generation.scores import token_divergences, token_losses
     from .hf.patch import patch_model, unpatch_model
     from .hf.trainers.accelerate import BurstParallelismConfig
     from .hf.trainers.logging import BurstCallback
@@ -38,6 +38,7 @@ __all__ = [
     "patch_model",
     "remember",
     "shard_batch",
+    "token_divergences",
     "token_losses",
     "unpatch_model",
 ]
@@ -57,6 +58,7 @@ _HOME = {
     "patch_model": ".hf.patch",
     "remember": ".hf.generation.memory",
     "shard_batch": ".hf.batches.collator",
+    "token_divergences": ".hf.generation.scores",
     "token_losses": ".hf.generation.scores",
     "unpatch_model": ".hf.patch",
 }

@@ -53,7 +53,8 @@ def answers_from(
     options = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
     whole = hf_burst.generate(model, input_ids=ids, attention_mask=mask, memory=memory, eos_token_id=ends, **options)
     written = whole[:, ids.shape[1] :]
-    ended = (written == ends).cumsum(1) - (written == ends).long() > 0  # behind the first end
+    is_end = torch.zeros_like(written) if ends is None else (written == ends).long()
+    ended = is_end.cumsum(1) - is_end > 0  # behind the first end
     labels = torch.cat([torch.full_like(ids, -100), written.masked_fill(ended, -100)], 1)
     batch = {"input_ids": whole, "attention_mask": torch.cat([mask, torch.ones_like(written)], 1), "labels": labels}
     means = -hf_burst.token_losses(model, batch, memory=memory).sum(1) / (~ended).sum(1)
@@ -73,6 +74,19 @@ def ask(
     ]
 
 
+def texts_of(folder: Path) -> dict[str, str]:
+    """The texts of a folder, by the names of their files; ends the recipe at one that is no text, or empty."""
+    texts = {}
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+        try:
+            texts[path.name] = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as problem:
+            raise SystemExit(f"{path} is not UTF-8 ({problem.reason}). Save it as UTF-8, or take it away.") from problem
+        if not texts[path.name].strip():
+            raise SystemExit(f"{path} is empty. Take it away.")
+    return texts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("model", help="name or folder of a causal language model")
@@ -80,8 +94,9 @@ def main() -> None:
     parser.add_argument("--questions", type=Path, required=True, help="file with a question a line")
     parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer")
     arguments = parser.parse_args()
-    texts = {path.name: path.read_text() for path in sorted(arguments.documents.iterdir()) if path.is_file()}
-    questions = [line.strip() for line in arguments.questions.read_text().splitlines() if line.strip()]
+    texts = texts_of(arguments.documents)
+    lines = arguments.questions.read_text(encoding="utf-8").splitlines()
+    questions = [line.strip() for line in lines if line.strip()]
     if not texts or not questions:
         raise SystemExit(f"{len(texts)} texts and {len(questions)} questions were found; give at least one of each.")
     accelerator = Accelerator(parallelism_config=hf_burst.BurstParallelismConfig.from_env())

@@ -6,6 +6,7 @@ one process.
     python recipes/coverage.py --write                     # and writes the table, and the list of served classes
     python recipes/coverage.py --wrappers --write          # the same for models of images and sound, on text
     python recipes/coverage.py --images --write            # and on images and videos
+    python recipes/coverage.py --heads --write             # the same for classes that judge sequences or tokens
 
 A class is compared as by `hf-burst check`, which says what is compared (`hf_burst/check/compare.py`), on a config that
 switches on what the class can do (`recipes/tiny_models.py`, `recipes/tiny_wrappers.py`). Images are those of
@@ -33,10 +34,9 @@ sys.path.insert(0, str(ROOT))
 from hf_burst.check.compare import KINDS, TOLERANCE, compare  # noqa: E402
 from hf_burst.check.ranks import RANKS, run_on_ranks  # noqa: E402
 from hf_burst.check.tiny_pictures import KINDS as IMAGE_KINDS  # noqa: E402
-from hf_burst.errors import ConfigError  # noqa: E402
 from hf_burst.hf.models.verdicts import Verdict, source_hash  # noqa: E402
 from recipes.image_verdicts import compare_images  # noqa: E402
-from recipes.tiny_models import class_names, is_masked, tiny_model  # noqa: E402
+from recipes.tiny_models import class_names, is_masked, judging_names, tiny_model  # noqa: E402
 from recipes.tiny_wrappers import tiny_wrapper, wrapper_names  # noqa: E402
 
 BATCH = 12  # classes that share the start of two processes
@@ -85,11 +85,20 @@ IMAGES = Table(
 )
 
 
+HEADS = Table(
+    "coverage_heads",
+    tuple(judging_names()),
+    partial(compare_text, tiny_model),
+    "Every class for sequence and token classification and question answering",
+    "python recipes/coverage.py --heads",
+)
+
+
 def compare_all(table: Table, names: list[str]) -> list[tuple[str, Verdict]]:
     """The verdicts on some classes; of those that end or hang their ranks, one by one."""
     try:
         verdicts = run_on_ranks(compare_classes, table.compare, names, limit=300.0 + 30.0 * len(names))
-    except (ConfigError, RuntimeError) as problem:
+    except (ValueError, RuntimeError) as problem:
         if len(names) == 1:
             return [(names[0], Verdict("wrong", note=str(problem)))]
         middle = len(names) // 2
@@ -99,7 +108,15 @@ def compare_all(table: Table, names: list[str]) -> list[tuple[str, Verdict]]:
 
 def compare_classes(compare_one: Callable[[str], Verdict], names: list[str]) -> list[Verdict]:
     """Runs on every rank."""
-    return [compare_one(name) for name in names]
+    return [_verdict(compare_one, name) for name in names]
+
+
+def _verdict(compare_one: Callable[[str], Verdict], name: str) -> Verdict:
+    """The verdict on a class; one that raises alike on all ranks does not end those on the others."""
+    try:
+        return compare_one(name)
+    except Exception as problem:
+        return Verdict("wrong", note=f"{type(problem).__name__}: {str(problem).strip().splitlines()[0]}")
 
 
 def markdown(rows: dict[str, Verdict], kinds: Sequence[str] = KINDS) -> Iterator[str]:
@@ -139,7 +156,8 @@ def write(table: Table, rows: dict[str, Verdict]) -> None:
     ]
     masked = {name: row for name, row in rows.items() if table is LANGUAGE and is_masked(name)}
     others = {name: row for name, row in rows.items() if name not in masked}
-    first = "Causal language models" if table is LANGUAGE else "Models for images or sound"
+    titles = {LANGUAGE.name: "Causal language models", HEADS.name: "Classes without a language-model head"}
+    first = titles.get(table.name, "Models for images or sound")
     for title, part in ((first, others), ("Masked language models", masked)):
         lines += ["", f"## {title}", "", *markdown(part, table.kinds)] if part else []
     (RESULTS / f"{table.name}.md").write_text("\n".join(lines) + "\n")
@@ -147,7 +165,7 @@ def write(table: Table, rows: dict[str, Verdict]) -> None:
 
 def write_served() -> None:
     """The list of served classes: those that a table found exact."""
-    tables = [json.loads((RESULTS / f"{table.name}.json").read_text()) for table in (LANGUAGE, WRAPPERS)]
+    tables = [json.loads((RESULTS / f"{table.name}.json").read_text()) for table in (LANGUAGE, WRAPPERS, HEADS)]
     rows = {name: row for table in tables for name, row in table["classes"].items()}
     exact = sorted(name for name, row in rows.items() if row["result"] == "exact")
     hashes = {name: source_hash(getattr(transformers, name).__module__) for name in exact}
@@ -158,14 +176,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--wrappers", action="store_true", help="the classes for images or sound, on text")
+    which.add_argument("--heads", action="store_true", help="the classes that judge sequences or tokens")
     which.add_argument("--images", action="store_true", help="the classes for images, on images and videos")
     parser.add_argument("--classes", nargs="+", help="by default all")
     parser.add_argument("--write", action="store_true", help="write recipes/results/coverage*.* and served.json")
     arguments = parser.parse_args()
-    table = WRAPPERS if arguments.wrappers else IMAGES if arguments.images else LANGUAGE
+    table = LANGUAGE
+    for name, other in (("wrappers", WRAPPERS), ("images", IMAGES), ("heads", HEADS)):
+        table = other if getattr(arguments, name) else table
     names = arguments.classes or list(table.classes)
     if unknown := sorted(set(names) - set(table.classes)):
-        kinds = "causal-LM or masked-LM" if table is LANGUAGE else "multimodal-LM"
+        kinds = {LANGUAGE.name: "causal-LM or masked-LM", HEADS.name: "judging"}.get(table.name, "multimodal-LM")
         parser.error(f"Transformers has no {kinds} class {', '.join(unknown)}")
     if arguments.write and set(names) != set(table.classes):
         parser.error("--write needs the rows of all classes; leave --classes out")

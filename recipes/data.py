@@ -32,7 +32,7 @@ from datasets import (
 from datasets.exceptions import DatasetsError
 from settings import TEXT_FILES, DataSettings, RowError, using
 from transformers import PreTrainedTokenizerBase
-from trl import DPOConfig, DPOTrainer, SFTConfig
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig
 from trl.data_utils import common_prefix_length, extract_prompt
 
 READERS = {
@@ -275,7 +275,7 @@ def load_tokens(
     return fitting[0], fitting[1]
 
 
-def load_pairs(settings: DataSettings, training: DPOConfig) -> tuple[Dataset, Dataset | None]:
+def load_pairs(settings: DataSettings, training: DPOConfig | RewardConfig) -> tuple[Dataset, Dataset | None]:
     """Pairs of answers as TRL wants them: `chosen`, `rejected` and maybe `prompt`, as text or as messages."""
     if settings.too_long == "split":
         raise SystemExit("too_long is 'split', but a pair of answers cannot be split; set refuse or drop.")
@@ -320,13 +320,14 @@ def clean_pair(row: dict[str, Any], others: set[str]) -> dict[str, Any]:
     return pair
 
 
-def fit_pairs(trainer: DPOTrainer, settings: DataSettings, longest: int) -> None:
-    """Refuses or drops pairs of more than `longest` tokens, of which TRL would cut the ends off."""
+def fit_pairs(trainer: DPOTrainer | RewardTrainer, settings: DataSettings, longest: int) -> None:
+    """Refuses or drops pairs of more than `longest` tokens, of which TRL would cut the ends off, or none be left."""
     for name in ("train_dataset", "eval_dataset"):
         if (pairs := getattr(trainer, name)) is None:
             continue
-        prompt, chosen, rejected = (lengths(pairs, f"{part}_ids") for part in ("prompt", "chosen", "rejected"))
-        sizes = prompt + numpy.maximum(chosen, rejected)
+        sizes = numpy.maximum(*(lengths(pairs, f"{part}_ids") for part in ("chosen", "rejected")))
+        if "prompt_ids" in pairs.column_names:  # of DPO, whose answers stand apart
+            sizes = sizes + lengths(pairs, "prompt_ids")
         if name == "train_dataset" and trainer.args.process_index == 0:
             report.report_lengths(sizes, longest, trainer.args.output_dir, "pairs")
         over = too_long(sizes, longest, settings.too_long, f"{name.split('_')[0]} pairs")

@@ -12,9 +12,11 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -83,8 +85,25 @@ def load_config(settings: ModelSettings, vocabulary: int) -> PreTrainedConfig:
     return config
 
 
+def give_rewards(config: PreTrainedConfig) -> None:
+    """Makes a config that of a reward model, whose head gives one number a row."""
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise SystemExit(
+            f"The model is a {config.model_type}, of which Transformers has no class for sequence classification, by "
+            "which rewards are given; set another one."
+        )
+    config.num_labels = 1
+
+
+def gives_rewards(config: PreTrainedConfig) -> bool:
+    """Whether a config is that of a reward model: others have no labels, which Transformers counts as two."""
+    return config.num_labels == 1
+
+
 def auto_class(config: PreTrainedConfig) -> Any:
     """What loads a checkpoint as the class that it was saved from: one with towers for images stays one."""
+    if gives_rewards(config):
+        return AutoModelForSequenceClassification
     wrapper = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     saved = wrapper is not None and wrapper.__name__ in (config.architectures or ())
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not saved
@@ -147,10 +166,10 @@ def too_short_a_rope(config: PreTrainedConfig, length: int, pretrained: bool = T
 def load_model(settings: ModelSettings, config: PreTrainedConfig, burst: BurstSettings, seed: int) -> torch.nn.Module:
     """The model, quantized where that is set, and patched: the last line is the one that hf_burst needs."""
     name = settings.model_name_or_path
+    set_seed(seed)  # weights that no checkpoint has, such as those of a new head, are the same in every process
     if name is None:
         with using(f"model_config {settings.model_config}"):
             dtype = None if settings.dtype == "auto" else settings.dtype
-            set_seed(seed)
             model = auto_class(config).from_config(deepcopy(config), dtype=dtype)
     else:
         options = {"revision": settings.model_revision, "dtype": settings.dtype}
@@ -214,6 +233,8 @@ def load_adapter(folder: str | Path, dtype: str = "auto") -> PeftModel:
     base, revision = adapter.base_model_name_or_path, adapter.revision
     own = (Path(folder) / "config.json").exists()
     config = AutoConfig.from_pretrained(folder) if own else AutoConfig.from_pretrained(base, revision=revision)
+    if adapter.task_type == "SEQ_CLS":  # of a reward model
+        give_rewards(config)
     model = auto_class(config).from_pretrained(base, config=config, dtype=dtype, revision=revision)
     return PeftModel.from_pretrained(model, folder)
 
@@ -232,5 +253,8 @@ def merge_adapter(folder: str | Path, to: str | Path, dtype: str = "auto") -> No
     adapter, own = PeftConfig.from_pretrained(folder), (Path(folder) / "tokenizer_config.json").exists()
     source = {} if own else {"revision": adapter.revision}
     tokenizer = AutoTokenizer.from_pretrained(folder if own else adapter.base_model_name_or_path, **source)
-    load_adapter(folder, dtype).merge_and_unload().save_pretrained(to)
+    merged = load_adapter(folder, dtype).merge_and_unload()
+    if gives_rewards(merged.config):  # by this token its head finds the last one of a row
+        merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    merged.save_pretrained(to)
     tokenizer.save_pretrained(to)

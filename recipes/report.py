@@ -16,6 +16,7 @@ from benchmarks.provenance import git_commit
 from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from trl import RewardTrainer
 
 import hf_burst
 from hf_burst.kernels import KernelRequest, explain_kernels
@@ -139,12 +140,15 @@ def kernels(trainer: Trainer) -> str:
 
 def next_steps(trainer: Trainer) -> str:
     """What can be done with what was trained."""
-    folder = Path(trainer.args.output_dir)
+    folder, rewards = Path(trainer.args.output_dir), isinstance(trainer, RewardTrainer)
     device = "cpu" if trainer.args.use_cpu else "1gpu"
     recipe = f"python recipes/evaluate.py --config recipes/configs/evaluate_{device}.yaml"
     evaluate = f"evaluate it (minutes): {recipe} --model_name_or_path {folder}"
     if (folder / "adapter_config.json").exists():
-        return f"next: merge it: python recipes/merge_adapter.py {folder} {folder}_merged; {evaluate}"
+        merge = f"next: merge it: python recipes/merge_adapter.py {folder} {folder}_merged"
+        return merge if rewards else f"{merge}; {evaluate}"
+    if rewards:
+        return f"next: load it: AutoModelForSequenceClassification.from_pretrained({str(folder)!r})"
     return f"next: load it: AutoModelForCausalLM.from_pretrained({str(folder)!r}); {evaluate}"
 
 
@@ -189,6 +193,6 @@ def write_log(trainer: Trainer) -> None:
     axes.grid(alpha=0.3)
     figure.savefig(folder / "loss.png", dpi=150)
     first, last = steps[0]["loss"], steps[-1]["loss"]
-    if (key := "rewards/accuracies") in steps[-1]:  # of DPO
+    if key := next((key for key in ("rewards/accuracies", "accuracy") if key in steps[-1]), None):  # of DPO, rewards
         held_out = f"; the preferred answer is ahead in {steps[0][key]:.0%} -> {steps[-1][key]:.0%} of pairs{held_out}"
     print(f"loss {first:.3f} -> {last:.3f}{held_out}; checkpoint, loss.png and log are in {folder}")

@@ -66,6 +66,7 @@ class ShardedLM(HFLM):
             scores.append(tuple(score_answers(self.model, [tokens], [len(continuation)])[0]))
         return scores
 
+    @torch.no_grad()
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of whole texts, in windows of `max_length` tokens; over all processes."""
         totals = []

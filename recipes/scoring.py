@@ -132,6 +132,7 @@ def text_windows(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, lengt
     return windows
 
 
+@torch.no_grad()
 def losses_by_position(
     model: torch.nn.Module,
     length: int,
@@ -161,6 +162,7 @@ def losses_by_position(
     return PositionLosses(edges, (sums / tokens).tolist(), tokens.long().tolist())
 
 
+@torch.no_grad()
 def loss_of_labels(model: torch.nn.Module, rows: "Dataset", groups: Groups) -> tuple[float, int]:
     """The mean loss of the labelled tokens of some rows, in nats, and how many tokens these are.
 

@@ -14,10 +14,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
 from hf_burst.check import tiny
 from hf_burst.hf.models import sizes
+from hf_burst.hf.models.cut_point import modalities_of
 from hf_burst.hf.models.sizes import LAYERS, WINDOW
 
 SIZES: dict[str, Any] = {**sizes.SIZES, "use_sliding_window": True, "is_decoder": True}
@@ -29,6 +33,7 @@ _GEMMA4_TEXT = {**_MIXED, "global_head_dim": 8}
 _SHARED = {"num_kv_shared_layers": LAYERS, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 # in effect beyond 20 positions, so for one sequence and not for the packed documents
 _LONGROPE = {
+    "LEDForQuestionAnswering": {"attention_window": 8},  # an even one
     "rope_type": "longrope",
     "rope_theta": 1e4,
     "short_factor": [1.0, 1.1, 1.2, 1.3],
@@ -169,6 +174,29 @@ def class_names() -> list[str]:
     return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()})
 
 
+def judging_names() -> list[str]:
+    """Every class of the mappings for sequence and token classification and question answering, once."""
+    mappings = (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+        MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    )
+    return sorted({name for mapping in mappings for name in mapping.values()})
+
+
+def overrides_of(name: str, model_class: type[PreTrainedModel]) -> dict[str, Any]:
+    """What a class needs besides, or what the class with a language-model head and the same config needs."""
+    family = name.partition("For")[0]
+    names = [f"{family}For{head}" for head in ("ConditionalGeneration", "CausalLM", "MaskedLM")]
+    names = [name, *names, f"{family.removesuffix('Text')}ForCausalLM", f"{family}LMHeadModel"]
+    same = (key for key in names if key in OVERRIDES and _config_of(key) is model_class.config_class)
+    return OVERRIDES.get(next(same, name), {})
+
+
+def _config_of(name: str) -> Any:
+    return getattr(getattr(transformers, name, None), "config_class", None)
+
+
 def is_masked(name: str) -> bool:
     """Whether a class is in the masked-LM mapping alone."""
     return name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
@@ -202,5 +230,8 @@ def tiny_model(name: str) -> PreTrainedModel:
     """The model of a class in fp64, the same in every process."""
     model_class = getattr(transformers, name)
     role = {"is_decoder": False} if is_masked(name) and "is_decoder" in sizes_of(model_class.config_class) else {}
-    config = tiny_config(model_class.config_class, {**role, **OVERRIDES.get(name, {})})
+    own = overrides_of(name, model_class)
+    config = tiny_config(model_class.config_class, {**role, **own})
+    if name in judging_names() and not own and (modalities_of(config) or config.is_encoder_decoder):
+        config = tiny.shrink(config)  # its towers or its encoder, too
     return tiny.tiny_model(model_class, config).to(torch.float64)

@@ -29,10 +29,11 @@ SETTINGS = (  # of the recipes: a heading, the module, its dataclass
     ("The model", "settings", "ModelSettings"),
     ("The data", "settings", "DataSettings"),
     ("Sharing and merging", "settings", "BurstSettings"),
+    ("grpo.py", "grpo", "Rewards"),
     ("extend_context.py", "extend_context", "Extension"),
     ("evaluate.py", "evaluate", "Evaluation"),
 )
-RECIPES = ("finetune_long_document", "sft", "dpo", "extend_context")  # whose defaults differ
+RECIPES = ("finetune_long_document", "sft", "dpo", "reward", "grpo", "extend_context")  # whose defaults differ
 GENERATED = "<!-- made by docs/mkdocs/reference.py -->"
 
 
@@ -50,8 +51,8 @@ def python_page() -> str:
 
 ORDER = (
     *("patch_model", "unpatch_model", "BurstConfig", "Memory", "BurstParallelismConfig", "BurstCollator"),
-    *("shard_batch", "token_losses", "generate", "remember", "RememberedDocument", "check_model", "BurstCallback"),
-    *("BurstResume", "last_checkpoint"),
+    *("shard_batch", "token_losses", "token_divergences", "generate", "remember", "RememberedDocument", "check_model"),
+    *("BurstCallback", "BurstResume", "last_checkpoint"),
 )
 
 
@@ -183,7 +184,8 @@ def recipes_page() -> str:
     sys.path.insert(0, str(ROOT / "recipes"))
     parts = [
         "Settings come from YAML files (`--config FILE`, several if you like), then from flags. In addition to these, "
-        "the recipes take all settings of TRL's `SFTConfig` or `DPOConfig` and of its `ModelConfig`."
+        "the recipes take all settings of TRL's `SFTConfig`, `DPOConfig`, `RewardConfig` or `GRPOConfig`, and of its "
+        "`ModelConfig`."
     ]
     changed = {recipe: dict(import_module(recipe).DEFAULTS) for recipe in RECIPES}
     for heading, module, name in SETTINGS:

@@ -23,6 +23,7 @@ from ..hf.models.verdicts import Verdict, fingerprint
 from ..hf.patch import patch_under_check, unpatch_model
 from ..layers.loss import IGNORE_INDEX
 from .differences import gradients, worst_error
+from .heads import judged, judgement, kinds_of, padded_on_right, prepared
 from .modalities import errors_of_modalities
 from .tiny import Double, first_position, note
 
@@ -84,9 +85,9 @@ def compare(make: Maker) -> Verdict:
             return Verdict("not buildable", note=f"{type(problem).__name__}: {next(filter(None, lines), '')}")
         try:
             check_model(model)  # before more of them are made
-            if modalities_of(model.config):
-                _check_text(model)
-            errors = {kind: _worst_error(make, make_batch(kind, model)) for kind in KINDS}
+            if modalities_of(model.config) or task_of(model).reads:
+                _check_text(prepared(model))
+            errors = {kind: _worst_error(make, make_batch(kind, model)) for kind in kinds_of(model, KINDS)}
         except BurstError as problem:
             return Verdict("refused", note=str(problem))
         exact = all(error <= TOLERANCE for error in errors.values())  # false for nan
@@ -167,14 +168,18 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     text = model.config.get_text_config()
     if text is not model.config and getattr(text, "use_bidirectional_attention", None) is True:
         batch["token_type_ids"] = torch.ones_like(ids)  # of PaliGemma: no token sees later ones
-    return batch
+    if not task_of(model).reads:
+        return batch
+    first = not task_of(model).causal and getattr(model.config, "classifier_pooling", "cls") != "mean"
+    return judged(padded_on_right(batch) if kind == "padded" and first else batch, model)
 
 
 def _check_text(model: PreTrainedModel) -> None:
-    """Raises for a model of several modalities that computes no text alone, in one process."""
+    """Raises for a model of several modalities, or a classifier, that computes no text alone, in one process."""
     try:
         with torch.no_grad():
-            model(**make_batch("one sequence", model))
+            batch = make_batch("one sequence", model)
+            judgement(model, batch) if task_of(model).reads else model(**batch)
     except Exception as problem:  # whatever it asks for
         line = next(filter(None, str(problem).split("\n")), type(problem).__name__)
         raise UnsupportedModelError(f"{type(model).__name__} takes no batch of text: {line}") from problem
@@ -196,9 +201,17 @@ def _leak(model: PreTrainedModel) -> str:
 
 def _worst_error(make: Maker, batch: dict[str, torch.Tensor]) -> float:
     """The greatest error of the loss or of a gradient on a batch of text."""
-    patched, plain = patch_under_check(make(), _TILE), make()
+    patched, plain = patch_under_check(prepared(make()), _TILE), prepared(make())
     documents = [_BOUNDS] if "position_ids" in batch else None
-    return worst_error(patched, patched(**batch).loss, plain, _plain_loss(plain, batch, documents))
+    return worst_error(patched, _loss(patched, batch), plain, _plain_loss(plain, batch, documents))
+
+
+def _loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of a patched model, or what stands for it."""
+    if task_of(model).reads:
+        return judgement(model, batch)
+    loss: torch.Tensor = model(**batch).loss
+    return loss
 
 
 def _loss_and_norm(model: PreTrainedModel, loss: torch.Tensor, ranks: int = 1) -> tuple[float, float]:
@@ -210,6 +223,8 @@ def _plain_loss(
     model: PreTrainedModel, batch: Mapping[str, torch.Tensor], documents: list[tuple[int, ...]] | None
 ) -> torch.Tensor:
     """The loss of the unpatched model in one process: its own, or that of `documents` that it is given one by one."""
+    if task_of(model).reads:
+        return judgement(model, batch, None if documents is None else documents[0])
     options = {"use_cache": False} if task_of(model).causal else {}
     if documents is None:
         whole: torch.Tensor = model(**batch, **options).loss

@@ -15,6 +15,7 @@ from ..plan import Mask, name_of
 from ..sizing.gpus import DATA_SHEETS, Capacity, DataSheet, capacity_of, data_sheet, gpu_named
 from ..sizing.memory_rule import HOST_ROOM, SETTINGS, Fit, fit, longest
 from ..sizing.model import ModelSize, Sharded, Training, Weights
+from ..sizing.prompts import cached_bytes, longest_prompt, memory_of_prompt
 from ..sizing.seconds import StepSeconds, estimate_seconds, step_flops
 from ..sizing.shapes import NAMES
 from ..sizing.spread import Spread, spread_of
@@ -102,6 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not documents[2:]:
         most = longest(model, rows[0].fit.training, capacity, fixed)
         lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs.")
+        if all(pattern.causal for pattern, _ in model.patterns):
+            lines += _prompts(model, rows[0].fit.training, capacity)
     print("\n".join(lines))
     return 0 if best else 1
 
@@ -280,6 +283,17 @@ def _details(row: Division, capacity: Capacity) -> list[str]:
     return [
         f"burst_size {row.fit.training.burst_size}, seconds: {_listed(vars(row.seconds), 1.0)}",
         f"GiB, the most in {memory.moment}: {_listed(memory.items, 2**30)}{offloaded}",
+    ]
+
+
+def _prompts(model: ModelSize, training: Training, capacity: Capacity) -> list[str]:
+    """The longest prompt that all GPUs remember or generate from, and its memory, in lines."""
+    most = longest_prompt(model, training, capacity)
+    memory = memory_of_prompt(model, replace(training, length=max(most, training.burst_size)), capacity)
+    each = cached_bytes(model) * sum(count for _, count in model.patterns) / 2**10
+    return [
+        f"Longest prompt (hf_burst.remember, generate): {most:,} tokens, on all GPUs, of {each:,.0f} KiB of keys each.",
+        f"GiB, without an optimizer: {_listed(memory.items, 2**30)}",
     ]
 
 

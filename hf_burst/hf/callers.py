@@ -26,6 +26,12 @@ def trainer_under_way() -> Any | None:
     return next(filter(None, map(_trainer_of, frames())), None)
 
 
+def multiplies_losses() -> bool:
+    """Whether the caller multiplies a loss of `num_items_in_batch` by the number of processes, as is the rule."""
+    trainer = trainer_under_way()
+    return trainer is None or bool(trainer.args.average_tokens_across_devices)
+
+
 def _trainer_of(frame: FrameType) -> Any | None:
     """The `Trainer` whose epoch or evaluation a frame is."""
     module: Any = sys.modules.get("transformers.trainer")  # without which none runs

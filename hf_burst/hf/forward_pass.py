@@ -1,12 +1,13 @@
 """One forward pass of a patched model: what the parts prepare together before the model runs."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -127,7 +128,7 @@ class ForwardPass:
 
     @property
     def targets(self) -> torch.Tensor | None:
-        """What this rank's tokens are to predict, `(batch, n)`."""
+        """What this rank's tokens are to predict, `(batch, n)`; `None` where a model's own head has the labels."""
         return self.batch.inputs.get(self.task.targets)
 
     @cached_property
@@ -143,6 +144,11 @@ class ForwardPass:
         if targets is None:
             return 0
         return int((targets != IGNORE_INDEX).sum()) if scored is None else int(scored.sum())
+
+    @cached_property
+    def random_rates(self) -> list[tuple[str, float]]:
+        """Those of [`random_rates`]; there are thousands of modules, and several parts ask."""
+        return list(random_rates(self.model))
 
     @cached_property
     def sharing(self) -> tuple[dist.ProcessGroup, ...]:
@@ -169,3 +175,18 @@ class ForwardPass:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
         largest: list[float] = tensor.tolist()
         return largest
+
+
+def random_rates(model: nn.Module, outside: Collection[int] = ()) -> Iterator[tuple[str, float]]:
+    """Names and values of all rates above 0 by which training is random: `p` of dropout layers, and attributes.
+
+    Args:
+        model (`torch.nn.Module`): The model.
+        outside (collection of `int`): Ids of modules that do not count.
+    """
+    for module in model.modules():
+        for name, value in vars(module).items() if module.training and id(module) not in outside else ():
+            name = type(module).__name__.lower() if name == "p" else name
+            if "drop" in name or "jitter" in name:
+                rates = value.values() if isinstance(value, dict) else (value,)
+                yield from ((name, rate) for rate in rates if isinstance(rate, float) and rate > 0)

@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..layers.linear_loss import Linear, linear_loss_sum, linear_token_losses
-from ..layers.loss import token_loss_sum, token_losses, weighted_loss_sum
+from ..layers.linear_loss import Linear, learned_by, linear_loss_sum, rows_at_a_time
+from ..layers.loss import token_loss_sum, weighted_loss_sum
+from ..layers.token_values import token_values
 
 _WRAPPERS = ("torch.distributed.", "deepspeed.", "accelerate.", "trl.")  # whose hooks look after weights and memory
 _HOOKED = (
@@ -31,6 +32,7 @@ _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
 logger = logging.get_logger(__name__)
 Step = tuple[str, tuple[Any, ...]]
 Compute = Callable[[torch.Tensor], torch.Tensor]
+TokenValue = Callable[[torch.Tensor, slice], torch.Tensor]
 Weights = Mapping[int, torch.Tensor] | None  # the tokens that count so many times; all of them count once by default
 
 
@@ -55,13 +57,26 @@ class LazyLogits:
 
         return loss_sum(self.whole, targets, weights) if "whole" in vars(self) else self._within(compute)
 
-    def token_losses(self, targets: torch.Tensor) -> torch.Tensor:
-        """The cross-entropy of each of these tokens, `(batch, n)`, without a gradient."""
+    def token_values(self, value: TokenValue, share: int) -> torch.Tensor:
+        """The value of each of these tokens, `(batch, n)`, see [`values_of_tokens`]."""
+        enabled, dtype = self.autocast
+
+        def of_states(states: torch.Tensor, part: slice) -> torch.Tensor:
+            with torch.autocast(states.device.type, dtype, enabled=enabled):  # in the backward pass, too
+                return value(self._score(states)[0], part)
 
         def compute(hidden: torch.Tensor) -> torch.Tensor:
-            return linear_token_losses(hidden, targets, self._score, self.head.vocabulary)
+            learned = learned_by(self._score, hidden) if torch.is_grad_enabled() else []
+            return token_values(hidden, of_states, rows_at_a_time(self.head.vocabulary, share), learned)
 
-        return token_losses(self.whole, targets) if "whole" in vars(self) else self._within(compute)
+        return _values_of_all(self.whole, value) if "whole" in vars(self) else self._within(compute)
+
+    def some(self, part: slice) -> torch.Tensor:
+        """The logits of some tokens of the flattened batch, `(m, vocabulary)`."""
+        states = self.hidden.flatten(0, -2)[None, part]
+        enabled, dtype = self.autocast
+        with torch.autocast(states.device.type, dtype, enabled=enabled):
+            return self._score(states)[0]
 
     @cached_property
     def whole(self) -> torch.Tensor:
@@ -163,9 +178,25 @@ def loss_sum(logits: torch.Tensor | LazyLogits, targets: torch.Tensor, weights: 
 
 
 @torch.compiler.disable
-def token_losses_of(logits: torch.Tensor | LazyLogits, targets: torch.Tensor) -> torch.Tensor:
-    """The cross-entropy of each of this rank's tokens, see [`token_losses`]."""
-    return logits.token_losses(targets) if isinstance(logits, LazyLogits) else token_losses(logits, targets)
+def values_of_tokens(logits: torch.Tensor | LazyLogits, value: TokenValue, share: int = 1) -> torch.Tensor:
+    """A value of each of this rank's tokens, `(batch, n)`, that follows from its logits.
+
+    Args:
+        logits (`torch.Tensor` or [`LazyLogits`] of shape `(batch, n, vocabulary)`): Scores.
+        value (`Callable`): From the logits of some tokens, `(m, vocabulary)`, and their places in the flattened batch,
+            to their values `(m,)`.
+        share (`int`, defaults to 1): How many tensors as wide as the logits `value` has in memory.
+    """
+    return logits.token_values(value, share) if isinstance(logits, LazyLogits) else _values_of_all(logits, value)
+
+
+def _values_of_all(logits: torch.Tensor, value: TokenValue) -> torch.Tensor:
+    return value(logits.flatten(0, 1), slice(0, logits.shape[:-1].numel())).view(logits.shape[:-1])
+
+
+def logits_of_some(logits: torch.Tensor | LazyLogits, part: slice) -> torch.Tensor:
+    """The logits of some tokens of the flattened batch, `(m, vocabulary)`."""
+    return logits.some(part) if isinstance(logits, LazyLogits) else logits.flatten(0, 1)[part]
 
 
 # FSDP2 finds the tensors that a module returns this way, and learns from their gradients when the backward pass begins

@@ -6,7 +6,7 @@ the ranks look like data-parallel replicas with the same batch. All of it is don
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any, TypeVar
@@ -49,6 +49,7 @@ from .parts.replicas import Replicas
 from .parts.request import Request
 from .parts.rope import LongestPosition
 from .parts.shared_beginnings import SharedBeginnings
+from .parts.states import States
 from .parts.tiles import TiledMLP
 from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
@@ -160,12 +161,13 @@ def make_parts(
     part and a line here."""
     recurrence, memory, token_losses = Recurrence(), MemoryRule(model, config), TokenLosses()
     head, tokens, key_cache = Head(token_losses), Tokens(model, cut_point, recurrence), KeyCache()
+    streams = DropoutStreams()
     return (
         Request(),
         Replicas(config),
         Attention(model),
         recurrence,
-        SharedBeginnings(model, cut_point, recurrence, tokens.own_positions, token_losses.wanted_labels),
+        SharedBeginnings(model, cut_point, recurrence, tokens.own_positions),
         memory,
         tokens,
         Towers(),
@@ -178,8 +180,9 @@ def make_parts(
         Loss(model, group),
         token_losses,
         head,
+        States(model, streams),
         Outputs(head, key_cache),
-        DropoutStreams(),  # draws seeds last, when nothing stops the pass any more
+        streams,  # draws seeds last, when nothing stops the pass any more
     )
 
 
@@ -250,6 +253,7 @@ class _Patch:
         self.run: ForwardPass | None = None  # the pass under way
         self.context = PassContext()
         self.passes = 0  # that came so far
+        self.generate_together: Callable[..., Any] | None = None  # of a trainer whose first rank runs a rollout
 
     def install(self, model: PreTrainedModel) -> None:
         for part in self.parts:
@@ -304,6 +308,11 @@ class _Patch:
         if self.task.generates and _generates(module, batch) and not isinstance(cache, ShardedCache):
             self.context.enter(None)
             return (), batch
+        if self.generate_together is not None:
+            raise ConfigError(
+                "The first rank of a group calls the model in a rollout or a reward, and the others would not take "
+                "part. They do in model.generate and hf_burst.generate, called with tensors, numbers and text."
+            )
         self.passes += 1
         group = resolve_group(self.group)
         run = ForwardPass(module, group, self.config, self.task, Batch(batch, self.token_inputs))
@@ -334,7 +343,8 @@ class _Patch:
             part.begin(run)
         context = LayerContext(run.call, run.call.replay(), None, run.settings.tiled_mlp, run.obstacles)
         self.context.enter(replace(context, cached=CachedPass(cache)) if isinstance(cache, ShardedCache) else context)
-        return (), {**run.batch.inputs, CALL_KEY: run.call}
+        apart = run.task.reads and language_model_of(module) is not module  # which is given it where it is called
+        return (), {**run.batch.inputs, **({} if apart else {CALL_KEY: run.call})}
 
     def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The forward pre-hook of the decoder, which is called by itself if the model was not."""

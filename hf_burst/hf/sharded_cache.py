@@ -40,6 +40,7 @@ class _Tokens:
             padding; while the prompt is read and from then on.
         new (`torch.LongTensor` of shape `(batch, n)`, *optional*): Positions of the tokens behind the prompt.
         filling (`bool`): Whether the prompt is being read.
+        whole (`bool`): Whether windows keep all of it, as its last tokens may be guesses that are taken back.
     """
 
     group: ContextGroup
@@ -49,6 +50,7 @@ class _Tokens:
     own: Tensor = field(init=False)
     new: Tensor | None = None
     filling: bool = False
+    whole: bool = False
 
     @property
     def shown(self) -> Tensor:
@@ -102,7 +104,7 @@ class ShardedLayer(CacheLayerMixin):
         """Frees the keys of the prompt that no later token will see."""
         held, tokens = self.document, self.tokens
         first = tokens.first_seen(pattern)
-        if held is None or first <= min(tokens.starts or (0,)):
+        if held is None or tokens.whole or first <= min(tokens.starts or (0,)):
             return
         longest = min(tokens.starts or (0,))
         row = tokens.starts.index(longest) if tokens.starts else 0
@@ -141,13 +143,19 @@ class ShardedLayer(CacheLayerMixin):
         self.document, self.keys, self.values, self.count, self.read = None, None, None, 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last new tokens; a negative number, as in Transformers."""
-        if -tokens_to_remove > self.count:
-            raise BatchError(
-                f"crop({tokens_to_remove}) would remove tokens of the prompt; {self.count} are new. Read the shorter "
-                "prompt anew."
-            )
-        self.count += min(0, tokens_to_remove)
+        """Forgets the last tokens; a negative number, as in Transformers. Only with one prompt may it reach into it, of
+        which guesses of a prompt lookup are read."""
+        rest = -tokens_to_remove - self.count
+        self.count += min(0, max(tokens_to_remove, -self.count))
+        if rest > 0 and self.document is not None:
+            if not self.tokens.whole:
+                raise BatchError(
+                    f"crop({tokens_to_remove}) would remove tokens of the prompt. Read the shorter prompt anew."
+                )
+            held, stop = self.document, int(self.tokens.shown[0, 0]) - rest
+            kept = int((held.positions[0] < stop).sum())  # they rise
+            keys, values = held.keys[:, :, :kept].contiguous(), held.values[:, :, :kept].contiguous()
+            self.document = Keys(keys, values, held.positions[:, :kept], held.before)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beams of a row share its prompt, so only new tokens move."""
@@ -200,6 +208,7 @@ class ShardedCache(Cache):
         self.tokens, self.copies = _Tokens(group), copies
         self.states = RowStates(convolutions)
         self.failed = False  # whether a pass has ended in its middle
+        self.compares = False  # whether who chooses the tokens has compared those of all ranks
         layer: Any = partial(ShardedLayer, self.tokens)  # made when it first comes
         self.layers: list[Any]
         super().__init__(layer_class_to_replicate=layer)
@@ -331,8 +340,14 @@ class ShardedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
+        written = 0 if self.tokens.new is None else self.tokens.new.shape[1]
         if self.tokens.new is not None and tokens_to_remove:
-            self.tokens.new = self.tokens.new[:, : -abs(tokens_to_remove)]
+            self.tokens.new = self.tokens.new[:, : max(0, written + tokens_to_remove)]
+        self.tokens.length -= max(0, -tokens_to_remove - written)
+
+    def activate_past_recording(self) -> None:
+        """Before guesses are read, of which some are taken back."""
+        self.tokens.whole = True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         for layer in (*self.layers, *self.states.layers.values()):

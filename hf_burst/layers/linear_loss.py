@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..layers.loss import IGNORE_INDEX, token_loss_sum, token_losses
+from ..layers.loss import IGNORE_INDEX, token_loss_sum
 from ..numerics import accumulation_dtype, refuse_second_derivative
 
 logger = logging.getLogger(__name__)
@@ -58,9 +58,9 @@ def linear_loss_sum(
     Returns:
         `torch.Tensor`: A scalar in fp32 (fp64 for fp64). It has no second derivative.
     """
-    learned, rows = list[Tensor](), max(1, _LOGITS // vocabulary)
+    learned, rows = list[Tensor](), rows_at_a_time(vocabulary)
     if torch.is_grad_enabled():
-        own = _learned(score, hidden) if linear is None else [linear.weight, linear.bias]
+        own = learned_by(score, hidden) if linear is None else [linear.weight, linear.bias]
         learned = [tensor for tensor in own if tensor is not None and tensor.requires_grad]
     else:
         hidden = hidden.detach()
@@ -68,16 +68,12 @@ def linear_loss_sum(
     return total
 
 
-@torch.no_grad()
-def linear_token_losses(hidden: Tensor, targets: Tensor, score: Score, vocabulary: int) -> Tensor:
-    """The cross-entropy of each of this rank's tokens, `(batch, n)`, as [`token_losses`] of `score(hidden)`; without a
-    gradient. Arguments are those of [`linear_loss_sum`]."""
-    rows = max(1, _LOGITS // vocabulary)
-    parts = zip(hidden.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
-    return torch.cat([token_losses(score(states[None]), labels[None])[0] for states, labels in parts]).view_as(targets)
+def rows_at_a_time(vocabulary: int, tensors: int = 1) -> int:
+    """How many tokens are scored at a time, where so many tensors as wide as the vocabulary are in memory."""
+    return max(1, _LOGITS // (vocabulary * tensors))
 
 
-def _learned(score: Score, hidden: Tensor) -> list[Tensor]:
+def learned_by(score: Score, hidden: Tensor) -> list[Tensor]:
     """The leaves of the graph of a score."""
     logits = score(hidden.detach().flatten(0, -2)[None, :1])
     open_nodes, seen, leaves = [logits.grad_fn], set[Any](), dict[int, Tensor]()

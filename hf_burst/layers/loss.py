@@ -1,5 +1,6 @@
 """The cross-entropy of tokens, as sums and one by one."""
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -28,9 +29,39 @@ def token_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """The cross-entropy of each token, `(batch, n)`, as [`token_loss_sum`] adds them up; 0 for targets of -100."""
-    wide = logits.to(accumulation_dtype(logits.dtype)).transpose(1, 2)
+    """The cross-entropy of each token, `(m,)`, as [`token_loss_sum`] adds them up; 0 for targets of -100.
+
+    Args:
+        logits (`torch.Tensor` of shape `(m, vocabulary)`): Scores.
+        targets (`torch.LongTensor` of shape `(m,)`): Shifted labels of the same tokens.
+    """
+    wide = logits.to(accumulation_dtype(logits.dtype))
     return functional.cross_entropy(wide, targets.to(logits.device), ignore_index=IGNORE_INDEX, reduction="none")
+
+
+def token_divergences(
+    logits: Tensor, teacher: Tensor, targets: Tensor, kind: str, top_k: int | None, temperature: float
+) -> Tensor:
+    """The divergence of two distributions of the next word for each token, `(m,)`; 0 for targets of -100.
+
+    Args:
+        logits (`torch.Tensor` of shape `(m, vocabulary)`): Scores of the student.
+        teacher (`torch.Tensor` of shape `(m, vocabulary)`): Scores of the teacher.
+        targets (`torch.LongTensor` of shape `(m,)`): Shifted labels of the same tokens.
+        kind (`str`): `"forward_kl"`, KL(teacher | student), or `"reverse_kl"`, KL(student | teacher).
+        top_k (`int`, *optional*): Both are restricted to the words that are likeliest for the teacher, and add up to 1
+            over these.
+        temperature (`float`): Divides the scores of both.
+    """
+    if top_k is not None and top_k < teacher.shape[-1]:
+        chosen = teacher.topk(top_k, dim=-1).indices
+        logits, teacher = logits.gather(-1, chosen), teacher.gather(-1, chosen)
+    wide = accumulation_dtype(logits.dtype)
+    own, other = (functional.log_softmax(scores.to(wide) / temperature, dim=-1) for scores in (logits, teacher))
+    first, second = (other, own) if kind == "forward_kl" else (own, other)
+    ratios = (first - second).masked_fill_(first == -math.inf, 0.0)  # words that are never said add nothing
+    divergences = (first.exp() * ratios).sum(-1)
+    return divergences.masked_fill(targets.to(divergences.device) == IGNORE_INDEX, 0.0)
 
 
 def rows_by_weight(weights: Tensor, device: torch.device) -> dict[int, Tensor]:

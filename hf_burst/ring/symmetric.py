@@ -279,7 +279,8 @@ def _allocated(group: ContextGroup, device: torch.device, nbytes: int) -> Tensor
             buffer = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     except RuntimeError as problem:
         kind = torch.OutOfMemoryError if "out of memory" in str(problem) else RuntimeError
-        error = kind(f"{nbytes / 2**30:.2f} GiB of memory that peers read could not be had: {problem}")
+        reason = str(problem).splitlines()[0]
+        error = kind(f"{nbytes / 2**30:.2f} GiB of memory that peers read could not be had: {reason}")
     group.agree({"shared bytes": nbytes}, error, device, doing="making memory that peers read")
     assert buffer is not None, "an error was raised"
     return buffer

@@ -30,6 +30,7 @@ class MemoryEstimate:
         activations (`float`): What all layers keep, or the one that is computed again; and its gradients.
         loss (`float`): Logits that are there at a time, and the gradients of the head in fp32.
         states (`float`): States of recurrent layers, of the runs of all ranks.
+        keys (`float`): Keys and values of a prompt, see [`memory_of_prompt`]; none in a step.
         towers (`float`): What towers keep of the images that this GPU encodes, and what all GPUs have of the whole
             sequence: embeddings and their gradients.
         exchange (`float`): Buffers through which ranks exchange blocks.
@@ -48,6 +49,7 @@ class MemoryEstimate:
     activations: float = 0.0
     loss: float = 0.0
     states: float = 0.0
+    keys: float = 0.0
     towers: float = 0.0
     exchange: float = 0.0
     gaps: float = 0.0
@@ -93,12 +95,17 @@ def estimate_memory(
     """
     most = max(memory_of_step(model, training, capacity), key=lambda moment: moment.total)
     if capacity.on_gpu:
-        share, of_gradients, of_shards = _GAPS_EXPANDABLE if training.expandable_segments else _GAPS
         gradients = training.trained(model) * training.number / training.shards
-        gaps = share * (most.tensors - most.held) + gradients * (of_shards if training.shards > 1 else of_gradients)
+        gaps = gaps_of(most.tensors - most.held, training, gradients)
         outside = outside_of_torch(training.gpus) + (TUNING if model.recurrent else 0.0)
         most = replace(most, gaps=gaps, outside=outside)
     return most if held is None else replace(most, weights=held, optimizer=0.0)
+
+
+def gaps_of(passing: float, training: Training, gradients: float = 0.0) -> float:
+    """Bytes that torch's allocator holds beyond tensors of so many bytes that come and go, and so many of gradients."""
+    share, of_gradients, of_shards = _GAPS_EXPANDABLE if training.expandable_segments else _GAPS
+    return share * passing + gradients * (of_shards if training.shards > 1 else of_gradients)
 
 
 def outside_of_torch(gpus: int) -> float:
@@ -130,7 +137,7 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
     kept_input, kept_attention = training.kept(model)
     attending = model.attending / model.layers
     at_loss = MemoryEstimate(
-        weights=_weights(model, training, number),
+        weights=whole_weights(model, training) / training.shards,
         gradients=buckets,
         optimizer=2 * gradients,
         gathered=2.0 * table if sharded else 0.0,
@@ -270,8 +277,8 @@ def kept_by_layer(model: ModelSize, fused: bool, mixing: float | None = None) ->
     return (3 if fused else 4) * model.inner + 2 * model.hidden + norms + mixing
 
 
-def _weights(model: ModelSize, training: Training, number: int) -> float:
-    """Bytes of the weights on one GPU. With 4 bits only layers are quantised."""
-    held = (training.trained(model) * number + (2 * model.weights if training.lora else 0)) / training.shards
+def whole_weights(model: ModelSize, training: Training) -> float:
+    """Bytes of all weights. With 4 bits only layers are quantised."""
+    held = training.trained(model) * training.number + (2.0 * model.weights if training.lora else 0.0)
     apart = model.vocabulary * model.hidden * (1 if model.tied else 2)
     return held - (2 - _NF4) * (model.weights - apart) if training.weights == "4bit" else held

@@ -6,7 +6,7 @@ then layers share checkpoints; then attention is computed again. Sequences of le
 tiles, since copies to the host would take longer than the layers that they hide behind.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -105,18 +105,22 @@ def longest(
     held: float | None = None,
 ) -> int:
     """Tokens of the longest sequence that fits, to 1,024 tokens a GPU; 0 if none does. Arguments as in [`fit`]."""
-    unit = _STEP * training.burst_size
 
-    def has_room(units: int) -> bool:
-        longer = replace(training, length=bucket(units * unit), documents=())  # as the rule will be asked
+    def has_room(length: int) -> bool:
+        longer = replace(training, length=bucket(length), documents=())  # as the rule will be asked
         return fit(model, longer, capacity, fixed, held).fits
 
-    low, high = 0, 1
-    while high < 2**20 and has_room(high):
+    return longest_that(has_room, training.burst_size)
+
+
+def longest_that(has_room: Callable[[int], bool], gpus: int) -> int:
+    """The longest of lengths that there is room for, of which each GPU has 1,024 tokens more than of the one before."""
+    unit, low, high = _STEP * gpus, 0, 1
+    while high < 2**20 and has_room(high * unit):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if has_room(middle) else (low, middle)
+        low, high = (middle, high) if has_room(middle * unit) else (low, middle)
     return low * unit
 
 

@@ -66,6 +66,8 @@ class ModelSize:
             which keep nothing in fp32.
         routed (`int`, defaults to 0): Elements of a token's copies for the experts that it is sent to.
         tower ([`TowerSize`], *optional*): Its tower for images, if it is served with them.
+        latent (`int`, defaults to 0): Elements of a token that a layer caches, and makes keys and values of; 0 if it
+            caches these.
     """
 
     name: str
@@ -88,6 +90,7 @@ class ModelSize:
     norms: float = 0.0
     routed: int = 0
     tower: TowerSize | None = None
+    latent: int = 0
 
     def __str__(self) -> str:
         unused = f" ({rounded(self.unused)} not for text)" if self.unused else ""

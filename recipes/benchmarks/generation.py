@@ -50,7 +50,7 @@ from recipes.benchmarks.training_limits import product_seconds, widths_of
 Row = dict[str, Any]
 QUESTION = 32  # tokens
 _CALLS = 100  # of what takes less than a millisecond
-_WARM = 8192  # tokens of a prompt that goes before a long one
+_WARM = 131072  # tokens of a prompt that goes before a longer one: with as many, the same kernels and schedule
 
 
 class Clock(BaseStreamer):

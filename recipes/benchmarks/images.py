@@ -289,9 +289,13 @@ def main() -> None:
         row["errors"] = errors(arguments, ranks)
         say(json.dumps(row["errors"]))
         gc.collect()
+    before = json.loads(arguments.out.read_text()) if arguments.out is not None and arguments.out.exists() else []
     model, batch, measured = train(arguments, args)
     every = ranks.gather(measured["steps"])
     steps = [{name: max(one[name] for one in each) for name in each[0]} for each in zip(*every, strict=True)]
+    median = statistics.median(step["seconds"] for step in steps[2:] or steps)
+    row |= {"chosen": measured["chosen"], "steps": steps, "median_s": median}
+    write(arguments.out, [*before, row], ranks)  # the limits take minutes where kernels are tuned for them
     hf_burst.unpatch_model(model)
     gc.collect()
     if ranks.cuda:
@@ -301,14 +305,17 @@ def main() -> None:
     parts = parts_of_limits(decoder, ranks, arguments.length, native, lora=True)
     tower = tower_seconds(model, batch, ranks)
     bounds = {name: seconds + tower for name, seconds in limits(parts).items()}
-    median = statistics.median(step["seconds"] for step in steps[2:] or steps)
-    row |= {"chosen": measured["chosen"], "steps": steps, "median_s": median, "parts_of_limits": parts}
-    row |= {"tower_s": tower, "limits": bounds, "share_of_limit": bounds["attention saved"] / median}
+    row |= {"parts_of_limits": parts, "tower_s": tower, "limits": bounds}
+    row["share_of_limit"] = bounds["attention saved"] / median
     say(f"{median:.3f} s a step, {row['share_of_limit']:.1%} of {bounds['attention saved']:.3f} s, tower {tower:.3f} s")
-    if arguments.out is not None and ranks.rank == 0:
-        rows = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps([*rows, row], indent=1) + "\n")
+    write(arguments.out, [*before, row], ranks)
+
+
+def write(path: Path | None, rows: list[dict[str, Any]], ranks: Ranks) -> None:
+    """Writes the rows, on the first rank."""
+    if path is not None and ranks.rank == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ EXACT = sorted(name for name, row in ROWS.items() if row["result"] == "exact")
 MASKED = [name for name in EXACT if is_masked(name)]
 IMAGES = json.loads((RESULTS / "coverage_images.json").read_text())["classes"]
 SEEING = sorted(name for name, row in IMAGES.items() if row["result"] == "exact")
+HEADS = json.loads((RESULTS / "coverage_heads.json").read_text())["classes"]
+JUDGING = sorted(name for name, row in HEADS.items() if row["result"] == "exact")
 EXACT_WRAPPERS = sorted(name for name, row in WRAPPERS.items() if row["result"] == "exact")
 
 
@@ -80,6 +82,22 @@ def test_rows_of_the_table_of_wrappers_hold(ranks: Callable[[int], RankPool], na
 
 def compare_wrapper(rank: int, size: int, name: str) -> Verdict:
     return compare(partial(tiny_wrapper, name))
+
+
+def chosen_to_judge() -> list[Any]:
+    """A class that judges and is exact, and as slow tests two others and one that is refused."""
+    draw = random.Random(int(os.environ.get("COVERAGE_SEED", datetime.date.today().toordinal())))
+    refused = sorted(name for name, row in HEADS.items() if row["result"] == "refused")
+    first, *others = draw.sample(JUDGING, 3) + draw.sample(refused, 1)
+    return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
+
+
+@pytest.mark.parametrize("name", chosen_to_judge())
+def test_rows_of_the_table_of_heads_hold(ranks: Callable[[int], RankPool], name: str) -> None:
+    if not SAME_VERSION:
+        pytest.skip("their configs differ between versions of Transformers")
+    for found in ranks(TABLE["ranks"]).run(compare_class, name):
+        assert (found.result, found.note) == (HEADS[name]["result"], HEADS[name]["note"])
 
 
 def chosen_to_see() -> list[Any]:
@@ -146,6 +164,7 @@ def test_the_table_is_of_every_class() -> None:
         assert sorted(ROWS) == class_names()
         assert sorted(WRAPPERS) == wrapper_names()
         assert sorted(IMAGES) == sorted(coverage.IMAGES.classes)
+        assert sorted(HEADS) == sorted(coverage.HEADS.classes)
     else:
         assert set(EXACT) & set(class_names())
 
@@ -170,6 +189,16 @@ def test_over_seventy_wrappers_are_exact_and_the_others_say_why() -> None:
             assert row["note"], name
 
 
+def test_no_head_is_wrong_and_pages_tell_how_many_are_exact() -> None:
+    for name, row in HEADS.items():
+        assert row["result"] in ("exact", "refused", "not buildable")
+        assert row["note"] or max(row["errors"].values()) <= TOLERANCE, name
+    root = Path(__file__).parents[2]
+    assert len(JUDGING) >= 90
+    assert f"[{len(JUDGING)} classifiers]" in (root / "README.md").read_text()
+    assert f"[{len(JUDGING)} classes are exact]" in (root / "docs/reference/served.md").read_text()
+
+
 def test_images_are_exact_where_they_are_served_and_the_others_say_why() -> None:
     assert sorted(name.removesuffix("ForConditionalGeneration") for name in SEEING) == sorted(FAMILIES)
     for name, row in IMAGES.items():
@@ -182,7 +211,7 @@ def test_images_are_exact_where_they_are_served_and_the_others_say_why() -> None
 
 
 def test_what_is_served_is_what_is_exact() -> None:
-    served = sorted({*EXACT, *EXACT_WRAPPERS})
+    served = sorted({*EXACT, *EXACT_WRAPPERS, *JUDGING})
     assert sorted(SERVED) == served
     assert TABLE["transformers"] == TESTED
     if SAME_VERSION:

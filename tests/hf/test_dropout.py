@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import hf_burst
 from hf_burst.attention import ContextGroup
 from hf_burst.errors import RankMismatchError, UnsupportedModelError
+from hf_burst.hf.forward_pass import random_rates
 from hf_burst.hf.parts.dropout import DropoutStreams, check_shared_dropout
 from tests.support import models
 from tests.support.ranks import RankPool
@@ -173,7 +174,7 @@ class Functional(nn.Module):
 
 def drop_by_function(rank: int, size: int, name: str) -> None:
     module, part = Functional(name), DropoutStreams()
-    run = SimpleNamespace(model=module, group=ContextGroup.from_mesh(None))
+    run = SimpleNamespace(random_rates=list(random_rates(module)), group=ContextGroup.from_mesh(None))
     torch.manual_seed(1)
     x = torch.ones(200)
     part.begin(run)
@@ -216,8 +217,8 @@ def test_dropout_of_layers_and_weights_is_refused(ranks: Ranks) -> None:
     model = nn.Linear(2, 2)
     model.layerdrop = 0.1
     with pytest.raises(UnsupportedModelError, match=r"layerdrop=0\.1"):
-        check_shared_dropout(model)
-    check_shared_dropout(model.eval())
+        check_shared_dropout(random_rates(model))
+    check_shared_dropout(random_rates(model.eval()))
 
 
 def resume(rank: int, size: int) -> None:

@@ -128,6 +128,20 @@ def run(ranks: Ranks, size: int, *arguments: Any) -> None:
         ranks(size).run(compare, *arguments)
 
 
+def guesses(rank: int, size: int, name: str) -> None:
+    """A prompt that repeats itself, whose first guesses are read with it, and refused."""
+    model, ids = make(name), prompt_of(23, False)["input_ids"][:1]
+    prompt, options = torch.cat([ids, ids], 1), {"prompt_lookup_num_tokens": 4}
+    wanted = model.generate(prompt, **GREEDY)
+    assert int(wanted[0, 46]) != int(ids[0, 0]), "the guess is wrong"
+    assert torch.equal(hf_burst.generate(models.patch(model), prompt, **options, **GREEDY), wanted)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_guesses_that_are_read_with_the_prompt(ranks: Ranks, name: str) -> None:
+    ranks(3).run(guesses, name)
+
+
 def share_of_keys(rank: int, size: int) -> tuple[list[int], list[int]]:
     """Bytes of the prompt's keys on this rank, and new tokens on it, by layer."""
     model = models.patch(make("llama"))
@@ -352,6 +366,91 @@ def test_ranks_that_choose_different_tokens(ranks: Ranks) -> None:
     assert all(isinstance(error, RankMismatchError) for error in caught.value.errors)
 
 
+class _Ends(LogitsProcessor):
+    """Has one rank end its rows behind some tokens."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.calls = rank, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.rank == 1 and self.calls == 3:
+            scores[:, 7] = 1e4
+        return scores
+
+
+def one_rank_ends(rank: int, size: int) -> None:
+    model = models.patch(make("llama"))
+    options = {"logits_processor": [_Ends(rank)], "eos_token_id": 7}
+    hf_burst.generate(model, prompt_of(19, False)["input_ids"], **options, **GREEDY)
+
+
+def test_a_rank_that_would_end_before_the_others(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="have chosen different tokens") as caught:
+        ranks(2).run(one_rank_ends)
+    assert all(isinstance(error, RankMismatchError) for error in caught.value.errors)
+
+
+class _Raises(BaseStreamer):
+    """A streamer, a processor or a criterion that fails at its third call, on one rank."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.calls = fails, 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls += 1
+        if self.fails and self.calls == 3:
+            raise KeyError("it is broken")
+
+    def end(self) -> None: ...
+
+
+class _RaisingProcessor(_Raises, LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.put(input_ids)
+        return scores
+
+
+class _RaisingCriterion(_Raises, StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.put(input_ids)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def raises_on_one_rank(rank: int, size: int, kind: str, number: int, tokens: int) -> list[int]:
+    """The error of one rank reaches all, and the model answers afterwards."""
+    model, prompt = models.patch(make("llama")), prompt_of(19, False)["input_ids"][:1]
+    fails = rank == number
+    broken: Any = {
+        "streamer": _Raises(fails),
+        "logits_processor": [_RaisingProcessor(fails)],
+        "stopping_criteria": [_RaisingCriterion(fails)],
+    }[kind]
+    with pytest.raises(KeyError if fails else RankMismatchError, match="it is broken"):
+        hf_burst.generate(model, prompt, **GREEDY | {kind: broken, "max_new_tokens": tokens})
+    found: list[int] = hf_burst.generate(model, prompt, **GREEDY)[0].tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "tokens"),
+    [("streamer", 0, 9), ("streamer", 0, 2), ("stopping_criteria", 0, 9), ("logits_processor", 1, 9)],
+)
+def test_what_raises_on_one_rank(ranks: Ranks, kind: str, number: int, tokens: int) -> None:
+    first, second = ranks(2).run(raises_on_one_rank, kind, number, tokens)
+    assert first == second
+
+
+def criteria_of_another_rank(rank: int, size: int) -> tuple[int, ...]:
+    model, criteria = models.patch(make("llama")), [_After(3)] if rank else None
+    found = hf_burst.generate(model, prompt_of(19, False)["input_ids"], stopping_criteria=criteria, **GREEDY)
+    return tuple(found.shape)
+
+
+def test_criteria_of_other_ranks_do_not_count(ranks: Ranks) -> None:
+    assert ranks(2).run(criteria_of_another_rank) == [(2, 19 + 9)] * 2
+
+
 class _Dies(LogitsProcessor):
     def __init__(self, rank: int) -> None:
         self.rank, self.calls = rank, 0
@@ -390,6 +489,16 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "pixel_values",
     ),
     "cache": ({"input_ids": torch.ones(1, 3, dtype=torch.int64), "use_cache": False}, ConfigError, "use_cache"),
+    "streamer": (
+        {"input_ids": torch.ones(1, 3, dtype=torch.int64), "streamer": _Noted(), "num_beams": 2},
+        ConfigError,
+        "and beams",
+    ),
+    "criterion": (
+        {"input_ids": torch.ones(1, 3, dtype=torch.int64), "stopping_criteria": _After(3)},
+        ConfigError,
+        "give a list",
+    ),
     "chunks": ({"input_ids": torch.ones(1, 3, dtype=torch.int64), "prefill_chunk_size": 2}, ConfigError, "cut over"),
 }
 
@@ -399,6 +508,13 @@ def test_what_generate_refuses(kind: str) -> None:
     given, error, told = REFUSED[kind]
     with pytest.raises(error, match=told):
         hf_burst.generate(models.patch(make("llama")), **given, **GREEDY)
+
+
+def test_caches_that_a_config_names_are_not_made() -> None:
+    model, prompt = make("llama"), prompt_of(19, False)["input_ids"]
+    wanted = model.generate(prompt, **GREEDY)
+    model.generation_config.cache_implementation, model.generation_config.prefill_chunk_size = "static", 4
+    assert torch.equal(hf_burst.generate(models.patch(model), prompt, **GREEDY), wanted)
 
 
 def test_models_that_generate_refuses() -> None:

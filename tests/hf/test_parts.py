@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from transformers import LlamaModel
 
 import hf_burst
 from hf_burst.hf import patch
@@ -132,6 +133,7 @@ def readings(rank: int, size: int) -> set[Reading]:
     run(models.make_model("granite").train(), plain | {"output_router_logits": True})
     run(models.make_model("llama_dynamic").train(), plain)
     run(models.make_model("bert").train(), plain)
+    run(LlamaModel(models.make_model("llama").config), {"input_ids": plain["input_ids"]})
     alike = plain | {name: value[:1].repeat(2, 1) for name, value in plain.items()}
     share = hf_burst.BurstConfig(share_prefixes=True)
     run(models.make_model("llama_dynamic").train(), alike, share)

@@ -489,33 +489,30 @@ def test_models_that_are_not_served_are_refused_with_a_sentence(monkeypatch: pyt
         BloomForCausalLM,
         GPT2Config,
         GPT2LMHeadModel,
-        LlamaConfig,
-        LlamaForSequenceClassification,
-        LlamaModel,
         Qwen2ForCausalLM,
     )
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     class Changed(Qwen2ForCausalLM):
         pass
 
     others = {name: digest for name, digest in verdicts.SERVED.items() if name != "GPTNeoXForCausalLM"}
     monkeypatch.setattr(verdicts, "SERVED", others)
-    llama = LlamaConfig(
-        vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, pad_token_id=0
-    )
     cases = {
         "not been checked": [models.make_model("gpt_neox")],
         "does not use Transformers' AttentionInterface": [
             BloomForCausalLM(BloomConfig(vocab_size=11, hidden_size=16, n_layer=1, n_head=2))
         ],
-        "takes no labels": [LlamaModel(llama)],
-        "ForSequenceClassificationLoss": [LlamaForSequenceClassification(llama)],
         "cross attention": [
             GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, add_cross_attention=True))
         ],
         "takes a Transformers model": [torch.nn.Linear(2, 2)],
         "Pass the model inside": [torch.nn.DataParallel(torch.nn.Linear(2, 2))],
     }
+    for sizes in ({"ep_size": 2, "fsdp_size": 2}, {"tp_size": 2}):
+        placed = models.make_model("qwen2")
+        placed.config.distributed_config = DistributedConfig(**sizes)
+        cases[f"loaded with DistributedConfig.{next(iter(sizes))}=2"] = [placed]
     for sentence, refused in cases.items():
         for model in refused:
             with pytest.raises(UnsupportedModelError, match=sentence):

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.helpers import rescale_adapter_scale
+from torch.distributed.fsdp import fully_shard
 
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError, UnsupportedModelError
@@ -130,25 +132,6 @@ def test_answers_leave_the_memory_as_it_was(ranks: Ranks) -> None:
     ranks(2).run(memory_stays)
 
 
-def needles(rank: int, size: int, length: int, most: int) -> list[int]:
-    """Positions of the needle that a model of one hand-made layer finds, where no rank may hold more than `most`
-    tokens. Attention of the last token looks for the key that equals its query."""
-    model = models.make_model("llama", torch.float64, layers=1).eval()
-    hf_burst.patch_model(model)
-    memory = hf_burst.remember(model, document_of(length))
-    held = memory.layers[0]
-    assert held is not None
-    assert held.keys.shape[2] <= most
-    assert torch.equal(held.positions, held.positions.sort(1).values)
-    return held.positions[0].tolist()
-
-
-def test_a_prompt_longer_than_a_rank_may_hold(ranks: Ranks) -> None:
-    """Every token lies on exactly one rank."""
-    found = ranks(4).run(needles, 256, 64)
-    assert sorted(position for own in found for position in own) == list(range(256))
-
-
 def test_weights_that_changed() -> None:
     model = hf_burst.patch_model(get_peft_model(make("llama"), LoraConfig(target_modules="all-linear")).eval())
     memory = hf_burst.remember(model, document_of(9))
@@ -159,6 +142,69 @@ def test_weights_that_changed() -> None:
         next(weight for weight in model.parameters() if weight.requires_grad).add_(1e-3)
     with pytest.raises(ConfigError, match="remember anew"):
         ask(model, memory, "greedy")
+
+
+def test_what_keys_follow_from_besides_weights() -> None:
+    """Rotary frequencies, biases of routers, the scale of an adapter, and autocast."""
+    for name, buffer in (("llama", "inv_freq"), ("DeepseekV3ForCausalLM", "e_score_correction_bias")):
+        model = models.patch(make(name))
+        memory = hf_burst.remember(model, document_of(9))
+        next(value for key, value in model.named_buffers() if key.endswith(buffer)).add_(0.5)
+        with pytest.raises(ConfigError, match="have changed"):
+            ask(model, memory, "greedy")
+    model = hf_burst.patch_model(get_peft_model(make("llama"), LoraConfig(target_modules="all-linear")).eval())
+    memory = hf_burst.remember(model, document_of(9))
+    with rescale_adapter_scale(model, 0.5), pytest.raises(ConfigError, match="have changed"):
+        ask(model, memory, "greedy")
+    ask(model, memory, "greedy")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError, match="have changed"):
+        ask(model, memory, "greedy")
+
+
+def torn(folder: Path, kind: str) -> None:
+    """A memory of which something is missing."""
+    if kind == "cut":
+        part = folder / "rank-00000-of-00001.safetensors"
+        part.write_bytes(part.read_bytes()[:-100])
+    elif kind == "gone":
+        (folder / "rank-00000-of-00001.safetensors").unlink()
+    elif kind == "document":
+        (folder / "document.safetensors").unlink()
+    else:
+        (folder / "memory.json").write_text('{"model": ')
+
+
+@pytest.mark.parametrize("kind", ["cut", "gone", "document", "about"])
+def test_torn_files(tmp_path: Path, kind: str) -> None:
+    model = models.patch(make("llama"))
+    hf_burst.remember(model, document_of(9)).save(tmp_path)
+    torn(tmp_path, kind)
+    with pytest.raises(ConfigError, match="holds no whole memory"):
+        hf_burst.RememberedDocument.load(model, tmp_path)
+
+
+def wrong_on_one_rank(rank: int, size: int, folder: str) -> None:
+    """Weights that ranks share are not gathered before all ranks have agreed."""
+    model = models.patch(make("llama"))
+    fully_shard(model)
+    error = ConfigError if rank else RankMismatchError
+    with pytest.raises(BatchError if rank else RankMismatchError, match="neither of them 0"):
+        hf_burst.remember(model, document_of(9)[:, : 0 if rank else 9])
+    memory = hf_burst.remember(model, document_of(9))
+    memory.save(folder)
+    with pytest.raises(error, match="holds no memory"):
+        hf_burst.RememberedDocument.load(model, f"{folder}/none" if rank else folder)
+    model.train(mode=bool(rank))
+    with pytest.raises(error, match=r"model.eval"):
+        ask(model, memory, "greedy")
+    with pytest.raises(error, match=r"model.eval"):
+        hf_burst.token_losses(model, {**questions(), "labels": questions()["input_ids"]}, memory=memory)
+    model.eval()
+    ask(model, memory, "greedy")
+
+
+def test_sharded_weights_and_one_rank_that_is_wrong(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(wrong_on_one_rank, str(tmp_path))
 
 
 def test_what_memories_refuse(tmp_path: Path) -> None:
@@ -176,6 +222,14 @@ def test_what_memories_refuse(tmp_path: Path) -> None:
         ask(models.patch(make("mistral")), memory, "greedy")
     with pytest.raises(BatchError, match="neither of them 0"):
         hf_burst.generate(model, torch.zeros(2, 0, dtype=torch.int64), memory=memory)
+    with pytest.raises(ConfigError, match="read the document again"):
+        hf_burst.generate(model, document_of(9), memory=memory, prompt_lookup_num_tokens=3, **GREEDY)
+    with pytest.raises(BatchError, match="nothing besides, not token_type_ids"):
+        hf_burst.generate(model, document_of(9), memory=memory, token_type_ids=document_of(9), **GREEDY)
+    with pytest.raises(BatchError, match="this model takes 0 to 60"):
+        hf_burst.generate(model, document_of(9) + 1000, memory=memory, **GREEDY)
+    with pytest.raises(BatchError, match=r"shape .batch, tokens."):
+        hf_burst.generate(model, torch.ones(2, 3, 2, dtype=torch.int64), memory=memory, **GREEDY)
     right = {key: value.flip(1) for key, value in questions().items()}
     with pytest.raises(BatchError, match="padding_side"):
         hf_burst.generate(model, **right, memory=memory)

@@ -24,6 +24,7 @@ NAMES = [
     "patch_model",
     "remember",
     "shard_batch",
+    "token_divergences",
     "token_losses",
     "unpatch_model",
 ]

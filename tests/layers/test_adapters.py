@@ -148,7 +148,9 @@ def errors_of(kind: str, tiles: bool, device: str = "cpu") -> list[list[float]]:
 def test_errors_are_not_larger(kind: str, tiles: bool, calls: list[float]) -> None:
     theirs, ours = errors_of(kind, tiles)
     assert len(calls) > 3
-    assert all(own <= 1.05 * other for other, own in zip(theirs, ours, strict=True)), (theirs, ours)
+    ratios = [own / other for other, own in zip(theirs, ours, strict=True)]
+    assert max(ratios) <= 1.1, ratios
+    assert sum(ratios) <= len(ratios), ratios
 
 
 class Operators(TorchDispatchMode):
@@ -160,7 +162,7 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        if function in {*PRODUCTS, torch.ops.aten.addmm_.default}:
+        if function in {*PRODUCTS, torch.ops.aten.addmm_.default, torch.ops.aten.addmm.out}:
             self.products += 1
         elif isinstance(out, Tensor) and out.numel() >= TILE * HIDDEN and not function.is_view:
             name = function.overloadpacket.__name__

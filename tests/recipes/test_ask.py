@@ -52,3 +52,22 @@ def test_answers_are_the_likeliest(ranks: Callable[[int], RankPool], size: int) 
                     assert answer.answer == words.decode(written[0], skip_special_tokens=True).strip()
             assert answer.log_likelihood == pytest.approx(max(scores.values()), rel=1e-9)
             assert scores[answer.document] == max(scores.values())
+
+
+def test_files_that_are_no_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Größe", encoding="utf-8")
+    assert ask.texts_of(tmp_path) == {"a.txt": "Größe"}
+    (tmp_path / "b.txt").write_text(" \n")
+    with pytest.raises(SystemExit, match=r"b.txt is empty"):
+        ask.texts_of(tmp_path)
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SystemExit, match=r"b.txt is not UTF-8"):
+        ask.texts_of(tmp_path)
+
+
+def test_tokenizers_without_an_end() -> None:
+    words = tokenizer()
+    words.eos_token = None
+    model = hf_burst.patch_model(models.make_model("llama", torch.float64).eval())
+    model.generation_config.eos_token_id = None
+    assert len(ask.ask(model, words, TEXTS, QUESTIONS, 6)) == len(QUESTIONS)

@@ -673,7 +673,8 @@ def test_every_step_of_the_texts_was_measured() -> None:
     """Each "1.30 s, 20.5 GiB" is a result."""
     rows = [
         row
-        for path in (ROOT / "recipes/benchmarks/results").glob("training_*.json")
+        for kind in ("training", "beginnings")
+        for path in (ROOT / "recipes/benchmarks/results").glob(f"{kind}_*.json")
         for row in json.loads(path.read_text())["results"]
         if "median_s" in row
     ]

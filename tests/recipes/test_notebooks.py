@@ -31,7 +31,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_there_are_notebooks() -> None:
-    assert len(NOTEBOOKS) == 8
+    assert len(NOTEBOOKS) == 9
 
 
 @pytest.mark.slow
@@ -111,6 +111,20 @@ def pictures_are_read(text: str) -> None:
     assert after > 95
 
 
+def book_is_remembered(text: str) -> None:
+    """Answers are right, and those of one process; each process holds half of the keys."""
+    right, asked = map(int, re.search(r"(\d+) of (\d+) answers are right", text).groups())
+    assert right >= asked - 1
+    assert "reads book and question: True" in text
+    over_two, alone = map(float, re.search(r"([\d.]+) over two processes, ([\d.]+) in one", text).groups())
+    assert over_two == pytest.approx(alone, rel=1e-3, abs=1e-5)
+    words, *keys = (
+        int(count.replace(",", ""))
+        for count in re.search(r"keys: ([\d,]+) and ([\d,]+)\n.*: ([\d,]+);", text).groups()[::-1]
+    )
+    assert keys == [words // 2 * 2 * 2 * 2 * 16 * 4] * 2, "layers, keys and values, heads, their size, bytes"
+
+
 CLAIMS: dict[str, Callable[[str], object]] = {
     "03_your_documents": answers_right,
     "04_longer_context": context_is_longer,
@@ -118,6 +132,7 @@ CLAIMS: dict[str, Callable[[str], object]] = {
     "06_hybrids": states_stay_small,
     "07_real_weights": weights_are_real,
     "08_picture_book": pictures_are_read,
+    "09_remembered_book": book_is_remembered,
 }
 
 

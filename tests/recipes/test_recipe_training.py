@@ -57,6 +57,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     conversations.chats(folder / "chats.jsonl", known, count=100)
     conversations.trajectories(folder / "trajectories.jsonl", known, count=12)
     conversations.pairs(folder / "pairs.jsonl", known, count=12)
+    questions = [{"prompt": f"The number is {number}. Which is it? " * 3, "answer": "e"} for number in range(12)]
+    conversations.write(folder / "questions.jsonl", questions)
     conversations.write(folder / "text.jsonl", [{"text": "Some words, and others. " * 20}] * 6)
     return folder
 
@@ -87,10 +89,14 @@ CASES = [  # script, rows, what is trained, ranks, ranks of a group
     pytest.param("sft", "trajectories", "lora", 2, 2),
     pytest.param("sft", "chats", "qlora", 2, 2),
     pytest.param("dpo", "pairs", "lora", 2, 2),
+    pytest.param("reward", "pairs", "lora", 4, 2),
+    pytest.param("grpo", "questions", "lora", 2, 2, marks=pytest.mark.slow),
     pytest.param("sft", "chats", "full", 2, 2, marks=pytest.mark.full),
     pytest.param("sft", "trajectories", "lora", 4, 2, marks=pytest.mark.full),
     pytest.param("sft", "trajectories", "qlora", 4, 2, marks=pytest.mark.full),
     pytest.param("dpo", "pairs", "full", 4, 2, marks=pytest.mark.full),
+    pytest.param("reward", "pairs", "full", 2, 2, marks=pytest.mark.full),
+    pytest.param("reward", "pairs", "qlora", 2, 2, marks=pytest.mark.full),
     pytest.param("finetune_long_document", "text", "full", 4, 2, marks=pytest.mark.full),
 ]
 
@@ -101,17 +107,39 @@ def test_losses_are_those_of_one_process(
 ) -> None:
     if way == "qlora" and find_spec("bitsandbytes") is None:
         pytest.skip("bitsandbytes is not installed")
-    given = options(files, rows, way, learning_rate=0.001 if script == "dpo" else 0.01)
+    given = options(files, rows, way, learning_rate=0.001 if rows == "pairs" else 0.01)
+    if script == "grpo":
+        given += ["--num_generations", "4", "--per_device_train_batch_size", "4", "--max_completion_length", "9"]
     split = ["--burst_size", str(shared)]
     together = ["--gradient_accumulation_steps", str(size // shared)]  # the rows that the groups take
     output = str(tmp_path / "out")
     wanted = train(0, 1, script, [*given, *together], output)
     assert len(wanted["loss"]) == 4
-    assert script == "dpo" or wanted["loss"][-1] < wanted["loss"][0] - 0.1
+    assert rows in ("pairs", "questions") or wanted["loss"][-1] < wanted["loss"][0] - 0.1
     for run in ranks(size).run(train, script, [*given, *split], output):
         assert run["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
         assert run["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
         assert run["num_tokens"] == wanted["num_tokens"]
+
+
+def test_a_merged_reward_model_gives_the_same_rewards(files: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    reset_accelerate()
+    given = [*options(files, "pairs", "lora"), "--output_dir", str(tmp_path / "out")]
+    trainer, burst = import_module("reward").make_trainer([*given, "--merge_to", str(tmp_path / "merged")])
+    ids = torch.arange(3, 203)[None]
+
+    def rewards(model: torch.nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            return model.eval()(input_ids=ids).logits
+
+    before = rewards(trainer.model)
+    import_module("training").train(trainer, burst)
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    assert merged.config.pad_token_id == trainer.processing_class.pad_token_id
+    assert (rewards(merged) - before).abs() > 0.01, "it has learned"
+    torch.testing.assert_close(rewards(merged), rewards(trainer.model), rtol=1e-4, atol=1e-4)
 
 
 def test_questions_on_a_document_are_a_sample(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their module
 import byte_tokenizer  # noqa: E402
 import dpo  # noqa: E402
 import finetune_long_document  # noqa: E402
+import grpo  # noqa: E402
 import merge_adapter  # noqa: E402
 import models  # noqa: E402
 import resuming  # noqa: E402
+import reward  # noqa: E402
 import settings  # noqa: E402
 import sft  # noqa: E402
 import training  # noqa: E402
@@ -277,7 +280,7 @@ def test_a_chat_template_may_have_any_name(recipe: Callable[..., Any]) -> None:
 
 IMPORTS = """
 import importlib, sys
-for script in ("sft", "finetune_long_document", "dpo", "evaluate", "extend_context"):
+for script in ("sft", "finetune_long_document", "dpo", "reward", "grpo", "evaluate", "extend_context"):
     importlib.import_module(script)
     for name in ("torch", "trl.trainer.sft_config", "datasets", "peft"):
         assert name not in sys.modules, f"{script} imports {name}"
@@ -339,7 +342,7 @@ def test_an_interrupted_run_ends_without_a_traceback() -> None:
     assert end.value.code == 130
 
 
-@pytest.mark.parametrize("script", [finetune_long_document, sft, dpo])
+@pytest.mark.parametrize("script", [finetune_long_document, sft, dpo, reward, grpo])
 def test_help_names_the_file_of_settings(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         script.make_trainer(["--help"])
@@ -376,7 +379,7 @@ def make_base(folder: Path, positions: int = 512) -> Path:
     return folder
 
 
-RECIPES = {"text": finetune_long_document, "sft": sft, "dpo": dpo}
+RECIPES = {"text": finetune_long_document, "sft": sft, "dpo": dpo, "reward": reward, "grpo": grpo}
 
 
 @pytest.mark.parametrize(
@@ -385,10 +388,13 @@ RECIPES = {"text": finetune_long_document, "sft": sft, "dpo": dpo}
 def test_every_file_of_settings_is_one(tmp_path: Path, name: str) -> None:
     """Its settings exist, and its comment names the files that it is launched with."""
     script, file = RECIPES[name.split("_")[0]], ROOT / "recipes" / "configs" / f"{name}.yaml"
-    trainer = trl.DPOConfig if script is dpo else trl.SFTConfig
-    kinds = (settings.ModelSettings, settings.DataSettings, settings.BurstSettings, trainer)
+    trainer = {dpo: trl.DPOConfig, reward: trl.RewardConfig, grpo: trl.GRPOConfig}.get(script, trl.SFTConfig)
+    more = (grpo.Rewards,) if script is grpo else ()
+    kinds = (settings.ModelSettings, settings.DataSettings, settings.BurstSettings, trainer, *more)
     machine = ["--use_cpu", "true", "--output_dir", str(tmp_path), "--dataset", "python_topics"]
-    model, documents, burst, arguments = settings.parse(["--config", str(file), *machine], kinds, script.DEFAULTS)
+    found = settings.parse(["--config", str(file), *machine], kinds, script.DEFAULTS)
+    model, documents, burst, arguments = found[:4]
+    arguments.max_length = found[-1].max_length
     settings.prepare(arguments, model, documents, burst)
     comment = file.read_text().split("model_")[0]
     assert f"--config recipes/configs/{name}.yaml" in comment
@@ -430,11 +436,27 @@ def test_checkpointing_has_its_older_name_in_older_releases(tmp_path: Path, valu
     assert arguments.gradient_checkpointing == wanted
 
 
+def test_prompts_and_rewards_that_cannot_be_used(wrong: Sentence) -> None:
+    conversations.write(Path("prompts.jsonl"), [{"prompt": "How many? " * 9, "answer": "3"}, {"prompt": ""}])
+    conversations.write(Path("answers.jsonl"), [{"prompt": "How many? ", "answer": "3"}])
+    Path("rewards.py").write_text("def short(completions, **rest):\n    return [-len(each) for each in completions]\n")
+    few = ("--max_completion_length", "9")
+    of = partial(wrong, *few, "--dataset", "answers.jsonl", script=grpo)
+    assert "has no column prompt" in wrong(*few, script=grpo)
+    assert "prompts.jsonl:2: prompt is empty" in wrong(*few, "--dataset", "prompts.jsonl", script=grpo)
+    assert "reward has 'short'; give 'answer'" in of("--reward", "short")
+    assert "rewards.py has no function long" in of("--reward", "rewards.py:long")
+    assert "max_completion_length is 600, and max_length 512" in of("--max_completion_length", "600")
+    assert "1 of 1 rows have more than max_length (2)" in of("--max_completion_length", "510")
+    assert "a prompt cannot be split" in of("--too_long", "split")
+
+
 def test_adapters_remember_the_revision_and_are_merged_elsewhere(
     recipe: Callable[..., Any], wrong: Sentence, tmp_path: Path
 ) -> None:
     options = ["--model_name_or_path", str(make_base(tmp_path / "base")), "--use_peft"]
     assert "precompute_ref_log_probs would" in wrong("--precompute_ref_log_probs", "true", script=dpo)
+    assert "by which the head would not learn" in wrong(*options, "--lora_task_type", "CAUSAL_LM", script=reward)
     assert "merge_to is './out', where an adapter is; set another folder" in wrong(*options, "--merge_to", "./out")
     assert "merge_to '/proc/x' cannot be used" in wrong(*options, "--merge_to", "/proc/x")
     trainer, _ = recipe(*options, "--model_revision", "v2")

@@ -197,6 +197,24 @@ def grow_where_one_has_no_memory(rank: int, size: int, folder: Path) -> None:
             pass
 
 
+def try_where_one_may_not(rank: int, size: int, folder: Path) -> str | None:
+    """Containers may forbid one rank what its peers can do; all of them hear of it, and may send instead."""
+    group = context_group(size)
+    with shared_memory(folder, group):
+        pool = resources_of(group).pool(torch.device("cpu"))
+        forbidden = mock.Mock(side_effect=RuntimeError("operation not permitted\nframe 0"))
+        with mock.patch.object(symmetric.symmetric_memory, "empty", forbidden if rank else torch.empty):
+            found = symmetric._trial(pool, [])
+        group.agree({"goes on": True}, None, torch.device("cpu"))
+        return found
+
+
+def test_what_one_rank_may_not_do_is_heard_of_by_all(ranks, tmp_path):
+    for found in ranks(2).run(try_where_one_may_not, tmp_path):
+        assert "operation not permitted" in found
+        assert "frame" not in found
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_memory_that_one_rank_cannot_have_is_an_error_on_all(ranks, size, tmp_path):
     ranks(size).run(grow_where_one_has_no_memory, tmp_path)

@@ -40,7 +40,7 @@ from hf_burst.sizing.seconds import estimate_seconds, products, step_flops
 from hf_burst.sizing.shapes import NAMES, shape_name
 from hf_burst.sizing.spread import spread_of
 from recipes.benchmarks import predictions
-from recipes.tiny_models import OVERRIDES, is_masked, tiny_config
+from recipes.tiny_models import is_masked, overrides_of, tiny_config
 from tests.recurrent import test_recurrent
 from tests.support import models
 
@@ -426,7 +426,7 @@ def test_sizes_of_all_served_classes_can_be_told() -> None:
             continue
         model_class = getattr(transformers, name)
         try:
-            config = tiny_config(model_class.config_class, {**_role(name), **OVERRIDES.get(name, {})})
+            config = tiny_config(model_class.config_class, {**_role(name), **overrides_of(name, model_class)})
         except StrictDataclassFieldValidationError:  # a config of this Transformers that is stricter
             config = shrink(model_class.config_class())
         size = model_size(model_class, config)

@@ -31,6 +31,10 @@ SHORTER = {  # what is trained always; notebooks as they stand are run by `pytes
         "books[:3528], books[3528:]": "books[:384], books[384:]",
         "max_steps=294": "max_steps=12",
     },
+    "09_remembered_book": {
+        "{16: 90, 32: 15, 64: 15, 128: 20, 256: 30, 512: 40, 1024: 70}": "{16: 10, 64: 2}",
+        "half + 1024": "half + 128",
+    },
     "07_real_weights": {"STEPS = 12": "STEPS = 2"},
 }
 

@@ -31,6 +31,8 @@ _IMPORTED = [
     "peft",
     "trl.trainer.sft_trainer",
     "trl.trainer.dpo_trainer",
+    "trl.trainer.grpo_trainer",
+    "trl.trainer.rloo_trainer",
 ]
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

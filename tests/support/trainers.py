@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 import hf_burst
 from hf_burst.layers import offload
@@ -132,7 +132,12 @@ def lora_config() -> Any:
 
 
 def make_model(case: Case, seed: int = 0) -> torch.nn.Module:
-    model = models.make_model(case.model, seed=seed)
+    model: Any = models.make_model(case.model, seed=seed)
+    if case.trainer == "RewardTrainer":
+        model.config.num_labels, model.config.pad_token_id = 1, 0
+        judge = AutoModelForSequenceClassification.from_config(model.config)
+        judge.base_model.load_state_dict(model.base_model.state_dict())
+        model = judge
     if case.burst:
         hf_burst.patch_model(model, LITTLE if case.little else None)
     model.config.use_cache = False  # with a cache, plain attention ignores where packed documents begin
@@ -203,6 +208,17 @@ def _make_trl(
         if case.explicit:  # padding-free takes no collator at first
             trainer.data_collator = hf_burst.BurstCollator(trainer.data_collator)
         return trainer
+    if case.trainer == "RewardTrainer":
+        data = Dataset.from_list(preferences()) if data is None else data
+        return trl.RewardTrainer(model, trl.RewardConfig(**settings), train_dataset=data, **given)
+    if case.trainer in ("ORPOTrainer", "CPOTrainer"):
+        from trl.experimental import cpo, orpo
+
+        data = Dataset.from_list(preferences()) if data is None else data
+        kind, config = (
+            (orpo.ORPOTrainer, orpo.ORPOConfig) if case.trainer == "ORPOTrainer" else (cpo.CPOTrainer, cpo.CPOConfig)
+        )
+        return kind(model, args=config(**settings, beta=0.5, max_length=64), train_dataset=data, **given)
     given["ref_model"] = None if case.lora else make_model(case, seed=3)
     data = Dataset.from_list(preferences()) if data is None else data
     if case.trainer == "DPOTrainer":

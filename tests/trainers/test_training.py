@@ -243,11 +243,15 @@ def squared(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor
 LOSSES: dict[str, dict[str, Any]] = {
     "smoothing": {"label_smoothing_factor": 0.2},
     "function": {"compute_loss_func": squared},
+    "median": {"compute_loss_func": lambda outputs, labels, num_items_in_batch=None: outputs.logits.median()},
 }
 
 
-def train_otherwise(rank: int, size: int, folder: str, case: Case, loss: str) -> dict[str, Any]:
-    return trainers.finish(make_trainer(case, folder, **LOSSES[loss]))
+def train_otherwise(
+    rank: int, size: int, folder: str, case: Case, loss: str, limit: float = head.LOGITS_LIMIT_GIB
+) -> dict[str, Any]:
+    with mock.patch.object(head, "LOGITS_LIMIT_GIB", limit):
+        return trainers.finish(make_trainer(case, folder, **LOSSES[loss]))
 
 
 @pytest.mark.parametrize(
@@ -263,12 +267,21 @@ def test_losses_on_the_logits(ranks: Ranks, tmp_path: Path, trainer: str, loss: 
     case = Case(trainer, data=2)
     wanted = train_otherwise(0, 1, str(tmp_path), case.alone, loss)
     assert wanted["losses"] != pytest.approx(alone(case.alone)["losses"], rel=1e-5)
-    for found in ranks(4).run(train_otherwise, str(tmp_path), case, loss):
-        trainers.compare(found, wanted)
+    for limit in (head.LOGITS_LIMIT_GIB, 1e-9):  # gathered, or computed where tokens lie
+        for found in ranks(4).run(train_otherwise, str(tmp_path), case, loss, limit):
+            trainers.compare(found, wanted)
     with pytest.raises(RankError) as caught:
         ranks(2).run(train_otherwise, str(tmp_path), Case(trainer, explicit=True), loss)
     for error in caught.value.errors:
         assert pytest.RaisesExc(BatchError, match="labels were taken out of a sharded batch").matches(error)
+
+
+def test_a_loss_that_mixes_tokens_names_what_is_served(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(train_otherwise, str(tmp_path), Case(), "median", 1e-9)
+    for error in caught.value.errors:
+        sentence = "are gathered, and median was asked of them. Served are slices.*take hf_burst.token_losses"
+        assert pytest.RaisesExc(BatchError, match=sentence).matches(error), error
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
@@ -312,14 +325,11 @@ def without_logits(rank: int, size: int, folder: str, what: str, evaluate: bool)
         return trainer.evaluate() if evaluate else trainer.train().metrics
 
 
-@pytest.mark.parametrize(
-    ("what", "evaluate"),
-    [(what, evaluate) for what in WITHOUT_LOGITS for evaluate in SWITCH if evaluate or what not in ("metrics", "both")],
-)
-def test_functions_that_would_meet_no_logits(ranks: Ranks, tmp_path: Path, what: str, evaluate: bool) -> None:
-    """An error before the pass, on all ranks, which says why and what its reader can do."""
+@pytest.mark.parametrize("what", WITHOUT_LOGITS)
+def test_functions_that_would_meet_no_logits(ranks: Ranks, tmp_path: Path, what: str) -> None:
+    """In evaluation. An error before the pass, on all ranks, which says why and what its reader can do."""
     with pytest.raises(RankError) as caught:
-        ranks(2).run(without_logits, str(tmp_path), what, evaluate)
+        ranks(2).run(without_logits, str(tmp_path), what, True)
     for error in caught.value.errors:
         assert pytest.RaisesExc(BatchError, match=WITHOUT_LOGITS[what][1]).matches(error), error
         assert "logits_to_keep" not in str(error)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from transformers import (
 )
 
 import hf_burst
-from hf_burst.errors import BatchError, ConfigError, UnsupportedModelError
+from hf_burst.errors import BatchError, ConfigError
 from hf_burst.hf.trainers.accelerate import _check_patched
 from tests.support import models, trainers
 from tests.support.ranks import RankError, RankPool, reset_accelerate
@@ -256,7 +257,7 @@ def test_models_that_are_trained_must_be_patched(ranks: Ranks, tmp_path: Path, w
     with pytest.raises(RankError) as caught:
         ranks(2).run(train_rewards, str(tmp_path), what)
     for error in caught.value.errors:
-        sentence = "LlamaForSequenceClassification is not patched.*refuses, such as RewardTrainer's, trains without"
+        sentence = "LlamaForSequenceClassification is not patched.*that patch_model refuses trains without"
         assert pytest.RaisesExc(ConfigError, match=sentence).matches(error), error
 
 
@@ -272,48 +273,6 @@ def test_a_tower_beside_a_patched_model_may_learn() -> None:
         _check_patched(tower, 2)
 
 
-def learn_from_own_words(rank: int, size: int, folder: str, trainer: str, streamed: bool) -> None:
-    import trl
-
-    reset_accelerate()
-    model = hf_burst.patch_model(models.make_model("llama"))
-    data = datasets.Dataset.from_list([{"prompt": row["prompt"]} for row in trainers.preferences(8)])
-    make, config = getattr(trl, trainer), getattr(trl, trainer.replace("Trainer", "Config"))
-    arguments = config(
-        output_dir=folder,
-        use_cpu=True,
-        bf16=False,
-        max_steps=1,
-        beta=0.0,
-        num_generations=2,
-        per_device_train_batch_size=2,
-        max_completion_length=4,
-        parallelism_config=hf_burst.BurstParallelismConfig(),
-    )
-
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        return [float(len(completion)) for completion in completions]
-
-    learner = make(
-        model,
-        args=arguments,
-        reward_funcs=reward,
-        train_dataset=data.to_iterable_dataset() if streamed else data,
-        processing_class=trainers.tokenizer(),
-    )
-    learner.train()
-
-
-@pytest.mark.parametrize(
-    ("trainer", "streamed"), [("GRPOTrainer", False), ("GRPOTrainer", True), ("RLOOTrainer", False)]
-)
-def test_trainers_that_generate_are_refused(ranks: Ranks, tmp_path: Path, trainer: str, streamed: bool) -> None:
-    with pytest.raises(RankError) as caught:
-        ranks(2).run(learn_from_own_words, str(tmp_path), trainer, streamed)
-    for error in caught.value.errors:
-        assert pytest.RaisesExc(ConfigError, match="generates what it learns from").matches(error), error
-
-
 def spoiled_completions(rank: int, size: int, folder: str) -> None:
     trainer = make_trainer(Case("DPOTrainer"), folder)
     trainer.data_collator = hf_burst.BurstCollator(trainer.data_collator)
@@ -327,9 +286,56 @@ def test_pairs_are_not_sharded_by_a_collator(ranks: Ranks, tmp_path: Path) -> No
         assert pytest.RaisesExc(BatchError, match="completion_mask of shape.*hf_burst does not know how").matches(error)
 
 
-def test_reward_models_are_refused() -> None:
-    config = LlamaConfig(
-        vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-    )
-    with pytest.raises(UnsupportedModelError, match="ForSequenceClassificationLoss"):
-        hf_burst.patch_model(LlamaForSequenceClassification(config))
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("RewardTrainer"),
+        pytest.param(Case("RewardTrainer", burst=3, checkpointing=True), marks=pytest.mark.full),
+        Case("RewardTrainer", data=2, checkpointing=True, little=True),
+    ],
+    ids=str,
+)
+def test_rewards_equal_one_process(ranks: Ranks, tmp_path: Path, case: Case) -> None:
+    """Three steps with accumulation and clipping, and what is logged of rewards."""
+    wanted = trainers.train(0, 1, str(tmp_path / "alone"), case.alone)
+    for found in ranks(case.ranks).run(trainers.train, str(tmp_path), case):
+        compare(found, wanted, {"mean_reward", "min_reward", "max_reward", "accuracy", "margin", "num_tokens"})
+
+
+def classify(rank: int, size: int, folder: str, case: Case, average: bool) -> dict[str, Any]:
+    """Labels of rows, by Trainer, which multiplies the loss by the number of processes if it averages over them."""
+    model = trainers.make_model(replace(case, trainer="RewardTrainer"))
+    model.config.problem_type = "regression"
+    rows = [{**row, "labels": row["input_ids"][:1] / 60} for row in trainers.samples("padded")]
+
+    def collate(chosen: list[Any]) -> dict[str, Any]:
+        values = torch.cat([row["labels"] for row in chosen])
+        return {**trainers.collate([{"input_ids": row["input_ids"]} for row in chosen]), "labels": values}
+
+    trainer = make_trainer(case, folder, rows, model=model, average_tokens_across_devices=average)
+    trainer.data_collator = collate
+    return trainers.finish(trainer)
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_classification_by_trainer_equals_one_process(ranks: Ranks, tmp_path: Path, average: bool) -> None:
+    case = Case("Trainer", burst=2)
+    wanted = classify(0, 1, str(tmp_path / "alone"), case.alone, average)
+    for found in ranks(2).run(classify, str(tmp_path), case, average):
+        trainers.compare(found, wanted)
+
+
+def rank(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
+    """Trains where no logits are gathered."""
+    with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9):
+        return trainers.train(rank, size, folder, case)
+
+
+@pytest.mark.parametrize("gathered", [pytest.param(True, marks=pytest.mark.full), False], ids=["gathered", "deferred"])
+@pytest.mark.parametrize("case", [Case("ORPOTrainer"), Case("CPOTrainer", burst=3)], ids=str)
+def test_rankings_equal_one_process(ranks: Ranks, tmp_path: Path, case: Case, gathered: bool) -> None:
+    """TRL's losses that follow from all logits, and what is logged of them; but for their mean, which padding is in."""
+    names = {"rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected", "nll_loss", "log_odds_ratio"}
+    wanted = trainers.train(0, 1, str(tmp_path / "alone"), case.alone)
+    for found in ranks(case.ranks).run(trainers.train if gathered else rank, str(tmp_path), case):
+        compare(found, wanted, names)

@@ -102,7 +102,7 @@ def cut_targets(batch: Mapping[str, Any], layout: SequenceLayout, rank: int, tas
         BatchError: If the labels have another shape than the tokens, or padding is to be predicted.
     """
     labels = batch.get("labels")
-    if labels is None:
+    if labels is None or task.reads:
         return {}
     rows, length = batch_shape(batch)
     if tuple(labels.shape) != (rows, length):

@@ -6,15 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, MaxTimeCriteria, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
 
-from ...errors import BatchError
+from ...errors import BatchError, ConfigError
 from ...ranks.group import ContextGroup
 from ..batches.sharded import checksum
+from ..groups import PATCH
+from ..parts.tokens import check_ranges
+from .each_token import EachToken, NotedStreamer
 from .memory import RememberedDocument, with_document
 from .request import asked, check, copies_of, new_cache, patched, settings_of
 from .weights import gathered_once
 
+_OF_OTHER_CACHES = ("cache_implementation", "prefill_chunk_size")
+_QUESTIONS = ("input_ids", "attention_mask")
 _SAME_PROMPTS = "Give generate the same prompt and the same settings on all ranks of a group."
 
 
@@ -31,7 +36,7 @@ def generate(
     Weights that FSDP2 shards are gathered once, and then whole on every rank until the end.
 
     Sampling takes the random numbers of the first rank. Streamers and `stopping_criteria` are those of the first rank,
-    too; logits processors run on every rank.
+    too; logits processors run on every rank. What one of them raises on one rank ends the call on all.
 
     Args:
         model (`nn.Module`): A causal language model that [`patch_model`] patched, or what `accelerator.prepare` made of
@@ -47,7 +52,8 @@ def generate(
 
     Raises:
         ConfigError: If the model is not patched, is in training, or an argument is not served.
-        UnsupportedModelError: If layers carry a state from token to token, or DeepSpeed shards the weights.
+        UnsupportedModelError: If the model has Mamba1 layers, or takes no `past_key_values`, or DeepSpeed ZeRO-3 shards
+            its weights.
         BatchError: If the prompt is empty, or holds more than text.
         RankMismatchError: If the ranks were given different prompts or settings.
 
@@ -58,6 +64,11 @@ def generate(
     ```
     """
     base, group = patched(model)
+    together = getattr(base, PATCH).generate_together
+    if together is not None:
+        if memory is not None:
+            raise ConfigError("A rollout runs on the first rank of a group, where no document can be remembered.")
+        return together(inputs, **kwargs)
     error: Exception | None = None
     facts: dict[str, Any] = {}
     checksums: dict[str, Tensor] = {}
@@ -69,24 +80,32 @@ def generate(
             kwargs["input_ids"] = inputs
         check(base, kwargs)
         facts = {"generate": settings_of(kwargs), "generation_config": str(base.generation_config)}
-        facts["memory"] = None if memory is None else memory.number
         content = checksum(kwargs)
         checksums = {} if content is None else {"prompt (checksum)": content}
         if memory is not None:
-            memory.check(base, group)
-            if kwargs.get("input_ids") is None or kwargs.get("position_ids") is not None:
-                raise BatchError("Questions to a memory are input_ids, with an attention_mask and nothing besides.")
-            asked_with = with_document(memory, kwargs["input_ids"], kwargs.get("attention_mask"))
+            facts["memory"] = memory.number
+            asked_with = _questions(base, memory, kwargs)
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = problem
-    advice = dict.fromkeys(("generate", "generation_config", "prompt (checksum)"), _SAME_PROMPTS)
+    advice = dict.fromkeys(("generate", "generation_config", "memory", "prompt (checksum)"), _SAME_PROMPTS)
     group.agree(facts, error, base.device, 0, checksums, advice, "generate")
+    if memory is not None:
+        memory.check(base, group)
     cache = new_cache(base, group, copies_of(base, kwargs)) if memory is None else memory.cache()
-    own = on_ranks(base, group, kwargs)
+    own, each = on_ranks(base, group, kwargs)
+    cache.compares = each is not None
     if memory is not None:
         own |= zip(("input_ids", "attention_mask"), asked_with, strict=True)
     with same_random_numbers(group, base.device), gathered_once(base):
-        found: Any = base.generate(past_key_values=cache, **own)  # type: ignore[operator]
+        try:
+            found: Any = base.generate(past_key_values=cache, **own)  # type: ignore[operator]
+        except Exception as problem:
+            if each is not None:
+                each.tell(problem, cache)
+            raise
+    cache.compares = False
+    if each is not None:
+        each.end()
     if memory is None:
         return found
     if isinstance(found, Tensor):
@@ -95,13 +114,30 @@ def generate(
     return found
 
 
-def on_ranks(model: PreTrainedModel, group: ContextGroup, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `model.generate` on this rank, where what only the first rank may know is asked of it."""
+def _questions(model: PreTrainedModel, memory: RememberedDocument, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Questions to a memory with its document, and their mask."""
+    others = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _QUESTIONS]
+    if kwargs.get("input_ids") is None or others:
+        given = ", ".join(others) or "no input_ids"
+        raise BatchError(f"Questions to a memory are input_ids, an attention_mask and nothing besides, not {given}.")
+    if asked(model, kwargs, "prompt_lookup_num_tokens"):
+        raise ConfigError(
+            "generate was given a memory and prompt_lookup_num_tokens, for which Transformers would read the document "
+            "again, behind itself. Leave one of them out."
+        )
+    check_ranges({"input_ids": kwargs["input_ids"]}, model.config.get_text_config().vocab_size, None, None)
+    return with_document(memory, kwargs["input_ids"], kwargs.get("attention_mask"))
+
+
+def on_ranks(
+    model: PreTrainedModel, group: ContextGroup, kwargs: Mapping[str, Any]
+) -> tuple[dict[str, Any], EachToken | None]:
+    """The arguments of `model.generate` on this rank, where what only the first rank may know is asked of it; and what
+    asks it."""
     own = dict(kwargs)
+    own |= {name: None for name in _OF_OTHER_CACHES if asked(model, kwargs, name)}
     if group.size == 1:
-        return own
-    if group.rank:
-        own["streamer"] = None
+        return own, None
     limit = asked(model, kwargs, "max_time")
     criteria = list(own.get("stopping_criteria") or ())
     if limit is not None:  # of a clock that ranks do not share
@@ -109,27 +145,12 @@ def on_ranks(model: PreTrainedModel, group: ContextGroup, kwargs: Mapping[str, A
         own["max_time"] = None
         if own.get("generation_config") is not None:
             own["generation_config"] = GenerationConfig(**{**own["generation_config"].to_dict(), "max_time": None})
-    if group.gather(bool(criteria), model.device, "generate")[0]:
-        own["stopping_criteria"] = StoppingCriteriaList([_OfFirstRank(criteria, group, model.device)])
-    return own
-
-
-class _OfFirstRank(StoppingCriteria):
-    """What criteria of the first rank say, on all ranks."""
-
-    def __init__(self, criteria: list[StoppingCriteria], group: ContextGroup, device: torch.device) -> None:
-        self.criteria, self.group, self.device = StoppingCriteriaList(criteria), group, device
-        ends: Any = next((each for each in criteria if hasattr(each, "eos_token_id")), None)
-        if ends is not None:  # after which generate pads a row
-            self.eos_token_id = ends.eos_token_id
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        done = torch.zeros(len(input_ids), dtype=torch.uint8, device=self.device)
-        if self.group.rank == 0:
-            done.copy_(self.criteria(input_ids, scores, **kwargs))
-        with self.group.messages():
-            torch.distributed.broadcast(done, self.group.members[0], group=self.group.process_group)
-        return done.bool().to(input_ids.device)
+    each = EachToken(criteria, group, model.device)
+    own["stopping_criteria"] = StoppingCriteriaList([each])
+    streamer = own.pop("streamer", None)
+    if streamer is not None and group.rank == 0:
+        own["streamer"] = NotedStreamer(streamer, each)
+    return own, each
 
 
 @contextmanager

@@ -4,11 +4,12 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -66,20 +67,30 @@ class RememberedDocument:
         return ShardedCache.of_document(self.group, len(self), self.layers)
 
     def check(self, model: PreTrainedModel, group: ContextGroup) -> None:
-        """Raises for another model, for weights that have changed, and for other ranks.
+        """Raises for another model, for weights that have changed, and for other ranks. All ranks call it, after they
+        have agreed to: sharded weights are gathered one by one.
 
         Raises:
             ConfigError: With what differs.
+            RankMismatchError: If it differs on another rank.
         """
-        now = about(model)
+        error = None
+        try:
+            self._compare(about(model), group)
+        except Exception as problem:  # whatever it is, the other ranks must not wait for this one
+            error = problem
+        group.agree({}, error, model.device, doing="a comparison of weights with a memory")
+
+    def _compare(self, now: Mapping[str, Any], group: ContextGroup) -> None:
         if self.about["model"] != now["model"]:
             raise ConfigError(
                 f"The memory is of a {self.about['model']}, and the model is a {now['model']}. {_REMEMBER_ANEW}"
             )
         if self.about["weights"] != now["weights"]:
             raise ConfigError(
-                "The weights of the model have changed since it read the document (a step of the optimizer, or an "
-                f"adapter that was switched), so that its keys would be others. {_REMEMBER_ANEW}"
+                "The weights of the model have changed since it read the document (a step of the optimizer, an adapter "
+                f"that was switched or scaled, other rotary positions, autocast): its keys would be others. "
+                f"{_REMEMBER_ANEW}"
             )
         if self.group.members != group.members:
             raise ConfigError(
@@ -110,9 +121,12 @@ class RememberedDocument:
         except Exception as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
         self.group.agree({}, error, self.input_ids.device, doing="saving a memory")
-        if rank == 0:
-            (folder / _ABOUT).write_text(json.dumps({**self.about, "ranks": self.group.size}))
-        self.group.agree({}, None, self.input_ids.device, doing="saving a memory")
+        try:
+            if rank == 0:
+                (folder / _ABOUT).write_text(json.dumps({**self.about, "ranks": self.group.size}))
+        except Exception as problem:  # of a disk that is full
+            error = problem
+        self.group.agree({}, error, self.input_ids.device, doing="saving a memory")
 
     @classmethod
     def load(cls, model: nn.Module, folder: str | Path) -> "RememberedDocument":
@@ -129,17 +143,24 @@ class RememberedDocument:
         memory, error = None, None
         try:
             memory = cls._read(base, group, Path(folder))
-            memory.check(base, group)
         except Exception as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
         group.agree({"folder": str(folder)}, error, base.device, doing="loading a memory")
         assert memory is not None, "there was no error"
+        memory.check(base, group)
         return memory
 
     @classmethod
     def _read(cls, model: PreTrainedModel, group: ContextGroup, folder: Path) -> "RememberedDocument":
         if not (folder / _ABOUT).is_file():
             raise ConfigError(f"{folder} holds no memory: {_ABOUT} is not there. RememberedDocument.save writes it.")
+        try:
+            return cls._read_files(model, group, folder)
+        except (OSError, KeyError, ValueError, SafetensorError) as problem:
+            raise ConfigError(f"{folder} holds no whole memory ({problem}). {_REMEMBER_ANEW}") from problem
+
+    @classmethod
+    def _read_files(cls, model: PreTrainedModel, group: ContextGroup, folder: Path) -> "RememberedDocument":
         known = json.loads((folder / _ABOUT).read_text())
         ranks, device = known.pop("ranks"), str(model.device)
         parts = [safe_open(folder / _file(rank, ranks), framework="pt", device=device) for rank in range(ranks)]
@@ -180,7 +201,6 @@ def remember(model: nn.Module, input_ids: Tensor) -> RememberedDocument:
     """
     base, group = patched(model)
     error: Exception | None = None
-    known: dict[str, Any] = {}
     checksums: dict[str, Tensor] = {}
     try:
         check(base, {"input_ids": input_ids, "use_cache": True})
@@ -196,12 +216,13 @@ def remember(model: nn.Module, input_ids: Tensor) -> RememberedDocument:
                 f"Rotary positions of this {type(base).__name__} depend on the longest one, so keys of a document "
                 "would be others beside a question. Generate with document and question as one prompt."
             )
-        known = about(base)
         checksums = {"document (checksum)": checksum({"input_ids": input_ids}) or torch.zeros((), dtype=torch.int64)}
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = problem
     advice = dict.fromkeys(("document (checksum)",), "Give remember the same document on all ranks.")
-    group.agree(known, error, base.device, 0, checksums, advice, "remember")
+    group.agree({}, error, base.device, 0, checksums, advice, "remember")
+    known = about(base)  # sharded weights are gathered, so all ranks must have come here
+    group.agree(known, None, base.device, doing="remember")
     cache, input_ids = ShardedCache(group), input_ids.to(base.device)
     logits = base(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:]
     layers = tuple(layer.document for layer in cache.layers)
@@ -221,6 +242,8 @@ def with_document(
     Raises:
         BatchError: If questions are empty or not padded on the left.
     """
+    if input_ids.ndim != 2:
+        raise BatchError(f"The questions are {tuple(input_ids.shape)}; they must be of shape (batch, tokens).")
     batch = {"input_ids": input_ids, "attention_mask": attention_mask}
     if any(stop < input_ids.shape[1] for _, stop in real_tokens(batch)):
         raise BatchError("Questions are padded on the right. Pad on the left: tokenizer.padding_side = 'left'.")
@@ -232,15 +255,20 @@ def with_document(
 
 
 def about(model: PreTrainedModel) -> dict[str, Any]:
-    """The class of a model, and a checksum of its weights and of the adapters that are at work."""
+    """The class of a model, and a checksum of what its keys follow from: weights, buffers, adapters that are at work
+    and the precision of autocast. All ranks that share weights call it."""
+    names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
     adapters = [
-        (path, [str(getattr(module, name)) for name in ("active_adapters", "disable_adapters", "merged_adapters")])
+        (path, [str(getattr(module, name, None)) for name in names])
         for path, module in model.named_modules()
         if hasattr(module, "disable_adapters") and hasattr(module, "merged_adapters")
     ]
-    total = torch.tensor(zlib.crc32(str(adapters).encode()), device=model.device)
-    for weight in model.parameters():
+    kind = model.device.type
+    precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    total = torch.tensor(zlib.crc32(str((adapters, precision)).encode()), device=model.device)
+    for weight in chain(model.parameters(), model.buffers()):  # rotary frequencies and routers' biases are buffers
         whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        whole = torch.view_as_real(whole) if whole.is_complex() else whole
         total = total * 31 + sum_of_bits(whole).to(total.device)
     return {"model": type(model).__name__.removeprefix("FSDP"), "weights": int(total)}
 

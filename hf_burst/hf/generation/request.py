@@ -72,6 +72,10 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
             raise ConfigError(f"generate over ranks was given {name}={_short(kwargs[name])}. {why} Leave it out.")
     if asked(model, kwargs, "use_cache") is False:
         raise ConfigError("generate over ranks was given use_cache=False. It needs its cache: leave that out.")
+    if kwargs.get("streamer") is not None and int(asked(model, kwargs, "num_beams") or 1) > 1:
+        raise ConfigError("generate was given a streamer and beams, whose tokens are known at the end. Leave one out.")
+    if not isinstance(kwargs.get("stopping_criteria") or [], list | tuple):
+        raise ConfigError(f"stopping_criteria is a {_short(kwargs['stopping_criteria'])}; give a list of them.")
     others = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _TEXT]
     if others:
         raise BatchError(f"generate over ranks takes text, and was given {', '.join(others)}. Use model.generate.")

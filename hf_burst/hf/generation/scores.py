@@ -1,73 +1,187 @@
-"""Scores of single tokens over ranks, of whole batches and behind a remembered document."""
+"""Numbers of single tokens over ranks, their losses or divergences from a teacher, with a gradient; and losses behind a
+remembered document."""
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...errors import BatchError
-from ...layers.loss import IGNORE_INDEX
-from ...layers.loss import token_losses as losses_of
+from ...errors import BatchError, ConfigError
+from ...layers import loss
 from ..batches.documents import batch_shape
-from ..batches.sharded import checksum
-from ..groups import PATCH
-from ..parts.token_losses import TokenLosses
+from ..batches.sharded import checksum, sum_of_bits
+from ..groups import PATCH, resolve_group
+from ..lazy_head import is_partitioned, logits_of_some, values_of_tokens
+from ..parts.token_losses import Question, Scores, TokenLosses, check_weights, is_sharded_head
 from ..parts.tokens import check_ranges
 from .memory import RememberedDocument, with_document
 from .request import check, patched
 
+_WIDE = 6  # tensors as wide as the vocabulary, of the tokens that a divergence takes at a time
+_KINDS = ("forward_kl", "reverse_kl")
 
-def token_losses(model: nn.Module, batch: Mapping[str, Any], memory: RememberedDocument | None = None) -> Tensor:
-    """The cross-entropy of every token of a full batch, over all ranks that share it. It has no gradient.
 
-    Every rank of the group calls it with the same batch. Ranks score their own tokens, some at a time, and exchange one
-    number a token. Behind a memory every rank scores all. Switch the model to evaluation first (`model.eval()`).
+def token_losses(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    weights: Tensor | None = None,
+    memory: RememberedDocument | None = None,
+) -> Tensor:
+    """The cross-entropy of every token of a batch, over all ranks that share it, for losses of one's own.
+
+    Every rank of the group calls it with the same batch, or with its shard of one ([`BurstCollator`]). Ranks score
+    their own tokens, some at a time, and exchange one number a token. Gradients are as those of the model's loss: of
+    the whole batch, once a data-parallel wrapper has averaged them over ranks. To evaluate, call it within
+    `torch.no_grad()`, after `model.eval()`.
 
     Args:
         model (`nn.Module`): A model that [`patch_model`] patched, or what `accelerator.prepare` made of it.
-        batch (mapping): A full batch, see [`shard_batch`], with `labels` of shape `(batch, tokens)`.
+        batch (mapping): A full batch, see [`shard_batch`], or a shard, with `labels`.
+        weights (`torch.Tensor` of shape `(batch, tokens)`, *optional*): What the loss of each label of the whole batch
+            is multiplied with, the same on every rank. Nothing is divided.
         memory ([`RememberedDocument`], *optional*): A document that stands before each row; the batch is then
-            `input_ids` and `labels`, with an `attention_mask` if it is padded on the left.
+            `input_ids` and `labels`, with an `attention_mask` if it is padded on the left. Every rank scores all of
+            it, without a gradient.
 
     Returns:
-        `torch.Tensor` of shape `(batch, tokens)` in nats, fp32 (fp64 for a model in fp64), the same on every rank. Each
-        value stands where its label does. It is 0 where nothing is predicted: labels of -100, and the first token of a
-        row for a causal model, unless a memory stands before it.
+        `torch.Tensor` of shape `(batch, tokens)` of the whole batch, in nats, fp32 (fp64 for a model in fp64), the same
+        on every rank. Each value stands where its label does. It is 0 where nothing is predicted: labels of -100, and
+        the first token of a row for a causal model, unless a memory stands before it.
 
     Raises:
-        ConfigError: If the model is not patched, or the memory is not of this model.
-        BatchError: If there are no labels, or the batch is sharded already.
+        ConfigError: If the model is not patched or has no language-model head, or the memory is not of this model.
+        BatchError: If there are no labels, or the weights do not fit.
+        RankMismatchError: If labels or weights differ between ranks.
 
     Example:
 
     ```python
     >>> losses = hf_burst.token_losses(model, {"input_ids": tokens, "labels": tokens})
-    >>> perplexity = losses[:, -1000:].mean().exp()  # of the last thousand tokens
+    >>> (losses * importance).sum().backward()
     ```
     """
-    base, _ = patched(model)
     if memory is not None:
-        return _behind(model, batch, memory)
-    task = getattr(base, PATCH).task
-    (part,) = (part for part in getattr(base, PATCH).parts if isinstance(part, TokenLosses))
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    if task.generates:
-        inputs["use_cache"] = False
-    part.wanted, part.labels = True, batch.get("labels")
+        return _behind(model, batch, weights, memory)
+    return _ask(model, batch, Question(_losses, {"token losses": True}, weights))
+
+
+def token_divergences(
+    model: nn.Module,
+    teacher: nn.Module,
+    batch: Mapping[str, Any],
+    kind: Literal["forward_kl", "reverse_kl"] = "forward_kl",
+    top_k: int | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """How far a model's distribution of each label's word is from that of a teacher, for distillation.
+
+    As [`token_losses`], with a gradient for the model alone. The teacher reads the batch first, without a gradient, and
+    scores the same tokens, some at a time.
+
+    Args:
+        model (`nn.Module`): The student, patched.
+        teacher (`nn.Module`): Another patched model with the same vocabulary, over the same ranks.
+        batch (mapping): As for [`token_losses`].
+        kind (`str`, defaults to `"forward_kl"`): KL(teacher | student), or for `"reverse_kl"` KL(student | teacher).
+        top_k (`int`, *optional*): Both distributions are restricted to as many words, the likeliest for the teacher,
+            and add up to 1 over these. By default all words count.
+        temperature (`float`, defaults to 1.0): Divides the logits of both; the result is not multiplied by its square.
+
+    Returns:
+        `torch.Tensor` of shape `(batch, tokens)`, as [`token_losses`] returns.
+
+    Raises:
+        ConfigError: If a model is not patched, the vocabularies or groups differ, or the teacher's head is sharded.
+        BatchError: As [`token_losses`]; and if both models would cut the batch differently.
+    """
+    bad = None if top_k is None or (type(top_k) is int and top_k > 0) else f"top_k={top_k}, and needs at least 1"
+    bad = bad if temperature > 0 else f"temperature={temperature}, and needs more than 0"
+    if bad or kind not in _KINDS:
+        raise ConfigError(f"token_divergences was given {bad or f'kind={kind!r}; it is one of {_KINDS}'}.")
+    student, known = _with_head(model), _with_head(teacher)
+    for name, read in (
+        ("vocabularies", lambda module: module.config.get_text_config().vocab_size),
+        ("tasks", lambda module: getattr(module, PATCH).task.kind),
+    ):
+        if read(student) != read(known):
+            raise ConfigError(
+                f"The {name} of model and teacher differ: {read(student)} and {read(known)}. Take a teacher with the "
+                "tokenizer of the model."
+            )
+    if len({resolve_group(getattr(module, PATCH).group) for module in (student, known)}) > 1:
+        raise ConfigError(
+            "The teacher was patched for another group of ranks than the model. Patch both with the same group."
+        )
+    head = known.get_output_embeddings()
+    if head is not None and (is_partitioned(head) or is_sharded_head(head)):
+        raise ConfigError(
+            "The head of the teacher is sharded by FSDP2 or ZeRO-3, which gather it in its own passes alone. Leave the "
+            "teacher out of accelerator.prepare, so that every rank holds it."
+        )
+    kept: list[Scores] = []
+    facts = {"token divergences": [kind, top_k, temperature]}
+    training = [module for module in teacher.modules() if module.training]
+    teacher.eval()
     try:
         with torch.no_grad():
-            model(**inputs)
-        losses: Tensor | None = part.losses
+            _ask(teacher, batch, Question(partial(_keep, kept), facts))
     finally:
-        part.wanted, part.labels, part.losses = False, None, None
-    assert losses is not None, "the model ran"
-    return functional.pad(losses, (1, 0))[:, :-1] if task.causal else losses
+        for module in training:
+            module.training = True
+    value = partial(_divergences, kept[0], kind, top_k, temperature)
+    return _ask(model, batch, Question(value, facts, teacher=kept[0]))
+
+
+def _with_head(model: nn.Module) -> Any:
+    """The patched model inside of a model, which scores words."""
+    base, _ = patched(model)
+    if getattr(base, PATCH).task.reads:
+        raise ConfigError("The model has no language-model head, so its tokens have no losses. Load one with a head.")
+    return base
+
+
+def _ask(model: nn.Module, batch: Mapping[str, Any], question: Question) -> Tensor:
+    patch = getattr(_with_head(model), PATCH)
+    (part,) = (part for part in patch.parts if isinstance(part, TokenLosses))
+    inputs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
+    if patch.task.generates:
+        inputs["use_cache"] = False
+    part.asked = question
+    try:
+        answer: Tensor = model(**inputs)["loss"]
+    finally:
+        part.asked = None
+    return answer
+
+
+def _losses(scores: Scores, targets: Tensor) -> Tensor:
+    flat = targets.flatten()
+    return values_of_tokens(scores.logits, lambda logits, part: loss.token_losses(logits, flat[part]))
+
+
+def _keep(kept: list[Scores], scores: Scores, targets: Tensor) -> Tensor:
+    kept.append(scores)
+    return torch.zeros(targets.shape, device=targets.device)
+
+
+def _divergences(
+    teacher: Scores, kind: str, top_k: int | None, temperature: float, scores: Scores, targets: Tensor
+) -> Tensor:
+    flat = targets.flatten()
+
+    def value(logits: Tensor, part: slice) -> Tensor:
+        with torch.no_grad():
+            known = logits_of_some(teacher.logits, part)
+        return loss.token_divergences(logits, known, flat[part], kind, top_k, temperature)
+
+    return values_of_tokens(scores.logits, value, _WIDE)
 
 
 @torch.no_grad()
-def _behind(model: nn.Module, batch: Mapping[str, Any], memory: RememberedDocument) -> Tensor:
+def _behind(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None, memory: RememberedDocument) -> Tensor:
     """The losses of tokens that stand behind a document."""
     base, group = patched(model)
     error: Exception | None = None
@@ -78,18 +192,20 @@ def _behind(model: nn.Module, batch: Mapping[str, Any], memory: RememberedDocume
         if others := sorted(set(batch) - {"input_ids", "attention_mask", "labels"}):
             raise BatchError(f"Behind a memory a batch is input_ids and labels; leave out {', '.join(others)}.")
         check(base, {"input_ids": ids, "use_cache": True})
-        memory.check(base, group)
         if labels is None or labels.shape != ids.shape:
             shape = "missing" if labels is None else f"of shape {tuple(labels.shape)}"
             raise BatchError(f"The labels are {shape}; token_losses needs labels of shape {batch_shape(batch)}.")
+        check_weights(weights, tuple(labels.shape))
         check_ranges({"input_ids": ids, "labels": labels}, base.config.get_text_config().vocab_size, None, None)
         whole, shown = with_document(memory, ids, mask)
         own = checksum(batch)
         checksums = {} if own is None else {"answers (checksum)": own}
+        checksums |= {} if weights is None else {"weights of tokens (checksum)": sum_of_bits(weights)}
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = problem
-    facts = {"document": memory.number}
+    facts = {"document": memory.number, "weights": weights is not None}
     group.agree(facts, error, base.device, 0, checksums, doing="token_losses behind a memory")
+    memory.check(base, group)
     new = labels.shape[1]
     positions = (shown.cumsum(1) - 1).clamp(min=0)[:, -new:]
     found = base(
@@ -104,4 +220,6 @@ def _behind(model: nn.Module, batch: Mapping[str, Any], memory: RememberedDocume
     first = torch.arange(new, device=found.device) == padding[:, None]
     before = torch.where(first[..., None], memory.logits.to(found), before)
     hidden = torch.arange(new, device=found.device) < padding[:, None]
-    return losses_of(before, labels.masked_fill(hidden, IGNORE_INDEX))
+    targets = labels.masked_fill(hidden, loss.IGNORE_INDEX)
+    losses = loss.token_losses(before.flatten(0, 1), targets.flatten()).view_as(targets)
+    return losses if weights is None else losses * weights.to(losses)

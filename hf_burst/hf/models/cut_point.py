@@ -93,11 +93,12 @@ CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})  # by the name of a cl
 
 def cut_point_of(model: nn.Module) -> CutPoint:
     """The cut point of a model: by its class or the first base class that has one, else where a wrapper hands
-    embeddings to its language model, else the model itself."""
+    embeddings to its language model, or a class without a language-model head calls its base model, else the model
+    itself."""
     known = (CUT_POINTS[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in CUT_POINTS)
     cut_point = next(known, None)
     if cut_point is None:
-        path = language_model_path(model)
+        path = language_model_path(model) or _base_path(model)
         cut_point = CutPoint(path, (*TOKEN_INPUTS, *_OF_WRAPPERS), _DEEPSTACK) if path else CutPoint()
     return cut_point
 
@@ -185,6 +186,19 @@ def language_model_path(model: Any) -> str:
     if decoder in (model, model.base_model) or "inputs_embeds" not in inspect.signature(decoder.forward).parameters:
         return ""
     return next((path for path, module in model.named_modules() if module is decoder), "")
+
+
+def has_language_head(model: nn.Module) -> bool:
+    """Whether a model, or one inside of it, has a language-model head, unlike classifiers and bare decoders."""
+    models = [model, *model.modules()]
+    return any(isinstance(inner, PreTrainedModel) and inner.get_output_embeddings() is not None for inner in models)
+
+
+def _base_path(model: Any) -> str:
+    """Where a model without a language-model head has its decoder or encoder; empty if it is one itself."""
+    if not isinstance(model, PreTrainedModel) or model.base_model is model or has_language_head(model):
+        return ""
+    return str(model.base_model_prefix)
 
 
 def language_model_of(model: PreTrainedModel) -> Any:

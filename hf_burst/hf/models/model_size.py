@@ -90,7 +90,15 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         norms=_normed(model, counts, shapes) / text.num_hidden_layers,
         routed=counts.chosen * text.hidden_size,
         tower=tower_size(model),
+        latent=_latent(model),
     )
+
+
+def _latent(model: PreTrainedModel) -> int:
+    """Elements of a token's latents, where the attention of a model caches them and expands them to keys and values."""
+    expands = any(hasattr(module, "expand_kv") for module in model.modules())
+    text = model.config.get_text_config()
+    return int(text.kv_lora_rank + text.qk_rope_head_dim) if expands else 0
 
 
 def _normed(model: PreTrainedModel, counts: "_Weights", shapes: Shapes | None) -> float:

@@ -73,6 +73,16 @@ def check_model(model: PreTrainedModel) -> None:
             f"{name} has cross attention ({', '.join(crossing) or 'config.add_cross_attention is set'}), whose keys "
             "are not those of the sequence; it is not served."
         )
+    placed = getattr(config, "distributed_config", None)
+    apart = [
+        f"{size}={count}" for size in ("tp_size", "pp_size", "ep_size") if (count := getattr(placed, size, 1) or 1) > 1
+    ]
+    if apart:
+        raise UnsupportedModelError(
+            f"{name} was loaded with DistributedConfig({', '.join(apart)}), by which ranks hold parts of layers, or "
+            "experts of their own. Beside ranks that share a sequence this was not compared with one process. Load the "
+            "model without it, and have accelerate's FSDP2 shard the weights."
+        )
     task.check_model(model, reader)
     kinds = sorted(set(_layer_types(config.get_text_config())) - {*_LAYER_TYPES, _WHOLE_IN_TRAINING})
     chosen = [kind for kind in kinds if any(word in kind for word in _CHOOSES_KEYS)]
@@ -105,12 +115,13 @@ def check_model(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{name} does not use Transformers' AttentionInterface, by which its attention would be replaced."
         )
-    if not any("labels" in inspect.signature(forward).parameters for forward in forwards_of(model)):
+    if not task.reads and not any("labels" in inspect.signature(forward).parameters for forward in forwards_of(model)):
         raise UnsupportedModelError(
             f"{name} takes no labels, so it has no loss to learn from; load the class with a "
             "language-model head (AutoModelForCausalLM, AutoModelForMaskedLM)."
         )
-    task.check_loss(computes_loss(model, reader))
+    if not task.reads:
+        task.check_loss(computes_loss(model, reader))
 
 
 def _needed(model: PreTrainedModel) -> list[str]:

@@ -1,4 +1,5 @@
-"""What a model learns: to predict the next token (causal) or masked tokens. All differences between both are here."""
+"""What a model is for: to predict the next token (causal) or masked tokens, or to read whole sequences. All differences
+between these are here."""
 
 import inspect
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from ...config import BurstConfig
 from ...errors import ConfigError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX, shift_labels
+from .cut_point import has_language_head, language_model_of
 
 _WHOLE_SEQUENCE = {  # settings by which the embeddings of an encoder read further than their own token
     "token_dropout": "scales embeddings by the share of masked tokens in the whole sequence",
@@ -20,7 +22,8 @@ _WHOLE_SEQUENCE = {  # settings by which the embeddings of an encoder read furth
 
 @dataclass(frozen=True)
 class Task:
-    """The task of a language model. There are two, `CAUSAL` and `MASKED`."""
+    """The task of a model: `CAUSAL` or `MASKED` with a language-model head, else `CAUSAL_READER` or
+    `ENCODER_READER`."""
 
     kind: str  # its word in errors
     causal: bool  # whether a query sees no later key; that of `MaskPattern`
@@ -28,9 +31,12 @@ class Task:
     shifted: str  # added to errors about labels that are shifted
     generates: bool  # whether the model takes a cache and `logits_to_keep`
     loss_in_model: bool  # whether `model.loss_function` computes the loss, or else it follows from the outputs
+    reads: bool = False  # whether there is no language-model head: what follows the decoder takes the whole batch
 
     def targets_of(self, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """The labels, and what tokens are to predict, by their keys in a batch; `(batch, tokens)` each."""
+        if self.reads:
+            return {}
         return {"labels": labels, "shift_labels": shift_labels(labels)} if self.causal else {"labels": labels}
 
     def padding_bounds(self, start: int, stop: int) -> tuple[int, ...]:
@@ -45,7 +51,7 @@ class Task:
         """The arguments of the model that a pass sets."""
         if self.causal:
             return {} if use_cache else {"use_cache": False}
-        return {"labels": None}  # some classes average their loss by themselves
+        return {} if self.reads else {"labels": None}  # some classes average their loss by themselves
 
     def window(self, sliding_window: int) -> int:
         """How many tokens a query sees beside itself, in each direction. Causal windows count the query."""
@@ -84,6 +90,8 @@ class Task:
 
 CAUSAL = Task("causal", True, "shift_labels", " (after the shift by one token)", generates=True, loss_in_model=True)
 MASKED = Task("masked", False, "labels", "", generates=False, loss_in_model=False)
+CAUSAL_READER = Task("causal", True, "", "", generates=False, loss_in_model=False, reads=True)
+ENCODER_READER = Task("encoder", False, "", "", generates=False, loss_in_model=False, reads=True)
 
 
 def task_named(causal: bool) -> Task:
@@ -92,8 +100,11 @@ def task_named(causal: bool) -> Task:
 
 
 def task_of(model: PreTrainedModel) -> Task:
-    """The task of a model, by its loss function."""
-    return task_named(model.loss_function is not ForMaskedLMLoss)
+    """The task of a model: by its loss function or, without a language-model head, by how far its attention sees."""
+    if has_language_head(model):
+        return task_named(model.loss_function is not ForMaskedLMLoss)
+    sees = {getattr(module, "is_causal", None) for module in language_model_of(model).modules()}
+    return ENCODER_READER if False in sees and True not in sees else CAUSAL_READER
 
 
 def computes_loss(model: PreTrainedModel, reader: PreTrainedModel) -> PreTrainedModel:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from ...errors import ConfigError, UnsupportedModelError
 from ...version import __version__
 from ..groups import tells_of_launch
+from .cut_point import has_language_head
 
 logger = logging.getLogger(__name__)
 
@@ -125,9 +126,12 @@ def served_by(model: PreTrainedModel) -> str:
         command = f"hf-burst check {shlex.quote(config_name)} (or, in Python, {command})"
     bases = [cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.models.")]
     shipped = next((cls for cls in bases if cls.__name__ in SERVED), None)
+    bare = shipped is None and model.base_model is model and not has_language_head(model)
+    if bare:  # a decoder or encoder alone, that of a class with a head
+        shipped = next((cls for own in bases for cls in _with_heads(own) if cls.__name__ in SERVED), None)
     newer = Version(transformers.__version__).release[:2] > Version(TESTED).release[:2]
     unchanged = shipped is not None and (not newer or source_hash(shipped.__module__) == SERVED[shipped.__name__])
-    stock = shipped is type(model) and not own_classes(model)
+    stock = (shipped is type(model) or (bare and shipped is not None)) and not own_classes(model)
     found_for, failure = fingerprint(model), ""
     verdict = _verdict_for(found_for)
     if verdict is None and stock and not unchanged and found_for is not None:
@@ -162,6 +166,13 @@ def served_by(model: PreTrainedModel) -> str:
             *(f", and comparing it by itself failed ({failure})" if failure else "", command),
         )
     return "shipped"
+
+
+def _with_heads(kind: type) -> list[type[PreTrainedModel]]:
+    """The classes of the same file that are made from the same config."""
+    config, names = getattr(kind, "config_class", None), vars(sys.modules[kind.__module__])
+    classes = [own for own in names.values() if isinstance(own, type) and issubclass(own, PreTrainedModel)]
+    return [own for own in classes if own.config_class is config and own.__module__ == kind.__module__]
 
 
 def _compare_anew(model: PreTrainedModel, found_for: str) -> str:

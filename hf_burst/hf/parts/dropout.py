@@ -5,10 +5,9 @@ forward, a rank's generators are therefore seeded by a number of its own, drawn 
 advances alike on all ranks: data order stays in step, and a resumed run draws the same masks.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable
 
 import torch
-from torch import nn
 
 from ...errors import UnsupportedModelError
 from ..forward_pass import ForwardPass
@@ -23,22 +22,29 @@ class DropoutStreams(Part):
 
     def __init__(self) -> None:
         self.outer: list[tuple[torch.Generator, torch.Tensor]] = []
-        self.seed = 0
+        self.seed = self.shared = 0
 
     def prepare(self, run: ForwardPass) -> None:
         if run.group.size > 1:
-            check_shared_dropout(run.model)
+            check_shared_dropout(run.random_rates)
 
     def begin(self, run: ForwardPass) -> None:
-        if run.group.size == 1 or next(random_rates(run.model), None) is None:
+        if run.group.size == 1 or not run.random_rates:
             return
-        seeds = torch.randint(2**63 - 1, (run.group.size,), device="cpu")
-        self.seed = int(seeds[run.group.rank])
+        seeds = torch.randint(2**63 - 1, (run.group.size,), device="cpu").tolist()
+        self.seed, self.shared = seeds[run.group.rank], sum(seeds) % 2**63
         accelerator = torch.accelerator.current_accelerator()
         devices = () if accelerator is None else getattr(torch.get_device_module(accelerator), "default_generators", ())
         self.outer = [(generator, generator.get_state()) for generator in (torch.default_generator, *devices)]
         for generator, _ in self.outer:
             generator.manual_seed(self.seed)
+
+    def share(self) -> None:
+        """From here on all ranks hold the whole batch, and draw the same masks."""
+        if self.outer and self.seed != self.shared:
+            self.seed = self.shared
+            for generator, _ in self.outer:
+                generator.manual_seed(self.seed)
 
     def end(self) -> None:
         for generator, state in self.outer:
@@ -47,26 +53,11 @@ class DropoutStreams(Part):
         self.outer = []
 
 
-def check_shared_dropout(model: nn.Module) -> None:
+def check_shared_dropout(rates: Iterable[tuple[str, float]]) -> None:
     """Raises for dropout that must be the same for the whole sequence, which masks of each rank's own are not."""
-    refused = sorted({f"{name}={rate}" for name, rate in random_rates(model) if name in _SHARED})
+    refused = sorted({f"{name}={rate}" for name, rate in rates if name in _SHARED})
     if refused:
         raise UnsupportedModelError(
             f"The model trains with {', '.join(refused)}, which drops layers or weights for a whole sequence, and its "
             "shards would disagree. Set it to 0.0 (in peft's OFTConfig module_dropout, in BOFTConfig boft_dropout)."
         )
-
-
-def random_rates(model: nn.Module, outside: Collection[int] = ()) -> Iterator[tuple[str, float]]:
-    """Names and values of all rates above 0 by which training is random: `p` of dropout layers, and attributes.
-
-    Args:
-        model (`torch.nn.Module`): The model.
-        outside (collection of `int`): Ids of modules that do not count.
-    """
-    for module in model.modules():
-        for name, value in vars(module).items() if module.training and id(module) not in outside else ():
-            name = type(module).__name__.lower() if name == "p" else name
-            if "drop" in name or "jitter" in name:
-                rates = value.values() if isinstance(value, dict) else (value,)
-                yield from ((name, rate) for rate in rates if isinstance(rate, float) and rate > 0)

@@ -11,7 +11,7 @@ from ...ranks.layout import SequenceLayout
 from ..batches.cutting import kept_tokens
 from ..callers import askers_for_logits, readers_of_logits, trainer_under_way
 from ..forward_pass import ForwardPass
-from ..lazy_head import LazyHead, is_hooked, is_watched, lazy_head
+from ..lazy_head import LazyHead, is_hooked, is_partitioned, is_watched, lazy_head
 from .base import Part
 from .loss import Loss
 from .shared_beginnings import SharedBeginnings
@@ -20,6 +20,7 @@ from .tokens import Tokens
 
 logger = logging.getLogger(__name__)
 
+Fate = Literal["keep", "gather", "defer", "drop"]
 KeptRows = tuple[tuple[int, ...], ...]  # for each rank, where the rows that it kept stand in the gathered logits
 
 LOGITS_LIMIT_GIB = 4.0  # of logits gathered over the ranks
@@ -27,21 +28,25 @@ _SMALLER = "lower per_device_train_batch_size or per_device_eval_batch_size, or 
 
 
 class Head(Part):
-    """Decides what becomes of the logits: `"keep"` as they are, `"gather"` over the ranks, or `"drop"`. The head whose
-    logits are dropped is put off, see [`LazyHead`]: the loss asks it for the scores of some tokens at a time."""
+    """Decides what becomes of the logits: `"keep"` as they are, `"gather"` over the ranks, `"defer"` until something
+    follows from them (see [`DeferredLogits`]), or `"drop"`. The head whose logits are deferred or dropped is put off,
+    see [`LazyHead`]: a loss asks it for the scores of some tokens at a time."""
 
     needs = (SharedBeginnings, Tokens, Loss)
 
     def __init__(self, token_losses: TokenLosses) -> None:
         self.token_losses = token_losses
         self.lazy: LazyHead | None = None
-        self.logits: Literal["keep", "gather", "drop"] = "keep"
+        self.logits: Fate = "keep"
+        self.too_large = ""  # why logits are not gathered
         self.asked = False  # whether there are `logits_to_keep`
         self.kept: KeptRows | None = None  # of these
         self.rows: torch.Tensor | None = None  # this rank's rows of them
         self.by_model = True  # whether the model chooses them
 
     def prepare(self, run: ForwardPass) -> None:
+        if run.task.reads:
+            return
         keep = run.batch.given.get("logits_to_keep", 0)
         asked = self.asked = isinstance(keep, torch.Tensor) or bool(keep)
         cached = run.batch.given.get("past_key_values") is not None  # a number would have Gemma 4 slice its mask
@@ -51,17 +56,19 @@ class Head(Part):
             if self.by_model:
                 run.batch.inputs["logits_to_keep"] = self.rows
         self.logits = self._fate(run)
-        head = run.model.get_output_embeddings() if self.logits == "drop" else None
+        head = run.model.get_output_embeddings() if self.logits in ("defer", "drop") else None
         run.agreement.add("hooks on the head", head is not None and [is_hooked(head), is_watched(head)])
         run.agreement.facts |= {"logits to keep": self.kept, "logits": self.logits}
 
     def begin(self, run: ForwardPass) -> None:
+        if run.task.reads:
+            return
         if run.sharing and not run.model.training:  # groups with other lengths gather the head at another time
             drops = run.largest([self.logits == "drop"])[0] > 0
             self.logits = "drop" if drops and self.logits == "gather" else self.logits
         self.lazy = lazy_head(run.model, self.lazy)
         if self.lazy is not None:
-            self.lazy.under_way = self.logits == "drop" and not run.batch.inputs.get("fused_lm_head")
+            self.lazy.under_way = self.logits in ("defer", "drop") and not run.batch.inputs.get("fused_lm_head")
 
     def end(self) -> None:
         self.kept = self.rows = None
@@ -74,10 +81,10 @@ class Head(Part):
             if isinstance(forward, LazyHead):
                 forward.remove()
 
-    def _fate(self, run: ForwardPass) -> Literal["keep", "gather", "drop"]:
+    def _fate(self, run: ForwardPass) -> Fate:
         """What becomes of the logits."""
         labels, layout = run.batch.inputs.get("labels") is not None, run.batch.layout
-        if self.token_losses.wanted:
+        if self.token_losses.asked is not None:
             return "drop"
         if self.kept is not None and (labels or run.batch.sharded):
             raise BatchError(
@@ -99,10 +106,14 @@ class Head(Part):
         gib = values * run.model.dtype.itemsize / 2**30
         if gib <= LOGITS_LIMIT_GIB:
             return "gather"
-        sentence = (
+        sentence = self.too_large = (
             f"The logits of {tokens:,} tokens take {gib:.1f} GiB on every rank, and up to "
             f"{LOGITS_LIMIT_GIB:g} GiB are gathered"
         )
+        output = run.model.get_output_embeddings()
+        learns = run.model.training and torch.is_grad_enabled() and self.kept is None
+        if not labels and learns and output is not None and not is_partitioned(output):
+            return "defer"
         if not labels:
             raise BatchError(f"{sentence}. {_way_out(run.model.training)}")
         _check_unread(f"are not gathered. {sentence}")

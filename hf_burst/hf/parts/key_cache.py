@@ -7,6 +7,7 @@ import torch
 
 from ...errors import BatchError, RankMismatchError
 from ...ranks.collectives import gather_stacked
+from ...ranks.group import ContextGroup
 from ..batches.documents import TOKEN_KEYS, batch_shape, tokens_of
 from ..batches.sharded import checksum
 from ..context import CachedPass
@@ -57,10 +58,10 @@ class KeyCache(Part):
 
 
 def once(cache: ShardedCache, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch with each prompt once.
+    """A batch with each prompt once, of copies that follow each other, as `generate` makes them.
 
     Raises:
-        BatchError: If copies differ, or a tensor is not known to have a row for each.
+        BatchError: If copies are missing, or a tensor is not known to have a row for each.
     """
     rows, copies = batch_shape(batch)[0], cache.copies
     if copies == 1:
@@ -84,7 +85,7 @@ def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> CachedPass:
 
     Raises:
         BatchError: If they do not fit the cache.
-        RankMismatchError: If ranks have chosen different tokens; on all of them.
+        RankMismatchError: If ranks were given different tokens, unless `generate` has compared them; on all of them.
     """
     rows, new = batch_shape(batch)
     keep = batch.get("logits_to_keep", 0)
@@ -93,15 +94,29 @@ def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> CachedPass:
     shown = batch.get("attention_mask")
     if shown is not None and (not isinstance(shown, torch.Tensor) or shown.ndim != 2):
         raise BatchError("attention_mask must be of shape (batch, tokens) over ranks.")
-    group = cache.tokens.group
-    if group.size > 1:
-        own = checksum({name: batch[name] for name in TOKEN_KEYS if batch.get(name) is not None})
-        assert own is not None, "there are tokens"
-        with group.messages():
-            every = gather_stacked(own[None], group)
-        if bool((every != every[0]).any()):  # generate waits for the device after each token, too
-            raise RankMismatchError(
-                "The ranks have chosen different tokens. They have the same scores and random numbers, so a logits "
-                "processor, or a loop of your own, differs between them: have it depend on nothing but its arguments."
-            )
+    if not cache.compares:
+        same_tokens(cache.tokens.group, batch)
     return CachedPass(cache, cache.begin_step(rows, new, shown))
+
+
+def same_tokens(group: ContextGroup, batch: Mapping[str, Any], failed: bool = False) -> bool:
+    """Compares the new tokens of all ranks, unless one of them has failed. Returns whether none has.
+
+    Raises:
+        RankMismatchError: If they differ; on all ranks.
+    """
+    if group.size == 1:
+        return not failed
+    own = checksum({name: batch[name] for name in TOKEN_KEYS if batch.get(name) is not None})
+    assert own is not None, "there are tokens"
+    with group.messages():
+        every = gather_stacked(torch.stack([own, torch.full_like(own, int(failed))]), group)
+    sums, failures = zip(*every.tolist(), strict=True)  # generate waits for the device after each token, too
+    if any(failures):
+        return False
+    if len(set(sums)) > 1:
+        raise RankMismatchError(
+            "The ranks have chosen different tokens. They have the same scores and random numbers, so a logits "
+            "processor, or a loop of your own, differs between them: have it depend on nothing but its arguments."
+        )
+    return True

@@ -10,13 +10,15 @@ from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX, rows_by_weight
 from ...ranks.collectives import group_loss
 from ...ranks.group import ContextGroup
+from ..callers import multiplies_losses
 from ..context import CALL_KEY
 from ..forward_pass import ForwardPass
 from ..groups import resolve_group
 from ..lazy_head import LazyLogits, loss_sum
 from ..models.bypassed import forward_name
 from ..models.cut_point import language_model_of
-from ..models.task import calls_loss_function, computes_loss
+from ..models.task import calls_loss_function, computes_loss, task_of
+from ..sharded_cache import ShardedCache
 from .base import Part
 from .experts import RouterLogits, balance_share
 from .shared_beginnings import SharedBeginnings
@@ -38,7 +40,7 @@ class Loss(Part):
     needs = (SharedBeginnings, Tokens, RouterLogits)
 
     def __init__(self, model: PreTrainedModel, group: ContextGroup | None) -> None:
-        self.group = group
+        self.group, self.reads = group, task_of(model).reads
         computes = self.computes(model)
         self.plain = computes.loss_function
         self.was_set = "_loss_function" in vars(computes)  # instead of following from the class
@@ -57,10 +59,11 @@ class Loss(Part):
         return computes_loss(model, language_model_of(model))
 
     def install(self, model: PreTrainedModel) -> None:
-        self.computes(model).loss_function = self.compute
+        if not self.reads:
+            self.computes(model).loss_function = self.compute
 
     def prepare(self, run: ForwardPass) -> None:
-        if self.computes(run.model).loss_function != self.compute:
+        if not self.reads and self.computes(run.model).loss_function != self.compute:
             raise ConfigError(
                 "The loss function of the model was changed after it was patched, so its loss would be wrong. Call "
                 "hf_burst.unpatch_model(model) first, then change it."
@@ -92,7 +95,8 @@ class Loss(Part):
         self.weights = None if run.scored is None else rows_by_weight(run.scored, run.device)
         self.targets = None if run.task.loss_in_model else targets
         whole = run.group.size == 1 and run.batch.joined is None
-        run.batch.inputs |= run.task.overrides(use_cache=whole and not run.model.training)
+        cached = isinstance(run.batch.given.get("past_key_values"), ShardedCache)  # or some return none
+        run.batch.inputs |= run.task.overrides(use_cache=cached or (whole and not run.model.training))
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if "log_probs" in outputs:  # TRL's output for `fused_lm_head=True`, whose trainers look at no other rank
@@ -105,6 +109,9 @@ class Loss(Part):
                 factor = run.model.config.get_text_config().router_aux_loss_coef * balance_share(run)
                 loss = loss + factor * outputs["aux_loss"]
             outputs["loss"] = loss
+        elif self.reads:
+            if outputs.get("loss") is not None and self.items is not None and multiplies_losses():
+                outputs["loss"] = outputs["loss"] / run.group.size  # all ranks hold that of the whole batch
         elif run.targets is not None and run.task.loss_in_model and not self.computed:
             if outputs.get("loss") is not None:
                 raise ConfigError(_PAST_US.format(self.forward))
@@ -116,6 +123,8 @@ class Loss(Part):
 
     def remove(self, model: PreTrainedModel) -> None:
         computes = self.computes(model)
+        if self.reads:
+            return
         if self.was_set:
             computes.loss_function = self.plain
         else:

@@ -2,15 +2,20 @@
 
 from typing import Any
 
+import torch
+
 from ...ranks.collectives import gather_kept, gather_tokens
 from ..batches.joining import Joined
 from ..forward_pass import ForwardPass
+from ..lazy_head import logits_of_some
 from .base import Part
+from .deferred_logits import DeferredLogits
 from .head import Head
 from .key_cache import KeyCache
 from .loss import Loss
 from .shared_beginnings import SharedBeginnings
-from .token_losses import TokenLosses
+from .states import States, whole
+from .token_losses import TokenLosses, check_head_again
 
 # one value a token, in TRL's output for `fused_lm_head=True`, which holds no logits
 _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
@@ -19,7 +24,8 @@ _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_
 class Outputs(Part):
     """Gathers outputs in sequence order. Those of a batch that arrived sharded stay sharded."""
 
-    needs = (SharedBeginnings, Loss, TokenLosses)  # the latter two read logits before they are gathered or dropped
+    # the latter three read logits before they are gathered or dropped, or put states off
+    needs = (SharedBeginnings, Loss, TokenLosses, States)
 
     def __init__(self, head: Head, key_cache: KeyCache) -> None:
         self.head, self.key_cache = head, key_cache
@@ -28,10 +34,21 @@ class Outputs(Part):
         run.agreement.add("hidden states", bool(run.batch.given.get("output_hidden_states")))
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
-        layout, group, head = run.batch.layout, run.group, self.head
+        layout, group = run.batch.layout, run.group
         if "log_probs" in outputs:
             _gather_fused(run, outputs)
             return
+        if run.task.reads:
+            outputs |= {name: whole(value) for name, value in outputs.items()}
+        else:
+            self._decide_logits(run, outputs)
+        if "hidden_states" in outputs and not run.batch.sharded and group.size > 1:
+            outputs["hidden_states"] = tuple(gather_tokens(state, layout, group) for state in outputs["hidden_states"])
+        if run.batch.joined is not None:
+            _restore(run.batch.joined, outputs, self.head.asked, alone=group.size == 1)
+
+    def _decide_logits(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+        layout, group, head = run.batch.layout, run.group, self.head
         logits = outputs.pop("logits", None)
         # Gemma 4 leaves out no rows where its own input_ids are longer than what it computed
         if head.rows is not None and (not head.by_model or logits.shape[1] != len(head.rows)):
@@ -42,12 +59,20 @@ class Outputs(Part):
             outputs["logits"] = gather_tokens(logits, layout, group)
         elif head.logits == "keep":
             outputs["logits"] = logits
-        if "logits" in outputs:
+        elif head.logits == "defer":
+            outputs["logits"] = _deferred(run, logits, head.too_large)
+        if "logits" in outputs and head.logits != "defer":
             outputs["logits"] = self.key_cache.repeated(outputs["logits"])
-        if "hidden_states" in outputs and not run.batch.sharded and group.size > 1:
-            outputs["hidden_states"] = tuple(gather_tokens(state, layout, group) for state in outputs["hidden_states"])
-        if run.batch.joined is not None:
-            _restore(run.batch.joined, outputs, head.asked, alone=group.size == 1)
+
+
+def _deferred(run: ForwardPass, logits: Any, about: str) -> DeferredLogits:
+    check_head_again(run.model.get_output_embeddings())
+    layout, joined = run.batch.layout, run.batch.joined
+    shape = (layout.batch_size, layout.length - layout.padding) if joined is None else tuple(joined.places.shape)
+    places = torch.arange(shape[0] * shape[1], device="cpu").view(shape)
+    vocabulary = run.model.config.get_text_config().vocab_size
+    anchor = logits_of_some(logits, slice(0, 1))
+    return DeferredLogits(logits, layout, run.group, joined, places, vocabulary, about, anchor)
 
 
 def _restore(joined: Joined, outputs: dict[str, Any], chosen: bool, alone: bool) -> None:
@@ -56,7 +81,8 @@ def _restore(joined: Joined, outputs: dict[str, Any], chosen: bool, alone: bool)
     rows = len(joined.places)
     if "logits" in outputs:
         logits = outputs["logits"]
-        outputs["logits"] = logits.unflatten(1, (rows, -1))[0] if chosen else joined.restored(logits)
+        if not isinstance(logits, DeferredLogits):
+            outputs["logits"] = logits.unflatten(1, (rows, -1))[0] if chosen else joined.restored(logits)
     if "hidden_states" in outputs:
         outputs["hidden_states"] = tuple(map(joined.restored, outputs["hidden_states"]))
     layers = outputs.pop("router_logits", None)

@@ -16,7 +16,6 @@ from ..batches.sharded import is_sharded, sum_of_bits
 from ..forward_pass import ForwardPass
 from ..models.cut_point import CutPoint, needs_positions, sees_blocks
 from .base import Part
-from .dropout import random_rates
 from .recurrence import NO_FORKS, Recurrence
 from .request import Request
 
@@ -34,7 +33,6 @@ class SharedBeginnings(Part):
         cut_point ([`CutPoint`]): Where its tokens are cut.
         recurrence ([`Recurrence`]): Knows its recurrent layers.
         positions (`Callable`): The position ids that the model makes for a batch, if not those from 0.
-        labels (`Callable`): Labels that are scored apart from those of the batch, if any.
     """
 
     needs = (Request,)
@@ -45,10 +43,8 @@ class SharedBeginnings(Part):
         cut_point: CutPoint,
         recurrence: Recurrence,
         positions: Callable[[Mapping[str, Any]], torch.Tensor | None],
-        labels: Callable[[], torch.Tensor | None],
     ) -> None:
-        self.cut_point, self.recurrence = cut_point, recurrence
-        self.positions, self.labels = positions, labels
+        self.cut_point, self.recurrence, self.positions = cut_point, recurrence, positions
         self.sees_blocks = sees_blocks(model)
         self.told: set[str] = set()  # what the log says once
 
@@ -56,16 +52,18 @@ class SharedBeginnings(Part):
         given, asked = run.batch.given, run.config.share_prefixes
         if asked is False or is_sharded(given) or not run.task.causal or "input_ids" not in given:
             return
+        if run.task.reads:  # what is returned is of all texts
+            return
         if given.get("inputs_embeds") is not None or given["input_ids"] is None:
             return
-        labels = given.get("labels") if self.labels() is None else self.labels()
+        labels = given.get("labels")
         if not fit(given, labels) or not _joinable(run, labels is not None):
             return  # other parts say what is wrong
         obstacle = self._obstacle(run)
         if obstacle in self.told:
             return
         least = _LEAST if asked == "auto" else 1
-        joined = join_texts({**given, "labels": labels}, self.positions(given), least)
+        joined = join_texts(given, self.positions(given), least)
         if joined is None or (asked == "auto" and joined.tokens > (1 - _SAVED) * joined.given_tokens):
             return
         if obstacle:
@@ -94,7 +92,7 @@ class SharedBeginnings(Part):
             return "images and sound are not the same for every row"
         if run.config.share_prefixes == "auto" and run.compiled:
             return "every batch would be compiled anew"
-        rates = random_rates(run.model) if run.config.share_prefixes == "auto" else iter(())
+        rates = run.random_rates if run.config.share_prefixes == "auto" else []
         name = next((name for name, _ in rates), None)
         return "" if name is None else f"{name} would draw once for all of them (share_prefixes=True allows it)"
 

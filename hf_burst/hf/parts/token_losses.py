@@ -1,58 +1,149 @@
-"""The loss of every single token of a batch, for evaluation: the logits of a long sequence are never in memory."""
+"""A number for every token of a batch in the place of its logits: those of a long sequence are never in memory."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
-from ...errors import BatchError
-from ...layers.loss import IGNORE_INDEX
+from ...errors import BatchError, UnsupportedModelError
 from ...ranks.collectives import gather_tokens
-from ..batches.documents import batch_shape
-from ..batches.sharded import checksum, is_sharded
+from ...ranks.layout import SequenceLayout
+from ..batches.joining import Joined
+from ..batches.sharded import sum_of_bits
 from ..forward_pass import ForwardPass
-from ..lazy_head import token_losses_of
+from ..lazy_head import LazyLogits, is_partitioned
 from .base import Part
 from .shared_beginnings import SharedBeginnings
-from .tokens import check_ranges
+from .tokens import Tokens
+
+_AGAIN = "{}, and losses of tokens need it once more in the backward pass. {}."
+_TAIL = "Wrap it together with the last norm, with reshard_after_forward=False, or leave it to the whole model"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of a model for this rank's tokens, and where these lie in the batch.
+
+    Args:
+        logits (`torch.Tensor` or [`LazyLogits`] of shape `(batch, n, vocabulary)`): The scores.
+        layout ([`SequenceLayout`]): How the batch is cut.
+        joined ([`Joined`], *optional*): The texts that were joined, if any begin alike.
+    """
+
+    logits: Tensor | LazyLogits
+    layout: SequenceLayout
+    joined: Joined | None
+
+    def fit(self, run: ForwardPass) -> bool:
+        """Whether the tokens of a pass lie as these do."""
+        own, other = self.joined, run.batch.joined
+        if own is None or other is None:
+            return own is other and self.layout == run.batch.layout
+        return self.layout == run.batch.layout and torch.equal(own.places, other.places)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a pass is asked for in the place of logits.
+
+    Args:
+        answer (`Callable`): From the scores and targets of this rank's tokens to a number each, `(batch, n)`.
+        facts (`dict`): For the ranks to agree on.
+        weights (`torch.Tensor` of shape `(batch, tokens)`, *optional*): What the answers are multiplied with.
+        teacher ([`Scores`], *optional*): Those of another model, whose tokens must lie as those of the pass.
+    """
+
+    answer: Callable[[Scores, Tensor], Tensor]
+    facts: dict[str, Any]
+    weights: Tensor | None = None
+    teacher: Scores | None = None
+
+
+def check_weights(weights: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raises for weights that do not fit the labels of a whole batch."""
+    if weights is None:
+        return
+    if tuple(weights.shape) != shape or not weights.is_floating_point():
+        raise BatchError(
+            f"The weights are {weights.dtype} of shape {tuple(weights.shape)}; for this batch they must be "
+            f"floating point numbers of shape {shape}, one for every label of the whole batch."
+        )
+    if not bool(weights.isfinite().all()):
+        raise BatchError("The weights of tokens hold numbers that are not finite.")
+
+
+def is_sharded_head(head: nn.Module | None) -> bool:
+    """Whether FSDP2 shards a head."""
+    return head is not None and any(isinstance(weight, DTensor) for weight in head.parameters())
+
+
+def check_head_again(head: nn.Module | None) -> None:
+    """Raises behind a pass whose backward pass would not find the whole head any more."""
+    if torch.is_grad_enabled() and is_sharded_head(head):
+        raise UnsupportedModelError(_AGAIN.format("FSDP2 has sharded the head again after its pass", _TAIL))
 
 
 class TokenLosses(Part):
-    """Scores each token where [`hf_burst.token_losses`] asks for it, in place of the logits."""
+    """Answers a [`Question`] of [`hf_burst.token_losses`] about each token, in the place of the logits."""
 
-    needs = (SharedBeginnings,)
+    needs = (SharedBeginnings, Tokens)
 
     def __init__(self) -> None:
-        self.wanted = False
-        self.labels: Tensor | None = None
-        self.losses: Tensor | None = None
-
-    def wanted_labels(self) -> Tensor | None:
-        """The labels whose losses are asked for."""
-        return self.labels if self.wanted else None
+        self.asked: Question | None = None
+        self.targets: Tensor | None = None  # of this rank's tokens
 
     def prepare(self, run: ForwardPass) -> None:
-        if not self.wanted:
+        if self.asked is None:
             return
-        if is_sharded(run.batch.given) or run.batch.given.get("logits_to_keep"):
+        layout, joined = run.batch.layout, run.batch.joined
+        if run.batch.given.get("logits_to_keep"):
+            raise BatchError("token_losses and token_divergences score all tokens. Leave logits_to_keep out.")
+        if run.targets is None:
             raise BatchError(
-                "token_losses takes full batches (no shard_batch, no BurstCollator) without logits_to_keep."
+                "The labels are missing; token_losses and token_divergences need labels of the shape of input_ids, in "
+                "which -100 is not predicted."
             )
-        joined = run.batch.joined
-        shape = batch_shape(run.batch.given) if joined is None else tuple(joined.places.shape)
-        if self.labels is None or tuple(self.labels.shape) != shape:
-            shown = "missing" if self.labels is None else f"of shape {tuple(self.labels.shape)}"
-            raise BatchError(f"The labels are {shown}; token_losses needs labels of shape {shape}, as input_ids.")
-        check_ranges({"labels": self.labels}, run.model.config.get_text_config().vocab_size, None, None)
-        labels = checksum({"labels": self.labels}, ())
-        run.agreement.add("token losses", True)
-        run.agreement.add("labels of tokens (checksum)", None if labels is None else int(labels))
+        if joined is None and layout.parents:
+            raise BatchError(
+                "The texts of the batch were joined when it was sharded, so that their tokens stand for several. Leave "
+                "share_prefixes=True out of the config of BurstCollator, or give full batches."
+            )
+        whole = (layout.batch_size, layout.length - layout.padding)
+        check_weights(self.asked.weights, whole if joined is None else tuple(joined.places.shape))
+        if self.asked.teacher is not None and not self.asked.teacher.fit(run):
+            raise BatchError(
+                "The layers of the teacher see otherwise far than those of the model, or share other beginnings, so "
+                "each would cut the batch in its own way. Give both the same shards: batches of hf_burst.shard_batch "
+                "or BurstCollator."
+            )
+        head = run.model.get_output_embeddings()
+        if torch.is_grad_enabled() and head is not None and is_partitioned(head):
+            raise UnsupportedModelError(_AGAIN.format("ZeRO-3 shards the head", "Use ZeRO-2"))
+        weights = self.asked.weights
+        run.agreement.facts |= self.asked.facts
+        run.agreement.add(
+            "weights of tokens (checksum)", None if weights is None else sum_of_bits(weights.to(run.device))
+        )
+        self.targets = run.targets
+        for key in ("labels", "shift_labels"):  # the model is to compute no loss of its own
+            run.batch.inputs.pop(key, None)
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
-        if not self.wanted or self.labels is None:
+        if self.asked is None or self.targets is None:
             return
-        joined = run.batch.joined
-        labels = self.labels if joined is None else joined.batch["labels"]
-        targets = run.task.targets_of(labels)[run.task.targets]
-        own = run.batch.layout.shard(targets, run.group.rank, pad_value=IGNORE_INDEX)
-        losses = gather_tokens(token_losses_of(outputs["logits"], own), run.batch.layout, run.group)
-        self.losses = losses if joined is None else joined.restored_scores(losses)
+        check_head_again(run.model.get_output_embeddings())
+        layout, joined, weights = run.batch.layout, run.batch.joined, self.asked.weights
+        own = self.asked.answer(Scores(outputs["logits"], layout, joined), self.targets)
+        values = gather_tokens(own, layout, run.group)
+        if joined is not None:
+            values = joined.restored_scores(values)
+        if run.task.causal:
+            values = functional.pad(values, (1, 0))[:, :-1]
+        outputs["loss"] = values if weights is None else values * weights.to(values)
+
+    def end(self) -> None:
+        self.targets = None

@@ -21,7 +21,7 @@ from ..batches.modalities import SAME_MODALITIES, check_modalities, values_besid
 from ..batches.sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard, sum_of_bits
 from ..context import CALL_KEY, ForwardCall, change_call
 from ..forward_pass import ForwardPass
-from ..models.cut_point import CutPoint
+from ..models.cut_point import CutPoint, modalities_of
 from ..models.support import layer_patterns
 from .base import Handles, Part
 from .memory import MemoryRule
@@ -129,7 +129,8 @@ class Tokens(Part):
         else:
             self._cut(run)
         vocabulary = run.model.config.get_text_config().vocab_size
-        check_ranges(run.batch.inputs, vocabulary, self.segments, self.learned.limits)
+        labels = {"labels": None} if run.task.reads else {}  # which are of another kind
+        check_ranges(run.batch.inputs | labels, vocabulary, self.segments, self.learned.limits)
         layout = run.batch.layout
         documents, chunks = layout.documents, layout.owners + layout.boundaries
         self.way = self.recurrence.way(run)
@@ -210,7 +211,7 @@ class Tokens(Part):
         joined = run.batch.joined
         row, parents = (run.batch.given, ()) if joined is None else (joined.batch, (joined.parents,))
         run.batch.layout = layout_of(row, run.config, ranks, run.task, patterns, hybrid, parents)
-        if self.cut_point.path:
+        if self.cut_point.path and modalities_of(run.model.config):
             held = check_modalities(run.batch.given, type(run.model), self.text_type)
             types = run.batch.given.get("token_type_ids")
             if self.text_type and types is not None:
@@ -222,7 +223,7 @@ class Tokens(Part):
         if content is not None:
             kinds = run.batch.given.get("mm_token_type_ids")
             others = [*values_besides_text(run.batch.given), *([] if kinds is None else [kinds])]
-            for values in others if self.cut_point.path else ():
+            for values in others if self.cut_point.path or run.task.reads else ():
                 content = content * 3 + sum_of_bits(values).to(content.device)
             run.agreement.add(CONTENT, content)
         self.positions = self.learned.make(run.batch.given)

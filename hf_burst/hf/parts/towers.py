@@ -16,10 +16,9 @@ from ...errors import BatchError, UnsupportedModelError
 from ...ranks.collectives import all_gather
 from ...ranks.group import ContextGroup
 from ..context import current
-from ..forward_pass import ForwardPass
+from ..forward_pass import ForwardPass, random_rates
 from ..models.cut_point import frames_apart, images_dealt_by, served_modalities, sound_dealt_by
 from .base import ForwardOverride, Part
-from .dropout import random_rates
 from .shared_beginnings import SharedBeginnings
 
 _PIXELS = ("pixel_values", "pixel_values_videos", "high_res_pixel_values")

@@ -25,6 +25,7 @@ from ...errors import BatchError, ConfigError
 from ...ranks.group import CP_DIM, ContextGroup
 from ...ranks.host import host_id, misplaced
 from ..groups import PATCH, check_processes
+from .generating import GroupTraining, generating_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +187,8 @@ class _Shared:
             members = accelerator.torch_device_mesh[CP_DIM].get_group()  # of dimensions, data loaders know this alone
             mesh = DeviceMesh.from_group(members, accelerator.device.type, mesh_dim_names=("tp",))
             accelerator.state.ds_device_mesh = mesh
+        trainer = generating_trainer()
+        self.generating = trainer and GroupTraining(trainer, accelerator, size)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         for item in args:
@@ -195,11 +198,15 @@ class _Shared:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
+        if self.generating is not None and getattr(self.generating.trainer, "ref_model", None) is model:
+            self.generating.patch_reference(model)
         _check_patched(model, self.size, evaluation_mode)
         return Accelerator.prepare_model(self.accelerator, model, device_placement, evaluation_mode)
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
-        _check_data_loader(data_loader, self.accelerator.dispatch_batches)
+        _check_data_loader(data_loader, self.accelerator.dispatch_batches, self.generating is not None)
+        if self.generating is not None:
+            self.generating.begin()
         self.accelerator.dataloader_config.dispatch_batches = False  # None would dispatch an IterableDataset
         seeded = data_loader.worker_init_fn
         if isinstance(seeded, partial) and seeded.func is seed_worker:  # workers of a group draw the same
@@ -300,7 +307,7 @@ def _check_patched(item: Any, size: int, evaluates: bool = False) -> None:
                 f"{type(module).__name__} is not patched, so each of the {size} ranks that share a sequence would hold "
                 "all of it. Call hf_burst.patch_model(model) before the model is prepared; DPOTrainer and KTOTrainer "
                 "load a reference model of their own, so load it yourself, patch it too and pass it as ref_model. A "
-                "class that patch_model refuses, such as RewardTrainer's, trains without BurstParallelismConfig."
+                "class that patch_model refuses trains without BurstParallelismConfig."
             )
 
 
@@ -325,8 +332,9 @@ def _check_deepspeed(config: dict[str, Any]) -> None:
             )
 
 
-def _check_data_loader(data_loader: DataLoader, dispatch: bool | None) -> None:
-    """Raises for loaders whose batches cannot be the same on all ranks of a group."""
+def _check_data_loader(data_loader: DataLoader, dispatch: bool | None, generates: bool) -> None:
+    """Raises for loaders whose batches cannot be the same on all ranks of a group. Only a trainer that `generates` as
+    one process a group may be given prompts."""
     if dispatch:
         raise ConfigError(
             "dispatch_batches=True hands every rank a part of each batch, and the ranks that share a sequence need the "
@@ -334,9 +342,9 @@ def _check_data_loader(data_loader: DataLoader, dispatch: bool | None) -> None:
         )
     collator = getattr(data_loader.collate_fn, "data_collator", data_loader.collate_fn)
     online = getattr(collator, "__module__", "").startswith("trl.") and getattr(collator, "__name__", "") == "identity"
-    if online or type(get_sampler(data_loader)).__name__ == "RepeatSampler":
+    if (online or type(get_sampler(data_loader)).__name__ == "RepeatSampler") and not generates:
         raise ConfigError(
-            "The trainer generates what it learns from (GRPO, RLOO, on-policy distillation), and the ranks that share "
-            "a sequence would generate different ones. Served are Trainer, SFTTrainer, DPOTrainer and KTOTrainer; use "
-            "this trainer without BurstParallelismConfig and patch_model."
+            "The trainer generates what it learns from, and the ranks that share a sequence would generate different "
+            "ones. Of such trainers GRPOTrainer and RLOOTrainer are served, and classes of your own that inherit from "
+            "them; use this one without BurstParallelismConfig and patch_model."
         )

@@ -198,7 +198,9 @@ class BurstCallback(TrainerCallback):
         mfu = f", MFU {logs['mfu']:.1%}" if "mfu" in logs else ""
         place = "GPU" if self.trainer.args.device.type == "cuda" else "process"
         speed = f"{logs['tokens_per_second_per_gpu']:,.0f} tokens/s a {place}{mfu}, {logs['peak_memory_gib']:.1f} GiB"
-        return f"step {state.global_step:,} of {state.max_steps:,}, {left} left, loss {logs['loss']:.4g}, {speed}"
+        reward = f", reward {logs['reward']:.4g}" if logs.get("reward") is not None else ""  # of trainers that generate
+        steps = f"step {state.global_step:,} of {state.max_steps:,}, {left} left"
+        return f"{steps}, loss {logs['loss']:.4g}{reward}, {speed}"
 
 
 def shared_by(size: int, processes: int) -> str:

@@ -1,0 +1,89 @@
+"""What ranks tell each other behind each token: whether it is the same, whether to stop, and what went wrong on one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from ...errors import LostRankError, RankMismatchError
+from ...ranks.group import ContextGroup
+from ..parts.key_cache import same_tokens
+from ..sharded_cache import ShardedCache
+
+
+class EachToken(StoppingCriteria):
+    """What criteria of the first rank say, on all ranks. An error of a streamer, a criterion or a logits processor on
+    one rank is raised on all, as none of them would wait for the others.
+
+    Args:
+        criteria (sequence of `StoppingCriteria`): Those of this rank.
+        group ([`ContextGroup`]): The ranks, several, which all make one.
+        device (`torch.device`): Where they communicate.
+    """
+
+    def __init__(self, criteria: Sequence[StoppingCriteria], group: ContextGroup, device: torch.device) -> None:
+        self.criteria, self.group, self.device = StoppingCriteriaList(criteria), group, device
+        self.error: Exception | None = None  # of this rank, which the others do not know of
+        self.length = 0
+        ends: Any = next((each for each in criteria if hasattr(each, "eos_token_id")), None)
+        self.stops, pads = group.gather((bool(criteria), ends is not None), device, "generate")[0]
+        if pads:  # rows that end, as generate looks for this name
+            self.eos_token_id = getattr(ends, "eos_token_id", None)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        done = torch.zeros(len(input_ids), dtype=torch.uint8, device=self.device)
+        if self.group.rank == 0 and self.stops and self.error is None:
+            try:
+                done.copy_(self.criteria(input_ids, scores, **kwargs))
+            except Exception as problem:
+                self.error = problem
+        self._compare(input_ids[:, self.length :])
+        self.length = input_ids.shape[1]
+        if self.stops:
+            with self.group.messages():
+                torch.distributed.broadcast(done, self.group.members[0], group=self.group.process_group)
+        return done.bool().to(input_ids.device)
+
+    def tell(self, problem: Exception, cache: ShardedCache) -> None:
+        """Tells the other ranks, which wait behind the next token, of an error between two passes."""
+        known = problem is self.error or isinstance(problem, RankMismatchError | LostRankError)
+        if cache.is_read and not cache.failed and not known:
+            self.error = problem
+            self._compare(torch.zeros(1, 0, dtype=torch.int64, device=self.device))
+
+    def end(self) -> None:
+        """After the last token, on all ranks."""
+        self.group.agree({}, self.error, self.device, doing="generate")
+
+    def _compare(self, tokens: Tensor) -> None:
+        if not same_tokens(self.group, {"input_ids": tokens.to(self.device)}, self.error is not None):
+            self.end()
+
+
+class NotedStreamer(BaseStreamer):
+    """A streamer whose errors wait until all ranks hear of them.
+
+    Args:
+        streamer (`BaseStreamer`): That of the first rank.
+        each ([`EachToken`]): Where they wait.
+    """
+
+    def __init__(self, streamer: BaseStreamer, each: EachToken) -> None:
+        self.streamer, self.each = streamer, each
+
+    def put(self, value: Tensor) -> None:
+        if self.each.error is None:
+            try:
+                self.streamer.put(value)
+            except Exception as problem:
+                self.each.error = problem
+
+    def end(self) -> None:
+        if self.each.error is None:
+            try:
+                self.streamer.end()
+            except Exception as problem:
+                self.each.error = problem

@@ -1,0 +1,251 @@
+"""Hidden states of a rank's tokens that stand for those of the whole batch, behind a decoder or encoder.
+
+What a head computes token by token is computed for this rank's tokens; whatever else it does meets what is gathered. So
+a classifier's own pooling and loss run on the whole batch, and a score of few labels a token is all that is sent.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+
+from ...errors import BatchError, UnsupportedModelError
+from ...layers.loss import IGNORE_INDEX
+from ...ranks.collectives import gather_kept, gather_tokens
+from ...ranks.group import ContextGroup
+from ...ranks.layout import SequenceLayout
+from ..forward_pass import ForwardPass
+from ..lazy_head import is_partitioned
+from ..models.cut_point import language_model_of
+from .base import Handles, Part
+from .dropout import DropoutStreams
+from .tokens import Tokens
+
+# functions of a token that give no token what another one holds, for tensors whose last dimension is not that of tokens
+_BY_TOKEN = {
+    *(functional.linear, functional.dropout, functional.layer_norm, functional.gelu, functional.relu, functional.silu),
+    *(functional.tanh, torch.relu, torch.tanh, torch.nn.functional.rms_norm),
+}
+_METHODS = ("to", "float", "contiguous", "clone")
+_EACH_TOKEN = "ForTokenClassification"  # in names of classes that judge each token
+_SPAN = "ForQuestionAnswering"  # of those that choose among all tokens
+
+
+@dataclass
+class ShardedStates:
+    """Values of this rank's tokens, `(batch, n, ...)`, in the place of those of all tokens, `(batch, tokens, ...)`."""
+
+    own: Tensor
+    layout: SequenceLayout
+    group: ContextGroup
+    share: Callable[[], None]  # is called before anything follows from the whole batch
+
+    __iter__ = None  # a tensor that is asked for it is gathered by name
+
+    @cached_property
+    def whole(self) -> Tensor:
+        self.share()
+        return gather_tokens(self.own, self.layout, self.group).contiguous()
+
+    @property
+    def shape(self) -> torch.Size:
+        rows, _, *width = self.own.shape
+        return torch.Size((rows, self.layout.length - self.layout.padding, *width))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.own.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.own.device
+
+    def then(self, own: Tensor) -> "ShardedStates":
+        return ShardedStates(own, self.layout, self.group, self.share)
+
+    def __getitem__(self, key: Any) -> Tensor:
+        if isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None) and type(key[1]) is int:
+            return self._token(range(self.shape[1])[key[1]])  # or an IndexError, as of a tensor
+        return self.whole[key]
+
+    def _token(self, token: int) -> Tensor:
+        """The values of one token of every row, `(batch, ...)`, which its owner sends."""
+        self.share()
+        tokens = [self.layout.indices(rank).tolist() for rank in range(self.group.size)]
+        kept = [(0,) if token in held else () for held in tokens]
+        held = tokens[self.group.rank]
+        own = self.own[:, held.index(token)][:, None] if token in held else self.own[:, :0]
+        return gather_kept(own, kept, self.group)[:, 0]
+
+    def __mul__(self, other: Any) -> Tensor:
+        return self.whole * other
+
+    __rmul__ = __mul__
+
+    def __add__(self, other: Any) -> Tensor:
+        return self.whole + other
+
+    __radd__ = __add__
+
+    def __truediv__(self, other: Any) -> Tensor:
+        return self.whole / other
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("own", "layout", "group", "share") or name.startswith("__"):
+            raise AttributeError(name)  # of a copy that is being made, or of what is no tensor
+        if name in _METHODS:
+            return lambda *args, **kwargs: self.then(getattr(self.own, name)(*args, **kwargs))
+        return getattr(self.whole, name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _BY_TOKEN and isinstance(args[0], cls):
+            return args[0].then(function(args[0].own, *args[1:], **kwargs))
+        leaves, form = pytree.tree_flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, cls))
+        tensors, options = pytree.tree_unflatten([whole(leaf) for leaf in leaves], form)
+        return function(*tensors, **options)
+
+
+# FSDP2 finds the tensors that a module returns this way, and learns from their gradients when the backward pass begins
+pytree.register_pytree_node(
+    ShardedStates,
+    lambda states: ([states.own], (states.layout, states.group, states.share)),
+    lambda children, context: ShardedStates(next(iter(children)), *context),
+)
+
+
+def _judges(model: PreTrainedModel) -> str:
+    """The names of a model's class and of those that it is made from, which say what its head judges."""
+    return " ".join(base.__name__ for base in type(model).__mro__)
+
+
+def whole(value: Any) -> Any:
+    """The values of the whole batch, if these are of one rank."""
+    return value.whole if isinstance(value, ShardedStates) else value
+
+
+class States(Part):
+    """For models without a language-model head: puts [`ShardedStates`] where the decoder or encoder returns its hidden
+    states, and before its pooler."""
+
+    needs = (Tokens,)
+
+    def __init__(self, model: PreTrainedModel, streams: DropoutStreams) -> None:
+        self.streams = streams
+        self.run: ForwardPass | None = None
+        self.pooled = False  # whether the pooler was given the whole batch in this pass
+
+    def look(self, model: PreTrainedModel) -> Handles:
+        reader = language_model_of(model)
+        pooler = getattr(reader, "pooler", None)
+        handles = []
+        if reader is not model:
+            handles.append(reader.register_forward_hook(self._returned))
+        if isinstance(pooler, nn.Module):
+            handles.append(pooler.register_forward_pre_hook(self._pooled))
+        return handles
+
+    def prepare(self, run: ForwardPass) -> None:
+        if not run.task.reads:
+            return
+        name, given, judges = type(run.model).__name__, run.batch.given, _judges(run.model)
+        layout, labels = run.batch.layout, given.get("labels")
+        real = layout.real or ((0, layout.length - layout.padding),) * layout.batch_size
+        packed = any(
+            start < cut < stop for (start, stop), cuts in zip(real, layout.documents, strict=True) for cut in cuts
+        )
+        pools = language_model_of(run.model) is not run.model and _EACH_TOKEN not in judges
+        if packed and pools:
+            raise BatchError(
+                f"The batch packs documents, and {name} judges a row as one. Give every document a row of its own "
+                "(packing=False, no DataCollatorWithFlattening)."
+            )
+        if run.batch.sharded:
+            raise BatchError(f"{name} needs the labels of whole rows. Give full batches (no BurstCollator).")
+        if run.group.size > 1 and is_partitioned(run.model):
+            raise UnsupportedModelError(
+                f"{name} has no language-model head, and such models are not served over DeepSpeed ZeRO-3, which "
+                "divides the weights of a head. Use FSDP2, DDP or ZeRO-2."
+            )
+        mask = given.get("attention_mask")
+        if layout.real and mask is not None:
+            self._check_padding(run, name, mask, labels)
+
+    def _check_padding(self, run: ForwardPass, name: str, mask: Tensor, labels: Any) -> None:
+        """Raises where a result follows from the states of padding, which sees other tokens than unpatched."""
+        judges = _judges(run.model)
+        if _SPAN in judges:
+            raise BatchError(
+                f"{name} chooses among all tokens, those of padding too, whose states differ from those of an "
+                "unpatched model. Give rows of one length, such as one row a batch, without padding."
+            )
+        if _EACH_TOKEN in judges:
+            counted = labels is not None and ((labels != IGNORE_INDEX) & (mask == 0)).any()
+            if counted:
+                raise BatchError(
+                    f"Tokens of padding that attention_mask hides have labels. Set them to {IGNORE_INDEX}."
+                )
+            return
+        config, ids = run.model.config.get_text_config(), run.batch.given.get("input_ids")
+        if run.task.causal and language_model_of(run.model) is not run.model:
+            pad, last = config.pad_token_id, torch.arange(mask.shape[1], device=mask.device)
+            seen = torch.ones_like(mask) if pad is None or ids is None else (ids != pad).to(mask)
+            judged = (last * seen).argmax(-1)
+            if not mask.gather(1, judged[:, None].to(mask.device)).all():
+                raise BatchError(
+                    f"{name} judges the last token that is not config.pad_token_id ({pad}), and attention_mask hides "
+                    "it. Pad with this token, or set config.pad_token_id to the token that pads."
+                )
+        elif not run.task.causal and getattr(config, "classifier_pooling", "cls") != "mean":
+            reads_first = (
+                language_model_of(run.model) is not run.model or getattr(run.model, "pooler", None) is not None
+            )
+            if reads_first and not mask[:, 0].all():
+                raise BatchError(f"{name} judges the first token of a row, which is padding. Pad on the right.")
+
+    def begin(self, run: ForwardPass) -> None:
+        self.run, self.pooled = run if run.task.reads else None, False
+
+    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+        if self.run is not None and language_model_of(run.model) is run.model:
+            self._check_pooled(run.model, outputs.get("pooler_output"))
+            outputs["last_hidden_state"] = self._standing_for_all(outputs["last_hidden_state"])
+
+    def end(self) -> None:
+        self.run = None
+
+    def _standing_for_all(self, states: Any) -> Any:
+        if self.run is None or not isinstance(states, Tensor):
+            return states
+        return ShardedStates(states, self.run.batch.layout, self.run.group, self.streams.share)
+
+    def _returned(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.run is None:
+            return output
+        if isinstance(output, tuple):
+            self._check_pooled(module, output[1] if getattr(module, "pooler", None) is not None else None)
+            return (self._standing_for_all(output[0]), *output[1:])
+        self._check_pooled(module, output.get("pooler_output"))
+        output["last_hidden_state"] = self._standing_for_all(output["last_hidden_state"])
+        return output
+
+    def _pooled(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        if self.run is None or not args or args[0].ndim != 3:
+            return None  # which is noticed, if anything comes of it
+        self.pooled = True
+        return (self._standing_for_all(args[0]), *args[1:])
+
+    def _check_pooled(self, module: nn.Module, pooled: Any) -> None:
+        """Raises for an output that follows from a token, or from all, and was not given those of the whole batch."""
+        if pooled is not None and not self.pooled:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} pools tokens by no module that is called with those of all ranks. It is not "
+                "served with its pooler: make it with add_pooling_layer=False, or take a class that judges tokens."
+            )

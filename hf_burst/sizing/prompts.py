@@ -1,0 +1,89 @@
+"""Memory of a GPU that shares a prompt: that of `hf_burst.remember` and `hf_burst.generate`, and the longest prompt."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..plan import MaskPattern
+from .gpus import Capacity
+from .memory import MemoryEstimate, gaps_of, outside_of_torch, whole_weights
+from .memory_rule import TILE, longest_that
+from .model import ModelSize, Training
+from .spread import Spread, spread_of
+
+
+def memory_of_prompt(model: ModelSize, training: Training, capacity: Capacity) -> MemoryEstimate:
+    """Predicts the most memory that a GPU takes while a prompt is read, when the last layer is: the keys of all layers
+    are there. Weights lie whole on every GPU, without gradients and optimizer.
+
+    Args:
+        model ([`ModelSize`]): What reads it.
+        training ([`Training`]): How it is trained: its `length` is that of the prompt, which `burst_size` GPUs share.
+            MLPs take it in tiles.
+        capacity ([`Capacity`]): On what.
+    """
+    how = replace(training, tiled_mlp=training.tiled_mlp or TILE, head_groups=1, documents=(), images=0, image_tokens=0)
+    spread = spread_of(model, how, capacity.ranks_per_host)
+    held = MemoryEstimate(
+        weights=whole_weights(model, how),
+        keys=sum(count * kept_tokens(pattern, how) * cached_bytes(model) for pattern, count in model.patterns),
+        exchange=_buffers(model, how, spread),
+    )
+    rows = _rows(model, how, spread, capacity.on_gpu)
+    most = max((replace(held, activations=bytes_, moment=moment) for moment, bytes_ in rows), key=lambda row: row.total)
+    if capacity.on_gpu:
+        most = replace(most, gaps=gaps_of(most.activations, how), outside=outside_of_torch(how.gpus))
+    return most
+
+
+def cached_bytes(model: ModelSize) -> int:
+    """Bytes of a token's keys and values in a layer, or of the latents that they are made of, in bf16."""
+    return 2 * (model.latent or 2 * model.keys)
+
+
+def kept_tokens(pattern: MaskPattern, training: Training) -> int:
+    """Tokens of a prompt whose keys a GPU keeps in a layer: its share, of which windows and chunks need the last."""
+    reach = [limit for limit in (pattern.window, pattern.attention_chunk_size) if limit is not None]
+    return min([training.tokens, *reach])
+
+
+def longest_prompt(model: ModelSize, training: Training, capacity: Capacity) -> int:
+    """Tokens of the longest prompt that fits, to 1,024 tokens a GPU; 0 if none does. Arguments as in
+    [`memory_of_prompt`]."""
+
+    def fits(length: int) -> bool:
+        longer = replace(training, length=length, documents=(), images=0, image_tokens=0)
+        return memory_of_prompt(model, longer, capacity).total <= capacity.gpu_memory
+
+    return longest_that(fits, training.burst_size)
+
+
+def _rows(model: ModelSize, how: Training, spread: Spread, on_gpu: bool) -> Iterator[tuple[str, float]]:
+    """Bytes of activations where a layer may have the most of them. Everywhere there are the embeddings, the input of
+    the layer, and the sum or norm of it that the next module is given."""
+    tokens, hidden, inputs = how.tokens, model.hidden, model.queries + 2 * model.keys
+    wide = 2 if how.wide_states else 1
+    held = 3 * wide * hidden + 2 * model.head_dim  # cosines and sines, too
+    if model.norms and not how.fused:  # in fp32: what is normed, and the result
+        yield "a norm", 2.0 * tokens * (held + 4 * hidden)
+        if model.norms > 2 * hidden:  # of queries, beside the others
+            yield "a norm of the queries", 2.0 * tokens * (held + 5 * model.queries)
+    if model.patterns:
+        # several parts of an output are merged in fp32
+        sums = 3 * model.queries if on_gpu and how.burst_size > spread.schedule.ulysses else 0
+        yield "attention", 2.0 * tokens * (held + inputs + model.queries + sums)
+    for size in model.recurrent:
+        yield "a recurrent layer", 2.0 * tokens * (held + size.elements)
+    inner = (2 if how.fused else 3) * model.inner + 2 * model.routed
+    whole = wide * hidden * (2 if how.in_tiles else 1)
+    yield "an MLP", 2.0 * (tokens * (held + whole) + min(tokens, how.tiled_mlp) * inner)
+
+
+def _buffers(model: ModelSize, how: Training, spread: Spread) -> float:
+    """Bytes of the buffers through which ranks exchange what an attention layer needs, see [`buffer_bytes`]: those of a
+    forward pass alone."""
+    ulysses, block, row = spread.schedule.ulysses, 2 * 2 * model.keys, 0
+    if ulysses > 1:  # two slices in turn of q, k and v, and what is found
+        row += 2 * min(2, spread.slices) * (2 * model.queries + block) + 2 * model.queries
+    if how.burst_size > ulysses:  # two blocks that come, and the one that peers read; between hosts two more
+        row += (3 if spread.hosts == 1 else 5) * block
+    return float(how.tokens * row / spread.slices) if model.patterns else 0.0

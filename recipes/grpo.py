@@ -1,0 +1,82 @@
+"""Trains a model by reinforcement on long prompts (GRPO): it answers each several times, and learns from rewards.
+
+Every sequence is sharded over the processes of a group, which is one worker to TRL's `GRPOTrainer`: it answers, and is
+rewarded, once. Settings come from YAML files, then from the command line: those of TRL's `GRPOConfig` and
+`ModelConfig`, and those of recipes/settings.py.
+
+Two CPU processes, a small Llama, prompts of your own:
+
+    ACCELERATE_USE_CPU=1 accelerate launch --config_file recipes/configs/accelerate_2_processes.yaml \
+        recipes/grpo.py --config recipes/configs/grpo_cpu.yaml --dataset questions.jsonl
+
+Four GPUs, Llama-3.1-8B-Instruct with LoRA:
+
+    accelerate launch --multi_gpu --num_processes 4 recipes/grpo.py --config recipes/configs/grpo_4gpu.yaml \
+        --dataset questions.jsonl --output_dir outputs/grpo
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import settings
+import training
+from settings import BurstSettings, DataSettings, ModelSettings
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+DEFAULTS = {
+    "output_dir": "outputs/grpo",
+    "learning_rate": 1e-6,
+    "num_generations": 8,
+    "per_device_train_batch_size": 8,  # the answers to a prompt, which is computed once
+    "per_device_eval_batch_size": 8,
+}
+
+
+@dataclass
+class Rewards:
+    """What answers are rewarded for, and how long they are with their prompts."""
+
+    reward: list[str] = field(
+        default_factory=lambda: ["answer"],
+        metadata={"help": "'answer' (1 if the row's answer is in the completion), or functions: rewards.py:name."},
+    )
+    max_length: int = field(default=16384, metadata={"help": "Most tokens of a prompt and its completion."})
+
+    def __post_init__(self) -> None:
+        self.reward = [self.reward] if isinstance(self.reward, str) else self.reward
+        for name in self.reward:
+            file, _, function = name.rpartition(":")
+            if name != "answer" and not (function.isidentifier() and Path(file).is_file()):
+                raise SystemExit(f"reward has {name!r}; give 'answer', or a function of a file: rewards.py:name.")
+
+
+def make_trainer(arguments: list[str]) -> "tuple[GRPOTrainer, BurstSettings]":
+    """The trainer that the command line and its YAML files describe."""
+    kinds = (ModelSettings, DataSettings, BurstSettings, Rewards, "GRPOConfig")
+    model, documents, burst, rewards, args = settings.parse(arguments, kinds, DEFAULTS)
+    args.max_length = rewards.max_length
+    run = settings.prepare(args, model, documents, burst)
+    if not 0 < args.max_completion_length < rewards.max_length:
+        raise SystemExit(
+            f"max_completion_length is {args.max_completion_length}, and max_length {rewards.max_length} holds a "
+            "prompt, too; set one of them."
+        )
+    import models  # the settings are right; these take seconds
+    import prompts
+    import report
+    from trl import GRPOTrainer
+
+    tokenizer = models.load_tokenizer(model, args)
+    config = models.load_config(model, len(tokenizer))
+    report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
+    rows = prompts.load_prompts(documents, tokenizer, args)
+    functions = [prompts.reward_function(name, rows[0]) for name in rewards.reward]
+    trainer = training.make(GRPOTrainer, model, run, config, burst, args, rows, tokenizer, reward_funcs=functions)
+    return trainer, burst
+
+
+if __name__ == "__main__":
+    settings.run(lambda arguments: training.train(*make_trainer(arguments)))

@@ -1,0 +1,74 @@
+"""Prompts that a model answers in training, and rewards for its answers."""
+
+import runpy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import data
+import numpy
+from chats import clean
+from datasets import Dataset
+from settings import DataSettings, using
+from transformers import PreTrainedTokenizerBase
+from trl import GRPOConfig
+
+Reward = Callable[..., list[float]]
+
+
+def load_prompts(
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, training: GRPOConfig
+) -> tuple[Dataset, Dataset | None]:
+    """Rows with a `prompt`, as text or as messages, that leave room for a completion. Rewards see other columns."""
+    if settings.too_long == "split":
+        raise SystemExit("too_long is 'split', but a prompt cannot be split; set refuse or drop.")
+    longest = training.max_length - training.max_completion_length
+    seed = training.seed if training.data_seed is None else training.data_seed
+    found: list[Dataset | None] = []
+    for rows, names in zip(data.load_splits(settings, seed), (settings.dataset, settings.eval_dataset), strict=True):
+        if rows is None:
+            found.append(None)
+            continue
+        names = names or settings.dataset
+        if "prompt" not in rows.column_names:
+            raise SystemExit(f"dataset {names} has no column prompt: {rows.column_names}.")
+        with using(f"dataset {names}"), training.main_process_first(desc="counting tokens"):
+            counted = data.map_rows(rows, partial(count, tokenizer=tokenizer), names, desc="Counting tokens")
+        sizes = numpy.array(counted["tokens"])
+        over = data.too_long(sizes, longest, settings.too_long, "prompts without max_completion_length")
+        if over.any() and training.process_index == 0:
+            print(f"{over.sum():,} prompts of more than {longest:,} tokens are dropped.")
+        found.append(rows.select(numpy.flatnonzero(~over)))
+    assert found[0] is not None, "there is something to train on"
+    return found[0], found[1]
+
+
+def count(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """How many tokens a prompt has."""
+    prompt = row["prompt"]
+    if not prompt:
+        raise ValueError("prompt is empty; it must be text or messages")
+    if isinstance(prompt, str):
+        return {"tokens": len(tokenizer(prompt)["input_ids"])}
+    ids = tokenizer.apply_chat_template(clean(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
+    return {"tokens": len(ids)}
+
+
+def reward_function(name: str, rows: Dataset) -> Reward:
+    """What gives each completion a number, as TRL calls it: `"answer"`, or a function of a file (`file.py:name`)."""
+    if name == "answer":
+        if "answer" not in rows.column_names:
+            raise SystemExit(f"The reward 'answer' needs a column answer, and there are {rows.column_names}.")
+        return has_answer
+    file, _, function = name.rpartition(":")
+    with using(f"reward {name!r}", Exception):
+        found = runpy.run_path(file).get(function)
+    if not callable(found):
+        raise SystemExit(f"reward {name!r}: {file} has no function {function}.")
+    return found  # type: ignore[no-any-return]
+
+
+def has_answer(completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
+    """1 for each completion that holds the answer of its row, else 0."""
+    texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
+    return [float(str(right) in text) for text, right in zip(texts, answer, strict=True)]

@@ -1,0 +1,57 @@
+"""Trains a reward model on pairs of answers to long prompts, of which one was preferred.
+
+Every sequence is sharded over the processes of a group; TRL's `RewardTrainer` does the rest. The model is given a head
+that scores the last token of a row. Settings come from YAML files, then from the command line: those of TRL's
+`RewardConfig` and `ModelConfig`, and those of recipes/settings.py.
+
+Two CPU processes, a small Llama, pairs of your own:
+
+    ACCELERATE_USE_CPU=1 accelerate launch --config_file recipes/configs/accelerate_2_processes.yaml \
+        recipes/reward.py --config recipes/configs/reward_cpu.yaml --dataset pairs.jsonl
+
+Four GPUs, Llama-3.1-8B-Instruct with LoRA:
+
+    accelerate launch --multi_gpu --num_processes 4 recipes/reward.py --config recipes/configs/reward_4gpu.yaml \
+        --dataset pairs.jsonl --output_dir outputs/reward
+"""
+
+from typing import TYPE_CHECKING
+
+import settings
+import training
+from settings import BurstSettings, DataSettings, ModelSettings
+
+if TYPE_CHECKING:
+    from trl import RewardTrainer
+
+DEFAULTS = {"output_dir": "outputs/reward", "learning_rate": 1e-5, "lora_task_type": "SEQ_CLS"}
+
+
+def make_trainer(arguments: list[str]) -> "tuple[RewardTrainer, BurstSettings]":
+    """The trainer that the command line and its YAML files describe."""
+    kinds = (ModelSettings, DataSettings, BurstSettings, "RewardConfig")
+    model, pairs, burst, args = settings.parse(arguments, kinds, DEFAULTS)
+    run = settings.prepare(args, model, pairs, burst)
+    if model.use_peft and model.lora_task_type != "SEQ_CLS":
+        raise SystemExit(
+            f"lora_task_type is {model.lora_task_type!r}, by which the head would not learn; leave it out."
+        )
+    import data  # the settings are right; these take seconds
+    import models
+    import report
+    from trl import RewardTrainer
+
+    tokenizer = models.load_tokenizer(model, args)
+    config = models.load_config(model, len(tokenizer))
+    models.give_rewards(config)
+    report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
+    rows = data.load_pairs(pairs, args)
+    longest, args.max_length = args.max_length, None  # TRL would leave longer pairs out without a word
+    trainer = training.make(RewardTrainer, model, run, config, burst, args, rows, tokenizer)
+    args.max_length = longest
+    data.fit_pairs(trainer, pairs, longest)
+    return trainer, burst
+
+
+if __name__ == "__main__":
+    settings.run(lambda arguments: training.train(*make_trainer(arguments)))

@@ -1,0 +1,213 @@
+"""Losses on logits that are too large to gather: they are computed where tokens lie, and equal those of one process."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn import functional
+
+import hf_burst
+from hf_burst.errors import BatchError, RankMismatchError
+from hf_burst.hf.parts.deferred_logits import DeferredLogits
+from tests.hf.test_token_losses import Batch, Width, batch_of, whole_gradients, wrap
+from tests.support import models
+from tests.support.gradients import Result, assert_equal
+from tests.support.ranks import RankError, RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+def cross_entropy(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+    flat = logits[..., :-1, :].contiguous().view(-1, logits.size(-1))
+    smooth = functional.cross_entropy(flat, labels[:, 1:].flatten(), label_smoothing=0.1)
+    return smooth + torch.nn.CrossEntropyLoss(reduction="sum")(flat, labels[:, 1:].flatten())
+
+
+def selected(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of labels by two ways, and the entropy, of some rows."""
+    index = labels[1:, 1:].clamp(min=0)[..., None]
+    some = logits[1:, :-1]
+    first = torch.gather(some, dim=-1, index=index)[..., 0] - torch.stack([row.logsumexp(-1) for row in some])
+    second = functional.log_softmax(some / 2, dim=-1).gather(-1, index).squeeze(-1)
+    counted = labels[1:, 1:] != -100
+    likely = functional.softmax(some, dim=-1).gather(-1, index)[..., 0]
+    return ((first + 0.3 * second) * counted).sum() + likely[counted].square().sum()
+
+
+def smoothed(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+    losses = -logits[..., :-1, :].float().log_softmax(dim=-1)
+    return losses.sum(dim=-1, keepdim=True, dtype=torch.float64)[labels[:, 1:] != -100].sum()
+
+
+def of_one_token(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Which one rank holds; and the mean of all logits of a row, detached."""
+    return logits[:, 20, :].logsumexp(-1).sum() + logits[0].detach().mean()
+
+
+LOSSES = {loss.__name__: loss for loss in (cross_entropy, selected, smoothed, of_one_token)}
+
+
+def inputs_of(batch: Batch) -> Batch:
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def deferred(rank: int, size: int, name: str, kind: str) -> Result:
+    batch = batch_of(kind)
+    model = models.patch(models.make_model("llama", torch.float64).train(), hf_burst.BurstConfig(share_prefixes=True))
+    few = mock.patch("hf_burst.layers.linear_loss._LOGITS", 14 * models.VOCABULARY)
+    none = mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9)
+    with few, none, Width(model.config.hidden_size) as width:
+        logits = model(**inputs_of(batch)).logits
+        assert isinstance(logits, DeferredLogits)
+        assert logits.shape == (*batch["labels"].shape, models.VOCABULARY)
+        loss = LOSSES[name](logits, batch["labels"])
+        loss.backward()
+    assert 0 < width.most <= 7, "no tensor as wide as the vocabulary holds all tokens of a rank"
+    return loss.item(), {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def expected(name: str, kind: str) -> Result:
+    """The same in one process that is not patched."""
+    batch, model = batch_of(kind), models.make_model("llama", torch.float64).train()
+    loss = LOSSES[name](models.plain_logits(model, batch), batch["labels"])
+    loss.backward()
+    return loss.item(), {name: weight.grad for name, weight in model.named_parameters()}
+
+
+CASES = [(name, kind) for name in LOSSES for kind in ("right", "left", "alike")]
+CASES.remove(("of_one_token", "alike"))  # padding has other logits there, and is in the mean
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_losses_on_logits_equal_one_process(ranks: Ranks, name: str, kind: str, size: int) -> None:
+    tolerance = 2e-6 if name == "smoothed" else 1e-9  # which rounds to fp32
+    assert_equal(ranks(size).run(deferred, name, kind), expected(name, kind), tolerance)
+
+
+def wrapped(rank: int, size: int, how: str) -> Result:
+    batch, model = batch_of("right"), models.patch(models.make_model("llama", torch.float64).train())
+    with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9):
+        logits = wrap(model, how, size)(**inputs_of(batch)).logits
+    loss = of_one_token(logits, batch["labels"])
+    loss.backward()
+    return loss.item(), whole_gradients(model)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2 tail"])
+def test_losses_on_logits_through_wrappers(ranks: Ranks, how: str) -> None:
+    """A token that one rank holds: the others take part."""
+    assert_equal(ranks(2).run(wrapped, how), expected("of_one_token", "right"))
+
+
+@pytest.mark.parametrize("how", ["fsdp2", "fsdp2 alone"])
+def test_a_head_that_fsdp2_has_sharded_again_is_refused(ranks: Ranks, how: str) -> None:
+    with pytest.raises(RankError, match="sharded the head again"):
+        ranks(2).run(wrapped, how)
+
+
+def under_autocast(rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same from gathered logits of bf16, in fp32, and from deferred ones."""
+    model, ids = models.patch(models.make_model("llama").train()), batch_of("right")["input_ids"]
+    with torch.autocast("cpu", torch.bfloat16):
+        gathered = model(ids).logits
+        with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9):
+            apart = model(ids).logits
+        assert gathered.dtype == torch.bfloat16
+        return gathered.float().logsumexp(-1).detach(), apart.logsumexp(-1).detach()
+
+
+def test_under_autocast_scores_are_reduced_in_fp32(ranks: Ranks) -> None:
+    for gathered, apart in ranks(2).run(under_autocast):
+        assert apart.dtype == torch.float32
+        torch.testing.assert_close(apart, gathered, rtol=1e-6, atol=1e-6)
+
+
+APART: dict[str, Callable[[Any, torch.Tensor, int], Any]] = {
+    "rows of other number": lambda logits, labels, rank: logits[rank:].logsumexp(-1),
+    "other rows": lambda logits, labels, rank: logits[rank].logsumexp(-1),
+    "other labels": lambda logits, labels, rank: functional.cross_entropy(logits[0], labels[0].roll(rank)),
+    "other temperatures": lambda logits, labels, rank: (logits / (1 + rank)).logsumexp(-1),
+}
+
+
+def ask_apart(rank: int, size: int, how: str) -> None:
+    model, batch = models.patch(models.make_model("llama").train()), models.make_batch("plain")
+    with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9):
+        logits = model(batch["input_ids"]).logits
+    APART[how](logits, batch["labels"], rank)
+
+
+@pytest.mark.parametrize("how", APART)
+def test_ranks_that_ask_for_others_are_told(ranks: Ranks, how: str) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(ask_apart, how)
+    assert all(isinstance(error, RankMismatchError) for error in caught.value.errors)
+
+
+def ask_for(rank: int, size: int, what: str) -> None:
+    model = models.patch(models.make_model("llama").train())
+    with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9):
+        logits = model(models.make_batch("plain")["input_ids"]).logits
+    REFUSED[what](logits)
+
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "sort": lambda logits: logits.sort(-1),
+    "cat": lambda logits: torch.cat([torch.zeros(2, 37, 61), logits]),
+    "some words": lambda logits: logits[..., :7],
+    "softmax over another dimension": lambda logits: logits.softmax(1),
+    "a product with a tensor": lambda logits: (logits * torch.ones(61)).logsumexp(-1),
+    "mixes words and tokens": lambda logits: logits.view(-1),
+}
+MISSING: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "gather": lambda logits, words: logits.gather(-1, words[..., None]),
+    "cross_entropy": lambda logits, words: functional.cross_entropy(logits.view(-1, 61), words.flatten()),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_mixes_tokens_is_refused(ranks: Ranks, what: str) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(ask_for, what)
+    for error in caught.value.errors:
+        assert pytest.RaisesExc(BatchError, match=f"{what}.* was asked of them. Served are").matches(error), error
+
+
+def ask_for_a_missing_word(rank: int, size: int, by: str) -> None:
+    """One rank has the token, and none may wait for it."""
+    model, words = models.patch(models.make_model("llama").train()), models.make_batch("plain")["input_ids"].clone()
+    with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9):
+        logits = model(words).logits
+    words[0, 3] = 61
+    MISSING[by](logits, words)
+
+
+@pytest.mark.parametrize("by", MISSING)
+def test_a_word_that_there_is_not_is_refused_on_every_rank(ranks: Ranks, by: str) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(ask_for_a_missing_word, by)
+    for error in caught.value.errors:
+        assert pytest.RaisesExc(BatchError, match=f"{by}.* was asked for the word 61").matches(error), error
+
+
+def of_no_token(rank: int, size: int) -> tuple[float, torch.dtype, float]:
+    """The sum over no token; and in which type words are normalized that a method of tensors is given."""
+    model, ids = (
+        models.patch(models.make_model("llama", torch.float64).train()),
+        models.make_batch("plain")["input_ids"],
+    )
+    with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9):
+        logits = model(ids).logits
+    nothing = logits[torch.zeros_like(ids, dtype=torch.bool)].logsumexp(-1)
+    nothing.sum().backward()
+    gradient = model.lm_head.weight.grad
+    assert nothing.shape == (0,)
+    assert gradient is not None
+    return nothing.sum().item(), logits.log_softmax(-1, torch.float32).dtype, gradient.abs().max().item()
+
+
+def test_no_token_counts_nothing(ranks: Ranks) -> None:
+    assert ranks(2).run(of_no_token) == [(0.0, torch.float32, 0.0)] * 2
