@@ -87,10 +87,10 @@ def attend_to_shared(
         parts = [torch.cat([q.new_zeros(*q.shape[:3], value_dim, dtype=wide), nothing], -1)]
     own = merged(torch.stack(parts)) if len(parts) > 1 else parts[0]
     with group.messages():
-        out, lse = merged(gather_stacked(own, group)).split([value_dim, 1], -1)
-    if sinks is not None:
-        total = torch.logaddexp(lse, sinks.to(wide)[None, :, None, None])
-        out = out * torch.where(lse == -torch.inf, 0, torch.exp(lse - total))
+        outs, lses = gather_stacked(own, group).split([value_dim, 1], -1)
+    # a token's attention takes half a millisecond, so that each kernel less counts: log-sum-exps are not merged
+    weights = _weights(lses, None if sinks is None else sinks.to(wide)[None, None, :, None, None])
+    out = (outs * weights).sum(0)
     return out.to(q.dtype).transpose(1, 2).contiguous()
 
 
@@ -104,9 +104,13 @@ def merged(parts: Tensor) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     out, lse = parts[..., :-1], parts[..., -1:]
-    total = lse.logsumexp(0)
-    weights = torch.where(lse == -torch.inf, 0, torch.exp(lse - total))
-    return torch.cat([(out * weights).sum(0), total], -1)
+    return torch.cat([(out * _weights(lse)).sum(0), lse.logsumexp(0)], -1)
+
+
+def _weights(lses: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """What each part counts, by its log-sum-exp; the scores of sinks count as one part more, whose value is 0."""
+    every = lses if sinks is None else torch.cat([lses, sinks.expand_as(lses[:1])])
+    return every.softmax(0)[: len(lses)].masked_fill(lses == -torch.inf, 0)
 
 
 def _partial(q: Tensor, positions: Tensor, held: Keys, pattern: MaskPattern, scores: Scores) -> Iterator[Tensor]:

@@ -266,6 +266,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, attention_mask)
 
 
+@torch.compiler.disable  # it knows the cache's counts, which would be constants of a graph
 def _attend_cached(
     module: nn.Module,
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],

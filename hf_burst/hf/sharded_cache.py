@@ -299,15 +299,23 @@ class ShardedCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.get_seq_length(layer_idx) + query_length, 0
 
+    @torch.compiler.disable  # in a graph its counts would be constants: a new graph for each token
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @torch.compiler.disable
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.states.convolution(layer_idx, state_idx)
 
+    @torch.compiler.disable
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.states.recurrent(layer_idx, state_idx)
 
+    @torch.compiler.disable
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         return self.states.take_inputs(conv_states, layer_idx, state_idx, self.tokens.group, **kwargs)
 
+    @torch.compiler.disable
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:

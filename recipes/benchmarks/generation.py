@@ -15,7 +15,7 @@ What is measured, the slowest rank each time:
 * prefill: `remember`, beside its limit. This is all matrix products of a rank's tokens, and attention of all tokens
   with a share of the heads; nothing is sent.
 * attention: that of one new token in one layer, beside the bytes of a rank's keys at `--bandwidth`, plus one exchange.
-* decoding: tokens a second of the whole model behind a memory.
+* decoding: tokens a second of the whole model behind a memory, as it is and with each layer compiled.
 * questions: tokens a second of so many answers at once.
 * alone: the same model in one process, by `model.generate`, with its keys on the GPU and on the host, at the longest
   of `--alone` that it holds.
@@ -173,13 +173,26 @@ class Bench:
             "share_of_limit": limit / seconds,
         }
 
+    def decoding(self, length: int) -> Row:
+        """A question of one token to a memory, before and after each layer is compiled by itself."""
+        memory = hf_burst.remember(self.model, self.tokens(1, length))
+        answer = partial(hf_burst.generate, self.model, self.tokens(1, 1), memory=memory)
+        found: Row = {"bytes_of_keys": memory.nbytes}
+        for name in ("as it is", "compiled"):
+            if name == "compiled":
+                torch._dynamo.config.allow_unspec_int_on_nn_module = True  # one graph for all layers
+                for layer in self.model.model.layers:
+                    layer.compile()
+            answer(**self.settings(4))
+            found[name] = self.speed(answer)
+        return found
+
     def questions(self, length: int, counts: list[int]) -> Row:
-        """Answers to so many questions at once, to one memory; a question of one token for 0."""
+        """Answers to so many questions at once, to one memory."""
         memory = hf_burst.remember(self.model, self.tokens(1, length))
         found: Row = {"bytes_of_keys": memory.nbytes}
         for count in counts:
-            asked = self.tokens(max(1, count), QUESTION if count else 1)
-            answer = partial(hf_burst.generate, self.model, asked, memory=memory)
+            answer = partial(hf_burst.generate, self.model, self.tokens(count, QUESTION), memory=memory)
             answer(**self.settings(2))
             found[str(count)] = self.speed(answer)
         return found
@@ -227,9 +240,9 @@ def main() -> int:
         measure("attention of a token", length, partial(bench.attention, length))
     for length in arguments.prompts:
         measure("prefill", length, partial(bench.prefill, length))
-    for length in arguments.decode:
-        measure("decoding", length, partial(bench.questions, length, [0]))
     measure("questions", arguments.memory, partial(bench.questions, arguments.memory, arguments.questions))
+    for length in arguments.decode:  # last, since it compiles parts of the model
+        measure("decoding", length, partial(bench.decoding, length))
     ranks.close()
     return int(all("failure" in row for row in rows))
 
