@@ -2,7 +2,7 @@
 
 On two GPUs, the shape of an 8B model with random weights:
 
-    torchrun --nproc-per-node 2 recipes/benchmarks/generation.py --prompts 131072 524288 --decode 524288 \\
+    torchrun --nproc-per-node 2 recipes/benchmarks/generation.py --liger --prompts 131072 524288 --decode 524288 \\
         --memory 262144 --alone 65536 131072 262144 --out outputs/generation_2xH100.json
 
 On two CPU processes, to see that it works:
@@ -44,7 +44,7 @@ from hf_burst.plan import Mask
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.training_job import SHAPES, head_size, make_model
+from recipes.benchmarks.training_job import SHAPES, apply_liger, head_size, make_model
 from recipes.benchmarks.training_limits import product_seconds, widths_of
 
 Row = dict[str, Any]
@@ -77,6 +77,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=32, help="that are written")
     parser.add_argument("--alone", type=int, nargs="*", default=[], help="prompts of one process, the longest last")
     parser.add_argument("--bandwidth", type=float, default=3.0, help="TB/s at which keys can be read")
+    parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU, for all")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one call may take")
@@ -93,6 +94,8 @@ class Bench:
         longest = max([*arguments.prompts, *arguments.decode, arguments.memory, *arguments.alone])
         dtype = getattr(torch, arguments.dtype)
         self.model: Any = make_model(arguments.shape, longest + 1024, dtype, ranks.device).eval()
+        if arguments.liger:
+            apply_liger(self.model)
         self.model.config.use_cache = self.model.generation_config.use_cache = True
         self.model.generation_config.eos_token_id = None
         self.group = ContextGroup.from_mesh(dist.group.WORLD if ranks.size > 1 else None)
