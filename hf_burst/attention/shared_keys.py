@@ -22,6 +22,7 @@ from ..ranks.collectives import gather_stacked
 from ..ranks.group import ContextGroup
 
 _BLOCK_SCORES = 1 << 26  # the most that are in memory at once
+_NOTHING = -1e30  # the log-sum-exp of a row that sees no key: beside any other it weighs nothing, and is no NaN alone
 _KERNELS: dict[str, KernelName] = {"cuda": "torch_flash", "cpu": "cpu_flash"}  # which split few queries by keys
 
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -36,7 +37,7 @@ class Keys:
             queries that follow each other share a row.
         values (`torch.Tensor` of shape `(rows, heads, n, value_dim)`): The values.
         positions (`torch.LongTensor` of shape `(rows or 1, n)`): Their positions in the sequence; -1 for padding.
-        before (`bool`): Whether all of them are real and stand before every query.
+        before (`bool`): Whether all of them are real, and none stands behind a query.
         expand (callable, *optional*): Makes keys and values of every head of some of these, which are latent.
     """
 
@@ -48,6 +49,9 @@ class Keys:
 
     def blocks(self, size: int) -> "Iterator[Keys]":
         """These keys, so many at a time, expanded."""
+        if self.expand is None and self.keys.shape[2] <= size:
+            yield self
+            return
         for start in range(0, self.keys.shape[2], size):
             part = slice(start, start + size)
             keys, values = self.keys[:, :, part], self.values[:, :, part]
@@ -83,30 +87,34 @@ def attend_to_shared(
     wide = accumulation_dtype(q.dtype)
     parts = [part for keys in held for part in _partial(q, positions, keys, pattern, scores)]
     if not parts:
-        nothing = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=wide)
+        nothing = q.new_full((*q.shape[:3], 1), _NOTHING, dtype=wide)
         parts = [torch.cat([q.new_zeros(*q.shape[:3], value_dim, dtype=wide), nothing], -1)]
-    own = merged(torch.stack(parts)) if len(parts) > 1 else parts[0]
-    with group.messages():
-        out, lse = merged(gather_stacked(own, group)).split([value_dim, 1], -1)
+    if group.size > 1:
+        own = merged(torch.stack(parts)) if len(parts) > 1 else parts[0]
+        with group.messages():
+            every = gather_stacked(own, group)
+    else:
+        every = torch.stack(parts)
+    outs, lses = every.split([value_dim, 1], -1)
     if sinks is not None:
-        total = torch.logaddexp(lse, sinks.to(wide)[None, :, None, None])
-        out = out * torch.where(lse == -torch.inf, 0, torch.exp(lse - total))
-    return out.to(q.dtype).transpose(1, 2).contiguous()
+        added = sinks.to(wide)[None, None, :, None, None].expand_as(lses[:1])
+        weights = torch.cat([lses, added]).softmax(0)[: len(lses)]
+    else:
+        weights = lses.softmax(0)
+    return (outs * weights).sum(0).to(q.dtype).transpose(1, 2).contiguous()
 
 
 def merged(parts: Tensor) -> Tensor:
     """Partial attentions merged in their order (arXiv 2403.09347, equations 5 to 7).
 
+    A new token's attention takes half a millisecond, so that each operation less counts, here and below.
+
     Args:
         parts (`torch.Tensor` of shape `(parts, ..., value_dim + 1)`): The outputs, and behind each its log-sum-exp. A
-            part without a visible key has -inf there, and weighs nothing.
+            row without a visible key has zeros and `_NOTHING`.
     """
-    if len(parts) == 1:
-        return parts[0]
     out, lse = parts[..., :-1], parts[..., -1:]
-    total = lse.logsumexp(0)
-    weights = torch.where(lse == -torch.inf, 0, torch.exp(lse - total))
-    return torch.cat([(out * weights).sum(0), total], -1)
+    return torch.cat([(out * lse.softmax(0)).sum(0), lse.logsumexp(0)], -1)
 
 
 def _partial(q: Tensor, positions: Tensor, held: Keys, pattern: MaskPattern, scores: Scores) -> Iterator[Tensor]:
@@ -115,25 +123,37 @@ def _partial(q: Tensor, positions: Tensor, held: Keys, pattern: MaskPattern, sco
         return
     rows = held.keys.shape[0]
     copies = q.shape[0] // rows  # of the batch, which share a row of keys
-    fits = _BLOCK_SCORES // (q.shape[0] * q.shape[1] * q.shape[2])
-    for block in held.blocks(held.keys.shape[2] if held.expand is None else max(1, fits)):
-        heads = block.keys.shape[1]
-        folded = q.unflatten(0, (rows, copies)).unflatten(2, (heads, -1)).transpose(1, 2)  # r, kv heads, copies, ...
+    fits = max(1, _BLOCK_SCORES // (q.shape[0] * q.shape[1] * q.shape[2]))
+    for block in held.blocks(held.keys.shape[2] if held.expand is None else fits):
+        folded = _folded(q, rows, block.keys.shape[1])
         sees_all = held.before and pattern.window is None and pattern.attention_chunk_size is None
         kernel = _fast(folded, block, scores) if sees_all else None
         if kernel is not None:
-            yield _restored(kernel, folded)
+            yield _restored(kernel, q)
             continue
-        for small in block.blocks(max(1, fits)):
+        for small in block.blocks(fits):
             visible = None if sees_all else _visible(positions, small.positions, pattern, rows)
-            yield _restored(_by_products(folded, small, visible, scores), folded)
+            yield _restored(_by_products(folded, small, visible, scores, copies, q.shape[2]), q)
 
 
-def _restored(partial: Tensor, folded: Tensor) -> Tensor:
-    """Rows of queries `(rows, kv heads, copies * group * n, ...)` as `(batch, heads, n, ...)`."""
-    rows, heads, copies, group, length, _ = folded.shape
-    whole = partial.unflatten(2, (copies, group, length)).transpose(1, 2)
-    return whole.reshape(rows * copies, heads * group, length, -1)
+def _folded(q: Tensor, rows: int, heads: int) -> Tensor:
+    """Queries `(batch, heads, n, head_dim)` as rows of the keys that they share: `(rows, key heads, copies * group * n,
+    head_dim)`."""
+    batch, every, length, size = q.shape
+    if batch == rows:
+        return q.reshape(rows, heads, every // heads * length, size)
+    copies = q.reshape(rows, batch // rows, heads, every // heads * length, size)
+    return copies.transpose(1, 2).reshape(rows, heads, -1, size)
+
+
+def _restored(partial: Tensor, q: Tensor) -> Tensor:
+    """The other way round: `(batch, heads, n, ...)`."""
+    rows, heads, _, size = partial.shape
+    batch, every, length, _ = q.shape
+    if batch == rows:
+        return partial.reshape(batch, every, length, size)
+    copies = partial.reshape(rows, heads, batch // rows, every // heads * length, size)
+    return copies.transpose(1, 2).reshape(batch, every, length, size)
 
 
 def _fast(folded: Tensor, held: Keys, scores: Scores) -> Tensor | None:
@@ -142,9 +162,9 @@ def _fast(folded: Tensor, held: Keys, scores: Scores) -> Tensor | None:
     kernel = _kernel(KernelRequest(kind, folded.dtype, *sizes, softcap=scores.softcap > 0))
     if kernel is None:
         return None
-    q = folded.flatten(2, 4).transpose(1, 2)
-    out, lse = kernel.forward(q, held.keys.transpose(1, 2), held.values.transpose(1, 2), Band(), scores)
-    wide = accumulation_dtype(folded.dtype)
+    tensors = (folded.transpose(1, 2), held.keys.transpose(1, 2), held.values.transpose(1, 2))
+    out, lse = kernel.forward(*tensors, Band(), scores)
+    wide = accumulation_dtype(folded.dtype)  # on every rank, also under autocast
     return torch.cat([out.to(wide), lse.to(wide)[..., None]], -1).transpose(1, 2)
 
 
@@ -157,18 +177,21 @@ def _kernel(request: KernelRequest) -> Kernel | None:
         return None
 
 
-def _by_products(folded: Tensor, held: Keys, visible: Tensor | None, scores: Scores) -> Tensor:
-    """Attention by two matrix products and a log-sum-exp, with any mask."""
+def _by_products(
+    folded: Tensor, held: Keys, visible: Tensor | None, scores: Scores, copies: int, length: int
+) -> Tensor:
+    """Attention of queries `(rows, key heads, copies * group * n, head_dim)` by two matrix products and a log-sum-exp,
+    with any mask."""
     wide = accumulation_dtype(folded.dtype)
-    logits = folded.flatten(2, 4).to(wide) @ held.keys.to(wide).mT * scores.scale
-    if scores.softcap:
-        logits = scores.softcap * torch.tanh(logits / scores.softcap)
-    if visible is not None:
-        shaped = logits.unflatten(2, folded.shape[2:5])  # (rows, kv heads, copies, group, n, keys)
-        logits = shaped.masked_fill(~visible[:, None, :, None], -torch.inf).flatten(2, 4)
-    lse = logits.logsumexp(-1, keepdim=True)
-    weights = torch.where(lse == -torch.inf, 0, torch.exp(logits - lse))
-    return torch.cat([weights @ held.values.to(wide), lse], -1)
+    with torch.autocast(folded.device.type, enabled=False):  # sums are wide, on every rank
+        logits = folded.to(wide) @ held.keys.to(wide).mT * scores.scale
+        if scores.softcap:
+            logits = scores.softcap * torch.tanh(logits / scores.softcap)
+        if visible is not None:
+            shaped = logits.unflatten(2, (copies, -1, length))  # (rows, key heads, copies, group, n, keys)
+            logits = shaped.masked_fill(~visible[:, None, :, None], -torch.inf).flatten(2, 4)
+        lse = logits.logsumexp(-1, keepdim=True).clamp(min=_NOTHING)
+        return torch.cat([torch.exp(logits - lse) @ held.values.to(wide), lse], -1)
 
 
 def _visible(queries: Tensor, keys: Tensor, pattern: MaskPattern, rows: int) -> Tensor:

@@ -76,7 +76,7 @@ class LazyMask:
             return self
         return self.whole[index]
 
-    @property
+    @cached_property
     def pattern(self) -> MaskPattern:
         """How far queries see, without documents, which the layout knows; raises for masks that are not served."""
         causal = _CAUSAL in self.parts
@@ -266,6 +266,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, attention_mask)
 
 
+@torch.compiler.disable  # it knows the cache's counts, which would be constants of a graph
 def _attend_cached(
     module: nn.Module,
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],

@@ -39,6 +39,8 @@ class _Tokens:
         own (`torch.LongTensor` of shape `(rows or 1, n)`): Positions of the tokens of the prompt on this rank, -1 for
             padding; while the prompt is read and from then on.
         new (`torch.LongTensor` of shape `(batch, n)`, *optional*): Positions of the tokens behind the prompt.
+        unpadded (`bool`): Whether all of these are real.
+        latest (`int`): How many of them are those of the latest step.
         filling (`bool`): Whether the prompt is being read.
         whole (`bool`): Whether windows keep all of it, as its last tokens may be guesses that are taken back.
     """
@@ -49,6 +51,8 @@ class _Tokens:
     starts: tuple[int, ...] = ()
     own: Tensor = field(init=False)
     new: Tensor | None = None
+    unpadded: bool = True
+    latest: int = 0
     filling: bool = False
     whole: bool = False
 
@@ -127,7 +131,8 @@ class ShardedLayer(CacheLayerMixin):
             assert self.tokens.new is not None, "there are new tokens"
             group = self.tokens.group
             positions = self.tokens.new[:, group.rank :: group.size][:, :own]
-            parts.append(Keys(self.keys[:, :, :own], self.values[:, :, :own], positions, expand=expand))
+            seen = self.tokens.unpadded and self.tokens.latest == 1  # all, by the only query
+            parts.append(Keys(self.keys[:, :, :own], self.values[:, :, :own], positions, seen, expand))
         return parts
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -272,8 +277,9 @@ class ShardedCache(Cache):
         real = new if shown is None else (shown != 0).sum(1, keepdim=True).to(before) - before
         positions = before + real - new + torch.arange(new, device=before.device)
         positions = positions.masked_fill(positions < before, -1)
+        tokens.unpadded = tokens.unpadded and (shown is None or bool((positions >= 0).all()))
         tokens.new = positions if tokens.new is None else torch.cat([tokens.new, positions], 1)
-        self.failed = True
+        tokens.latest, self.failed = new, True
         return positions
 
     def end_step(self, logits: Tensor | None) -> Tensor | None:
@@ -299,15 +305,23 @@ class ShardedCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.get_seq_length(layer_idx) + query_length, 0
 
+    @torch.compiler.disable  # in a graph its counts would be constants: a new graph for each token
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @torch.compiler.disable
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.states.convolution(layer_idx, state_idx)
 
+    @torch.compiler.disable
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.states.recurrent(layer_idx, state_idx)
 
+    @torch.compiler.disable
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         return self.states.take_inputs(conv_states, layer_idx, state_idx, self.tokens.group, **kwargs)
 
+    @torch.compiler.disable
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
@@ -364,7 +378,7 @@ class ShardedCache(Cache):
     def reset(self) -> None:
         super().reset()
         self.states.layers.clear()
-        self.tokens.length, self.tokens.starts, self.tokens.new = 0, (), None
+        self.tokens.length, self.tokens.starts, self.tokens.new, self.tokens.unpadded = 0, (), None, True
 
 
 def _with_room(room: Tensor | None, new: Tensor, before: int, after: int) -> Tensor:

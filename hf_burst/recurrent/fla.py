@@ -12,18 +12,25 @@ import torch
 from torch import Tensor
 
 from ..kernels import from_host
+from .tuning import tuning
 from .two_passes import DeltaKernels, Inputs, Passing
 
 _COMPARED = "0.6."  # its steps are not an interface that others can rely on
 _CHUNK = 64  # tokens that it treats as one product of matrices
 _LARGEST = 256  # keys of a head
+_TUNED = 16384  # tokens by which kernels are chosen: enough to fill a GPU, few beside what a step takes
 
 
 def fla_kernels(device: torch.device, keys: int) -> DeltaKernels | None:
     """The kernels for heads of so many keys; `None` where they cannot run, or were not compared."""
-    if device.type != "cuda" or torch.version.hip is not None or keys > _LARGEST:
-        return None
-    return _FlaKernels() if _compared() and torch.cuda.get_device_capability(device) >= (8, 0) else None
+    return _FlaKernels() if keys <= _LARGEST and fla_compared(device) else None
+
+
+def fla_compared(device: torch.device) -> bool:
+    """Whether kernels of flash-linear-attention run on a device, in a version that was compared."""
+    if device.type != "cuda" or torch.version.hip is not None or not _compared():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache
@@ -40,6 +47,15 @@ def unit_norm(tensor: Tensor) -> Tensor:
 
     normed: Tensor = l2norm(tensor)
     return normed
+
+
+def fla_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    """The causal convolution of each channel, as `causal_conv1d_fn` computes it for x of shape `(batch, channels, n)`.
+    In memory all channels of a token lie side by side, before and after."""
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    out: Tensor = causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation)[0]
+    return out.transpose(1, 2)
 
 
 class _Laid(NamedTuple):
@@ -142,6 +158,34 @@ class _FlaKernels:
         dg = chunk_local_cumsum(ddecay.add_(more_decay), _CHUNK, reverse=True, **chunks)
         found = Inputs(dq, dk.add_(more_k), dv, dg, dbeta)
         return Inputs(*(gradient[0].to(own.dtype) for gradient, own in zip(found, inputs, strict=True)))
+
+
+def choose_variants(inputs: Sequence[Tensor]) -> None:
+    """Has Triton choose the variants of all kernels for inputs like these, once in a process: before a step has filled
+    the GPU, and with all candidates of a kernel compiled at the same time.
+
+    Args:
+        inputs (five `torch.Tensor`): As in [`delta_rule_in_two_passes`], queries and keys along unit vectors.
+    """
+    _choose_variants(inputs[0].device, tuple((tensor.shape[2:], tensor.dtype) for tensor in inputs))
+
+
+@cache
+def _choose_variants(device: torch.device, forms: tuple[tuple[torch.Size, torch.dtype], ...]) -> None:
+    kernels, generator = _FlaKernels(), torch.Generator(device).manual_seed(0)
+    here = torch.cuda.device_of(torch.empty(0, device=device))
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), here:
+        q, k, v, g, beta = (
+            torch.rand(_TUNED, *shape, dtype=dtype, device=device, generator=generator) for shape, dtype in forms
+        )
+        passing = Passing((0, 1), kernels.lay([0, _TUNED // 2, _TUNED], device))
+        with tuning("the kernels of gated delta rules"):
+            inputs = Inputs(unit_norm(q), unit_norm(k), v, -g, beta)
+            prepared = kernels.prepare(inputs, passing)
+            states, _ = kernels.maps(inputs, prepared, passing)
+            out = kernels.outputs(inputs, prepared, states, passing)
+            dbegin, begun = kernels.begin_backward(inputs, kernels.kept(prepared), states, out, passing)
+            kernels.end_backward(inputs, begun, dbegin, passing)
 
 
 def _rows(inputs: Inputs) -> tuple[Tensor, ...]:

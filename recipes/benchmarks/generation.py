@@ -2,7 +2,7 @@
 
 On two GPUs, the shape of an 8B model with random weights:
 
-    torchrun --nproc-per-node 2 recipes/benchmarks/generation.py --prompts 131072 524288 --decode 524288 \\
+    torchrun --nproc-per-node 2 recipes/benchmarks/generation.py --liger --prompts 131072 524288 --decode 524288 \\
         --memory 262144 --alone 65536 131072 262144 --out outputs/generation_2xH100.json
 
 On two CPU processes, to see that it works:
@@ -15,7 +15,7 @@ What is measured, the slowest rank each time:
 * prefill: `remember`, beside its limit. This is all matrix products of a rank's tokens, and attention of all tokens
   with a share of the heads; nothing is sent.
 * attention: that of one new token in one layer, beside the bytes of a rank's keys at `--bandwidth`, plus one exchange.
-* decoding: tokens a second of the whole model behind a memory.
+* decoding: tokens a second of the whole model behind a memory, as it is and with each layer compiled.
 * questions: tokens a second of so many answers at once.
 * alone: the same model in one process, by `model.generate`, with its keys on the GPU and on the host, at the longest
   of `--alone` that it holds.
@@ -44,7 +44,7 @@ from hf_burst.plan import Mask
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.training_job import SHAPES, head_size, make_model
+from recipes.benchmarks.training_job import SHAPES, apply_liger, head_size, make_model
 from recipes.benchmarks.training_limits import product_seconds, widths_of
 
 Row = dict[str, Any]
@@ -77,6 +77,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=32, help="that are written")
     parser.add_argument("--alone", type=int, nargs="*", default=[], help="prompts of one process, the longest last")
     parser.add_argument("--bandwidth", type=float, default=3.0, help="TB/s at which keys can be read")
+    parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU, for all")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one call may take")
@@ -93,6 +94,8 @@ class Bench:
         longest = max([*arguments.prompts, *arguments.decode, arguments.memory, *arguments.alone])
         dtype = getattr(torch, arguments.dtype)
         self.model: Any = make_model(arguments.shape, longest + 1024, dtype, ranks.device).eval()
+        if arguments.liger:
+            apply_liger(self.model)
         self.model.config.use_cache = self.model.generation_config.use_cache = True
         self.model.generation_config.eos_token_id = None
         self.group = ContextGroup.from_mesh(dist.group.WORLD if ranks.size > 1 else None)
@@ -173,13 +176,26 @@ class Bench:
             "share_of_limit": limit / seconds,
         }
 
+    def decoding(self, length: int) -> Row:
+        """A question of one token to a memory, before and after each layer is compiled by itself."""
+        memory = hf_burst.remember(self.model, self.tokens(1, length))
+        answer = partial(hf_burst.generate, self.model, self.tokens(1, 1), memory=memory)
+        found: Row = {"bytes_of_keys": memory.nbytes}
+        for name in ("as it is", "compiled"):
+            if name == "compiled":
+                torch._dynamo.config.allow_unspec_int_on_nn_module = True  # one graph for all layers
+                for layer in self.model.model.layers:
+                    layer.compile()
+            answer(**self.settings(4))
+            found[name] = self.speed(answer)
+        return found
+
     def questions(self, length: int, counts: list[int]) -> Row:
-        """Answers to so many questions at once, to one memory; a question of one token for 0."""
+        """Answers to so many questions at once, to one memory."""
         memory = hf_burst.remember(self.model, self.tokens(1, length))
         found: Row = {"bytes_of_keys": memory.nbytes}
         for count in counts:
-            asked = self.tokens(max(1, count), QUESTION if count else 1)
-            answer = partial(hf_burst.generate, self.model, asked, memory=memory)
+            answer = partial(hf_burst.generate, self.model, self.tokens(count, QUESTION), memory=memory)
             answer(**self.settings(2))
             found[str(count)] = self.speed(answer)
         return found
@@ -227,9 +243,9 @@ def main() -> int:
         measure("attention of a token", length, partial(bench.attention, length))
     for length in arguments.prompts:
         measure("prefill", length, partial(bench.prefill, length))
-    for length in arguments.decode:
-        measure("decoding", length, partial(bench.questions, length, [0]))
     measure("questions", arguments.memory, partial(bench.questions, arguments.memory, arguments.questions))
+    for length in arguments.decode:  # last, since it compiles parts of the model
+        measure("decoding", length, partial(bench.decoding, length))
     ranks.close()
     return int(all("failure" in row for row in rows))
 

@@ -189,11 +189,7 @@ def make_job(
     base = make_model(shape, longest, torch.bfloat16 if ranks.cuda else torch.float32, ranks.device, changes)
     model: nn.Module = base
     if liger:
-        from liger_kernel.transformers import monkey_patch
-
-        kind = base.config.model_type.removesuffix("_text")
-        apply, rope = getattr(monkey_patch, f"apply_liger_kernel_to_{kind}"), kind != "qwen3_5"
-        apply(rope=rope, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=base)
+        apply_liger(base)
     if gated_norms:
         fuse_gated_norms(base)
     if weights == "qlora":
@@ -217,6 +213,15 @@ def make_job(
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=1e-6, fused=ranks.cuda)
     return Job(model, base, optimizer, ranks, mesh, torch.zeros(1, 1, dtype=torch.int64))
+
+
+def apply_liger(model: PreTrainedModel) -> None:
+    """Gives a model Liger's norms, rotary positions and SwiGLU."""
+    from liger_kernel.transformers import monkey_patch
+
+    kind = model.config.model_type.removesuffix("_text")
+    apply, rope = getattr(monkey_patch, f"apply_liger_kernel_to_{kind}"), kind != "qwen3_5"
+    apply(rope=rope, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=model)
 
 
 def fuse_gated_norms(model: PreTrainedModel) -> None:

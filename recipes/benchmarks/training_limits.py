@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hf_burst.plan import Mask
+from hf_burst.recurrent import fla_compared, fla_convolution
 from recipes.benchmarks.native import Native, choose_native
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_job import Job, head_size
@@ -130,7 +131,8 @@ def attention_seconds(
 
 
 def recurrent_seconds(mixer: Any, tokens: int, dtype: torch.dtype, ranks: Ranks) -> tuple[float, float]:
-    """Seconds of the convolution and the delta rule of a layer, forward and backward, on a rank's own tokens."""
+    """Seconds of the convolution and the delta rule of a layer, forward and backward, on a rank's own tokens. Of the
+    convolutions that are installed, the faster one counts."""
     functions = inspect.unwrap(type(mixer).forward).__globals__
     keys, values = ((mixer.num_k_heads, mixer.head_k_dim), (mixer.num_v_heads, mixer.head_v_dim))
 
@@ -144,22 +146,26 @@ def recurrent_seconds(mixer: Any, tokens: int, dtype: torch.dtype, ranks: Ranks)
     x = normal(mixer.conv_dim)
     weight = torch.randn(mixer.conv_dim, width, device=ranks.device, dtype=dtype).requires_grad_()
 
-    def convolve() -> torch.Tensor:
-        out: torch.Tensor = functions["causal_conv1d_fn"](x.transpose(1, 2), weight, None, activation="silu")
-        return out
+    def convolve(function: Callable[..., torch.Tensor]) -> torch.Tensor:
+        return function(x.transpose(1, 2), weight, None, activation="silu")
+
+    convolutions = [partial(convolve, functions["causal_conv1d_fn"])]
+    if fla_compared(ranks.device):
+        convolutions.append(partial(convolve, fla_convolution))
 
     def rule() -> torch.Tensor:
         options = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
         out: torch.Tensor = functions["torch_chunk_gated_delta_rule"](q, k, v, g=g, beta=beta, **options)[0]
         return out
 
-    forward = backward = 0.0
-    for function, inputs in ((convolve, [x, weight]), (rule, leaves)):
-        forward += _seconds(function, ranks)
-        out = function()
-        dout = torch.randn_like(out)
-        backward += _seconds(partial(torch.autograd.grad, out, inputs, dout, retain_graph=True), ranks)
-    return forward, backward
+    def both(function: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> tuple[float, float]:
+        forward, out = _seconds(function, ranks), function()
+        back = partial(torch.autograd.grad, out, inputs, torch.randn_like(out), retain_graph=True)
+        return forward, _seconds(back, ranks)
+
+    convolution = min((both(function, [x, weight]) for function in convolutions), key=sum)
+    forward, backward = both(rule, leaves)
+    return convolution[0] + forward, convolution[1] + backward
 
 
 def limits(parts: dict[str, float]) -> dict[str, float]:

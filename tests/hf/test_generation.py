@@ -128,6 +128,29 @@ def run(ranks: Ranks, size: int, *arguments: Any) -> None:
         ranks(size).run(compare, *arguments)
 
 
+@torch._dynamo.config.patch(recompile_limit=1000)  # behind it no graph is made
+def compiled(rank: int, size: int) -> None:
+    """Layers that are compiled by themselves: a token more must not be a graph more."""
+    model, prompt = make("llama"), prompt_of(29, True)
+    asked = {**prompt, "do_sample": False, "pad_token_id": 0}
+    wanted = model.generate(**asked, max_new_tokens=8)
+    hf_burst.patch_model(model)
+    memory = hf_burst.remember(model, prompt["input_ids"][:1])
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    graphs = list[int]()
+    for tokens in (4, 8):
+        found = hf_burst.generate(model, **asked, max_new_tokens=tokens)
+        hf_burst.generate(model, prompt["input_ids"][:1, :3], memory=memory, do_sample=False, max_new_tokens=tokens)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert torch.equal(found, wanted)
+    assert 0 < graphs[0] == graphs[1], graphs
+
+
+def test_compiled_layers(ranks: Ranks) -> None:
+    ranks(2).run(compiled)
+
+
 def guesses(rank: int, size: int, name: str) -> None:
     """A prompt that repeats itself, whose first guesses are read with it, and refused."""
     model, ids = make(name), prompt_of(23, False)["input_ids"][:1]

@@ -16,12 +16,21 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import conv1d, normalize, silu
 
 from hf_burst.config import Chunking
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ranks.layout import SequenceLayout
-from hf_burst.recurrent import Rule, Shards, delta_rule_by_states, delta_rule_in_two_passes, unit_norm
+from hf_burst.recurrent import (
+    Rule,
+    Shards,
+    causal_convolution,
+    delta_rule_by_states,
+    delta_rule_in_two_passes,
+    fla,
+    fla_convolution,
+    unit_norm,
+)
 from hf_burst.recurrent.fla import _FlaKernels
 from tests.support.delta_steps import token_by_token
 from tests.support.ranks import RankPool
@@ -130,6 +139,72 @@ def test_states_pass_by_their_kernels(ranks: Ranks, folder: str, name: str, chan
         for wanted, *parts in zip(exact, *shards, strict=True):
             found = layout.unshard(parts).double()
             assert (found - wanted).norm() <= 3e-6 * wanted.norm()
+
+
+def convolved(rank: int, size: int, folder: str, case: Case) -> list[Tensor]:
+    """The convolution of this rank's tokens, and the gradients of these and of the weight."""
+    interpret(folder)
+    layout, (x, weight, bias, dout) = SequenceLayout.for_batch(*case[:1], size, case[1]), channels_of(case)
+    own, weight = layout.shard(x, rank).requires_grad_(), weight.requires_grad_()
+
+    def convolve(laid: Tensor) -> Tensor:
+        return fla_convolution(laid, weight, bias, "silu")
+
+    shards = Shards(layout.segments, ContextGroup.from_mesh(None))
+    out = causal_convolution(convolve, own.transpose(1, 2), 3, shards).transpose(1, 2)
+    dx, dweight = torch.autograd.grad(out, (own, weight), layout.shard(dout, rank))
+    return [out.detach(), dx, dweight]
+
+
+def channels_of(case: Case) -> list[Tensor]:
+    """Tokens, the weight and bias of 20 channels, and the gradient of what is convolved."""
+    generator, tokens = torch.Generator().manual_seed(0), (len(case[0]), case[0][0][-1], 20)
+    return [torch.randn(shape, generator=generator) for shape in (tokens, (20, 4), (20,), tokens)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_convolutions_by_their_kernel(ranks: Ranks, folder: str, name: str) -> None:
+    case = CASES[name]
+    x, weight, bias, dout = (tensor.double() for tensor in channels_of(case))
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    parts = [
+        silu(conv1d(x[row : row + 1, start:stop].mT, weight[:, None], bias, padding=3, groups=20)[..., : stop - start])
+        for row, bounds in enumerate(case[0])
+        for start, stop in pairwise(bounds)
+    ]
+    out = torch.cat([part.mT.flatten(0, 1) for part in parts]).view_as(x)
+    wanted = [out, *torch.autograd.grad(out, leaves, dout)]
+    for size in (2, 3):
+        layout = SequenceLayout.for_batch(*case[:1], size, case[1])
+        *whole, dweights = zip(*ranks(size).run(convolved, folder, case, timeout=600), strict=True)
+        found = [*(layout.unshard(list(parts)) for parts in whole), sum(dweights)]
+        for mine, exact in zip(found, wanted, strict=True):
+            assert (mine.double() - exact).norm() <= 1e-6 * exact.norm()
+
+
+def tuned(rank: int, size: int, folder: str) -> list[int]:
+    """How many variants are timed where they are chosen, and by a step behind that."""
+    interpret(folder)
+    from triton.runtime.autotuner import Autotuner
+
+    timed = mock.Mock(return_value=[0.0])
+    inputs, _ = rule_inputs(CASES["contiguous"][0], channels=False)
+    with (
+        mock.patch.object(Autotuner, "_bench", lambda self, *args, config, **meta: timed(config)),
+        mock.patch.object(fla, "_TUNED", 2 * CHUNK),
+    ):
+        fla.choose_variants(inputs)
+        chosen = timed.call_count
+        fla.choose_variants(inputs)
+        of_one_rank(rank, size, folder, CASES["contiguous"], False)
+    return [chosen, timed.call_count - chosen]
+
+
+def test_variants_are_chosen_before_a_step(ranks: Ranks, folder: str) -> None:
+    """But for norms, whose variants depend on the tokens."""
+    for chosen, later in ranks(2).run(tuned, folder, timeout=600):
+        assert chosen > 20
+        assert later < chosen / 3, (chosen, later)
 
 
 def questions(rank: int, size: int, folder: str, name: str) -> int:

@@ -44,6 +44,13 @@ ALONE = {"vllm_tensor_parallel_size": 1, "fsdp": None, "fsdp_config": None}  # w
 CREATE = Trainer.create_accelerator_and_postprocess
 
 
+def test_tensors_of_another_gpu_are_told() -> None:
+    with mock.patch("torch.serialization.location_tag", return_value="cuda:1"):
+        written = generating._packed({"rewards": torch.arange(3.0)})
+    told = generating._unpacked(written, torch.device("cpu"))
+    assert torch.equal(told["rewards"], torch.arange(3.0)), "on this rank's device"
+
+
 @dataclass(frozen=True)
 class Run:
     """A training of `groups` groups of `burst` ranks; `burst=0`: of single processes that are not patched."""

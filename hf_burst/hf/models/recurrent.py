@@ -20,9 +20,12 @@ from ...recurrent import (
     Rule,
     Shards,
     causal_convolution,
+    choose_variants,
     delta_rule_by_heads,
     delta_rule_by_states,
     delta_rule_in_two_passes,
+    fla_compared,
+    fla_convolution,
     fla_kernels,
     own_heads,
     scan_by_channels,
@@ -54,10 +57,16 @@ def _last_states(call: ForwardCall) -> LastStates | None:
 
 
 def _convolution(original: Function) -> Function:
+    plain = _held(original).get("is_new_implementation") is False  # no kernel is installed in its place
+
     def causal_conv1d_fn(
         x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
     ) -> Tensor:
+        by_fla = plain and activation in (None, "silu", "swish") and fla_compared(x.device)
+
         def convolve(laid: Tensor) -> Tensor:
+            if by_fla and laid.dtype != torch.float64:  # reads and writes tokens as they lie, with the activation
+                return fla_convolution(laid, weight, bias, activation)
             out: Tensor = original(laid, weight, bias, activation=activation)
             return out
 
@@ -109,6 +118,7 @@ def _delta_rule(original: Function) -> Function:
         if use_qk_l2norm_in_kernel:
             inputs = (unit_norm(query), unit_norm(key), value, g, beta)
             use_qk_l2norm_in_kernel = False
+        choose_variants(inputs)
         return delta_rule_in_two_passes(Rule(rule, packed), kernels, inputs, shards), None
 
     return chunk_delta_rule
@@ -252,6 +262,10 @@ def _copy(function: FunctionType, names: dict[str, Any], cells: tuple[CellType, 
 
 def _takes(function: Any, argument: str) -> bool:
     """Whether a function, or what is chosen in its place, takes an argument. Transformers leaves out all others."""
+    return argument in _held(function).get("applicable_params", ())
+
+
+def _held(function: Any) -> dict[str, Any]:
+    """What the wrapper of Transformers around a function knows of what it calls."""
     names, cells = getattr(getattr(function, "__code__", None), "co_freevars", ()), function.__closure__ or ()
-    held = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
-    return argument in held.get("applicable_params", ())
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}

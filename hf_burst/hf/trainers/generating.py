@@ -427,7 +427,7 @@ def _unpacked(written: bytes, device: torch.device) -> Any:
     """The objects, with tensors of another rank's GPU on the one of this rank."""
 
     def place(storage: Any, location: str) -> Any:
-        return storage if location == "cpu" else storage.to(device)
+        return storage if location == "cpu" else storage.to(device=device)
 
     return torch.load(io.BytesIO(written), place, weights_only=False)
 
