@@ -108,9 +108,10 @@ def train(
     """What steps of SGD with clipped gradients do to a model, each on the mean of its batches."""
     found: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
     weights = dict(model.named_parameters())
+    double = model.dtype == torch.float64 and not model.is_gradient_checkpointing  # layers that run again are not in it
     for batches in steps:
-        loss = torch.zeros((), dtype=torch.float64)
-        with nullcontext() if model.is_gradient_checkpointing else Double():  # which layers that run again are not in
+        loss = torch.zeros((), dtype=model.dtype, device=model.device)
+        with Double() if double else nullcontext():
             for batch in batches:
                 own = model(**batch).loss / len(batches)
                 own.backward()
