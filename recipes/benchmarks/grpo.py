@@ -1,0 +1,430 @@
+"""Steps of GRPO on long prompts, part by part: hf_burst, beside TRL alone at the longest prompt that it holds.
+
+On two GPUs, the shape of an 8B model with random weights and adapters:
+
+    torchrun --nproc-per-node 2 recipes/benchmarks/grpo.py --prompts 32768 --trl-prompts 32768 16384 8192 4096 \\
+        --out outputs/grpo_2xH100.json
+
+On two CPU processes, to see that it works:
+
+    torchrun --nproc-per-node 2 recipes/benchmarks/grpo.py --device cpu --shape tiny --prompts 96 --trl-prompts 96 \\
+        --answers 4 --answer-length 8 --warm-length 4 --steps 1 --out outputs/grpo_cpu.json
+
+A rollout is one prompt with `--answers` answers, none of which ends early, and `--iterations` training steps on it. It
+is the same work for both contenders: hf_burst's processes share all rows, and TRL's have as many whole rows each, of
+which they train `--trl-rows` at a time. With one iteration TRL leaves out the old log-probabilities, which are then
+those of the training step.
+
+The parts of a rollout add up: generation, log-probabilities of the old weights and of the reference (the adapters
+switched off), rewards, training (forward, backward, optimizer), and what is left (`rest`). Each is the slowest rank's.
+The first rollout has short answers, and does not count. Every attempt has processes of its own, so that one that runs
+out of memory leaves nothing behind.
+"""
+
+import argparse
+import json
+import logging
+import os
+import random
+import signal
+import statistics
+import string
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial, update_wrapper
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
+
+import hf_burst
+from hf_burst.cli.launch import launched
+from recipes.benchmarks.fits import GIB, Watcher
+from recipes.benchmarks.provenance import environment
+from recipes.benchmarks.ranks import Ranks
+from recipes.benchmarks.training import at_least
+from recipes.benchmarks.training_job import LORA, SHAPES, make_model
+from recipes.byte_tokenizer import byte_tokenizer
+
+Row = dict[str, Any]
+GENERATION, REWARDS, TRAINING, REST = "generation", "rewards", "training", "rest"
+OLD, REFERENCE = "old log-probabilities", "reference log-probabilities"
+PARTS = (GENERATION, OLD, REFERENCE, REWARDS, TRAINING, REST)
+CONTENDERS = ("hf_burst", "trl")
+# variables by which a launcher tells processes who they are
+_LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+
+
+class Clock(TrainerCallback):
+    """Seconds and peaks of memory of the parts of a rollout: of the innermost part at any time, so that they add up.
+
+    Args:
+        iterations (`int`): Training steps on a rollout.
+        device (`torch.device`): Of this process.
+        noted (`Callable`): Is given the seconds and the GiB of each part after each of them, and whether the rollout is
+            at its end.
+    """
+
+    def __init__(self, iterations: int, device: torch.device, noted: Callable[[Row, bool], None]) -> None:
+        self.iterations, self.device, self.noted = iterations, device, noted
+        self.inside: list[str] = []
+        self.seconds, self.peaks, self.since = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0.0), 0.0
+        self.watcher = Watcher(device) if device.type == "cuda" else None
+        if self.watcher is not None:
+            self.watcher.start()
+
+    def note(self) -> None:
+        """Gives the time since the last note, and the peak of memory, to the part that it was spent in."""
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        if self.inside:
+            part = self.inside[-1]
+            self.seconds[part] += now - self.since
+            if cuda:
+                self.peaks[part] = max(self.peaks[part], torch.cuda.max_memory_allocated(self.device) / GIB)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.since = now
+
+    def timed(self, method: Callable[..., Any], part: Callable[[], str | None], *args: Any, **kwargs: Any) -> Any:
+        """A method of the trainer, whose time is that of a part; of the part around it for `None`."""
+        name = part()
+        if name is None:
+            return method(*args, **kwargs)
+        self.note()
+        self.inside.append(name)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self.note()
+            self.inside.pop()
+            self.noted(self.found(), False)
+
+    def follow(self, trainer: Any) -> None:
+        """Times the steps of TRL's trainer."""
+        trainer.add_callback(self)
+        parts: dict[str, Callable[[], str | None]] = {
+            "_generate_and_score_completions": lambda: REST,
+            "_generate": lambda: GENERATION,
+            "_calculate_rewards": lambda: REWARDS,
+            "_get_per_token_logps_and_entropies": partial(scored_by, trainer.model),
+        }
+        for name, part in parts.items():
+            method = getattr(trainer, name)
+            setattr(trainer, name, update_wrapper(partial(self.timed, method, part), method))
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.note()
+        self.inside.append(TRAINING)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.note()
+        self.inside.pop()
+        whole = state.global_step % self.iterations == 0
+        self.noted(self.found(), whole)
+        if whole:
+            self.seconds, self.peaks = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0.0)
+            if self.watcher is not None:
+                self.watcher.most = 0
+
+    def found(self) -> Row:
+        """What is known of this rollout, on this rank."""
+        if self.watcher is None:
+            return {"seconds": dict(self.seconds)}
+        taken = {"reserved_gib": torch.cuda.memory_reserved(self.device) / GIB, "taken_gib": self.watcher.most / GIB}
+        return {"seconds": dict(self.seconds), "peak_gib": dict(self.peaks), "gpu": taken}
+
+
+def scored_by(model: torch.nn.Module) -> str | None:
+    """Whose log-probabilities are computed: with gradients those of training."""
+    if torch.is_grad_enabled():
+        return None
+    off = any(getattr(module, "disable_adapters", False) is True for module in model.modules())
+    return REFERENCE if off else OLD
+
+
+def prompts_of(lengths: list[int]) -> list[Row]:
+    """Texts of so many tokens, a letter each."""
+    letters = random.Random(sum(lengths))
+    return [{"prompt": "".join(letters.choices(string.ascii_letters, k=length))} for length in lengths]
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Differs between answers, so that they have advantages."""
+    return [sum(ids) % 97 / 97 for ids in completion_ids]
+
+
+def settings(arguments: argparse.Namespace, contender: str, folder: Path) -> Any:
+    """The settings of the trainer: all rows at once for hf_burst, and few of a rank's share for TRL."""
+    from trl import GRPOConfig
+
+    size, cpu = launched()[0], device_of(arguments) == "cpu"
+    ours = contender == "hf_burst"
+    rows = arguments.answers if ours else arguments.trl_rows
+    turns = 1 if ours else arguments.answers // (size * rows)
+    return GRPOConfig(
+        output_dir=str(folder / "trainer"),
+        parallelism_config=hf_burst.BurstParallelismConfig() if ours and size > 1 else None,
+        use_cpu=cpu,
+        bf16=not cpu,
+        max_steps=arguments.iterations * (1 + arguments.steps),
+        per_device_train_batch_size=rows,
+        steps_per_generation=turns,
+        gradient_accumulation_steps=turns,
+        num_generations=arguments.answers,
+        num_iterations=arguments.iterations,
+        max_completion_length=arguments.answer_length,
+        beta=0.04,  # so that there is a reference
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        ddp_find_unused_parameters=False,
+        use_liger_kernel=arguments.liger,
+        shuffle_dataset=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """One attempt, in processes of its own: trains, and writes a row for each rollout, or how it failed."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import GRPOTrainer
+
+    contender, prompt, folder = arguments.attempt[0], int(arguments.attempt[1]), Path(arguments.attempt[2])
+    args = settings(arguments, contender, folder)
+    device, start = args.device, time.perf_counter()  # joins the processes
+    ranks = Ranks(device.type, arguments.timeout)
+    tell(ranks, folder, environment=environment(ranks, sys.argv[: -len(arguments.attempt) - 1], arguments.commit))
+    changes = {} if arguments.layers is None else {"num_hidden_layers": arguments.layers}
+    longest = prompt + arguments.answer_length
+    model: Any = make_model(arguments.shape, longest, getattr(torch, arguments.dtype), device, changes)
+    model.config.use_cache = model.generation_config.use_cache = True
+    if contender == "hf_burst":
+        hf_burst.patch_model(model)
+    else:
+        model.set_attn_implementation(arguments.trl_attention)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    trainer: Any = GRPOTrainer(
+        model,
+        reward,
+        args,
+        Dataset.from_list(prompts_of([arguments.warm_prompt or prompt, *[prompt] * (1 + arguments.steps)])),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=16, target_modules=list(LORA[:7])),
+    )
+    ranks.say(f"{contender}, {prompt:,} tokens: made after {time.perf_counter() - start:.0f} s")
+
+    def length_of_answers(length: int) -> None:
+        full = {"max_new_tokens": length, "min_new_tokens": length}
+        trainer.generation_config.update(**full)
+        trainer.generation_kwargs.update(full)
+
+    def noted(found: Row, whole: bool) -> None:
+        warm = trainer.state.global_step <= arguments.iterations - (not whole)
+        if not whole:
+            tell(ranks, folder, begun={"warm": warm, **found})
+            return
+        length_of_answers(arguments.answer_length)
+        tell(ranks, folder, rollout={"warm": warm, **slowest(found, ranks)})
+
+    length_of_answers(arguments.warm_length)
+    clock = Clock(arguments.iterations, device, noted)
+    clock.follow(trainer)
+    trainer.train()
+    if clock.watcher is not None:
+        clock.watcher.done.set()
+        clock.watcher.join()
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
+
+
+def slowest(found: Row, ranks: Ranks) -> Row:
+    """The largest value of any rank."""
+    every = ranks.gather(found)
+    return {kind: {name: max(each[kind][name] for each in every) for name in found[kind]} for kind in found}
+
+
+def tell(ranks: Ranks, folder: Path, **line: Any) -> None:
+    """Adds a line to what the process that started this one reads."""
+    if ranks.rank == 0:
+        with (folder / "lines").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def lines_of(command: list[str], folder: Path, timeout_s: float) -> Iterator[Row]:
+    """Runs the processes of an attempt, and yields what they tell; at last how they failed, if they did."""
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
+    process = subprocess.Popen(command, env=outside, start_new_session=True, stdout=sys.stderr)
+    start, told = time.monotonic(), 0
+    try:
+        while True:
+            running = process.poll() is None
+            text = (folder / "lines").read_text() if (folder / "lines").exists() else ""
+            whole = text[told : text.rfind("\n") + 1]
+            told += len(whole)
+            yield from map(json.loads, whole.splitlines())
+            if not running:
+                break
+            if time.monotonic() - start > timeout_s:
+                yield {"reason": f"it did not end within {timeout_s:.0f} s"}
+                return
+            time.sleep(0.2)
+        failures = [path.read_text() for path in sorted(folder.glob("failure_*"))]
+        if process.returncode:
+            yield {"reason": "; ".join(failures) or f"its processes ended with status {process.returncode}"}
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def attempt(arguments: argparse.Namespace, contender: str, prompt: int, found: Callable[[Row, Row], None]) -> bool:
+    """Measures a contender at one length; `found` is given its row and the environment as soon as one changes."""
+    row: Row = {"contender": contender, "prompt": prompt, "status": "running", "reason": None, "rollouts": []}
+    about: Row = {}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        command += [str(launched()[0]), __file__, *sys.argv[1:], "--attempt", contender, str(prompt), folder]
+        for line in lines_of(command, Path(folder), arguments.timeout):
+            about = line.get("environment", about)
+            if "begun" in line or "rollout" in line:
+                row["begun"] = line.get("begun")  # of the first rank, if time runs out before it is done
+            row["rollouts"] += [line["rollout"]] if "rollout" in line else []
+            row |= {"status": "failed", "reason": line["reason"]} if "reason" in line else {}
+            found(row | summary(row, arguments.iterations), about)
+    if row["status"] == "running":
+        row["status"] = "ok"
+    found(row | summary(row, arguments.iterations), about)
+    return row["status"] == "ok"
+
+
+def summary(row: Row, iterations: int) -> Row:
+    """Medians of the rollouts that count, and the peaks of all of them."""
+    counted = [each for each in row["rollouts"] if not each["warm"]]
+    if not counted:
+        return {}
+    medians = {name: statistics.median(each["seconds"][name] for each in counted) for name in PARTS}
+    return {
+        "median_s": medians,
+        "rollout_s": statistics.median(sum(each["seconds"].values()) for each in counted),
+        "training_step_s": medians[TRAINING] / iterations,
+        "peak_gib": max((max(each["peak_gib"].values()) for each in counted if "peak_gib" in each), default=None),
+        "taken_gib": max((each["gpu"]["taken_gib"] for each in counted if "gpu" in each), default=None),
+    }
+
+
+def table(rows: list[Row]) -> str:
+    """The result as Markdown."""
+    lines = [
+        f"| contender | prompt | {' | '.join(PARTS)} | s a rollout | peak GiB |",
+        "|---|" + "---:|" * (len(PARTS) + 3),
+    ]
+    for row in rows:
+        if "median_s" not in row:
+            lines.append(f"| {row['contender']} | {row['prompt']:,} | {row['reason']} |")
+            continue
+        parts = " | ".join(f"{row['median_s'][name]:.2f}" for name in PARTS)
+        memory = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+        lines.append(f"| {row['contender']} | {row['prompt']:,} | {parts} | {row['rollout_s']:.2f} | {memory} |")
+    return "\n".join(lines)
+
+
+def device_of(arguments: argparse.Namespace) -> str:
+    available = "cuda" if torch.cuda.is_available() else "cpu"
+    return available if arguments.device == "auto" else str(arguments.device)
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--layers", type=at_least(1), help="how many layers of that width (as many as the shape has)")
+    parser.add_argument("--prompts", type=at_least(1), nargs="+", default=[32768], help="tokens of hf_burst's prompts")
+    parser.add_argument(
+        "--trl-prompts",
+        type=at_least(1),
+        nargs="+",
+        default=[32768, 16384, 8192, 4096],
+        help="of which TRL measures the longest that it holds",
+    )
+    parser.add_argument("--answers", type=at_least(2), default=8, help="to a prompt")
+    parser.add_argument("--answer-length", type=at_least(1), default=1024, help="tokens of each of them")
+    parser.add_argument("--warm-length", type=at_least(1), default=32, help="tokens of those of the first rollout")
+    parser.add_argument("--warm-prompt", type=at_least(1), help="tokens of its prompt (as many as of the others)")
+    parser.add_argument("--iterations", type=at_least(1), default=2, help="training steps on a rollout")
+    parser.add_argument("--steps", type=at_least(1), default=2, help="rollouts that count")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--trl-rows", type=at_least(1), default=1, help="that TRL trains at a time on a rank")
+    parser.add_argument("--trl-attention", default="sdpa", help="attn_implementation of TRL's model")
+    parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU, for both")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights (bfloat16 on GPUs)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--timeout", type=float, default=400.0, help="seconds that one attempt may take")
+    parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
+    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
+    parser.add_argument("--attempt", nargs=3, help=argparse.SUPPRESS)  # contender, prompt, folder
+    arguments = parser.parse_args()
+    arguments.dtype = arguments.dtype or ("float32" if device_of(arguments) == "cpu" else "bfloat16")
+    each = launched()[0] * arguments.trl_rows
+    if "trl" in arguments.contenders and arguments.answers % each:
+        parser.error(f"--answers is {arguments.answers}; TRL's processes train {each} rows at once: give a multiple")
+    return arguments
+
+
+def main() -> int:
+    """Measures all contenders in processes of their own, which the first one starts."""
+    arguments = read_arguments()
+    if arguments.attempt is not None:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("hf_burst").setLevel(logging.INFO)
+        try:
+            run(arguments)
+        except Exception as problem:  # whatever ends it is a result, and ends the other processes
+            text = (str(problem) or repr(problem)).strip().splitlines()[0]
+            failure = f"rank {launched()[1]}: {type(problem).__name__}: {text[:500]}"
+            Path(arguments.attempt[2], f"failure_{launched()[1]}").write_text(failure)
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)  # an end in good order would wait for messages of the others
+        return 0
+    if launched()[1]:
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the processes of an attempt, too
+    rows: dict[tuple[str, int], Row] = {}
+
+    def found(row: Row, about: Mapping[str, Any]) -> None:
+        rows[row["contender"], row["prompt"]] = row
+        if arguments.out is not None:
+            given = {name: value for name, value in vars(arguments).items() if name not in ("out", "attempt")}
+            result = {**about, "settings": given, "results": list(rows.values())}
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    ok = False
+    for contender in arguments.contenders:
+        ours = contender == "hf_burst"
+        for prompt in arguments.prompts if ours else sorted(arguments.trl_prompts, reverse=True):
+            held = attempt(arguments, contender, prompt, found)
+            ok = ok or held
+            if held and not ours:
+                break
+    print(table(list(rows.values())), file=sys.stderr, flush=True)
+    return int(not ok)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

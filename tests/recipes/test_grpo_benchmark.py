@@ -1,0 +1,44 @@
+"""The benchmark of GRPO runs in processes of its own, and its numbers agree with each other."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes.benchmarks.grpo import GENERATION, OLD, PARTS, REFERENCE, REWARDS, TRAINING
+from tests.recipes.test_benchmarks import launch
+
+pytest.importorskip("trl")
+OPTIONS = ["--shape", "tiny", "--device", "cpu", "--answers", "2", "--answer-length", "6", "--warm-length", "3"]
+LENGTHS = ["--prompts", "300", "--trl-prompts", "64", "96", "--warm-prompt", "32", "--steps", "1"]
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_grpo(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "result.json"
+    launch("recipes/benchmarks/grpo.py", *LENGTHS, "--out", str(out), common=OPTIONS)
+    result = json.loads(out.read_text())
+    assert result["hardware"]["ranks"] == 2
+    assert "--attempt" not in result["command"]
+    ours, theirs = result["results"]  # TRL holds the longest of its prompts, and is not asked for another
+    assert (ours["contender"], ours["prompt"], theirs["contender"], theirs["prompt"]) == ("hf_burst", 300, "trl", 96)
+    for row in result["results"]:
+        assert (row["status"], row["reason"]) == ("ok", None)
+        assert row["begun"] is None
+        assert [rollout["warm"] for rollout in row["rollouts"]] == [True, False]
+        seconds = row["rollouts"][1]["seconds"]
+        assert list(seconds) == list(PARTS)
+        assert all(seconds[name] > 0 for name in (GENERATION, OLD, REFERENCE, REWARDS, TRAINING))
+        assert row["median_s"] == seconds
+        assert row["rollout_s"] == pytest.approx(sum(seconds.values()))
+        assert row["training_step_s"] == pytest.approx(seconds[TRAINING] / 2)
+
+
+@pytest.mark.slow
+def test_an_attempt_that_fails_leaves_the_next_one_alone(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    words = [*LENGTHS, "--contenders", "trl", "--trl-attention", "nonsense", "--out", str(out)]
+    launch("recipes/benchmarks/grpo.py", *words, common=OPTIONS, status=1)
+    rows = json.loads(out.read_text())["results"]
+    assert [(row["prompt"], row["status"], row["rollouts"]) for row in rows] == [(96, "failed", []), (64, "failed", [])]
+    assert all("rank 0: ValueError" in row["reason"] and "nonsense" in row["reason"] for row in rows)
