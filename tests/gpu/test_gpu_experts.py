@@ -1,4 +1,4 @@
-"""On GPUs, over NCCL: experts that lie on several ranks, by the grouped products of Transformers, beside one process."""
+"""On GPUs, over NCCL: experts that lie on several ranks, by grouped products, beside one process."""
 
 from typing import Any
 
@@ -52,5 +52,5 @@ def test_three_steps(gpus: Ranks, ranks: int, burst: int, name: str) -> None:  #
     for loss, gradient in gpus(ranks).run(compare, name, burst, torch.float32):
         assert loss < 1e-4
         assert gradient < 1e-3
-    for loss, gradient in gpus(ranks).run(compare, name, burst, torch.bfloat16):  # routers choose some otherwise
+    for loss, _ in gpus(ranks).run(compare, name, burst, torch.bfloat16):  # routers choose some otherwise
         assert loss < 0.1

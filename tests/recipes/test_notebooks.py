@@ -31,7 +31,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_there_are_notebooks() -> None:
-    assert len(NOTEBOOKS) == 9
+    assert len(NOTEBOOKS) == 10
 
 
 @pytest.mark.slow
@@ -125,6 +125,15 @@ def book_is_remembered(text: str) -> None:
     assert keys == [words // 2 * 2 * 2 * 2 * 16 * 4] * 2, "layers, keys and values, heads, their size, bytes"
 
 
+def rewards_teach(text: str) -> None:
+    """Rewards rise, and held-out answers are right more often."""
+    rewards = [float(value) for value in re.findall(r"reward ([\d.]+)", text)]
+    assert rewards[-1] > rewards[0] + 0.15
+    before, after = (float(re.search(rf"{name}: +([\d.]+)%", text)[1]) for name in ("taught", "rewarded"))
+    assert before < 65
+    assert after > 85
+
+
 CLAIMS: dict[str, Callable[[str], object]] = {
     "03_your_documents": answers_right,
     "04_longer_context": context_is_longer,
@@ -133,6 +142,7 @@ CLAIMS: dict[str, Callable[[str], object]] = {
     "07_real_weights": weights_are_real,
     "08_picture_book": pictures_are_read,
     "09_remembered_book": book_is_remembered,
+    "10_rewards": rewards_teach,
 }
 
 

@@ -35,6 +35,7 @@ SHORTER = {  # what is trained always; notebooks as they stand are run by `pytes
         "{16: 90, 32: 15, 64: 15, 128: 20, 256: 30, 512: 40, 1024: 70}": "{16: 10, 64: 2}",
         "half + 1024": "half + 128",
     },
+    "10_rewards": {"{16: 90, 32: 15, 64: 10}": "{16: 10, 64: 2}", "max_steps=100": "max_steps=4"},
     "07_real_weights": {"STEPS = 12": "STEPS = 2"},
 }
 
