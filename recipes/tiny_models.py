@@ -33,7 +33,6 @@ _GEMMA4_TEXT = {**_MIXED, "global_head_dim": 8}
 _SHARED = {"num_kv_shared_layers": LAYERS, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 # in effect beyond 20 positions, so for one sequence and not for the packed documents
 _LONGROPE = {
-    "LEDForQuestionAnswering": {"attention_window": 8},  # an even one
     "rope_type": "longrope",
     "rope_theta": 1e4,
     "short_factor": [1.0, 1.1, 1.2, 1.3],
@@ -108,6 +107,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "KimiLinearForCausalLM": {**_HYBRID, **_MLA},
     "Kolibri1ForCausalLM": _MIXED,
+    "LEDForQuestionAnswering": {"attention_window": 8},  # an even one
     "LagunaForCausalLM": {**_MIXED, "num_attention_heads_per_layer": [4] * 4},
     "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
