@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .config import BurstConfig, Memory
     from .hf.batches.collator import BurstCollator, shard_batch
     from .hf.batches.grouping import GroupCollator
+    from .hf.generation.embeddings import embeddings
     from .hf.generation.generate import generate
     from .hf.generation.memory import RememberedDocument, remember
     from .hf.generation.scores import token_divergences, token_losses
@@ -33,6 +34,7 @@ __all__ = [
     "Memory",
     "RememberedDocument",
     "check_model",
+    "embeddings",
     "generate",
     "last_checkpoint",
     "patch_model",
@@ -53,6 +55,7 @@ _HOME = {
     "Memory": ".config",
     "RememberedDocument": ".hf.generation.memory",
     "check_model": ".check.run",
+    "embeddings": ".hf.generation.embeddings",
     "generate": ".hf.generation.generate",
     "last_checkpoint": ".hf.trainers.resume",
     "patch_model": ".hf.patch",

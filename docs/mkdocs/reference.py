@@ -51,7 +51,16 @@ def python_page() -> str:
 
 ORDER = (
     *("patch_model", "unpatch_model", "BurstConfig", "Memory", "BurstParallelismConfig", "BurstCollator"),
-    *("shard_batch", "token_losses", "token_divergences", "generate", "remember", "RememberedDocument", "check_model"),
+    *(
+        "shard_batch",
+        "token_losses",
+        "token_divergences",
+        "embeddings",
+        "generate",
+        "remember",
+        "RememberedDocument",
+        "check_model",
+    ),
     *("BurstCallback", "BurstResume", "last_checkpoint"),
 )
 

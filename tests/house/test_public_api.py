@@ -19,6 +19,7 @@ NAMES = [
     "Memory",
     "RememberedDocument",
     "check_model",
+    "embeddings",
     "generate",
     "last_checkpoint",
     "patch_model",

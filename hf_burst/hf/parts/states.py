@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from ...errors import BatchError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX
-from ...ranks.collectives import gather_kept, gather_tokens
+from ...numerics import accumulation_dtype
+from ...ranks.collectives import gather_kept, gather_tokens, group_sum
 from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
 from ..forward_pass import ForwardPass
@@ -131,6 +132,22 @@ def whole(value: Any) -> Any:
     return value.whole if isinstance(value, ShardedStates) else value
 
 
+def vectors_of_rows(states: ShardedStates, pooling: str) -> Tensor:
+    """The sum over ranks of what their own tokens add to a vector of each row, `(batch, width)`: the state of the first
+    or the last token that is not padding, or the mean of all."""
+    layout, wide = states.layout, accumulation_dtype(states.dtype)
+    real = layout.real or ((0, layout.length - layout.padding),) * layout.batch_size
+    first, stop = torch.tensor(real, device=states.device).T[..., None]
+    tokens = layout.indices(states.group.rank).to(states.device)
+    if pooling == "mean":
+        weights = ((tokens >= first) & (tokens < stop)) / (stop - first).to(wide)
+    else:
+        weights = (tokens == (first if pooling == "first" else stop - 1)).to(wide)
+    states.share()
+    own = states.own.to(wide).masked_fill(weights[..., None] == 0, 0)
+    return group_sum(torch.einsum("bn,bnd->bd", weights, own), states.group)
+
+
 class States(Part):
     """For models without a language-model head: puts [`ShardedStates`] where the decoder or encoder returns its hidden
     states, and before its pooler."""
@@ -141,6 +158,7 @@ class States(Part):
         self.streams = streams
         self.run: ForwardPass | None = None
         self.pooled = False  # whether the pooler was given the whole batch in this pass
+        self.pooling: str | None = None  # which states stand for a row, if nothing else of the pass is asked for
 
     def look(self, model: PreTrainedModel) -> Handles:
         reader = language_model_of(model)
@@ -155,6 +173,7 @@ class States(Part):
     def prepare(self, run: ForwardPass) -> None:
         if not run.task.reads:
             return
+        run.agreement.add("pooling of embeddings", self.pooling)
         name, given, judges = type(run.model).__name__, run.batch.given, _judges(run.model)
         layout, labels = run.batch.layout, given.get("labels")
         real = layout.real or ((0, layout.length - layout.padding),) * layout.batch_size
@@ -162,7 +181,7 @@ class States(Part):
             start < cut < stop for (start, stop), cuts in zip(real, layout.documents, strict=True) for cut in cuts
         )
         pools = language_model_of(run.model) is not run.model and _EACH_TOKEN not in judges
-        if packed and pools:
+        if packed and (pools or self.pooling):
             raise BatchError(
                 f"The batch packs documents, and {name} judges a row as one. Give every document a row of its own "
                 "(packing=False, no DataCollatorWithFlattening)."
@@ -217,6 +236,8 @@ class States(Part):
         if self.run is not None and language_model_of(run.model) is run.model:
             self._check_pooled(run.model, outputs.get("pooler_output"))
             outputs["last_hidden_state"] = self._standing_for_all(outputs["last_hidden_state"])
+        if self.run is not None and self.pooling:
+            outputs["last_hidden_state"] = vectors_of_rows(outputs["last_hidden_state"], self.pooling)
 
     def end(self) -> None:
         self.run = None
