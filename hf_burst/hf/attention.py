@@ -76,7 +76,7 @@ class LazyMask:
             return self
         return self.whole[index]
 
-    @cached_property
+    @property
     def pattern(self) -> MaskPattern:
         """How far queries see, without documents, which the layout knows; raises for masks that are not served."""
         causal = _CAUSAL in self.parts
