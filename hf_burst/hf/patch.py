@@ -7,6 +7,7 @@ the ranks look like data-parallel replicas with the same batch. All of it is don
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from types import FrameType
 from typing import Any, TypeVar
@@ -58,6 +59,8 @@ from .parts.towers import Towers
 from .sharded_cache import ShardedCache
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
+# whether a thread is within a call by which all ranks of a group generate; other threads of a rollout may begin one
+WITHIN: ContextVar[bool] = ContextVar("hf_burst_within_generation", default=False)
 _COMPILED = (
     "Compile the model on all ranks or on none (torch_compile, torch.compile), or name a schedule, "
     "such as BurstConfig(schedule='kv_ring')."
@@ -255,7 +258,12 @@ class _Patch:
         self.run: ForwardPass | None = None  # the pass under way
         self.context = PassContext()
         self.passes = 0  # that came so far
-        self.generate_together: Callable[..., Any] | None = None  # of a trainer whose first rank runs a rollout
+        self.together: Callable[..., Any] | None = None  # by which all ranks generate, while their first runs a rollout
+
+    @property
+    def generate_together(self) -> Callable[..., Any] | None:
+        """What a rollout calls to generate; `None` where a thread is within such a call, and elsewhere."""
+        return None if WITHIN.get() else self.together
 
     def install(self, model: PreTrainedModel) -> None:
         for part in self.parts:

@@ -3,6 +3,8 @@
 import os
 import random
 import re
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -378,8 +380,22 @@ def roll_out_by_threads(prompts: list[str], trainer: Any) -> dict[str, Any]:
         found: torch.Tensor = trainer.model.generate(torch.tensor([prompt]), config)
         return found[0, len(prompt) :].tolist()
 
-    with ThreadPoolExecutor(2) as threads:
-        completions = list(threads.map(answer, ids))
+    def answer_late(prompt: list[int]) -> list[int]:  # while another thread's call is under way
+        assert under_way.wait(60)
+        return answer(prompt)
+
+    under_way, generate = threading.Event(), generating.generate
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        under_way.set()
+        time.sleep(0.2)
+        return generate(*args, **kwargs)
+
+    if PATCH not in vars(trainer.model):  # a single process
+        under_way.set()
+    with ThreadPoolExecutor(2) as threads, mock.patch.object(generating, "generate", noted):
+        answers = [threads.submit(answer_late if place % 2 else answer, prompt) for place, prompt in enumerate(ids)]
+        completions = [each.result() for each in answers]
     trainer.accelerator.wait_for_everyone()
     return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[-1.0] * 4 for _ in ids]}
 
@@ -610,7 +626,10 @@ def test_errors_are_those_of_all_ranks(ranks: Ranks, tmp_path: Path, name: str) 
 
 
 def test_a_model_that_is_not_patched_any_more() -> None:
-    with pytest.raises(ConfigError, match="takes a patched model"), generating._generating(torch.nn.Linear(1, 1), None):
+    with (
+        pytest.raises(ConfigError, match="takes a patched model"),
+        generating._generating(torch.nn.Linear(1, 1), print),
+    ):
         pass
 
 

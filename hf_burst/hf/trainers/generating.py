@@ -28,7 +28,7 @@ from ..callers import frames
 from ..generation.generate import generate, same_random_numbers
 from ..generation.request import asked, check, copies_of, patched
 from ..groups import PATCH
-from ..patch import patch_model
+from ..patch import WITHIN, patch_model
 from .group_accelerator import Groups
 
 _MAKING = "create_accelerator_and_postprocess"  # the method by which a Trainer makes its accelerator
@@ -193,10 +193,10 @@ class GroupTraining:
         try:
             check(base, given)
         except (UnsupportedModelError, BatchError):
-            with _generating(model, None), same_random_numbers(self.group, self.device), torch.no_grad():
+            with _within(), same_random_numbers(self.group, self.device), torch.no_grad():
                 return base.generate(**given)
         else:
-            with _generating(model, None):
+            with _within():
                 return generate(base, **_each_once(base, given))
         finally:
             for module, mode in modes:
@@ -433,18 +433,31 @@ def _unpacked(written: bytes, device: torch.device) -> Any:
 
 
 @contextmanager
-def _generating(model: nn.Module, function: Callable[..., Any] | None) -> Iterator[None]:
-    """While TRL or a rollout generates, `model.generate` and `hf_burst.generate` are a function; with `None` those that
-    they were."""
+def _generating(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """While TRL or a rollout generates, `model.generate` and `hf_burst.generate` are a function. Within a call of it
+    they are those that they were; other threads, which may generate meanwhile, meet the function."""
     base: Any = patched(model)[0]
-    patch, before = getattr(base, PATCH), vars(base).pop("generate", None)
-    outer, patch.generate_together = patch.generate_together, function
-    if function is not None:
-        base.generate = function
+    patch, before = getattr(base, PATCH), vars(base).get("generate")
+
+    def generate_in_turn(*args: Any, **kwargs: Any) -> Any:
+        return type(base).generate(base, *args, **kwargs) if WITHIN.get() else function(*args, **kwargs)
+
+    outer, patch.together = patch.together, function
+    base.generate = generate_in_turn
     try:
         yield
     finally:
         vars(base).pop("generate", None)
-        patch.generate_together = outer
+        patch.together = outer
         if before is not None:
             base.generate = before
+
+
+@contextmanager
+def _within() -> Iterator[None]:
+    """A call in which this thread generates with all ranks."""
+    token = WITHIN.set(True)
+    try:
+        yield
+    finally:
+        WITHIN.reset(token)
