@@ -384,9 +384,10 @@ def roll_out_by_threads(prompts: list[str], trainer: Any) -> dict[str, Any]:
         assert under_way.wait(60)
         return answer(prompt)
 
-    under_way, generate = threading.Event(), generating.generate
+    under_way, generate, calls = threading.Event(), generating.generate, []
 
     def noted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
         under_way.set()
         time.sleep(0.2)
         return generate(*args, **kwargs)
@@ -396,6 +397,7 @@ def roll_out_by_threads(prompts: list[str], trainer: Any) -> dict[str, Any]:
     with ThreadPoolExecutor(2) as threads, mock.patch.object(generating, "generate", noted):
         answers = [threads.submit(answer_late if place % 2 else answer, prompt) for place, prompt in enumerate(ids)]
         completions = [each.result() for each in answers]
+    assert PATCH not in vars(trainer.model) or len(calls) == len(ids), "each by all ranks"
     trainer.accelerator.wait_for_everyone()
     return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[-1.0] * 4 for _ in ids]}
 
