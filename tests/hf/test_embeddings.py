@@ -77,6 +77,14 @@ def test_embeddings_and_gradients_equal_one_process(ranks: Ranks, name: str, siz
             assert_equal(ranks(size).run(over_ranks, name, batch, pooling), expected)
 
 
+def test_sums_are_wide_under_autocast() -> None:
+    model = models.patch(make("LlamaModel").float())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = hf_burst.embeddings(model, PLAIN, "mean")
+        states = model(**PLAIN).last_hidden_state
+    torch.testing.assert_close(found, states.float().mean(1))
+
+
 def gathers(rank: int, size: int) -> list[int]:
     """The numbers that a rank sends, by message."""
     sent = list[int]()

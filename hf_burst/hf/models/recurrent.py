@@ -268,5 +268,6 @@ def _takes(function: Any, argument: str) -> bool:
 
 def _held(function: Any) -> dict[str, Any]:
     """What the wrapper of Transformers around a function knows of what it calls."""
-    names, cells = getattr(getattr(function, "__code__", None), "co_freevars", ()), function.__closure__ or ()
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+    names = getattr(code, "co_freevars", ())
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}

@@ -144,8 +144,9 @@ def vectors_of_rows(states: ShardedStates, pooling: str) -> Tensor:
     else:
         weights = (tokens == (first if pooling == "first" else stop - 1)).to(wide)
     states.share()
-    own = states.own.to(wide).masked_fill(weights[..., None] == 0, 0)
-    return group_sum(torch.einsum("bn,bnd->bd", weights, own), states.group)
+    with torch.autocast(states.device.type, enabled=False):  # sums are wide
+        own = states.own.to(wide).masked_fill(weights[..., None] == 0, 0)
+        return group_sum(torch.einsum("bn,bnd->bd", weights, own), states.group)
 
 
 class States(Part):
