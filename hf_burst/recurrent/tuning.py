@@ -18,19 +18,23 @@ _TOLD_S = 5.0
 
 @contextmanager
 def tuning(what: str) -> Iterator[None]:
-    """Inside, Triton compiles all candidates of a kernel at the same time before it times them one after another, which
-    takes a tenth of the time on hosts with many cores. The log says how long it took, if that is long.
+    """Inside, Triton compiles all candidates of a kernel at the same time before it times them one after another. The
+    log says how long it took, if that is long. Where the GPU has no room, kernels are tuned when they first run.
 
     Args:
         what (`str`): What is tuned, for the log.
     """
     start = time.monotonic()
-    with _compiling_at_once():
-        yield
+    try:
+        with _compiling_at_once():
+            yield
+    except torch.OutOfMemoryError as problem:
+        logger.info("%s are tuned within the step, since the GPU has no room before it: %s", what, problem)
+        return
     seconds = time.monotonic() - start
     if seconds > _TOLD_S:
         logger.info(
-            "Triton tuned %s in %.0f s. It keeps the result for other runs of this shape, in TRITON_CACHE_DIR or "
+            "Triton tuned %s in %.0f s. It keeps what it compiled for other runs, in TRITON_CACHE_DIR or "
             "~/.triton/cache.",
             what,
             seconds,

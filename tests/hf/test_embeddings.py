@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -18,7 +21,7 @@ from tests.support.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
 Batch = dict[str, torch.Tensor]
-MODELS = ("LlamaModel", "MistralModel", "Qwen3_5TextModel", "ModernBertModel")
+MODELS = ("LlamaModel", "MistralModel", "Qwen3_5TextModel", "ModernBertModel", "BertModel")
 POOLINGS = ("first", "last", "mean")
 
 
@@ -85,6 +88,28 @@ def test_sums_are_wide_under_autocast() -> None:
     torch.testing.assert_close(found, states.float().mean(1))
 
 
+def wrapped(rank: int, size: int, how: str, batch: Batch) -> Result:
+    """Through a data-parallel wrapper, which averages gradients."""
+    plain = models.patch(make("LlamaModel").train())
+    if how == "ddp":
+        model: Any = torch.nn.parallel.DistributedDataParallel(plain)
+    else:
+        mesh = init_device_mesh("cpu", (size,))
+        for layer in plain.layers:
+            fully_shard(layer, mesh=mesh)
+        model = fully_shard(plain, mesh=mesh)
+    loss, found = result(model, hf_burst.embeddings, batch, "mean")
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+    return loss, {name.removeprefix("module."): value for name, value in whole.items()}
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_through_wrappers(ranks: Ranks, how: str) -> None:
+    plain = make("LlamaModel")
+    batch = rows(plain, padded=True)
+    assert_equal(ranks(2).run(wrapped, how, batch), result(plain, alone, batch, "mean"))
+
+
 def gathers(rank: int, size: int) -> list[int]:
     """The numbers that a rank sends, by message."""
     sent = list[int]()
@@ -102,7 +127,7 @@ def gathers(rank: int, size: int) -> list[int]:
     torch.distributed.all_gather, torch.distributed.all_reduce = noted(gather), noted(reduce)
     try:
         with torch.no_grad():
-            hf_burst.embeddings(model, batch)
+            hf_burst.embeddings(model, {**batch, "output_hidden_states": True})
             vectors = max(sent)
             sent.clear()
             model(**batch)
@@ -132,13 +157,14 @@ PLAIN = {"input_ids": torch.ones(1, 8, dtype=torch.long)}
         ("LlamaModel", PACKED, ("last",), BatchError, "packs documents"),
         ("LlamaModel", EMPTY, ("mean",), BatchError, "hides all of row 1"),
         ("LlamaModel", PLAIN, ("max",), ConfigError, "pooling='max'; it is one of"),
+        ("LlamaModel", PLAIN, ("last", "max"), (ConfigError, RankMismatchError), "pooling='max'; it is one of"),
         ("LlamaModel", PLAIN, ("last", "mean"), RankMismatchError, "pooling of embeddings"),
         ("LlamaForCausalLM", PLAIN, ("last",), ConfigError, "AutoModel.from_pretrained"),
         ("LlamaForSequenceClassification", PLAIN, ("last",), ConfigError, "AutoModel.from_pretrained"),
     ],
 )
 def test_what_is_refused(
-    ranks: Ranks, name: str, batch: Batch, poolings: tuple[str, ...], error: type, sentence: str
+    ranks: Ranks, name: str, batch: Batch, poolings: tuple[str, ...], error: Any, sentence: str
 ) -> None:
     with pytest.raises(RankError) as caught:
         ranks(2).run(given, name, batch, poolings)

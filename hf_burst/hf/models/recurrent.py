@@ -118,7 +118,7 @@ def _delta_rule(original: Function) -> Function:
         if use_qk_l2norm_in_kernel:
             inputs = (unit_norm(query), unit_norm(key), value, g, beta)
             use_qk_l2norm_in_kernel = False
-        if fla_compared(query.device):
+        if fla_compared(query.device):  # the kernels are its own
             choose_variants(inputs)
         return delta_rule_in_two_passes(Rule(rule, packed), kernels, inputs, shards), None
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from ...errors import BatchError, UnsupportedModelError
+from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX
 from ...numerics import accumulation_dtype
 from ...ranks.collectives import gather_kept, gather_tokens, group_sum
@@ -36,6 +36,7 @@ _BY_TOKEN = {
 _METHODS = ("to", "float", "contiguous", "clone")
 _EACH_TOKEN = "ForTokenClassification"  # in names of classes that judge each token
 _SPAN = "ForQuestionAnswering"  # of those that choose among all tokens
+POOLINGS = ("first", "last", "mean")  # of embeddings
 
 
 @dataclass
@@ -174,6 +175,8 @@ class States(Part):
     def prepare(self, run: ForwardPass) -> None:
         if not run.task.reads:
             return
+        if self.pooling not in (None, *POOLINGS):
+            raise ConfigError(f"embeddings was given pooling={self.pooling!r}; it is one of {POOLINGS}.")
         run.agreement.add("pooling of embeddings", self.pooling)
         name, given, judges = type(run.model).__name__, run.batch.given, _judges(run.model)
         layout, labels = run.batch.layout, given.get("labels")
@@ -195,7 +198,7 @@ class States(Part):
                 "divides the weights of a head. Use FSDP2, DDP or ZeRO-2."
             )
         mask = given.get("attention_mask")
-        if layout.real and mask is not None:
+        if layout.real and mask is not None and not self.pooling:
             self._check_padding(run, name, mask, labels)
 
     def _check_padding(self, run: ForwardPass, name: str, mask: Tensor, labels: Any) -> None:
@@ -238,6 +241,7 @@ class States(Part):
             self._check_pooled(run.model, outputs.get("pooler_output"))
             outputs["last_hidden_state"] = self._standing_for_all(outputs["last_hidden_state"])
         if self.run is not None and self.pooling:
+            outputs.pop("hidden_states", None)  # would be gathered
             outputs["last_hidden_state"] = vectors_of_rows(outputs["last_hidden_state"], self.pooling)
 
     def end(self) -> None:
