@@ -106,8 +106,7 @@ def make_trainer(run: Run, folder: str) -> Any:
     more = options.pop("given", dict)()
     model = (more.pop("model") if "model" in more else models.make_model("llama")).double()
     if run.reference:
-        models.make_model("llama", seed=3).double().save_pretrained(f"{folder}/reference")
-        model.config._name_or_path = f"{folder}/reference"  # from which TRL makes its reference
+        model.config._name_or_path = str(Path(folder).parent / "reference")  # from which TRL makes its reference
     config = options.pop("config", None)
     if run.burst:
         hf_burst.patch_model(model, config)
@@ -221,6 +220,8 @@ def learn(rank: int, size: int, folder: str, run: Run) -> dict[str, Any]:
 
 def compare(ranks: Ranks, folder: Path, run: Run, learn: Callable[..., Any] = learn, *more: Any) -> None:
     """On every rank what one process a group has that is not patched."""
+    if run.reference:  # saved here, since ranks that save into one folder at the same time delete each other's files
+        models.make_model("llama", seed=3).double().save_pretrained(folder / "reference")
     found = ranks(run.ranks).run(learn, str(folder / "found"), run, *more)
     alone = replace(
         run, burst=0, options={**run.options, **{name: ALONE[name] for name in ALONE.keys() & run.options.keys()}}
