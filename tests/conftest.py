@@ -1,5 +1,6 @@
 """Fixtures: pools of ranks, shared by all tests of a file."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -24,6 +25,11 @@ if not torch.cuda.is_available():
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """How many processes run tests, each some files of them: few, since most tests start ranks; on GPUs one alone."""
     return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 4)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is never garbage: collections, of which trainers make many, need not look through it."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")  # ranks grow with what they compute
