@@ -74,7 +74,8 @@ def attend_to_shared(
     Args:
         q (`torch.Tensor` of shape `(batch, heads, n, head_dim)`): The queries of new tokens.
         positions (`torch.LongTensor` of shape `(batch, n)`): Their positions; -1 for padding, which sees nothing.
-        held (sequence of [`Keys`]): What this rank holds, each key once.
+        held (sequence of [`Keys`]): What this rank holds, each key once: as many entries on every rank, some of them
+            perhaps without keys.
         pattern ([`MaskPattern`]): How far queries see.
         scores ([`Scores`]): Scale and soft-capping.
         sinks (`torch.Tensor` of shape `(heads,)`, *optional*): A further score of every row, whose value is 0.
@@ -85,17 +86,14 @@ def attend_to_shared(
         `torch.Tensor` of shape `(batch, n, heads, value_dim)` in the dtype of q, the same bits on every rank.
     """
     wide = accumulation_dtype(q.dtype)
-    parts = [part for keys in held for part in _partial(q, positions, keys, pattern, scores)]
-    if not parts:
-        nothing = q.new_full((*q.shape[:3], 1), _NOTHING, dtype=wide)
-        parts = [torch.cat([q.new_zeros(*q.shape[:3], value_dim, dtype=wide), nothing], -1)]
+    # of each part the output, and behind it the log-sum-exp
+    own = q.new_empty(len(held), *q.shape[:3], value_dim + 1, dtype=wide)
+    for part, keys in zip(own, held, strict=True):
+        _attend(part, q, positions, keys, pattern, scores)
     if group.size > 1:
-        own = merged(torch.stack(parts)) if len(parts) > 1 else parts[0]
         with group.messages():
-            every = gather_stacked(own, group)
-    else:
-        every = torch.stack(parts)
-    outs, lses = every.split([value_dim, 1], -1)
+            own = gather_stacked(own, group).flatten(0, 1)
+    outs, lses = own[..., :-1], own[..., -1:]
     if sinks is not None:
         added = sinks.to(wide)[None, None, :, None, None].expand_as(lses[:1])
         weights = torch.cat([lses, added]).softmax(0)[: len(lses)]
@@ -104,59 +102,54 @@ def attend_to_shared(
     return (outs * weights).sum(0).to(q.dtype).transpose(1, 2).contiguous()
 
 
-def merged(parts: Tensor) -> Tensor:
-    """Partial attentions merged in their order (arXiv 2403.09347, equations 5 to 7).
-
-    A new token's attention takes half a millisecond, so that each operation less counts, here and below.
-
-    Args:
-        parts (`torch.Tensor` of shape `(parts, ..., value_dim + 1)`): The outputs, and behind each its log-sum-exp. A
-            row without a visible key has zeros and `_NOTHING`.
-    """
-    out, lse = parts[..., :-1], parts[..., -1:]
-    return torch.cat([(out * lse.softmax(0)).sum(0), lse.logsumexp(0)], -1)
-
-
-def _partial(q: Tensor, positions: Tensor, held: Keys, pattern: MaskPattern, scores: Scores) -> Iterator[Tensor]:
-    """Partial attentions over some keys, each of shape `(batch, heads, n, value_dim + 1)`."""
-    if not held.keys.shape[2]:
+def _attend(part: Tensor, q: Tensor, positions: Tensor, held: Keys, pattern: MaskPattern, scores: Scores) -> None:
+    """Writes the attention over some keys, `(batch, heads, n, value_dim + 1)`. A row without a visible key has zeros
+    and `_NOTHING`."""
+    found = list(_attentions(q, positions, held, pattern, scores))
+    if not found:
+        part.zero_()
+        part[..., -1] = _NOTHING
         return
-    rows = held.keys.shape[0]
-    copies = q.shape[0] // rows  # of the batch, which share a row of keys
-    fits = max(1, _BLOCK_SCORES // (q.shape[0] * q.shape[1] * q.shape[2]))
-    for block in held.blocks(held.keys.shape[2] if held.expand is None else fits):
+    own, own_lse = found[0]
+    if len(found) > 1:  # merged in their order (arXiv 2403.09347, equations 5 to 7)
+        outs, lses = map(torch.stack, zip(*found, strict=True))
+        own, own_lse = (outs * lses.softmax(0)[..., None]).sum(0), lses.logsumexp(0)
+    rows, heads = own_lse.shape[:2]
+    unfolded = part.view(rows, len(q) // rows, heads, -1, part.shape[-1]).transpose(1, 2)
+    out, lse = unfolded[..., :-1], unfolded[..., -1]
+    out.copy_(own.view(out.shape))
+    lse.copy_(own_lse.view(lse.shape))
+
+
+def _attentions(
+    q: Tensor, positions: Tensor, held: Keys, pattern: MaskPattern, scores: Scores
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Outputs `(rows, key heads, copies * group * n, value_dim)` and their log-sum-exp, of some keys after others."""
+    batch, heads, length, _ = q.shape
+    rows, _, kept, _ = held.keys.shape
+    if not kept:
+        return
+    fits = max(1, _BLOCK_SCORES // (batch * heads * length))
+    sees_all = held.before and pattern.window is None and pattern.attention_chunk_size is None
+    for block in held.blocks(kept if held.expand is None else fits):
         folded = _folded(q, rows, block.keys.shape[1])
-        sees_all = held.before and pattern.window is None and pattern.attention_chunk_size is None
-        kernel = _fast(folded, block, scores) if sees_all else None
-        if kernel is not None:
-            yield _restored(kernel, q)
+        fast = _fast(folded, block, scores) if sees_all else None
+        if fast is not None:
+            yield fast
             continue
         for small in block.blocks(fits):
             visible = None if sees_all else _visible(positions, small.positions, pattern, rows)
-            yield _restored(_by_products(folded, small, visible, scores, copies, q.shape[2]), q)
+            yield _by_products(folded, small, visible, scores, batch // rows, length)
 
 
 def _folded(q: Tensor, rows: int, heads: int) -> Tensor:
     """Queries `(batch, heads, n, head_dim)` as rows of the keys that they share: `(rows, key heads, copies * group * n,
     head_dim)`."""
-    batch, every, length, size = q.shape
-    if batch == rows:
-        return q.reshape(rows, heads, every // heads * length, size)
-    copies = q.reshape(rows, batch // rows, heads, every // heads * length, size)
-    return copies.transpose(1, 2).reshape(rows, heads, -1, size)
+    batch, _, _, size = q.shape
+    return q.reshape(rows, batch // rows, heads, -1, size).transpose(1, 2).reshape(rows, heads, -1, size)
 
 
-def _restored(partial: Tensor, q: Tensor) -> Tensor:
-    """The other way round: `(batch, heads, n, ...)`."""
-    rows, heads, _, size = partial.shape
-    batch, every, length, _ = q.shape
-    if batch == rows:
-        return partial.reshape(batch, every, length, size)
-    copies = partial.reshape(rows, heads, batch // rows, every // heads * length, size)
-    return copies.transpose(1, 2).reshape(batch, every, length, size)
-
-
-def _fast(folded: Tensor, held: Keys, scores: Scores) -> Tensor | None:
+def _fast(folded: Tensor, held: Keys, scores: Scores) -> tuple[Tensor, Tensor] | None:
     """Attention over keys that all queries see, by a flash kernel; `None` where none can."""
     sizes, kind = (folded.shape[-1], held.values.shape[-1]), folded.device.type
     kernel = _kernel(KernelRequest(kind, folded.dtype, *sizes, softcap=scores.softcap > 0))
@@ -164,8 +157,7 @@ def _fast(folded: Tensor, held: Keys, scores: Scores) -> Tensor | None:
         return None
     tensors = (folded.transpose(1, 2), held.keys.transpose(1, 2), held.values.transpose(1, 2))
     out, lse = kernel.forward(*tensors, Band(), scores)
-    wide = accumulation_dtype(folded.dtype)  # on every rank, also under autocast
-    return torch.cat([out.to(wide), lse.to(wide)[..., None]], -1).transpose(1, 2)
+    return out.transpose(1, 2), lse.transpose(1, 2)
 
 
 @lru_cache(maxsize=64)
@@ -179,7 +171,7 @@ def _kernel(request: KernelRequest) -> Kernel | None:
 
 def _by_products(
     folded: Tensor, held: Keys, visible: Tensor | None, scores: Scores, copies: int, length: int
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Attention of queries `(rows, key heads, copies * group * n, head_dim)` by two matrix products and a log-sum-exp,
     with any mask."""
     wide = accumulation_dtype(folded.dtype)
@@ -191,7 +183,7 @@ def _by_products(
             shaped = logits.unflatten(2, (copies, -1, length))  # (rows, key heads, copies, group, n, keys)
             logits = shaped.masked_fill(~visible[:, None, :, None], -torch.inf).flatten(2, 4)
         lse = logits.logsumexp(-1, keepdim=True).clamp(min=_NOTHING)
-        return torch.cat([torch.exp(logits - lse) @ held.values.to(wide), lse], -1)
+        return torch.exp(logits - lse) @ held.values.to(wide), lse[..., 0]
 
 
 def _visible(queries: Tensor, keys: Tensor, pattern: MaskPattern, rows: int) -> Tensor:

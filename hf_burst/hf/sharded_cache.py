@@ -119,13 +119,13 @@ class ShardedLayer(CacheLayerMixin):
             self.document = Keys(keys, values, held.positions[:, kept], held.before)
 
     def held(self, expand: Expand | None) -> list[Keys]:
-        """All keys of this rank."""
+        """All keys of this rank: those of the prompt, and those of new tokens, if there are any on some rank."""
         parts = []
         if self.document is not None:
             known = self.document
             parts.append(Keys(known.keys, known.values, known.positions, known.before, expand))
         own = self._own(self.count)
-        if own:
+        if self.count:
             assert self.keys is not None, "there are new tokens"
             assert self.values is not None, "there are new tokens"
             assert self.tokens.new is not None, "there are new tokens"
@@ -192,8 +192,9 @@ class ShardedLayer(CacheLayerMixin):
         self.count += new
         self.keys = _with_room(self.keys, keys, before, after)
         self.values = _with_room(self.values, values, before, after)
-        self.keys[:, :, before:after] = keys[:, :, first :: group.size]
-        self.values[:, :, before:after] = values[:, :, first :: group.size]
+        if after > before:
+            self.keys[:, :, before:after] = keys[:, :, first :: group.size]
+            self.values[:, :, before:after] = values[:, :, first :: group.size]
 
     def _own(self, count: int) -> int:
         """How many of so many new tokens lie on this rank."""
