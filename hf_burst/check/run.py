@@ -24,10 +24,12 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ..errors import BatchError, ConfigError
+from ..hf.models.cut_point import family_of
 from ..hf.models.verdicts import Verdict, remember
 from .compare import BatchComparison, compare_batch, compare_modalities
 from .ranks import RANKS, run_on_ranks
 from .tiny import prepare, tiny_copy
+from .tiny_seeing import FAMILIES, seeing_config
 
 _CLASSES: dict[str, Any] = {
     "AutoModelForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -69,14 +71,19 @@ def check_model(
         ConfigError: If there is no such language model, or the comparison died or did not end in time.
     """
     target = find_target(model, trust_remote_code)
-    make = partial(tiny_copy, target.model_class, target.config)
+    by_class = isinstance(model, str) and model == target.model_class.__name__
+    family = family_of(target.model_class)
+    config = target.config
+    if by_class and family in FAMILIES:  # of which the default config often lacks what checkpoints have
+        config = seeing_config(family, target.model_class)
+    make = partial(tiny_copy, target.model_class, config)
     try:
         verdict: Verdict = run_on_ranks(compare_modalities, make, target.model_class, limit=time_limit)
     except RuntimeError as problem:
         return Verdict("wrong", note=f"the comparison failed: {problem}")
     if verdict.fingerprint:
         remember(verdict)
-    if verdict.result != "exact" and isinstance(model, str) and model == target.model_class.__name__:
+    if verdict.result != "exact" and by_class and family not in FAMILIES:
         advice = " This is of the class's default config: give the config.json of a model, which may set more."
         return replace(verdict, note=verdict.note.rstrip(".") + "." + advice)
     return verdict

@@ -472,18 +472,24 @@ def seeing_class(family: str) -> Any:
     return getattr(transformers, f"{family}ForConditionalGeneration", None) or getattr(transformers, family)
 
 
+def seeing_config(family: str, model_class: Any) -> Any:
+    """The small config of a family, for its class or one that is made from it."""
+    kind = model_class.config_class
+    names = {"image_token_id", "image_token_index"} & set(vars(kind()))
+    return kind(**{**dict.fromkeys(sorted(names), IMAGE), **_CONFIGS[family]})
+
+
 def seeing_model(family: str, model_class: Any = None) -> PreTrainedModel:
     """A model in fp64, the same in every process; the default dtype is fp64 meanwhile. It is of the class of the
     family, or of one that is made from it."""
     torch.manual_seed(0)
     kind = model_class or seeing_class(family)
-    names = {"image_token_id", "image_token_index"} & set(vars(kind.config_class()))
-    given = {**dict.fromkeys(sorted(names), IMAGE), **_CONFIGS[family]}
+    config = seeing_config(family, kind)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with Double():
-            model: PreTrainedModel = kind(kind.config_class(**given)).to(torch.float64)
+            model: PreTrainedModel = kind(config).to(torch.float64)
     finally:
         torch.set_default_dtype(before)
     for weight in model.parameters():

@@ -69,6 +69,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return kinds
 
 
+def environment(folder: Path) -> Path:
+    """An environment in which only torch and its like are those of this one; where its packages lie."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    (packages,) = (folder / "lib").glob("python*/site-packages")
+    (packages / "others.pth").write_text(str(Path(importlib.metadata.distribution("torch").locate_file(""))))
+    return packages
+
+
 @pytest.mark.slow
 def test_the_source_distribution_holds_the_package_and_how_to_build_it(built: dict[str, Path]) -> None:
     with tarfile.open(built["sdist"]) as archive:
@@ -91,24 +99,39 @@ def test_the_wheel_holds_the_package_alone(built: dict[str, Path]) -> None:
 
 @pytest.mark.slow
 def test_an_installed_wheel_works(built: dict[str, Path], tmp_path: Path) -> None:
-    """In an environment of its own, in which only torch and its like are those of this one."""
-    venv.create(tmp_path / "env", with_pip=False, symlinks=True)
-    (packages,) = (tmp_path / "env/lib").glob("python*/site-packages")
-    (packages / "others.pth").write_text(str(Path(importlib.metadata.distribution("torch").locate_file(""))))
+    packages = environment(tmp_path / "env")
     programs = tmp_path / "env/bin"
     install = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", "--no-deps", "--no-index"]
     subprocess.run([*install, "--ignore-installed", "--quiet", str(built["wheel"])], check=True, timeout=300)
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
     commands = ([programs / "python", "-c", USE], [programs / "hf-burst", "layout", "--ranks", "2", "--length", "64"])
     for command in commands:
         done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.strip()
     metadata = importlib.metadata.Distribution.at(next(packages.glob("hf_burst-*.dist-info"))).metadata
     assert set(metadata.get_all("Provides-Extra")) == FOR_USERS | PINNED
     assert metadata["Version"] == hf_burst.__version__ == "0.2.0"
+
+
+@pytest.mark.slow
+def test_a_script_beside_an_editable_clone_finds_the_package(tmp_path: Path) -> None:
+    """The clone's folder has the package's name: for Python a package without modules, unless a real one is found."""
+    packages = environment(tmp_path / "env")
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "outputs", "build", "*.egg-info", "notebooks", "docs")
+    shutil.copytree(ROOT, tmp_path / "hf_burst", ignore=ignored)
+    build = "import sys; from setuptools import build_meta; print(build_meta.build_editable(sys.argv[1]))"
+    command = [sys.executable, "-c", build, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path / "hf_burst", capture_output=True, text=True, timeout=300, check=True)
+    with zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]) as archive:
+        archive.extractall(packages)
+    (tmp_path / "train.py").write_text("import hf_burst\nprint(hf_burst.__version__)\n")
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(tmp_path / "env/bin/python"), "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip() == hf_burst.__version__, done.stderr[-3000:]
 
 
 def extras() -> dict[str, list[Requirement]]:
