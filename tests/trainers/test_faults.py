@@ -25,12 +25,15 @@ from accelerate import Accelerator
 from accelerate.state import DistributedType, PartialState
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_burst
 from hf_burst.errors import ConfigError
-from hf_burst.hf.trainers.resume import known_of, what_is_missing
+from hf_burst.hf.trainers.identity import digest_of_frozen, known_of
+from hf_burst.hf.trainers.resume import what_is_missing
 from hf_burst.ranks.watch.report import START_ANEW
 from tests.support import restarted
 from tests.support.hosts import refusal
@@ -238,7 +241,7 @@ def test_a_batch_that_is_split_has_one_group(tmp_path: Path) -> None:
         args = TrainingArguments(str(tmp_path), use_cpu=True, accelerator_config={"split_batches": split}, **arguments)
         callback = hf_burst.BurstResume()
         with mock.patch.object(TrainingArguments, "world_size", 4):
-            callback.on_train_begin(args, TrainerState(), None)
+            callback.on_train_begin(args, TrainerState(), None, model=make_model("llama"))
         assert (callback.batch or {})["groups"] == groups
 
 
@@ -407,6 +410,48 @@ def test_other_training_data_are_an_error(ranks: Ranks, tmp_path: Path) -> None:
     assert other_rank == ""
     _, said, _ = ranks(2).run(of_data, folder, data, 4)[0]
     assert f"goes on from {folder}/checkpoint-4 (step 4 of 4)\n4 steps are done" in said
+
+
+def of_base(rank: int, size: int, folder: str, seed: int, steps: int, other: bool = False) -> int:
+    """The step that an adapter beside the model of a seed was trained to."""
+    case = Case(lora=True)
+    model = hf_burst.patch_model(make_model("llama", seed=seed))
+    trainer = make_trainer(case, folder, model=model, **{**EVERY, "max_steps": steps})
+    trainer.add_callback(hf_burst.BurstResume(other_base=other))
+    trainer.train(resume_from_checkpoint=hf_burst.last_checkpoint(folder))
+    return int(trainer.state.global_step)
+
+
+def test_another_base_of_an_adapter_is_an_error(ranks: Ranks, tmp_path: Path) -> None:
+    """As a script that is started with another model of the same shape, in the folder of the training before."""
+    folder = str(tmp_path)
+    ranks(2).run(of_base, folder, 0, 1)
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(of_base, folder, 3, 2)
+    for error in caught.value.errors:
+        assert isinstance(error, ConfigError)
+        assert "The checkpoint of step 1 was trained beside frozen weights that are not those of this mod" in str(error)
+    assert ranks(2).run(of_base, copy(tmp_path, tmp_path / "asked", 1), 3, 2, True) == [2, 2]
+    assert ranks(2).run(of_base, folder, 0, 2) == [2, 2]
+
+
+def frozen_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    model = make_model("llama", seed=seed).to(dtype)
+    return model.requires_grad_(False)
+
+
+def sharded_digest(rank: int, size: int) -> str | None:
+    return digest_of_frozen(fully_shard(frozen_model(), mesh=init_device_mesh("cpu", (size,))))
+
+
+def test_frozen_weights_are_told_from_others(ranks: Ranks) -> None:
+    known = digest_of_frozen(frozen_model())
+    assert known is not None
+    assert known == digest_of_frozen(frozen_model(dtype=torch.bfloat16))
+    assert known != digest_of_frozen(frozen_model(seed=3))
+    assert digest_of_frozen(make_model("llama")) is None
+    for size in (2, 3):
+        assert ranks(size).run(sharded_digest)[0] == known
 
 
 def test_what_is_known_of_training_data(tmp_path: Path) -> None:

@@ -5,11 +5,9 @@ import logging
 import re
 import shutil
 import zipfile
-from collections.abc import Mapping, Sequence, Sized
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from hashlib import sha256
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -25,6 +23,7 @@ from transformers.trainer_callback import ExportableState
 from ...errors import ConfigError
 from ..callers import frames
 from .accelerate import BurstParallelismConfig
+from .identity import digest_of_frozen, known_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,6 @@ OPTIMIZER = ("optimizer.pt", "optimizer.bin", DEEPSPEED)
 ARCHIVES = (*OPTIMIZER, "pytorch_model*.bin", "adapter_model.bin", "scheduler.pt", "scaler.pt", "training_args.bin")
 JSONS = ("config.json", "generation_config.json", "adapter_config.json")
 INDICES = (".safetensors.index.json", ".bin.index.json")
-COMPARED = 16  # rows of the training data, from the first to the last
 UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, SafetensorError, UnpicklingError)
 
 
@@ -221,39 +219,6 @@ def recorded(callbacks: Mapping[str, Any]) -> dict[str, Any]:
     return attributes
 
 
-def known_of(data: Any) -> dict[str, Any]:
-    """What tells training data from others: the number of rows, and a digest of up to 16, from the first to the last.
-
-    Tables of `datasets` and lists have a digest, since reading their rows changes nothing; of other data the number
-    of rows is known, and of a stream nothing. Single floats do not count: losses of a reference model, which TRL adds
-    to rows, differ by their rounding. Nor do objects of which it is not known what they hold.
-
-    Args:
-        data (`Dataset` or sequence): The training data, as the trainer has it.
-    """
-    rows, table = len(data) if isinstance(data, Sized) else None, getattr(data, "with_format", None)
-    if not rows or not (table or isinstance(data, list)):
-        return {"rows": rows, "digest": None}
-    held, digest = table("arrow") if table else data, sha256()  # as Arrow holds them: without transforms
-    for index in sorted({place * (rows - 1) // (COMPARED - 1) for place in range(COMPARED)}):
-        row = held[index].to_pylist()[0] if table else held[index]
-        for name, value in sorted(row.items()) if isinstance(row, Mapping) else [("", row)]:
-            plain = value.tolist() if hasattr(value, "tolist") else value
-            with suppress(TypeError):
-                if not isinstance(plain, float):
-                    digest.update(f"{name} {json.dumps(plain, default=_held)} ".encode())
-    return {"rows": rows, "digest": digest.hexdigest()[:16]}
-
-
-def _held(value: Any) -> Any:
-    """What JSON is given for arrays and bytes."""
-    if isinstance(value, bytes):
-        return sha256(value).hexdigest()
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(type(value))
-
-
 class BurstResume(TrainerCallback, ExportableState):
     """Refuses to go on from a checkpoint with other global batches or other data, and keeps checkpoints from being
     mixed.
@@ -264,6 +229,7 @@ class BurstResume(TrainerCallback, ExportableState):
 
     Other training data are an error, too: `Trainer` would skip as many of their rows as were trained on before.
     Compared are the number of rows and, of tables of `datasets` and of lists, up to 16 rows. Streams are not compared.
+    Other frozen weights than those that an adapter was trained on are an error as well; a few of them are compared.
     Another number of steps is a warning, because it changes the schedule of learning rates.
 
     A checkpoint of the same number, of an earlier run, is removed before it is written again. A run that has all its
@@ -272,10 +238,11 @@ class BurstResume(TrainerCallback, ExportableState):
     Args:
         settings (mapping from `str` to values that JSON can hold, *optional*): What else to write into checkpoints.
         other_data (`bool`, defaults to `False`): Whether to go on with other training data, with a warning.
+        other_base (`bool`, defaults to `False`): Whether to go on with other frozen weights, with a warning.
 
     Raises:
         ConfigError: When the training begins, if its steps would take other numbers of sequences than before, or its
-            data are others.
+            data or its frozen weights are others.
 
     Example:
 
@@ -284,20 +251,23 @@ class BurstResume(TrainerCallback, ExportableState):
     ```
     """
 
-    def __init__(self, settings: Mapping[str, Any] | None = None, other_data: bool = False) -> None:
-        self.settings, self.other_data = settings, other_data
+    def __init__(
+        self, settings: Mapping[str, Any] | None = None, other_data: bool = False, other_base: bool = False
+    ) -> None:
+        self.settings, self.other_data, self.other_base = settings, other_data, other_base
         self.batch: dict[str, int] | None = None
         self.data: dict[str, Any] | None = None  # what is known of it
+        self.base: str | None = None  # the digest of frozen weights
         self.steps: int | None = None
         self.finished: Any = None  # the trainer, while it has nothing to train
 
     def state(self) -> dict[str, Any]:
         """For the `trainer_state.json` of a checkpoint."""
-        names = ("batch", "settings", "data", "steps")
+        names = ("batch", "settings", "data", "base", "steps")
         return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
-        """Compares the batches and the data with those of the checkpoint."""
+        """Compares the batches, the data and the frozen weights with those of the checkpoint."""
         mesh = args.parallelism_config
         size = (mesh.burst_size or args.world_size) if isinstance(mesh, BurstParallelismConfig) else 1
         now = {
@@ -307,7 +277,8 @@ class BurstResume(TrainerCallback, ExportableState):
             "accumulation": args.gradient_accumulation_steps,
         }
         rows = getattr(train_dataloader, "dataset", None)
-        data = _gather(known_of(rows) if args.process_index == 0 else None)[0]  # all ranks judge what rank 0 has
+        known = (known_of(rows), digest_of_frozen(kwargs["model"])) if args.process_index == 0 else None
+        data, base = _gather(known)[0]  # all ranks judge what rank 0 has
         before = recorded(state.stateful_callbacks)
         loop = next((frame.f_locals for frame in frames() if frame.f_code.co_name == "_inner_training_loop"), {})
         if state.global_step:
@@ -317,11 +288,26 @@ class BurstResume(TrainerCallback, ExportableState):
                     f"{whence} with {_product(batch)}, and this run has {_product(now)}: its data and its learning "
                     f"rates would be others. {_advice(batch, now)}"
                 )
+            self._compare_base(whence, before.get("base"), base)
             self._compare_data(whence, before.get("data") or {}, data)
             self._tell(loop.get("resume_from_checkpoint"), before.get("steps"), state)
         self._end_if_finished(loop.get("self"), state)
-        self.batch, self.data, self.steps = now, data, state.max_steps
+        self.batch, self.data, self.base, self.steps = now, data, base, state.max_steps
         state.stateful_callbacks[type(self).__name__] = self.state()  # a checkpoint may be older than the callback
+
+    def _compare_base(self, whence: str, before: str | None, now: str | None) -> None:
+        """Refuses other frozen weights than those of the checkpoint, or warns of them. What is not known does not
+        count."""
+        if None in (before, now) or before == now:
+            return
+        said = f"{whence} beside frozen weights that are not those of this model: an adapter belongs to its base."
+        if self.other_base:
+            _warn("%s It is trained on beside other weights.", said)
+            return
+        raise ConfigError(
+            f"{said} Load the base model that it was trained with. To train an adapter of this one, set another "
+            "output_dir, or remove the checkpoints. To go on all the same, say BurstResume(other_base=True)."
+        )
 
     def _compare_data(self, whence: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         """Refuses other training data than that of the checkpoint, or warns of it. What is not known does not count."""
