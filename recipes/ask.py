@@ -103,6 +103,12 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").to(accelerator.device).eval()
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for name, text in texts.items() if positions else ():
+        length = len(tokenizer(text).input_ids)
+        if length > positions:
+            told = f"{name}: {length:,} tokens, and the model has {positions:,} positions. It may answer badly."
+            accelerator.print(told)
     for answer in ask(hf_burst.patch_model(model), tokenizer, texts, questions, arguments.tokens):
         accelerator.print(json.dumps(asdict(answer), ensure_ascii=False))
 

@@ -16,5 +16,7 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels
 
 if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-if os.environ.get("RANK", "0") == "0" and Path(sys.argv[0]).resolve().parent == Path(__file__).parent:
+if os.environ.get("RANK", "0") != "0":
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # those of the first rank are enough
+elif Path(sys.argv[0]).resolve().parent == Path(__file__).parent:
     print(f"{Path(sys.argv[0]).name}: loading torch, Transformers and TRL", file=sys.stderr, flush=True)

@@ -214,7 +214,10 @@ def expand(name: str) -> list[str]:
     readable = [str(path) for path in files if path.suffix.lower() in READERS]
     if not readable:
         kinds = ", ".join(sorted({path.suffix or path.name for path in files})) or "nothing"
-        raise SystemExit(f"dataset {name!r} is a folder that holds {kinds}; it must hold {', '.join(READERS)}.")
+        raise SystemExit(
+            f"dataset {name!r} is a folder that holds {kinds}; it must hold {', '.join(READERS)}. "
+            "Give texts a name that ends in .txt."
+        )
     others = Counter(path.suffix or path.name for path in files if path.suffix.lower() not in READERS)
     if others and os.environ.get("RANK", "0") == "0":
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(5))

@@ -293,7 +293,13 @@ def read(
     try:
         return parser.parse_args_into_dataclasses(arguments, return_remaining_strings=not alone)[: len(kinds)]
     except ValueError as error:
-        raise SystemExit(str(error)) from None
+        told = str(error)
+        if "bf16" in told and not torch.cuda.is_available():
+            told = (
+                "No GPU is found, and bf16 is asked for, as by the files of recipes/configs for GPUs. Without a "
+                "GPU take one whose name ends in _cpu.yaml, and set ACCELERATE_USE_CPU=1."
+            )
+        raise SystemExit(told) from None
 
 
 def at_home(value: Any) -> Any:

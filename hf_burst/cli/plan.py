@@ -95,13 +95,15 @@ def run(arguments: argparse.Namespace) -> int:
     best = max(fitting, key=lambda row: row.tokens_per_second, default=None)
     lines = [*_assumptions(model, training, sheet, capacity), "", *_table(rows, best, sheet), *_LEGEND]
     lines += ["", *_details(best or rows[0], capacity)]
+    most = longest(model, rows[0].fit.training, capacity, fixed)
     if best is None:
         gpu, host = capacity.gpu_memory / 2**30, capacity.host_memory / 2**30
-        less = "" if training.weights == "4bit" else " or --qlora" if training.lora else " or --lora"
+        less = ["more --gpus", *(["fewer tokens"] if most else [])]
+        less += [] if training.lora else ["--lora"]
+        less += [] if training.weights == "4bit" else ["--qlora"]
         limits = f"{gpu:.0f} GiB and {HOST_ROOM:.0%} of the host's {host:.0f}"
-        lines.append(f"None fits into {limits}. Give more --gpus, fewer tokens{less}.")
+        lines.append(f"None fits into {limits}. Give {' or '.join(less)}.")
     if not documents[2:]:
-        most = longest(model, rows[0].fit.training, capacity, fixed)
         lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs.")
         if all(pattern.causal for pattern, _ in model.patterns):
             lines += _prompts(model, rows[0].fit.training, capacity)
