@@ -296,8 +296,8 @@ def read(
         told = str(error)
         if "bf16" in told and not torch.cuda.is_available():
             told = (
-                "No GPU is found, and bf16 is asked for, as by the files of recipes/configs for GPUs. Without a "
-                "GPU take one whose name ends in _cpu.yaml, and set ACCELERATE_USE_CPU=1."
+                "No GPU is found, and bf16 is asked for, as in the files of recipes/configs for GPUs. Without one take "
+                "a file whose name ends in _cpu.yaml, and set ACCELERATE_USE_CPU=1."
             )
         raise SystemExit(told) from None
 
