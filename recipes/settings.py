@@ -294,10 +294,10 @@ def read(
         return parser.parse_args_into_dataclasses(arguments, return_remaining_strings=not alone)[: len(kinds)]
     except ValueError as error:
         told = str(error)
-        if "bf16" in told and not torch.cuda.is_available():
+        if "bf16/gpu" in told:
             told = (
-                "No GPU is found, and bf16 is asked for, as in the files of recipes/configs for GPUs. Without one take "
-                "a file whose name ends in _cpu.yaml, and set ACCELERATE_USE_CPU=1."
+                "bf16 is asked for, as in recipes/configs for GPUs, and no GPU is found. Without one take a file there "
+                "whose name ends in _cpu.yaml, and set ACCELERATE_USE_CPU=1."
             )
         raise SystemExit(told) from None
 

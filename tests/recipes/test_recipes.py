@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate.state import PartialState
 
 datasets = pytest.importorskip("datasets")
@@ -285,6 +286,14 @@ for script in ("sft", "finetune_long_document", "dpo", "reward", "grpo", "evalua
     for name in ("torch", "trl.trainer.sft_config", "datasets", "peft"):
         assert name not in sys.modules, f"{script} imports {name}"
 """
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_file_for_gpus_names_those_for_cpus(sentence: Sentence, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(settings.DEFAULTS, "use_cpu", False)
+    options = ["--config", str(ROOT / "recipes/configs/text_4gpu.yaml"), "--dataset", str(ROOT / "README.md")]
+    said = sentence(lambda: finetune_long_document.make_trainer(options))
+    assert "take a file there whose name ends in _cpu.yaml" in said
 
 
 def test_settings_are_checked_before_what_takes_seconds_to_import() -> None:
