@@ -18,6 +18,7 @@ import hf_burst
 from hf_burst.check.compare import Double
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError
 from recipes.tiny_models import tiny_model
+from tests.sizing.test_towers import made, with_images
 from tests.support import models
 from tests.support.gradients import Result, assert_equal
 from tests.support.ranks import RankError, RankPool
@@ -207,6 +208,64 @@ def test_the_base_model_runs_in_the_precision_of_accelerate(ranks: Ranks) -> Non
     for headed, bare in ranks(2).run(in_mixed_precision):
         assert headed.dtype == torch.float32
         assert torch.equal(headed, bare)
+
+
+def that_begin_alike(rank: int, size: int) -> Result:
+    model = models.patch(make("LlamaForCausalLM"), hf_burst.BurstConfig(share_prefixes=True))
+    return result(model, hf_burst.embeddings, {"input_ids": ALIKE["input_ids"]}, "mean")
+
+
+def test_texts_that_begin_alike(ranks: Ranks) -> None:
+    expected = result(make("LlamaForCausalLM"), alone, {"input_ids": ALIKE["input_ids"]}, "mean")
+    assert_equal(ranks(2).run(that_begin_alike), expected, 1e-10)
+
+
+def frugal(rank: int, size: int, name: str) -> Result:
+    """With checkpoints, which wait on the host, and tiles; without what has fp32 computed in fp64."""
+    memory = hf_burst.Memory(activation_offloading=1.0, layers_per_checkpoint=2, tiled_mlp=3)
+    model = models.patch(make(name).train(), hf_burst.BurstConfig(memory=memory))
+    model.gradient_checkpointing_enable()
+    vectors = hf_burst.embeddings(model, rows("packed"), "mean")
+    vectors.square().sum().backward()
+    return vectors.square().sum().item(), {name: weight.grad for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlamaForSequenceClassification"])
+def test_checkpoints_and_tiles(ranks: Ranks, name: str) -> None:
+    model = make(name)
+    loss = alone(model, rows("packed"), "mean").square().sum()
+    loss.backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    found = [
+        (own, {name: grad for name, grad in each.items() if grad is not None})
+        for own, each in ranks(2).run(frugal, name)
+    ]
+    assert_equal(found, (loss.item(), gradients), 1e-6)  # norms in fp32
+
+
+def of_images(rank: int, size: int) -> Result:
+    return result(models.patch(seeing()[0]), hf_burst.embeddings, seeing()[1], "mean")
+
+
+def seeing() -> tuple[Any, Batch]:
+    """A model with a language-model head that sees, and a text with two images for two rows."""
+    torch.manual_seed(0)
+    model, batch = made("qwen")[0].double(), with_images([8, 16])
+    texts = {key: value.repeat(2, *[1] * (value.ndim - 1)) for key, value in batch.items() if key != "labels"}
+    texts["input_ids"][1, -20:] = 7
+    return model, {key: value.double() if value.is_floating_point() else value for key, value in texts.items()}
+
+
+def test_images_and_their_tower(ranks: Ranks) -> None:
+    """Gradients of the tower, too."""
+
+    def plain(model: Any, batch: Batch, pooling: str) -> torch.Tensor:
+        found: torch.Tensor = model.model(**batch, use_cache=False).last_hidden_state.mean(1)
+        return found
+
+    expected = result(seeing()[0], plain, seeing()[1], "mean")
+    assert any("visual" in name for name in expected[1])
+    assert_equal(ranks(2).run(of_images), expected, 1e-10)
 
 
 def test_sums_are_wide_under_autocast() -> None:
