@@ -155,7 +155,7 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         mask[1, -7:] = 0
         batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORE_INDEX)}
         # eager attention lets padding on the left see all tokens
-        if task_of(model).causal and model.config._attn_implementation == "eager":
+        if task_of(model).causal and model.config.get_text_config()._attn_implementation == "eager":
             batch["labels"][0, 6] = IGNORE_INDEX
     else:
         batch = {"input_ids": ids, "labels": ids.clone()}

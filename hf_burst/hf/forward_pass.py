@@ -105,6 +105,7 @@ class ForwardPass:
         compiled (`bool`): Whether torch.compile runs it, or a module in it.
         call ([`ForwardCall`]): What layers know of the pass; from `begin` on.
         obstacles (`dict`): To tiles, see [`LayerContext`].
+        pooling (`str`, *optional*): Which states stand for a document, if nothing else is asked for.
     """
 
     model: PreTrainedModel
@@ -118,6 +119,7 @@ class ForwardPass:
     compiled: bool = False
     call: ForwardCall = field(init=False)
     obstacles: dict[str, str] = field(default_factory=dict)
+    pooling: str | None = None
 
     def __post_init__(self) -> None:
         self.settings = self.config.memory_settings

@@ -258,6 +258,7 @@ class _Patch:
         self.run: ForwardPass | None = None  # the pass under way
         self.context = PassContext()
         self.passes = 0  # that came so far
+        self.pooling: str | None = None  # of embeddings, while they are asked for
         self.together: Callable[..., Any] | None = None  # by which all ranks generate, while their first runs a rollout
 
     @property
@@ -326,6 +327,7 @@ class _Patch:
         self.passes += 1
         group = resolve_group(self.group)
         run = ForwardPass(module, group, self.config, self.task, Batch(batch, self.token_inputs))
+        run.pooling = self.pooling
         facts = run.agreement.facts
         facts["served by"] = self.verdict
         inside, compiled = _modules_inside(module)

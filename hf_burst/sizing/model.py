@@ -176,6 +176,8 @@ class Training:
             (`PYTORCH_ALLOC_CONF=expandable_segments:True`).
         images (`int`, defaults to 0): Images among the tokens of a sequence.
         image_tokens (`int`, defaults to 0): Tokens that each of them takes.
+        encoded_tokens (`int`, defaults to those of an even share): Tokens of the images that the GPU with the most of
+            them encodes, where ranks share images of unequal sizes.
         frozen_towers (`bool`, defaults to `False`): Whether towers do not learn. They never do with adapters, nor
             without images.
     """
@@ -197,6 +199,7 @@ class Training:
     expandable_segments: bool = False
     images: int = 0
     image_tokens: int = 0
+    encoded_tokens: int = 0
     frozen_towers: bool = False
 
     def __post_init__(self) -> None:

@@ -8,10 +8,11 @@ _PROJECTOR = 4  # times a patch's hidden state that the last norm and the projec
 def encoded(model: ModelSize, training: Training) -> float:
     """The patches that one GPU encodes: of the GPU with the most images, where ranks share them."""
     tower = model.tower
-    if tower is None:
+    if tower is None or not training.images:
         return 0.0
     images = -(-training.images // training.burst_size) if tower.dealt else training.images
-    return images * training.image_tokens * tower.patches
+    tokens = training.encoded_tokens or images * training.image_tokens
+    return tokens * tower.patches
 
 
 def kept_by_towers(model: ModelSize, training: Training) -> float:

@@ -161,6 +161,72 @@ def test_what_keys_follow_from_besides_weights() -> None:
         ask(model, memory, "greedy")
 
 
+CHANGES: dict[str, tuple[str, str, Any]] = {  # models, entries of their configs, and other values
+    "window": ("mistral", "sliding_window", 5),
+    "layers": ("qwen2", "layer_types", ["sliding_attention", "sliding_attention"]),
+    "rope": ("llama_yarn", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4}),
+    "norms": ("llama", "rms_norm_eps", 1e-3),
+    "scores": ("Gemma2ForCausalLM", "final_logit_softcapping", 3.0),
+    "of a wrapper": ("Gemma4ForConditionalGeneration", "text_config.sliding_window", 5),
+}
+
+
+def set_entry(config: Any, name: str, value: Any) -> None:
+    path, _, last = name.rpartition(".")
+    setattr(getattr(config, path) if path else config, last, value)
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_configs_that_changed(tmp_path: Path, kind: str) -> None:
+    """Entries that were set after the document was read, and those of a model that was loaded with others."""
+    name, entry, value = CHANGES[kind]
+    model = models.patch(make(name))
+    memory = hf_burst.remember(model, document_of(9))
+    memory.save(tmp_path)
+    set_entry(model.config, entry, value)
+    for use in (lambda: ask(model, memory, "greedy"), lambda: hf_burst.RememberedDocument.load(model, tmp_path)):
+        with pytest.raises(ConfigError, match=f"config.{entry}.* when the model read the document"):
+            use()
+    again = make(name)
+    set_entry(again.config, entry, value)
+    other = models.patch(type(again)(again.config).to(again.dtype).eval())
+    other.load_state_dict(model.state_dict())
+    for use in (lambda: ask(other, memory, "greedy"), lambda: hf_burst.RememberedDocument.load(other, tmp_path)):
+        with pytest.raises(ConfigError, match=f"config.{entry}.* when the model read the document"):
+            use()
+
+
+def test_entries_that_states_do_not_follow_from(tmp_path: Path) -> None:
+    model = models.patch(make("llama"))
+    memory = hf_burst.remember(model, document_of(9))
+    memory.save(tmp_path)
+    model.config.update({"pad_token_id": 3, "eos_token_id": 4, "use_cache": False, "attention_dropout": 0.1})
+    model.config.name_or_path, model.config.id2label = "elsewhere", {0: "good"}
+    expected = ask(model, memory, "greedy")
+    assert torch.equal(ask(model, hf_burst.RememberedDocument.load(model, tmp_path), "greedy"), expected)
+
+
+def config_of_one_rank(rank: int, size: int, folder: str) -> None:
+    model = models.patch(make("mistral"))
+    memory = hf_burst.remember(model, document_of(9))
+    memory.save(folder)
+    model.config.sliding_window -= rank
+    error = ConfigError if rank else RankMismatchError
+    for use in (
+        lambda: ask(model, memory, "greedy"),
+        lambda: hf_burst.RememberedDocument.load(model, folder),
+        lambda: hf_burst.token_losses(model, {**questions(), "labels": questions()["input_ids"]}, memory=memory),
+    ):
+        with pytest.raises(error, match=r"config\.sliding_window is 8, and was 9"):
+            use()
+    with pytest.raises(RankMismatchError, match=r"config\.sliding_window: rank 0 has 9, rank 1 has 8"):
+        hf_burst.remember(model, document_of(9))
+
+
+def test_a_config_that_changed_on_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(config_of_one_rank, str(tmp_path))
+
+
 def torn(folder: Path, kind: str) -> None:
     """A memory of which something is missing."""
     if kind == "cut":

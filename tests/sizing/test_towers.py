@@ -4,20 +4,30 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
+import hf_burst
 from hf_burst.check.tiny_pictures import Batch, seeing_batch
 from hf_burst.check.tiny_seeing import IMAGE, seeing_model
 from hf_burst.cli import main
 from hf_burst.hf.models.model_size import model_size
-from hf_burst.sizing.memory import memory_of_step
+from hf_burst.hf.parts import memory
+from hf_burst.hf.parts.memory import MemoryRule
+from hf_burst.sizing.gpus import Capacity
+from hf_burst.sizing.memory import estimate_memory, memory_of_step
 from hf_burst.sizing.model import ModelSize, Training
 from hf_burst.sizing.towers import kept_by_towers, tower_products
+from tests.hf.test_patch import part_of
+from tests.sizing.test_memory import small_gpu
 from tests.sizing.test_peak_memory import ON_CPU, bytes_of_step
+from tests.support import models
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -191,3 +201,118 @@ def test_the_plan_counts_images(capsys: pytest.CaptureFixture[str]) -> None:
 def test_images_that_cannot_be(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*_SEES, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def with_images(sides: list[int], length: int = 384) -> Batch:
+    """A batch of as many tokens, some of which stand for images of so many patches a side."""
+    ids, start = torch.randint(1, 50, (1, length), generator=torch.Generator().manual_seed(1)), 3
+    for side in sides:
+        ids[0, start : start + side**2 // 4] = 60
+        start += side**2 // 4 + 2
+    batch = {"input_ids": ids, "labels": ids.clone(), "mm_token_type_ids": (ids == 60).long()}
+    if not sides:
+        return batch
+    pixels = torch.randn(sum(side**2 for side in sides), 96, generator=torch.Generator().manual_seed(2))
+    return batch | {
+        "pixel_values": pixels.bfloat16(),
+        "image_grid_thw": torch.tensor([[1, side, side] for side in sides]),
+    }
+
+
+def room_with(images: int, encoded: int, ranks: int, frozen: bool) -> float:
+    """Bytes of a GPU on which a batch with as many tokens of images fits as it is."""
+    size, training = planned("qwen", frozen, True, ranks)
+    how = (
+        {"images": 1, "image_tokens": images, "encoded_tokens": encoded} if images else {"images": 0, "image_tokens": 0}
+    )
+    training = replace(training, length=384, **how)
+    return estimate_memory(size, training, Capacity(2**40, 2**30, on_gpu=False), 0.0).total
+
+
+def levels_of(rank: int, size: int, room: float, frozen: bool, batches: list[list[int]]) -> list[tuple[int, int, int]]:
+    """For a step of each batch: the level of the rule that was taken, the tokens of images, and those that are encoded
+    by the rank with the most of them."""
+    model, _, _ = made("qwen")
+    if frozen:
+        model.requires_grad_(False)
+        model.get_decoder().requires_grad_(True)
+    models.patch(model, hf_burst.BurstConfig(memory="auto"))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = []
+    with small_gpu(room, lambda rank: 0.0, rank):
+        for sides in batches:
+            model(**with_images(sides)).loss.backward()
+            training, choice = part_of(model, MemoryRule).latest
+            found.append((choice.level, training.images * training.image_tokens, training.encoded_tokens))
+            model.zero_grad()
+    return found
+
+
+SMALL, MANY, LARGE = [8, 8], [16, 16, 16, 8, 8], [32]  # two of 16 tokens; three of 64 and two of 16; one of 256
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_settings_are_chosen_for_the_images_of_each_batch(ranks: Ranks, size: int) -> None:
+    room = room_with(32, 32 // size, size, False)
+    batches = [SMALL, MANY, [], LARGE, SMALL]
+    found = [levels_of(0, 1, room, False, batches)] if size == 1 else ranks(size).run(levels_of, room, False, batches)
+    assert all(own == found[0] for own in found), "ranks take the same"
+    levels, tokens, encoded = zip(*found[0], strict=True)
+    assert tokens == (32, 224, 0, 256, 32)
+    assert encoded == ((32, 224, 0, 256, 32) if size == 1 else (16, 128, 0, 256, 16))
+    assert levels[0] == levels[2] == levels[4] == 0, "what fits stays as it is"
+    assert levels[1] > 0, "more images take more room than those of the first batch"
+    assert levels[3] > 0, "and so does a larger one, which one rank encodes"
+
+
+def test_frozen_towers_take_less() -> None:
+    room = room_with(224, 224, 1, True)
+    assert [level for level, *_ in levels_of(0, 1, room, True, [SMALL, MANY])] == [0, 0]
+    assert [level for level, *_ in levels_of(0, 1, room, False, [SMALL, MANY])][1] > 0
+
+
+def groups_with_images(rank: int, size: int, room: float) -> list[int]:
+    """The levels of two groups of ranks that share weights, of which one has more images."""
+    model, _, _ = made("qwen")
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "cp"))
+    models.patch(model, hf_burst.BurstConfig(memory="auto"), mesh)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in (*model.get_decoder().layers, model):
+        fully_shard(layer, mesh=mesh._flatten("shards"))
+    found = []
+    with small_gpu(room, lambda rank: 0.0, rank):
+        for sides in (SMALL, MANY if rank < size // 2 else SMALL, SMALL):
+            model(**with_images(sides)).loss.backward()
+            found.append(part_of(model, MemoryRule).latest[-1].level)
+            model.zero_grad()
+    return found
+
+
+def test_groups_with_other_images_take_the_same_level(ranks: Ranks) -> None:
+    size, training = planned("qwen", False, True, 2)
+    training = replace(training, length=384, gpus=4, sharded="fsdp2", images=1, image_tokens=32, encoded_tokens=16)
+    room = estimate_memory(size, training, Capacity(2**40, 2**30, on_gpu=False), 0.0).total
+    first, *others = ranks(4).run(groups_with_images, room)
+    assert all(own == first for own in others)
+    assert first[0] == first[2] == 0
+    assert first[1] > 0
+
+
+def told_of(caplog: pytest.LogCaptureFixture, known: bool) -> list[str]:
+    """What the log says of steps with and without images, whose tower can be counted or not."""
+    model, _, _ = made("qwen")
+    models.patch(model, hf_burst.BurstConfig(memory="auto"))
+    sizes = model_size(type(model), model.config)
+    caplog.clear()
+    with small_gpu(2.0**40, lambda rank: 0.0, 0), mock.patch.object(memory, "model_size") as told:
+        told.return_value = sizes if known else replace(sizes, tower=None)
+        for sides in ([], SMALL, MANY):
+            model(**with_images(sides)).loss.backward()
+    return [record.getMessage() for record in caplog.records if "leaves no room" in record.getMessage()]
+
+
+def test_a_tower_that_cannot_be_counted_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    (told,) = told_of(caplog, known=False)
+    assert "Qwen2_5_VLForConditionalGeneration" in told
+    assert "hf_burst.Memory(activation_offloading=1.0" in told
+    assert told_of(caplog, known=True) == []

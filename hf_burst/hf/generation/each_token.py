@@ -47,8 +47,11 @@ class EachToken(StoppingCriteria):
                 torch.distributed.broadcast(done, self.group.members[0], group=self.group.process_group)
         return done.bool().to(input_ids.device)
 
-    def tell(self, problem: Exception, cache: ShardedCache) -> None:
-        """Tells the other ranks, which wait behind the next token, of an error between two passes."""
+    def tell(self, problem: Exception, cache: ShardedCache, begun: bool) -> None:
+        """Tells the other ranks of an error between two passes: they wait behind the next token or, where no pass has
+        `begun`, before the one over the prompt."""
+        if not begun:
+            self.group.agree({}, problem, self.device, doing="generate")
         known = problem is self.error or isinstance(problem, RankMismatchError | LostRankError)
         if cache.is_read and not cache.failed and not known:
             self.error = problem

@@ -1,38 +1,49 @@
-"""One vector of each text of a batch, over ranks, without its hidden states being gathered."""
+"""One vector of each document of a batch, over ranks, without its hidden states being gathered."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
+from accelerate.utils import get_mixed_precision_context_manager
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from ...errors import ConfigError
+from ..batches.sharded import is_sharded
 from ..groups import PATCH
-from ..parts.states import States
+from ..parts.base import ForwardOverride
 from .request import patched
+
+_OF_LOSSES = ("labels", "num_items_in_batch")
 
 
 def embeddings(
     model: nn.Module, batch: Mapping[str, Any], pooling: Literal["first", "last", "mean"] = "last"
 ) -> Tensor:
-    """The embedding of each row of a batch, pooled from hidden states that lie on several ranks.
+    """The embedding of each document of a batch, pooled from hidden states that lie on several ranks.
 
-    Every rank of the group calls it with the same batch. Each pools its own tokens, and one exchange of a vector a row
-    adds up. Gradients are those of the whole batch, once a data-parallel wrapper has averaged them over ranks, for
-    contrastive losses and others. To evaluate, call it within `torch.no_grad()`, after `model.eval()`.
+    Every rank of the group calls it with the same batch, or with its shard of one ([`BurstCollator`]). Each pools its
+    own tokens, and one exchange of a vector a document adds up. Gradients are those of the whole batch, once a
+    data-parallel wrapper has averaged them over ranks, for contrastive losses and others. To evaluate, call it within
+    `torch.no_grad()`, after `model.eval()`.
 
     Args:
-        model (`nn.Module`): A model without a head (`AutoModel`) that [`patch_model`] patched, or what
-            `accelerator.prepare` made of it.
-        batch (mapping): A full batch, a text in each row, padded on either side or not.
-        pooling (`str`, defaults to `"last"`): What stands for a row: the state of its first or its last token, or the
-            mean of all. Padding does not count.
+        model (`nn.Module`): A model that [`patch_model`] patched, with adapters or not, or what `accelerator.prepare`
+            made of it. Of a model with a head (`AutoModelForCausalLM`, a classifier) the base model runs alone. The
+            head gets no gradient: freeze it, or give `DistributedDataParallel` `find_unused_parameters=True`.
+        batch (mapping): A full batch, or a shard. A row is one document, padded on either side or not, or several
+            packed ones (`position_ids` that start anew, `cu_seq_lens_q`, `seq_idx`). Labels are not read.
+        pooling (`str`, defaults to `"last"`): What stands for a document: the state of its first or its last token, or
+            the mean of all. Padding does not count.
 
     Returns:
-        `torch.Tensor` of shape `(batch, hidden_size)`, in fp32 (fp64 for a model in fp64), the same on every rank.
+        `torch.Tensor` of shape `(documents, hidden_size)`, in the order of the batch, in fp32 (fp64 for a model in
+        fp64), the same on every rank.
 
     Raises:
-        ConfigError: If the model is not patched or has a head, or there is no such pooling.
-        BatchError: If a row packs several documents, or has no token.
+        ConfigError: If the model is not patched, or there is no such pooling.
+        UnsupportedModelError: If the model has a head and no base model, or DeepSpeed ZeRO-3 shards its weights.
+        BatchError: If a document has no token, or texts were joined when the batch was sharded.
         RankMismatchError: If ranks have other batches or other poolings.
 
     Example:
@@ -44,16 +55,43 @@ def embeddings(
     """
     base, _ = patched(model)
     patch = getattr(base, PATCH)
-    if not patch.task.reads or base.base_model is not base:
-        raise ConfigError(
-            f"{type(base).__name__} has a head, and embeddings are hidden states. Load the model by "
-            "AutoModel.from_pretrained, and patch it."
-        )
-    (part,) = (part for part in patch.parts if isinstance(part, States))
     inputs = dict(batch) | ({"use_cache": False} if patch.task.causal else {})
-    part.pooling = pooling
+    if not is_sharded(inputs):
+        inputs = {name: value for name, value in inputs.items() if name not in _OF_LOSSES}
+    patch.pooling = str(pooling)
     try:
-        found: Tensor = model(**inputs)["last_hidden_state"]
+        with _without_head(base):
+            found: Tensor = model(**inputs)["last_hidden_state"]
     finally:
-        part.pooling = None
+        patch.pooling = None
     return found
+
+
+class _BaseModel(ForwardOverride):
+    """Stands for the forward of a model with a head: that of its base model, in the precision that accelerate's forward
+    would have."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self.module
+        names = inspect.signature(type(model.base_model).forward).parameters
+        takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values())
+        given = {name: value for name, value in kwargs.items() if value is not None and (takes_all or name in names)}
+        prepared = "_original_forward" in vars(model)
+        with get_mixed_precision_context_manager(native_amp=True) if prepared else nullcontext():
+            return model.base_model(*args, **given)
+
+
+@contextmanager
+def _without_head(model: PreTrainedModel) -> Iterator[None]:
+    """Has a model return what its base model does."""
+    if model.base_model is model:
+        yield
+        return
+    own = vars(model).get("forward")  # such as accelerate's
+    model.forward = _BaseModel(model)
+    try:
+        yield
+    finally:
+        del model.forward
+        if own is not None:
+            model.forward = own

@@ -64,7 +64,8 @@ def generate(
     ```
     """
     base, group = patched(model)
-    together = getattr(base, PATCH).generate_together
+    patch = getattr(base, PATCH)
+    together = patch.generate_together
     if together is not None:
         if memory is not None:
             raise ConfigError("A rollout runs on the first rank of a group, where no document can be remembered.")
@@ -96,12 +97,13 @@ def generate(
     cache.compares = each is not None
     if memory is not None:
         own |= zip(("input_ids", "attention_mask"), asked_with, strict=True)
+    passes = patch.passes
     with same_random_numbers(group, base.device), gathered_once(base):
         try:
             found: Any = base.generate(past_key_values=cache, **own)  # type: ignore[operator]
         except Exception as problem:
             if each is not None:
-                each.tell(problem, cache)
+                each.tell(problem, cache, patch.passes > passes)
             raise
     cache.compares = False
     if each is not None:

@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -22,11 +22,18 @@ from ..batches.documents import batch_shape, real_tokens
 from ..batches.sharded import checksum, sum_of_bits
 from ..models.recurrent import recurrent_modules
 from ..parts.rope import follows_length
+from ..parts.tokens import numbers_tokens
 from ..sharded_cache import ShardedCache
 from .request import check, patched
 
 _ABOUT, _DOCUMENT = "memory.json", "document.safetensors"
 _REMEMBER_ANEW = "Call hf_burst.remember anew."
+# entries of configs which no hidden state follows from, in evaluation, beside rates of dropout
+_UNREAD = {
+    *("_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype", "initializer_range"),
+    *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
+    *("id2label", "label2id", "problem_type", "bos_token_id", "eos_token_id", "router_aux_loss_coef"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +45,7 @@ class RememberedDocument:
         logits (`torch.Tensor` of shape `(1, 1, vocabulary)`): The scores of the token behind it, on every rank.
         layers (`tuple`): What this rank holds of each layer; `None` for one without keys of its own.
         group ([`ContextGroup`]): The ranks.
-        about (`dict`): The class of the model, and a checksum of the weights that it was read with.
+        about (`dict`): The class of the model, its config, and a checksum of the weights that it was read with.
     """
 
     input_ids: Tensor
@@ -67,8 +74,8 @@ class RememberedDocument:
         return ShardedCache.of_document(self.group, len(self), self.layers)
 
     def check(self, model: PreTrainedModel, group: ContextGroup) -> None:
-        """Raises for another model, for weights that have changed, and for other ranks. All ranks call it, after they
-        have agreed to: sharded weights are gathered one by one.
+        """Raises for another model, for weights or a config that have changed, and for other ranks. All ranks call it,
+        after they have agreed to: sharded weights are gathered one by one.
 
         Raises:
             ConfigError: With what differs.
@@ -86,6 +93,13 @@ class RememberedDocument:
             raise ConfigError(
                 f"The memory is of a {self.about['model']}, and the model is a {now['model']}. {_REMEMBER_ANEW}"
             )
+        before, config = self.about.get("config", {}), now["config"]
+        for name in sorted({*before, *config}):
+            if before.get(name) != config.get(name):
+                raise ConfigError(
+                    f"config.{name} is {config.get(name)}, and was {before.get(name)} when the model read the "
+                    f"document: its keys would be others. Set it back, or call hf_burst.remember anew."
+                )
         if self.about["weights"] != now["weights"]:
             raise ConfigError(
                 "The weights of the model have changed since it read the document (a step of the optimizer, an adapter "
@@ -133,11 +147,11 @@ class RememberedDocument:
         """Reads a memory that [`save`] wrote, over any number of ranks. All ranks of the group call it.
 
         Args:
-            model (`nn.Module`): The patched model that read the document, with the same weights.
+            model (`nn.Module`): The patched model that read the document, with the same weights and config.
             folder (`str` or `Path`): Where it lies.
 
         Raises:
-            ConfigError: If the folder holds no whole memory, or that of another model or other weights.
+            ConfigError: If the folder holds no whole memory, or that of another model, config or weights.
         """
         base, group = patched(model)
         memory, error = None, None
@@ -222,7 +236,8 @@ def remember(model: nn.Module, input_ids: Tensor) -> RememberedDocument:
     advice = dict.fromkeys(("document (checksum)",), "Give remember the same document on all ranks.")
     group.agree({}, error, base.device, 0, checksums, advice, "remember")
     known = about(base)  # sharded weights are gathered, so all ranks must have come here
-    group.agree(known, None, base.device, doing="remember")
+    config = {f"config.{name}": value for name, value in known["config"].items()}
+    group.agree({**known, **config, "config": None}, None, base.device, doing="remember")
     cache, input_ids = ShardedCache(group), input_ids.to(base.device)
     logits = base(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:]
     layers = tuple(layer.document for layer in cache.layers)
@@ -254,9 +269,18 @@ def with_document(
     return whole.gather(1, torch.where(place < padding, place + len(memory), source)), (place >= padding).long()
 
 
+def _entries(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """The entries of a config that hidden states may follow from, those of configs inside of it too."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and name not in _UNREAD:
+            yield from _entries({str(key): inner for key, inner in value.items()}, f"{path}{name}.")
+        elif name not in _UNREAD and "drop" not in name:
+            yield f"{path}{name}", json.loads(json.dumps(value, default=str))
+
+
 def about(model: PreTrainedModel) -> dict[str, Any]:
-    """The class of a model, and a checksum of what its keys follow from: weights, buffers, adapters that are at work
-    and the precision of autocast. All ranks that share weights call it."""
+    """The class of a model, its config, and a checksum of what else its keys follow from: weights, buffers, adapters
+    that are at work and the precision of autocast. All ranks that share weights call it."""
     names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
     adapters = [
         (path, [str(getattr(module, name, None)) for name in names])
@@ -270,7 +294,10 @@ def about(model: PreTrainedModel) -> dict[str, Any]:
         whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
         whole = torch.view_as_real(whole) if whole.is_complex() else whole
         total = total * 31 + sum_of_bits(whole).to(total.device)
-    return {"model": type(model).__name__.removeprefix("FSDP"), "weights": int(total)}
+    config = dict(_entries(model.config.to_dict()))
+    if not any(map(numbers_tokens, model.modules())):  # by the token that pads
+        config = {name: value for name, value in config.items() if not name.endswith("pad_token_id")}
+    return {"model": type(model).__name__.removeprefix("FSDP"), "weights": int(total), "config": config}
 
 
 def _file(rank: int, ranks: int) -> str:

@@ -1,9 +1,11 @@
 """What is asked of a generation over ranks: the patched model, and arguments that are not served."""
 
 import inspect
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -114,8 +116,15 @@ def settings_of(kwargs: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _short(value: Any) -> str:
-    """A value as ranks compare it: plain ones and configs by content, other objects by their class."""
+    """A value as ranks compare it: plain ones, configs and tokenizers by content, other objects by their class."""
+    if isinstance(value, np.generic | np.ndarray):
+        return _short(value.tolist())
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_short, value))}]"
+    if hasattr(value, "get_vocab"):  # by which stop_strings are found
+        words = sorted(value.get_vocab().items())
+        return f"{type(value).__name__} of {len(words)} tokens (checksum {zlib.crc32(str(words).encode()):x})"
+    if hasattr(value, "to_dict") and not isinstance(value, GenerationConfig):  # such as a WatermarkingConfig
+        return f"{type(value).__name__} {value.to_dict()}"
     plain = value is None or isinstance(value, str | int | float | bool | dict | GenerationConfig)
     return str(value) if plain else type(value).__name__

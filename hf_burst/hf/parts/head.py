@@ -45,7 +45,7 @@ class Head(Part):
         self.by_model = True  # whether the model chooses them
 
     def prepare(self, run: ForwardPass) -> None:
-        if run.task.reads:
+        if run.task.reads or run.pooling:
             return
         keep = run.batch.given.get("logits_to_keep", 0)
         asked = self.asked = isinstance(keep, torch.Tensor) or bool(keep)
@@ -61,7 +61,7 @@ class Head(Part):
         run.agreement.facts |= {"logits to keep": self.kept, "logits": self.logits}
 
     def begin(self, run: ForwardPass) -> None:
-        if run.task.reads:
+        if run.task.reads or run.pooling:
             return
         if run.sharing and not run.model.training:  # groups with other lengths gather the head at another time
             drops = run.largest([self.logits == "drop"])[0] > 0

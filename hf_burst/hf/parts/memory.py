@@ -25,6 +25,7 @@ from ..sharded_cache import ShardedCache
 from .base import Part
 from .optimizers import bytes_to_come
 from .replicas import takes_weights_apart
+from .towers import Seen, learns, seen_in
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,8 @@ _EXPANDABLE = (
 
 class MemoryRule(Part):
     """Chooses the settings of `BurstConfig(memory="auto")`, by the rule of `sizing/memory_rule.py`, from what the GPUs
-    of all ranks hold when the first batch comes. Batches of similar lengths have the same settings.
+    of all ranks hold when the first batch comes. Batches of similar lengths, and with as many tokens of images, have
+    the same settings.
 
     Where weights are sharded over several groups, layers must be gathered in the same order in all of them. So all of
     these ranks take the highest level of the rule that one of them needs.
@@ -61,6 +63,11 @@ class MemoryRule(Part):
         self.room: RoomForKernels | None = None  # of a model with recurrent layers
         self.steps = False  # whether the latest pass was one of training
         self.short = 0  # how often the allocator had run out of memory before it
+        self.seen: Seen | None = None  # what the batch of the pass has for towers
+        self.unknown = False  # whether the log has said that a tower cannot be counted
+
+    def prepare(self, run: ForwardPass) -> None:
+        self.seen = seen_in(run) if self.chooses and run.model.training and torch.is_grad_enabled() else None
 
     def begin(self, run: ForwardPass) -> None:
         self._compare(run)
@@ -120,7 +127,7 @@ class MemoryRule(Part):
             return run.settings
         tokens = bucket(run.batch.layout.batch_size * run.batch.layout.length)
         training = replace(training_of(run, self.size), length=tokens, expandable_segments=self.expandable)
-
+        training = self._with_images(run, training, self.size)
         fixed = frozenset(self.fixed | _impossible(run))
         least = max((level for known, level in self.least.items() if known <= tokens), default=0)
         choice = self.chosen.get((training, fixed, least))
@@ -137,6 +144,34 @@ class MemoryRule(Part):
         if 0 < settings["attention_keep"] < 1 and run.batch.layout.beginning(1 - settings["attention_keep"]) is None:
             settings["attention_keep"] = 0.0  # ranks do not hold as much of each part
         return Memory(**settings)
+
+    def _with_images(self, run: ForwardPass, training: Training, size: ModelSize) -> Training:
+        """How a batch with images is trained. As one image, of which the rank with the most encodes its part."""
+        if self.seen is None:
+            return training
+        if self.seen.sound or not self.seen.tokens or size.tower is None:
+            self._tell_unknown(run)
+        if not self.seen.tokens:
+            return training
+        return replace(
+            training,
+            images=1,
+            image_tokens=bucket(self.seen.tokens),
+            encoded_tokens=bucket(self.seen.encoded if size.tower is None or size.tower.dealt else self.seen.tokens),
+            frozen_towers=not learns(run.model.base_model, ()),
+        )
+
+    def _tell_unknown(self, run: ForwardPass) -> None:
+        """Says once that there may be too little room for a tower."""
+        if self.unknown or run.group.rank:
+            return
+        self.unknown = True
+        logger.warning(
+            "memory='auto' cannot tell what towers of %s take for the images or the sound of this batch, and leaves no "
+            "room for it. If a step runs out of memory, set gradient_checkpointing=True and BurstConfig(memory="
+            "hf_burst.Memory(activation_offloading=1.0, tiled_mlp=4096)), or give fewer or smaller ones a batch.",
+            self.model_class.__name__,
+        )
 
     def _look(self, run: ForwardPass) -> None:
         """Finds out, once, what the step has for itself on all ranks."""
@@ -185,8 +220,9 @@ class MemoryRule(Part):
             return
         assert self.size is not None, "looked at"
         tokens = run.batch.layout.batch_size * run.batch.layout.length
+        seen = f", {self.seen.tokens:,} of them of images," if self.seen is not None and self.seen.tokens else ""
         batch, needs = (
-            f"{run.batch.layout.batch_size} x {run.batch.layout.length:,} tokens",
+            f"{run.batch.layout.batch_size} x {run.batch.layout.length:,} tokens{seen}",
             described(choice, self.capacity.gpu_memory),
         )
         exactly = fit(self.size, replace(choice.training, length=tokens), self.capacity, SETTINGS, self.held)
@@ -194,8 +230,9 @@ class MemoryRule(Part):
             most = longest(self.size, choice.training, self.capacity, self.fixed, self.held)
             logger.warning(
                 "A training step of %s may run out of memory: it is predicted to take %s with %s. %s tokens fit. "
-                "Shard the sequence over more GPUs, train adapters (LoRA), or%s shorten it.",
+                "Shard the sequence over more GPUs, train adapters (LoRA),%s or%s shorten it.",
                 *(batch, needs, named(choice), f"{most:,}"),
+                " give fewer or smaller images," if seen else "",
                 "" if choice.training.checkpointing else " set gradient_checkpointing=True, or",
             )
         else:

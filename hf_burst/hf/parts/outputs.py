@@ -38,7 +38,7 @@ class Outputs(Part):
         if "log_probs" in outputs:
             _gather_fused(run, outputs)
             return
-        if run.task.reads:
+        if run.task.reads or run.pooling:
             outputs |= {name: whole(value) for name, value in outputs.items()}
         else:
             self._decide_logits(run, outputs)

@@ -52,7 +52,7 @@ class SharedBeginnings(Part):
         given, asked = run.batch.given, run.config.share_prefixes
         if asked is False or is_sharded(given) or not run.task.causal or "input_ids" not in given:
             return
-        if run.task.reads:  # what is returned is of all texts
+        if run.task.reads or run.pooling:  # what is returned is of all texts
             return
         if given.get("inputs_embeds") is not None or given["input_ids"] is None:
             return

@@ -133,21 +133,37 @@ def whole(value: Any) -> Any:
     return value.whole if isinstance(value, ShardedStates) else value
 
 
-def vectors_of_rows(states: ShardedStates, pooling: str) -> Tensor:
-    """The sum over ranks of what their own tokens add to a vector of each row, `(batch, width)`: the state of the first
-    or the last token that is not padding, or the mean of all."""
-    layout, wide = states.layout, accumulation_dtype(states.dtype)
+def documents_in(layout: SequenceLayout) -> list[tuple[int, ...]]:
+    """The boundaries of the documents of each row, without its padding."""
     real = layout.real or ((0, layout.length - layout.padding),) * layout.batch_size
-    first, stop = torch.tensor(real, device=states.device).T[..., None]
-    tokens = layout.indices(states.group.rank).to(states.device)
-    if pooling == "mean":
-        weights = ((tokens >= first) & (tokens < stop)) / (stop - first).to(wide)
-    else:
-        weights = (tokens == (first if pooling == "first" else stop - 1)).to(wide)
+    return [
+        (start, *(cut for cut in bounds if start < cut < stop), stop)
+        for (start, stop), bounds in zip(real, layout.documents, strict=True)
+    ]
+
+
+def vectors_of_documents(states: ShardedStates, pooling: str) -> Tensor:
+    """The sum over ranks of what their own tokens add to a vector of each document, `(documents, width)`, row by row:
+    the state of its first or its last token, or the mean of all."""
+    layout, wide = states.layout, accumulation_dtype(states.dtype)
+    tokens = layout.indices(states.group.rank)
+    chosen, owners, sizes = list[Tensor](), list[Tensor](), list[Tensor]()
+    for row, bounds in enumerate(map(torch.tensor, documents_in(layout))):
+        number = torch.bucketize(tokens, bounds, right=True) - 1
+        inside = (number >= 0) & (number < len(bounds) - 1)
+        number = number.clamp(0, len(bounds) - 2)
+        if pooling != "mean":
+            inside &= tokens == (bounds[number] if pooling == "first" else bounds[number + 1] - 1)
+        chosen.append(inside.nonzero()[:, 0] + row * len(tokens))
+        owners.append(number[inside] + sum(map(len, sizes)))
+        sizes.append(bounds.diff())
+    counts = torch.cat(sizes).to(states.device, wide)
+    places, documents = torch.cat(chosen).to(states.device), torch.cat(owners).to(states.device)
     states.share()
     with torch.autocast(states.device.type, enabled=False):  # sums are wide
-        own = states.own.to(wide).masked_fill(weights[..., None] == 0, 0)
-        return group_sum(torch.einsum("bn,bnd->bd", weights, own), states.group)
+        own = states.own.flatten(0, 1).index_select(0, places).to(wide)
+        total = own.new_zeros(len(counts), own.shape[-1]).index_add(0, documents, own)
+        return group_sum(total / counts[:, None] if pooling == "mean" else total, states.group)
 
 
 class States(Part):
@@ -160,7 +176,6 @@ class States(Part):
         self.streams = streams
         self.run: ForwardPass | None = None
         self.pooled = False  # whether the pooler was given the whole batch in this pass
-        self.pooling: str | None = None  # which states stand for a row, if nothing else of the pass is asked for
 
     def look(self, model: PreTrainedModel) -> Handles:
         reader = language_model_of(model)
@@ -173,19 +188,16 @@ class States(Part):
         return handles
 
     def prepare(self, run: ForwardPass) -> None:
+        run.agreement.add("pooling of embeddings", run.pooling)
+        if run.pooling is not None:
+            self._check_documents(run, run.pooling)
+            return
         if not run.task.reads:
             return
-        if self.pooling not in (None, *POOLINGS):
-            raise ConfigError(f"embeddings was given pooling={self.pooling!r}; it is one of {POOLINGS}.")
-        run.agreement.add("pooling of embeddings", self.pooling)
         name, given, judges = type(run.model).__name__, run.batch.given, _judges(run.model)
         layout, labels = run.batch.layout, given.get("labels")
-        real = layout.real or ((0, layout.length - layout.padding),) * layout.batch_size
-        packed = any(
-            start < cut < stop for (start, stop), cuts in zip(real, layout.documents, strict=True) for cut in cuts
-        )
         pools = language_model_of(run.model) is not run.model and _EACH_TOKEN not in judges
-        if packed and (pools or self.pooling):
+        if pools and any(len(bounds) > 2 for bounds in documents_in(layout)):
             raise BatchError(
                 f"The batch packs documents, and {name} judges a row as one. Give every document a row of its own "
                 "(packing=False, no DataCollatorWithFlattening)."
@@ -198,8 +210,32 @@ class States(Part):
                 "divides the weights of a head. Use FSDP2, DDP or ZeRO-2."
             )
         mask = given.get("attention_mask")
-        if layout.real and mask is not None and not self.pooling:
+        if layout.real and mask is not None:
             self._check_padding(run, name, mask, labels)
+
+    def _check_documents(self, run: ForwardPass, pooling: str) -> None:
+        """Raises for what has no embedding of each document."""
+        name, lengths = type(run.model).__name__, run.batch.given.get("cu_seq_lens_q")
+        if pooling not in POOLINGS:
+            raise ConfigError(f"embeddings was given pooling={pooling!r}; it is one of {POOLINGS}.")
+        if not run.task.reads and run.model.base_model is run.model:
+            raise UnsupportedModelError(
+                f"{name} has a head and no base model, of whose hidden states embeddings are made. Load the model by "
+                "AutoModel.from_pretrained."
+            )
+        if run.batch.layout.parents:
+            raise BatchError(
+                "The texts of the batch were joined when it was sharded, so that their tokens stand for several. Leave "
+                "share_prefixes=True out of the config of BurstCollator, or give full batches."
+            )
+        if lengths is not None and (torch.as_tensor(lengths).flatten().diff() == 0).any():
+            raise BatchError(
+                "cu_seq_lens_q has a document of no tokens, which has no embedding. Drop empty texts from the batch."
+            )
+        if run.group.size > 1 and is_partitioned(run.model):
+            raise UnsupportedModelError("Embeddings are not served over DeepSpeed ZeRO-3. Use FSDP2, DDP or ZeRO-2.")
+        for key in ("labels", "shift_labels"):  # of a shard
+            run.batch.inputs.pop(key, None)
 
     def _check_padding(self, run: ForwardPass, name: str, mask: Tensor, labels: Any) -> None:
         """Raises where a result follows from the states of padding, which sees other tokens than unpatched."""
@@ -240,9 +276,12 @@ class States(Part):
         if self.run is not None and language_model_of(run.model) is run.model:
             self._check_pooled(run.model, outputs.get("pooler_output"))
             outputs["last_hidden_state"] = self._standing_for_all(outputs["last_hidden_state"])
-        if self.run is not None and self.pooling:
+        if run.pooling:
             outputs.pop("hidden_states", None)  # would be gathered
-            outputs["last_hidden_state"] = vectors_of_rows(outputs["last_hidden_state"], self.pooling)
+            states = outputs["last_hidden_state"]
+            if isinstance(states, Tensor):  # of a model with a language-model head
+                states = ShardedStates(states, run.batch.layout, run.group, self.streams.share)
+            outputs["last_hidden_state"] = vectors_of_documents(states, run.pooling)
 
     def end(self) -> None:
         self.run = None

@@ -23,6 +23,7 @@ from ..context import CALL_KEY, ForwardCall, change_call
 from ..forward_pass import ForwardPass
 from ..models.cut_point import CutPoint, modalities_of
 from ..models.support import layer_patterns
+from ..models.task import task_named
 from .base import Handles, Part
 from .memory import MemoryRule
 from .recurrence import NO_FORKS, Recurrence
@@ -182,9 +183,10 @@ class Tokens(Part):
     def _take_shard(self, run: ForwardPass) -> None:
         """A batch that arrived sharded is passed on."""
         name, about = type(run.model).__name__, run.batch.given.get(LAYOUT_KEY)
-        if self.cut_point.path:
+        if modalities_of(run.model.config) and self.cut_point.path:
             raise BatchError(f"{name} reads whole sequences before they are cut. Give full batches (no BurstCollator).")
-        run.batch.layout = layout_of_shard(run.batch.given, run.config, run.group, run.task)
+        made_for = task_named(run.task.causal)  # models without a head have no shards of their own
+        run.batch.layout = layout_of_shard(run.batch.given, run.config, run.group, made_for)
         if run.batch.layout.parents and not self.recurrence.forks:
             raise BatchError(
                 f"The texts of the batch were joined, and in {name} {NO_FORKS}. Leave share_prefixes=True out of the "
@@ -242,6 +244,8 @@ class Tokens(Part):
         if self.run is None:
             return None
         whole = bound_arguments(module, args, kwargs)
+        if self.run.batch.sharded:
+            return (), {**whole, CALL_KEY: self.run.call}
         joined = self.run.batch.joined
         row = whole if joined is None else joined.inputs(whole, self.run.batch.token_inputs, self.cut_point.masked)
         inputs = self._cut_inputs(self.run, row)

@@ -1,7 +1,9 @@
 """Towers for images and sound, shared by the ranks: each encodes a part, and all get the features of the whole."""
 
 import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -29,8 +31,44 @@ _BY_GRID = ("patches", "frames")
 _SOUND = ("input_features", "input_values")
 # masks of sound, with a row for each clip
 _LENGTHS = ("input_features_mask", "feature_attention_mask", "input_values_mask", "padding_mask")
+# in configs: the tokens that stand for images and videos
+_PLACES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 # arguments by which a tower, or a part of one, runs once more
 _RUNS = ("pixel_values", "pixel_values_videos", "pixel_values_local", "tile_fine_mask", *_SOUND)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a batch has for towers.
+
+    Args:
+        tokens (`int`): Those that stand for images and videos; 0 if they are not known, or there are none.
+        encoded (`int`): As many of them as the rank with the most encodes.
+        sound (`bool`): Whether it has sound.
+    """
+
+    tokens: int
+    encoded: int
+    sound: bool
+
+
+def seen_in(run: ForwardPass) -> Seen | None:
+    """What the batch of a pass has for towers; `None` for text.
+
+    Raises:
+        BatchError: If grids count other rows of pixels than there are.
+    """
+    given, config, ids = run.batch.given, run.model.config, run.batch.given.get("input_ids")
+    if all(given.get(key) is None for key in _RUNS):
+        return None
+    known = {token for name in _PLACES if isinstance(token := getattr(config, name, None), int)}
+    places = None if ids is None else torch.isin(ids, torch.tensor(sorted(known), device=ids.device))
+    tokens = 0 if places is None else int(places.sum())
+    encoders = [own for own in vars(run.model.base_model).values() if isinstance(own, _SharedEncoder)]
+    loads = [own.loads(given, run.group.size) for own in encoders if not isinstance(own, _SharedClips)]
+    by_rank = [sum(load) for load in zip(*(own for own in loads if own), strict=True)]
+    share = max(by_rank) / sum(by_rank) if by_rank and None not in loads else 1.0
+    return Seen(tokens, math.ceil(tokens * share), any(given.get(key) is not None for key in _SOUND))
 
 
 class Towers(Part):
@@ -125,7 +163,7 @@ class _SharedEncoder(ForwardOverride):
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # with adapters, Transformers has the first layer of a tower require a gradient, which nothing would use
-        with torch.set_grad_enabled(torch.is_grad_enabled() and _learns(self.module, (args, kwargs))):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and learns(self.module, (args, kwargs))):
             return self._encode(args, kwargs)
 
     def _encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,6 +201,17 @@ class _SharedEncoder(ForwardOverride):
         single = torch.stack([torch.ones_like(times), *sides], dim=-1)
         arguments["video_grid_thw"] = single.repeat_interleave(times, dim=0)
         return times.tolist()
+
+    def loads(self, given: Mapping[str, Any], ranks: int) -> list[int] | None:
+        """What each of so many ranks encodes of a batch, as [`_costs`] counts it: nothing without images, and `None`
+        where each encodes all."""
+        names = inspect.signature(getattr(type(self.module), self.name)).parameters
+        arguments = {name: given.get(name) for name in names}
+        if _first(arguments, _PIXELS) is None:
+            return []
+        self._split_videos(arguments)
+        costs = self._costs(arguments)
+        return None if costs is None else [sum(costs[place] for place in share) for share in self._deal(costs, ranks)]
 
     def _deal(self, costs: Sequence[int], ranks: int) -> list[list[int]]:
         """Which images, or clips, each rank encodes."""
@@ -251,7 +300,7 @@ class _SharedClips(_SharedEncoder):
             output[name] = whole
 
 
-def _learns(owner: nn.Module, inputs: Any) -> bool:
+def learns(owner: nn.Module, inputs: Any) -> bool:
     """Whether something beside the language model learns, or an input of a tower asks for its gradient."""
     reader = {id(weight) for weight in owner.get_decoder().parameters()}  # type: ignore[operator]
     given = (value for value in tree_leaves(inputs) if isinstance(value, Tensor))
