@@ -75,7 +75,7 @@ class GroupTraining:
         self.groups = Groups(accelerator, size)
         self.leading = False  # whether this is the first rank, and runs what is run once
         self.begun = False  # whether the first rank leads through the generation of this step, or has
-        self.parted: Exception | None = None  # what all ranks have met in a call, after which others do not follow
+        self.parted: BaseException | None = None  # what all ranks have met in a call, after which others do not follow
         self.turn = threading.RLock()  # of one of the user's threads to have all ranks call
         self.ready = False
         self.calls: dict[str, Callable[..., Any]] = {"model.generate": self.generate_over_ranks}
@@ -156,7 +156,7 @@ class GroupTraining:
         self.begun = False
         try:
             return method(*args, **kwargs)
-        except Exception as problem:
+        except BaseException as problem:  # also when the user interrupts
             if not self.begun:
                 self._tell(None, problem, "generation")
             raise
@@ -239,7 +239,7 @@ class GroupTraining:
         with its random numbers."""
         if self.group.rank:
             return self.follow(doing)
-        error: Exception | None = None
+        error: BaseException | None = None
         told = b""
         self.leading, self.parted = True, None
         try:
@@ -250,7 +250,7 @@ class GroupTraining:
             told = _packed((result, torch.get_rng_state()))
         except (RankMismatchError, LostRankError):  # the others waited, and have met it by now
             raise
-        except Exception as problem:
+        except BaseException as problem:  # also when the user interrupts
             if self.parted is not None:
                 raise
             error = problem
@@ -286,16 +286,16 @@ class GroupTraining:
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Such a call, at the end of which the error of one rank is one of all."""
-        error: Exception | None = None
+        error: BaseException | None = None
         result: Any = None
         try:
             result = self.calls[name](*args, **kwargs)
-        except Exception as problem:
+        except BaseException as problem:  # also when the user interrupts
             error = problem
         self._agree("end", error, name)
         return result
 
-    def _tell(self, told: tuple[str, bytes] | None, error: Exception | None, doing: str) -> tuple[str, Any]:
+    def _tell(self, told: tuple[str, bytes] | None, error: BaseException | None, doing: str) -> tuple[str, Any]:
         """What the first rank tells all others, unless it has met an error, which is then one of all."""
         self._agree("lead", error, doing)
         name, written = self.group.gather(told, self.device, doing)[0]
@@ -307,10 +307,10 @@ class GroupTraining:
         self._agree("told", error, doing)
         return name, content
 
-    def _agree(self, call: str, error: Exception | None, doing: str) -> None:
+    def _agree(self, call: str, error: BaseException | None, doing: str) -> None:
         try:
             self.group.agree({"call": call}, error, self.device, doing=doing)
-        except Exception as problem:
+        except BaseException as problem:
             self.parted = problem
             raise
 
