@@ -27,7 +27,7 @@ import hf_burst
 from hf_burst.check.tiny_seeing import seeing_model
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError
 from hf_burst.hf.groups import PATCH
-from hf_burst.hf.trainers import generating
+from hf_burst.hf.trainers import answering, generating
 from hf_burst.hf.trainers.generating import Groups, GroupTraining
 from hf_burst.ranks.group import ContextGroup
 from tests.support import models, pictures, trainers, vllm_stand_in
@@ -43,7 +43,7 @@ G = 2  # completions of a prompt
 OWN = ("time", "runtime", "per_second")
 
 
-GENERATE = mock.patch("hf_burst.hf.trainers.generating.generate", wraps=hf_burst.generate)
+GENERATE = mock.patch("hf_burst.hf.trainers.answering.generate", wraps=hf_burst.generate)
 ALONE = {"vllm_tensor_parallel_size": 1, "fsdp": None, "fsdp_config": None}  # what a single process has instead
 CREATE = Trainer.create_accelerator_and_postprocess
 
@@ -387,7 +387,7 @@ def roll_out_by_threads(prompts: list[str], trainer: Any) -> dict[str, Any]:
         assert under_way.wait(60)
         return answer(prompt)
 
-    under_way, generate, calls = threading.Event(), generating.generate, []
+    under_way, generate, calls = threading.Event(), answering.generate, []
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
@@ -397,7 +397,7 @@ def roll_out_by_threads(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
     if PATCH not in vars(trainer.model):  # a single process
         under_way.set()
-    with ThreadPoolExecutor(2) as threads, mock.patch.object(generating, "generate", noted):
+    with ThreadPoolExecutor(2) as threads, mock.patch.object(answering, "generate", noted):
         answers = [threads.submit(answer_late if place % 2 else answer, prompt) for place, prompt in enumerate(ids)]
         completions = [each.result() for each in answers]
     assert PATCH not in vars(trainer.model) or len(calls) == len(ids), "each by all ranks"
@@ -691,7 +691,7 @@ def test_the_first_rank_is_interrupted(ranks: Ranks, tmp_path: Path, name: str) 
 def test_a_model_that_is_not_patched_any_more() -> None:
     with (
         pytest.raises(ConfigError, match="takes a patched model"),
-        generating._generating(torch.nn.Linear(1, 1), print),
+        answering.answering(torch.nn.Linear(1, 1), print),
     ):
         pass
 
