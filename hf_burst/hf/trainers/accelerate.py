@@ -369,5 +369,6 @@ def _check_data_loader(data_loader: DataLoader, dispatch: bool | None, generates
         raise ConfigError(
             "The trainer generates what it learns from, and the ranks that share a sequence would generate different "
             "ones. Of such trainers GRPOTrainer and RLOOTrainer are served, and classes of your own that inherit from "
-            "them; use this one without BurstParallelismConfig and patch_model."
+            "them; to learn from a teacher take TRL's GKDTrainer, or hf_burst.token_divergences in a loss of your own. "
+            "Or use this one without BurstParallelismConfig and patch_model."
         )
