@@ -213,6 +213,8 @@ def gradients_of(rank: int, size: int, what: str, kind: str, shard: bool) -> Res
         ("forward_kl", "plain", True),
         ("forward_kl 5", "right", False),
         ("reverse_kl", "left", False),
+        ("jsd", "right", True),
+        ("jsd 5", "packed", False),
         ("weighted", "alike", False),
         ("orpo", "alike", False),
         ("forward_kl", "alike", False),
