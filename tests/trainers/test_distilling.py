@@ -1,5 +1,6 @@
 """GKD: groups of ranks learn from a teacher what as many single processes learn, which are not patched."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+from transformers import Trainer
 
 import hf_burst
 from hf_burst.errors import ConfigError
@@ -23,6 +27,7 @@ pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 from trl.experimental.gkd import GKDConfig, GKDTrainer  # noqa: E402
 
+CREATE = Trainer.create_accelerator_and_postprocess
 Ranks = Callable[[int], RankPool]
 # of a clock, and what Trainer counts by processes
 OWN = ("time", "runtime", "per_second", "total_flos")
@@ -42,7 +47,8 @@ class Run:
     @property
     def alone(self) -> "Run":
         """The run of single processes."""
-        return replace(self, burst=0)
+        options = {name: value for name, value in self.options.items() if not name.startswith("fsdp")}
+        return replace(self, burst=0, options=options)
 
 
 class Doubled(GKDTrainer):
@@ -103,11 +109,28 @@ def make_trainer(run: Run, folder: str) -> Any:
     )
 
 
+def as_gpus(trainer: Trainer) -> None:
+    """accelerate ignores FSDP on CPUs, so it is told that they are GPUs."""
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    CREATE(trainer)
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
 def learn(rank: int, size: int, folder: str, run: Run, limit: float = head.LOGITS_LIMIT_GIB) -> dict[str, Any]:
     over_ranks = mock.patch("hf_burst.hf.trainers.answering.generate", wraps=hf_burst.generate)
-    with mock.patch.object(head, "LOGITS_LIMIT_GIB", limit), over_ranks as generated:
+    sharded = bool(run.options.get("fsdp"))
+    with (
+        mock.patch.object(Trainer, CREATE.__name__, as_gpus if sharded else CREATE),
+        mock.patch.dict(os.environ),
+        mock.patch.object(head, "LOGITS_LIMIT_GIB", limit),
+        over_ranks as generated,
+    ):
         trainer = make_trainer(run, folder)
         trainer.train()
+    assert any(isinstance(weight, DTensor) for weight in trainer.model.parameters()) == sharded
     assert (PATCH in vars(trainer.teacher_model)) == bool(run.burst)
     return {
         "generated": generated.call_count,
@@ -115,7 +138,7 @@ def learn(rank: int, size: int, folder: str, run: Run, limit: float = head.LOGIT
             {name: value for name, value in entry.items() if not name.endswith(OWN)}
             for entry in trainer.state.log_history
         ],
-        "weights": {name: value.detach().clone() for name, value in trainer.model.state_dict().items()},
+        "weights": {name: whole(value) for name, value in trainer.model.state_dict().items()},
     }
 
 
@@ -146,6 +169,7 @@ RUNS: dict[str, Run] = {
     "adapters": Run(lora=True, options={"gradient_checkpointing": True, "lmbda": 1.0}),
     "counted by each rank": Run(options={"average_tokens_across_devices": False}),
     "tokens of a batch": Run(options={"prediction_loss_only": False, **EVALUATED}),
+    "fsdp2": Run(groups=2, options={"fsdp": "full_shard", "fsdp_config": {"version": 2}, "lmbda": 1.0}),
     "a class of the users": Run(kind="Doubled"),
 }
 
@@ -157,6 +181,15 @@ def test_runs(ranks: Ranks, tmp_path: Path, name: str) -> None:
 
 def test_no_logits_are_gathered(ranks: Ranks, tmp_path: Path) -> None:
     compare(ranks, tmp_path, Run(), 1e-9)
+
+
+def test_the_teacher_of_a_sharded_model_is_placed() -> None:
+    distillation = object.__new__(Distillation)
+    distillation.trainer = SimpleNamespace(model=torch.nn.Linear(1, 1))
+    distillation.device, distillation.sharded = torch.device("meta"), True
+    teacher = torch.nn.Linear(1, 1)
+    distillation.take_teacher(teacher)
+    assert teacher.weight.device.type == "meta"
 
 
 def learn_online(rank: int, size: int, folder: str, name: str) -> None:

@@ -205,7 +205,7 @@ class _Shared:
         if self.generating is not None and getattr(self.generating.trainer, "ref_model", None) is model:
             self.generating.patch_reference(model)
         if self.distilling is not None and evaluation_mode:
-            self.distilling.patch_teacher(model)
+            self.distilling.take_teacher(model)
         _check_patched(model, self.size, evaluation_mode)
         _check_placed(model, evaluation_mode, self.generating is not None)
         return Accelerator.prepare_model(self.accelerator, model, device_placement, evaluation_mode)

@@ -54,6 +54,7 @@ class Distillation:
                 "of ranks were compared. Install trl==1.16.0, or take hf_burst.token_divergences in a loss of your own."
             )
         self.trainer, self.device, self.size = trainer, accelerator.device, size
+        self.sharded = accelerator.distributed_type is DistributedType.FSDP
         self.group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
         (known,) = (each for each in kind.__mro__ if (each.__module__, each.__name__) == _GKD)
         self.own_loss = any(getattr(kind, name) is not getattr(known, name) for name in _LOSS)  # the user's
@@ -61,8 +62,11 @@ class Distillation:
             method = getattr(trainer, name)
             setattr(trainer, name, update_wrapper(partial(wrapper, method), method))
 
-    def patch_teacher(self, teacher: nn.Module) -> None:
-        """Patches the teacher, which the trainer may have loaded by itself, as the model."""
+    def take_teacher(self, teacher: nn.Module) -> None:
+        """Patches the teacher, which the trainer may have loaded by itself, as the model. accelerate leaves it on the
+        host where FSDP shards the model."""
+        if self.sharded and not getattr(teacher, "is_quantized", False):  # which was placed when it was loaded
+            teacher.to(self.device)
         own = patched_inside(self.trainer.model)
         if own is not None and isinstance(teacher, PreTrainedModel) and not hasattr(teacher, PATCH):
             patch_model(teacher, getattr(own, PATCH).config)
