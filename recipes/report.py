@@ -166,33 +166,35 @@ def made_by(processes: int) -> dict[str, Any]:
 
 
 def write_log(trainer: Trainer) -> None:
-    """Writes the log, with what it was made by, and a picture of the loss beside the checkpoint."""
+    """Writes the log, with what it was made by, and a picture of the loss beside the checkpoint; of what generates, in
+    which the loss tells nothing, of the reward."""
     folder = Path(trainer.args.output_dir)
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    name = "reward" if steps and "reward" in steps[-1] else "loss"
+    evaluations = [entry for entry in trainer.state.log_history if f"eval_{name}" in entry]
     lines = ",\n  ".join(json.dumps(entry) for entry in steps)  # a line a step
     log = json.dumps({**made_by(trainer.accelerator.num_processes), "evaluations": evaluations, "steps": []}, indent=1)
     (folder / "training_log.json").write_text(log.replace('"steps": []', f'"steps": [\n  {lines}\n ]') + "\n")
-    held_out = f"; evaluation loss {evaluations[-1]['eval_loss']:.3f}" if evaluations else ""
+    held_out = f"; evaluation {name} {evaluations[-1][f'eval_{name}']:.3f}" if evaluations else ""
     if not steps:
         print(f"checkpoint in {folder}; no step was logged (logging_steps is {trainer.args.logging_steps}){held_out}")
         return
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot([entry["step"] for entry in steps], [entry["loss"] for entry in steps], marker=".", label="training")
+    axes.plot([entry["step"] for entry in steps], [entry[name] for entry in steps], marker=".", label="training")
     if evaluations:
         axes.plot(
             [entry["step"] for entry in evaluations],
-            [entry["eval_loss"] for entry in evaluations],
+            [entry[f"eval_{name}"] for entry in evaluations],
             "o",
             label="evaluation",
         )
         axes.legend()
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)" if name == "loss" else "mean reward")
     axes.set_title(describe(trainer).split(";")[0])
     axes.grid(alpha=0.3)
-    figure.savefig(folder / "loss.png", dpi=150)
-    first, last = steps[0]["loss"], steps[-1]["loss"]
+    figure.savefig(folder / f"{name}.png", dpi=150)
+    first, last = steps[0][name], steps[-1][name]
     if key := next((key for key in ("rewards/accuracies", "accuracy") if key in steps[-1]), None):  # of DPO, rewards
         held_out = f"; the preferred answer is ahead in {steps[0][key]:.0%} -> {steps[-1][key]:.0%} of pairs{held_out}"
-    print(f"loss {first:.3f} -> {last:.3f}{held_out}; checkpoint, loss.png and log are in {folder}")
+    print(f"{name} {first:.3f} -> {last:.3f}{held_out}; checkpoint, {name}.png and log are in {folder}")

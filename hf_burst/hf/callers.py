@@ -1,12 +1,13 @@
 """Who called a model, as far as the stack of this thread tells: a `Trainer`, a checkpoint."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from types import FrameType
 from typing import Any
 
 import torch.utils.checkpoint
 
+_MAKING = "create_accelerator_and_postprocess"  # the method by which a Trainer makes its accelerator
 _ROUNDS = ("_run_epoch", "evaluation_loop")  # of Trainer, around its steps
 # the arguments of a trainer, by the attributes that hold them, which are given logits; in any pass, and in evaluation
 _LOSSES = {"label_smoother": "label_smoothing_factor", "compute_loss_func": "compute_loss_func"}
@@ -24,6 +25,23 @@ def frames() -> Iterator[FrameType]:
 def trainer_under_way() -> Any | None:
     """The `Trainer` that runs this pass, if one does."""
     return next(filter(None, map(_trainer_of, frames())), None)
+
+
+def trainer_being_made(served: Set[tuple[str, str]]) -> Any | None:
+    """The `Trainer` that is making its accelerator, if it is of a class that is served, or of the user's own that
+    inherits from one.
+
+    Args:
+        served (set of `tuple[str, str]`): Modules and names of classes.
+    """
+    module: Any = sys.modules.get("transformers.trainer")
+    making = (frame.f_locals.get("self") for frame in frames() if frame.f_code.co_name == _MAKING)
+    trainer = next((each for each in making if module is not None and isinstance(each, module.Trainer)), None)
+    kinds = [(kind.__module__, kind.__name__) for kind in type(trainer).__mro__]
+    known = next((place for place, kind in enumerate(kinds) if kind in served), None)
+    if known is None or any(module.startswith("trl.") for module, _ in kinds[:known]):  # TRL's own other losses
+        return None
+    return trainer
 
 
 def multiplies_losses() -> bool:

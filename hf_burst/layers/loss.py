@@ -40,7 +40,13 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def token_divergences(
-    logits: Tensor, teacher: Tensor, targets: Tensor, kind: str, top_k: int | None, temperature: float
+    logits: Tensor,
+    teacher: Tensor,
+    targets: Tensor,
+    kind: str,
+    top_k: int | None,
+    temperature: float,
+    beta: float = 0.5,
 ) -> Tensor:
     """The divergence of two distributions of the next word for each token, `(m,)`; 0 for targets of -100.
 
@@ -48,20 +54,32 @@ def token_divergences(
         logits (`torch.Tensor` of shape `(m, vocabulary)`): Scores of the student.
         teacher (`torch.Tensor` of shape `(m, vocabulary)`): Scores of the teacher.
         targets (`torch.LongTensor` of shape `(m,)`): Shifted labels of the same tokens.
-        kind (`str`): `"forward_kl"`, KL(teacher | student), or `"reverse_kl"`, KL(student | teacher).
+        kind (`str`): `"forward_kl"`, KL(teacher | student); `"reverse_kl"`, KL(student | teacher); or `"jsd"`, the
+            generalized Jensen-Shannon divergence (arXiv 2306.13649, equation 1).
         top_k (`int`, *optional*): Both are restricted to the words that are likeliest for the teacher, and add up to 1
             over these.
         temperature (`float`): Divides the scores of both.
+        beta (`float`, defaults to 0.5): For `"jsd"` the share of the teacher in the mixture, between 0 and 1.
     """
     if top_k is not None and top_k < teacher.shape[-1]:
         chosen = teacher.topk(top_k, dim=-1).indices
         logits, teacher = logits.gather(-1, chosen), teacher.gather(-1, chosen)
     wide = accumulation_dtype(logits.dtype)
     own, other = (functional.log_softmax(scores.to(wide) / temperature, dim=-1) for scores in (logits, teacher))
-    first, second = (other, own) if kind == "forward_kl" else (own, other)
-    ratios = (first - second).masked_fill_(first == -math.inf, 0.0)  # words that are never said add nothing
-    divergences = (first.exp() * ratios).sum(-1)
+    if kind == "jsd":
+        never = (own == -math.inf) & (other == -math.inf)  # of the mixture, too, which would have no gradient
+        own, other = own.masked_fill(never, 0.0), other.masked_fill(never, 0.0)
+        mixture = torch.logaddexp(own + math.log1p(-beta), other + math.log(beta))
+        divergences = beta * _divergences(other, mixture) + (1 - beta) * _divergences(own, mixture)
+    else:
+        divergences = _divergences(other, own) if kind == "forward_kl" else _divergences(own, other)
     return divergences.masked_fill(targets.to(divergences.device) == IGNORE_INDEX, 0.0)
+
+
+def _divergences(first: Tensor, second: Tensor) -> Tensor:
+    """KL(first | second), `(m,)`, of logarithms of probabilities, `(m, words)`."""
+    ratios = (first - second).masked_fill_(first == -math.inf, 0.0)  # words that are never said add nothing
+    return (first.exp() * ratios).sum(-1)
 
 
 def rows_by_weight(weights: Tensor, device: torch.device) -> dict[int, Tensor]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ConfigError, RankMismatchError
+from ..errors import BurstError, ConfigError, RankMismatchError
 from .control import control_of
 from .watch import watch_of_process
 
@@ -170,7 +170,7 @@ class ContextGroup:
     def agree(
         self,
         facts: dict[str, Any],
-        error: Exception | None,
+        error: BaseException | None,
         device: torch.device,
         tally: int = 0,
         checksums: Mapping[str, Tensor] | None = None,
@@ -185,7 +185,8 @@ class ContextGroup:
 
         Args:
             facts (`dict`): What must be equal on all ranks; values that JSON can hold.
-            error (`Exception`, *optional*): What this rank found wrong on its own. It raises this one.
+            error (`BaseException`, *optional*): What this rank found wrong on its own, or an interrupt. It raises this
+                one; an interrupt even if the ranks do not come to agree.
             device (`torch.device`): Where the process group communicates; its time limit there holds.
             tally (`int`, defaults to 0): A number to add up over the ranks on the way.
             checksums (mapping from `str` to scalar `torch.LongTensor`, *optional*): Numbers that must be equal on all
@@ -205,7 +206,7 @@ class ContextGroup:
             return tally
         process_group = group_by_name(self.name)
         limit = _limit_of(process_group, device)
-        error = self._refusal(process_group) or error
+        error = error if _interrupts(error) else self._refusal(process_group) or error
         text = json.dumps(facts, sort_keys=True, default=str)
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
         contents = torch.zeros((), dtype=torch.int64, device=device)
@@ -213,7 +214,7 @@ class ContextGroup:
             contents += checksum.to(device) * (zlib.crc32(name.encode()) | 1)
         numbers = [digest, int(error is not None), tally, int(contents) if checksums else 0]
         mine = torch.tensor(numbers, device="cpu")  # whatever the default device is
-        with watch_of_process().calling(process_group, doing) as watch:
+        with _raised_anyway(error), watch_of_process().calling(process_group, doing) as watch:
             control = control_of(process_group, watch, limit)
             digests, flags, tallies, sums = control.gather(mine, limit).unbind(1)
             if not flags.any() and (digests == digest).all() and (sums == sums[0]).all():
@@ -222,7 +223,8 @@ class ContextGroup:
                     control.opened.add(device.type)
                 return int(tallies.sum())
             facts = facts | {name: f"{int(checksum) % 2**64:x}" for name, checksum in (checksums or {}).items()}
-            report = {"facts": facts, "error": (str(error) or repr(error)) if error is not None else None}
+            said = repr(error) if _interrupts(error) else str(error) or repr(error)
+            report = {"facts": facts, "error": said if error is not None else None}
             reports = control.gather_objects(report | {"doing": doing}, limit)
         if error is not None:
             raise error
@@ -237,6 +239,17 @@ class ContextGroup:
         with watch_of_process().messaging(self.process_group):
             yield
 
+    def interrupted(self, problem: BaseException) -> None:
+        """Tells the others, which wait for the messages of a pass, that this rank was interrupted in its middle. Calls
+        over the group are refused from now on."""
+        watch_of_process().give_up(self.process_group, problem)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a pass over the group ended on this rank in its middle, so that calls over it are refused."""
+        counts = watch_of_process().counts.get(self.process_group) if self.size > 1 else None
+        return counts is not None and bool(counts.broken)
+
     def _refusal(self, process_group: dist.ProcessGroup) -> ConfigError | None:
         """Why this is not the process group of this object any more, although it has its name."""
         rank, members = process_group.rank(), tuple(dist.get_process_group_ranks(process_group))
@@ -246,6 +259,22 @@ class ContextGroup:
             f"The process group {self.name!r} was made anew: this process was rank {self.rank} of {self.members} and "
             f"is rank {rank} of {members}. Make the ContextGroup anew."
         )
+
+
+def _interrupts(error: BaseException | None) -> bool:
+    """Whether it is no error, but an interrupt: of the user, of `sys.exit`, of a task that is cancelled."""
+    return error is not None and not isinstance(error, Exception)
+
+
+@contextmanager
+def _raised_anyway(error: BaseException | None) -> Iterator[None]:
+    """Raises an interrupt of this rank in the place of what an agreement raises."""
+    try:
+        yield
+    except BurstError as problem:
+        if error is not None and _interrupts(error):
+            raise error from problem
+        raise
 
 
 def _limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:

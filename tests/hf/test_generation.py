@@ -417,13 +417,13 @@ def test_a_rank_that_would_end_before_the_others(ranks: Ranks) -> None:
 class _Raises(BaseStreamer):
     """A streamer, a processor or a criterion that fails at its third call, on one rank."""
 
-    def __init__(self, fails: bool) -> None:
-        self.fails, self.calls = fails, 0
+    def __init__(self, error: BaseException | None) -> None:
+        self.error, self.calls = error, 0
 
     def put(self, value: torch.Tensor) -> None:
         self.calls += 1
-        if self.fails and self.calls == 3:
-            raise KeyError("it is broken")
+        if self.error is not None and self.calls == 3:
+            raise self.error
 
     def end(self) -> None: ...
 
@@ -440,27 +440,32 @@ class _RaisingCriterion(_Raises, StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def raises_on_one_rank(rank: int, size: int, kind: str, number: int, tokens: int) -> list[int]:
-    """The error of one rank reaches all, and the model answers afterwards."""
+def raises_on_one_rank(
+    rank: int, size: int, kind: str, number: int, tokens: int, raised: type[BaseException]
+) -> list[int]:
+    """The error of one rank, or its interrupt, reaches all, and the model answers afterwards."""
     model, prompt = models.patch(make("llama")), prompt_of(19, False)["input_ids"][:1]
-    fails = rank == number
+    error = raised("it is broken") if rank == number else None
     broken: Any = {
-        "streamer": _Raises(fails),
-        "logits_processor": [_RaisingProcessor(fails)],
-        "stopping_criteria": [_RaisingCriterion(fails)],
+        "streamer": _Raises(error),
+        "logits_processor": [_RaisingProcessor(error)],
+        "stopping_criteria": [_RaisingCriterion(error)],
     }[kind]
-    with pytest.raises(KeyError if fails else RankMismatchError, match="it is broken"):
+    with pytest.raises(raised if rank == number else RankMismatchError, match="it is broken"):
         hf_burst.generate(model, prompt, **GREEDY | {kind: broken, "max_new_tokens": tokens})
     found: list[int] = hf_burst.generate(model, prompt, **GREEDY)[0].tolist()
     return found
 
 
+@pytest.mark.parametrize("raised", [KeyError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize(
     ("kind", "number", "tokens"),
     [("streamer", 0, 9), ("streamer", 0, 2), ("stopping_criteria", 0, 9), ("logits_processor", 1, 9)],
 )
-def test_what_raises_on_one_rank(ranks: Ranks, kind: str, number: int, tokens: int) -> None:
-    first, second = ranks(2).run(raises_on_one_rank, kind, number, tokens)
+def test_what_raises_on_one_rank(
+    ranks: Ranks, kind: str, number: int, tokens: int, raised: type[BaseException]
+) -> None:
+    first, second = ranks(2).run(raises_on_one_rank, kind, number, tokens, raised, timeout=60.0)
     assert first == second
 
 

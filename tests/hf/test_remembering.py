@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -247,6 +248,17 @@ def test_torn_files(tmp_path: Path, kind: str) -> None:
     torn(tmp_path, kind)
     with pytest.raises(ConfigError, match="holds no whole memory"):
         hf_burst.RememberedDocument.load(model, tmp_path)
+
+
+def interrupted_on_one_rank(rank: int, size: int, folder: str) -> None:
+    memory = hf_burst.remember(models.patch(make("llama")), document_of(9))
+    fails = mock.patch("hf_burst.hf.generation.memory.save_file", side_effect=KeyboardInterrupt if rank else None)
+    with fails, pytest.raises(KeyboardInterrupt if rank else RankMismatchError, match="" if rank else "Keyboard"):
+        memory.save(folder)
+
+
+def test_a_rank_that_is_interrupted_while_it_saves(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(interrupted_on_one_rank, str(tmp_path), timeout=60.0)
 
 
 def wrong_on_one_rank(rank: int, size: int, folder: str) -> None:

@@ -125,8 +125,13 @@ def distance(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor,
         chosen = teacher.argsort(-1, descending=True)[..., :top_k]
         student, teacher = student.gather(-1, chosen), teacher.gather(-1, chosen)
     own, other = torch.softmax(student / 2, -1), torch.softmax(teacher / 2, -1)
-    first, second = (other, own) if kind == "forward_kl" else (own, other)
-    return ((first * (first.log() - second.log())).sum(-1) * (labels != -100)).sum()
+    pairs = {
+        "forward_kl": [(1.0, other, own)],
+        "reverse_kl": [(1.0, own, other)],
+        "jsd": [(0.3, other, 0.3 * other + 0.7 * own), (0.7, own, 0.3 * other + 0.7 * own)],
+    }
+    terms = (share * (first * (first.log() - second.log())).sum(-1) for share, first, second in pairs[kind])
+    return (sum(terms) * (labels != -100)).sum()
 
 
 def loss_by(what: str, model: Any, batch: Batch, teacher: Any = None, shard: bool = False) -> torch.Tensor:
@@ -137,7 +142,7 @@ def loss_by(what: str, model: Any, batch: Batch, teacher: Any = None, shard: boo
     if what == "orpo":
         return odds_ratio(hf_burst.token_losses(model, given), batch["labels"])
     kind, _, top_k = what.partition(" ")
-    return hf_burst.token_divergences(model, teacher, given, kind, int(top_k) if top_k else None, 2.0).sum()
+    return hf_burst.token_divergences(model, teacher, given, kind, int(top_k) if top_k else None, 2.0, 0.3).sum()
 
 
 def expected_loss(what: str, model: Any, batch: Batch, teacher: Any) -> torch.Tensor:
@@ -208,6 +213,8 @@ def gradients_of(rank: int, size: int, what: str, kind: str, shard: bool) -> Res
         ("forward_kl", "plain", True),
         ("forward_kl 5", "right", False),
         ("reverse_kl", "left", False),
+        ("jsd", "right", True),
+        ("jsd 5", "packed", False),
         ("weighted", "alike", False),
         ("orpo", "alike", False),
         ("forward_kl", "alike", False),
@@ -239,6 +246,8 @@ def test_what_losses_of_ones_own_refuse(ranks: Ranks) -> None:
         hf_burst.token_divergences(model, model, batch, kind="js")
     with pytest.raises(ConfigError, match="top_k=0"):
         hf_burst.token_divergences(model, model, batch, top_k=0)
+    with pytest.raises(ConfigError, match="beta=1"):
+        hf_burst.token_divergences(model, model, batch, "jsd", beta=1)
     with pytest.raises(BatchError, match="not finite"):
         hf_burst.token_losses(model, batch, torch.full(batch["labels"].shape, float("nan")))
 
@@ -268,7 +277,7 @@ def test_a_teacher_keeps_what_evaluates_and_what_trains() -> None:
     assert [module.training for module in teacher.modules()] == before
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
 def test_words_that_both_models_never_say_add_nothing(kind: str) -> None:
     own, other = torch.randn(2, 5, 7, dtype=torch.float64)
     own.requires_grad_()

@@ -162,6 +162,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments_of(script: str) -> list[str]:
     """A model and files for a script, in the folder of the fixture."""
+    if "GKD" in script:
+        return ["llama", "llama", "pairs.jsonl"]
     if "DPO" in script or "GRPO" in script:
         return ["llama", "pairs.jsonl"]
     return ["modernbert" if "MaskedLM" in script else "llama", "first.txt", "second.txt", "third.txt", "fourth.txt"]

@@ -740,6 +740,66 @@ def test_a_call_that_was_given_up_is_met_by_no_later_one(met: bool) -> None:
     assert "went on" not in second[1:]
 
 
+def interrupted_everywhere(rank: int, size: int) -> str:
+    """Rank 0 is interrupted in the user's code, and tells rank 1, which was interrupted while it waited."""
+    group, device = ContextGroup.from_mesh(None), torch.device("cpu")
+    group.agree({}, None, device)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    error: BaseException | None = None
+    try:
+        if rank == 0:
+            time.sleep(60)
+    except KeyboardInterrupt as problem:
+        error = problem
+    try:
+        group.agree({}, error, device)
+    except KeyboardInterrupt:
+        return "interrupted"
+    return "went on"
+
+
+def test_all_ranks_are_interrupted() -> None:
+    """In different places: each of them ends by its own interrupt."""
+    began = time.monotonic()
+    assert [told["returned"] for told in play(interrupted_everywhere)] == ["interrupted"] * 2
+    assert time.monotonic() - began < SOON
+
+
+def interrupted_while_it_generates(step: int, rank: int, size: int) -> list[str]:
+    """Rank 0 in a layer, in the pass over the prompt or over a token behind it. Rank 1 waits for its messages."""
+    said = list[str]()
+    Watch.grace = 1.0
+    model = models.patch(models.make_model("llama").eval())
+    layer, prompt = model.model.layers[1], torch.arange(1, 20)[None]
+    forward, calls = layer.mlp.forward, iter(range(step))
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    if rank == 0:
+        layer.mlp.forward = interrupt
+    for _ in range(2):
+        try:
+            hf_burst.generate(model, prompt, max_new_tokens=5, do_sample=False)
+        except (KeyboardInterrupt, ConfigError, RankMismatchError, LostRankError) as problem:
+            said.append(f"{type(problem).__name__}: {problem}")
+    time.sleep(15.0 if rank == 0 else 0.0)  # as a notebook, whose process does not end
+    return said
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_rank_is_interrupted_while_it_generates(step: int) -> None:
+    began = time.monotonic()
+    first, second = play(partial(interrupted_while_it_generates, step))
+    assert first["returned"][0].startswith("KeyboardInterrupt")
+    assert "ended in the middle (KeyboardInterrupt" in first["returned"][1]
+    assert "Rank 0 cannot go on: a pass ended in the middle (KeyboardInterrupt" in second["said"]
+    assert time.monotonic() - began < SOON
+
+
 def failing_kernel() -> Any:
     """The kernel of CPUs, whose second tile fails."""
     forward, calls = CpuFlashKernel.forward_piece, iter(range(1))

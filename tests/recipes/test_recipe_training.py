@@ -122,6 +122,19 @@ def test_losses_are_those_of_one_process(
         assert run["num_tokens"] == wanted["num_tokens"]
 
 
+def test_what_generates_reports_its_reward(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reset_accelerate()
+    given = [*options(files, "questions", "lora", max_steps=2), "--output_dir", str(tmp_path / "out")]
+    given += ["--num_generations", "4", "--per_device_train_batch_size", "4", "--max_completion_length", "9"]
+    trainer, _ = import_module("grpo").make_trainer(given)
+    trainer.train()
+    import_module("report").write_log(trainer)
+    first, last = (entry["reward"] for entry in trainer.state.log_history if "reward" in entry)
+    said = f"reward {first:.3f} -> {last:.3f}; checkpoint, reward.png and log are in {tmp_path / 'out'}"
+    assert said in capsys.readouterr().out
+    assert (tmp_path / "out/reward.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_merged_reward_model_gives_the_same_rewards(files: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 

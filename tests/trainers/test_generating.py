@@ -21,13 +21,15 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, gather
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, LlamaForSequenceClassification, Trainer
+from transformers.generation.streamers import BaseStreamer
 
 import hf_burst
 from hf_burst.check.tiny_seeing import seeing_model
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError
 from hf_burst.hf.groups import PATCH
-from hf_burst.hf.trainers import generating
+from hf_burst.hf.trainers import answering, generating
 from hf_burst.hf.trainers.generating import Groups, GroupTraining
+from hf_burst.ranks.group import ContextGroup
 from tests.support import models, pictures, trainers, vllm_stand_in
 from tests.support.ranks import RankError, RankPool, reset_accelerate
 
@@ -41,7 +43,7 @@ G = 2  # completions of a prompt
 OWN = ("time", "runtime", "per_second")
 
 
-GENERATE = mock.patch("hf_burst.hf.trainers.generating.generate", wraps=hf_burst.generate)
+GENERATE = mock.patch("hf_burst.hf.trainers.answering.generate", wraps=hf_burst.generate)
 ALONE = {"vllm_tensor_parallel_size": 1, "fsdp": None, "fsdp_config": None}  # what a single process has instead
 CREATE = Trainer.create_accelerator_and_postprocess
 
@@ -385,7 +387,7 @@ def roll_out_by_threads(prompts: list[str], trainer: Any) -> dict[str, Any]:
         assert under_way.wait(60)
         return answer(prompt)
 
-    under_way, generate, calls = threading.Event(), generating.generate, []
+    under_way, generate, calls = threading.Event(), answering.generate, []
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
@@ -395,7 +397,7 @@ def roll_out_by_threads(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
     if PATCH not in vars(trainer.model):  # a single process
         under_way.set()
-    with ThreadPoolExecutor(2) as threads, mock.patch.object(generating, "generate", noted):
+    with ThreadPoolExecutor(2) as threads, mock.patch.object(answering, "generate", noted):
         answers = [threads.submit(answer_late if place % 2 else answer, prompt) for place, prompt in enumerate(ids)]
         completions = [each.result() for each in answers]
     assert PATCH not in vars(trainer.model) or len(calls) == len(ids), "each by all ranks"
@@ -628,10 +630,68 @@ def test_errors_are_those_of_all_ranks(ranks: Ranks, tmp_path: Path, name: str) 
         assert words in str(error), error
 
 
+def interrupt(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    raise KeyboardInterrupt
+
+
+def leave(completions: list[Any], **_: Any) -> list[float]:
+    raise SystemExit(3)
+
+
+class Interrupting(Environment):
+    def reset(self, **row: Any) -> str:
+        raise KeyboardInterrupt
+
+
+class InterruptingStreamer(BaseStreamer):
+    """Interrupts within a call that all ranks make. Others make theirs that waits for nothing."""
+
+    def put(self, value: torch.Tensor) -> None:
+        if dist.get_rank() == 0:
+            raise KeyboardInterrupt
+
+    def end(self) -> None: ...
+
+
+def roll_out_interrupted(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    trainer.model.generate(torch.tensor([[5, 6, 7]]), streamer=InterruptingStreamer(), max_new_tokens=4)
+    return roll_out(prompts, trainer)
+
+
+INTERRUPTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a rollout": ({"rollout_func": interrupt}, "KeyboardInterrupt()"),
+    "a reward": ({"rollout_func": roll_out, "reward_funcs": [leave]}, "SystemExit(3)"),
+    "an environment": ({"environment_factory": Interrupting}, "KeyboardInterrupt()"),
+    "a call of all ranks": ({"rollout_func": roll_out_interrupted}, "KeyboardInterrupt()"),
+}
+
+
+def learn_interrupted(rank: int, size: int, folder: str, name: str) -> tuple[str, str]:
+    """What this rank raises, and then does all the same: the ranks can still agree."""
+    given = dict(INTERRUPTS[name][0])
+    run = Run(rollouts=False, options={"given": lambda: (tools() if "environment_factory" in given else {}) | given})
+    try:
+        learn(rank, size, folder, run)
+    except (KeyboardInterrupt, SystemExit, RankMismatchError) as problem:
+        ContextGroup.from_mesh(None).agree({}, None, torch.device("cpu"))
+        return type(problem).__name__, str(problem)
+    return "", ""
+
+
+@pytest.mark.parametrize("name", INTERRUPTS)
+def test_the_first_rank_is_interrupted(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    """The others do not wait for it until the time limit."""
+    what = INTERRUPTS[name][1]
+    first, second = ranks(2).run(learn_interrupted, str(tmp_path), name, timeout=60.0)
+    assert first[0] == what.partition("(")[0]
+    assert second[0] == "RankMismatchError"
+    assert f"Rank 0 of the group stopped before any communication: {what}" in second[1]
+
+
 def test_a_model_that_is_not_patched_any_more() -> None:
     with (
         pytest.raises(ConfigError, match="takes a patched model"),
-        generating._generating(torch.nn.Linear(1, 1), print),
+        answering.answering(torch.nn.Linear(1, 1), print),
     ):
         pass
 

@@ -26,7 +26,7 @@ class EachToken(StoppingCriteria):
 
     def __init__(self, criteria: Sequence[StoppingCriteria], group: ContextGroup, device: torch.device) -> None:
         self.criteria, self.group, self.device = StoppingCriteriaList(criteria), group, device
-        self.error: Exception | None = None  # of this rank, which the others do not know of
+        self.error: BaseException | None = None  # of this rank, which the others do not know of
         self.length = 0
         ends: Any = next((each for each in criteria if hasattr(each, "eos_token_id")), None)
         self.stops, pads = group.gather((bool(criteria), ends is not None), device, "generate")[0]
@@ -38,7 +38,7 @@ class EachToken(StoppingCriteria):
         if self.group.rank == 0 and self.stops and self.error is None:
             try:
                 done.copy_(self.criteria(input_ids, scores, **kwargs))
-            except Exception as problem:
+            except BaseException as problem:  # also when the user interrupts
                 self.error = problem
         self._compare(input_ids[:, self.length :])
         self.length = input_ids.shape[1]
@@ -47,13 +47,17 @@ class EachToken(StoppingCriteria):
                 torch.distributed.broadcast(done, self.group.members[0], group=self.group.process_group)
         return done.bool().to(input_ids.device)
 
-    def tell(self, problem: Exception, cache: ShardedCache, begun: bool) -> None:
-        """Tells the other ranks of an error between two passes: they wait behind the next token or, where no pass has
-        `begun`, before the one over the prompt."""
-        if not begun:
+    def tell(self, problem: BaseException, cache: ShardedCache, begun: bool) -> None:
+        """Tells the other ranks of an error between two passes, and of an interrupt anywhere. They wait behind the next
+        token or, where no pass has `begun`, before the one over the prompt."""
+        if problem is self.error or isinstance(problem, RankMismatchError | LostRankError) or self.group.broken:
+            return
+        if not begun and isinstance(problem, Exception):
             self.group.agree({}, problem, self.device, doing="generate")
-        known = problem is self.error or isinstance(problem, RankMismatchError | LostRankError)
-        if cache.is_read and not cache.failed and not known:
+        elif not cache.is_read or cache.failed:
+            if not isinstance(problem, Exception):
+                self.group.interrupted(problem)
+        else:
             self.error = problem
             self._compare(torch.zeros(1, 0, dtype=torch.int64, device=self.device))
 
@@ -81,12 +85,12 @@ class NotedStreamer(BaseStreamer):
         if self.each.error is None:
             try:
                 self.streamer.put(value)
-            except Exception as problem:
+            except BaseException as problem:  # also when the user interrupts
                 self.each.error = problem
 
     def end(self) -> None:
         if self.each.error is None:
             try:
                 self.streamer.end()
-            except Exception as problem:
+            except BaseException as problem:  # also when the user interrupts
                 self.each.error = problem

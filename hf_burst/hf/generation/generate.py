@@ -101,7 +101,7 @@ def generate(
     with same_random_numbers(group, base.device), gathered_once(base):
         try:
             found: Any = base.generate(past_key_values=cache, **own)  # type: ignore[operator]
-        except Exception as problem:
+        except BaseException as problem:  # also when the user interrupts
             if each is not None:
                 each.tell(problem, cache, patch.passes > passes)
             raise

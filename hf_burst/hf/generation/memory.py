@@ -119,7 +119,7 @@ class RememberedDocument:
             folder (`str` or `Path`): Where; it is made.
         """
         folder, rank = Path(folder), self.group.rank
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / _ABOUT).unlink(missing_ok=True)  # until all of it is there
@@ -132,13 +132,13 @@ class RememberedDocument:
             save_file(held, folder / _file(rank, self.group.size))
             if rank == 0:
                 save_file({"input_ids": self.input_ids, "logits": self.logits}, folder / _DOCUMENT)
-        except Exception as problem:  # whatever it is, the other ranks must not wait for this one
+        except BaseException as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
         self.group.agree({}, error, self.input_ids.device, doing="saving a memory")
         try:
             if rank == 0:
                 (folder / _ABOUT).write_text(json.dumps({**self.about, "ranks": self.group.size}))
-        except Exception as problem:  # of a disk that is full
+        except BaseException as problem:  # of a disk that is full
             error = problem
         self.group.agree({}, error, self.input_ids.device, doing="saving a memory")
 
@@ -157,7 +157,7 @@ class RememberedDocument:
         memory, error = None, None
         try:
             memory = cls._read(base, group, Path(folder))
-        except Exception as problem:  # whatever it is, the other ranks must not wait for this one
+        except BaseException as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
         group.agree({"folder": str(folder)}, error, base.device, doing="loading a memory")
         assert memory is not None, "there was no error"

@@ -20,8 +20,8 @@ from ..parts.tokens import check_ranges
 from .memory import RememberedDocument, with_document
 from .request import check, patched
 
-_WIDE = 6  # tensors as wide as the vocabulary, of the tokens that a divergence takes at a time
-_KINDS = ("forward_kl", "reverse_kl")
+# tensors as wide as the vocabulary, of the tokens that a divergence takes at a time
+_WIDE = {"forward_kl": 6, "reverse_kl": 6, "jsd": 12}
 
 
 def token_losses(
@@ -72,9 +72,10 @@ def token_divergences(
     model: nn.Module,
     teacher: nn.Module,
     batch: Mapping[str, Any],
-    kind: Literal["forward_kl", "reverse_kl"] = "forward_kl",
+    kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl",
     top_k: int | None = None,
     temperature: float = 1.0,
+    beta: float = 0.5,
 ) -> Tensor:
     """How far a model's distribution of each label's word is from that of a teacher, for distillation.
 
@@ -85,10 +86,12 @@ def token_divergences(
         model (`nn.Module`): The student, patched.
         teacher (`nn.Module`): Another patched model with the same vocabulary, over the same ranks.
         batch (mapping): As for [`token_losses`].
-        kind (`str`, defaults to `"forward_kl"`): KL(teacher | student), or for `"reverse_kl"` KL(student | teacher).
+        kind (`str`, defaults to `"forward_kl"`): KL(teacher | student); for `"reverse_kl"` KL(student | teacher); for
+            `"jsd"` the generalized Jensen-Shannon divergence of GKD (arXiv 2306.13649, equation 1).
         top_k (`int`, *optional*): Both distributions are restricted to as many words, the likeliest for the teacher,
             and add up to 1 over these. By default all words count.
         temperature (`float`, defaults to 1.0): Divides the logits of both; the result is not multiplied by its square.
+        beta (`float`, defaults to 0.5): For `"jsd"` the share of the teacher in the mixture, above 0 and below 1.
 
     Returns:
         `torch.Tensor` of shape `(batch, tokens)`, as [`token_losses`] returns.
@@ -99,8 +102,9 @@ def token_divergences(
     """
     bad = None if top_k is None or (type(top_k) is int and top_k > 0) else f"top_k={top_k}, and needs at least 1"
     bad = bad if temperature > 0 else f"temperature={temperature}, and needs more than 0"
-    if bad or kind not in _KINDS:
-        raise ConfigError(f"token_divergences was given {bad or f'kind={kind!r}; it is one of {_KINDS}'}.")
+    bad = bad if 0 < beta < 1 else f"beta={beta}, and needs a number between 0 and 1; at these ends take another kind"
+    if bad or kind not in _WIDE:
+        raise ConfigError(f"token_divergences was given {bad or f'kind={kind!r}; it is one of {tuple(_WIDE)}'}.")
     student, known = _with_head(model), _with_head(teacher)
     for name, read in (
         ("vocabularies", lambda module: module.config.get_text_config().vocab_size),
@@ -122,7 +126,7 @@ def token_divergences(
             "teacher out of accelerator.prepare, so that every rank holds it."
         )
     kept: list[Scores] = []
-    facts = {"token divergences": [kind, top_k, temperature]}
+    facts = {"token divergences": [kind, top_k, temperature, beta]}
     training = [module for module in teacher.modules() if module.training]
     teacher.eval()
     try:
@@ -131,7 +135,7 @@ def token_divergences(
     finally:
         for module in training:
             module.training = True
-    value = partial(_divergences, kept[0], kind, top_k, temperature)
+    value = partial(_divergences, kept[0], kind, top_k, temperature, beta)
     return _ask(model, batch, Question(value, facts, teacher=kept[0]))
 
 
@@ -168,16 +172,16 @@ def _keep(kept: list[Scores], scores: Scores, targets: Tensor) -> Tensor:
 
 
 def _divergences(
-    teacher: Scores, kind: str, top_k: int | None, temperature: float, scores: Scores, targets: Tensor
+    teacher: Scores, kind: str, top_k: int | None, temperature: float, beta: float, scores: Scores, targets: Tensor
 ) -> Tensor:
     flat = targets.flatten()
 
     def value(logits: Tensor, part: slice) -> Tensor:
         with torch.no_grad():
             known = logits_of_some(teacher.logits, part)
-        return loss.token_divergences(logits, known, flat[part], kind, top_k, temperature)
+        return loss.token_divergences(logits, known, flat[part], kind, top_k, temperature, beta)
 
-    return values_of_tokens(scores.logits, value, _WIDE)
+    return values_of_tokens(scores.logits, value, _WIDE[kind])
 
 
 @torch.no_grad()

@@ -24,9 +24,11 @@ from transformers.trainer_utils import seed_worker
 from ...errors import BatchError, ConfigError
 from ...ranks.group import CP_DIM, ContextGroup
 from ...ranks.host import host_id, misplaced
+from ..callers import trainer_being_made
 from ..groups import PATCH, check_processes
 from ..parts.expert_ranks import weights_of_experts
-from .generating import GroupTraining, generating_trainer
+from .distilling import DISTILLING, Distillation
+from .generating import SERVED, GroupTraining
 
 logger = logging.getLogger(__name__)
 
@@ -190,8 +192,9 @@ class _Shared:
             members = accelerator.torch_device_mesh[CP_DIM].get_group()  # of dimensions, data loaders know this alone
             mesh = DeviceMesh.from_group(members, accelerator.device.type, mesh_dim_names=("tp",))
             accelerator.state.ds_device_mesh = mesh
-        trainer = generating_trainer()
+        trainer, pupil = trainer_being_made(SERVED), trainer_being_made(DISTILLING)
         self.generating = trainer and GroupTraining(trainer, accelerator, size)
+        self.distilling = pupil and Distillation(pupil, accelerator, size)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         for item in args:
@@ -203,6 +206,8 @@ class _Shared:
     ) -> Any:
         if self.generating is not None and getattr(self.generating.trainer, "ref_model", None) is model:
             self.generating.patch_reference(model)
+        if self.distilling is not None and evaluation_mode:
+            self.distilling.take_teacher(model)
         _check_patched(model, self.size, evaluation_mode)
         _check_placed(model, evaluation_mode, self.generating is not None)
         return Accelerator.prepare_model(self.accelerator, model, device_placement, evaluation_mode)
@@ -366,5 +371,6 @@ def _check_data_loader(data_loader: DataLoader, dispatch: bool | None, generates
         raise ConfigError(
             "The trainer generates what it learns from, and the ranks that share a sequence would generate different "
             "ones. Of such trainers GRPOTrainer and RLOOTrainer are served, and classes of your own that inherit from "
-            "them; use this one without BurstParallelismConfig and patch_model."
+            "them; to learn from a teacher take TRL's GKDTrainer, or hf_burst.token_divergences in a loss of your own. "
+            "Or use this one without BurstParallelismConfig and patch_model."
         )

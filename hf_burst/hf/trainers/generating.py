@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, update_wrapper
-from math import gcd
 from typing import Any
 
 import accelerate.utils
@@ -22,16 +21,13 @@ from accelerate.utils import DistributedType, set_seed
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, Trainer
 
-from ...errors import BatchError, ConfigError, LostRankError, RankMismatchError, UnsupportedModelError
+from ...errors import BatchError, ConfigError, LostRankError, RankMismatchError
 from ...ranks.group import CP_DIM, ContextGroup
-from ..callers import frames
-from ..generation.generate import generate, same_random_numbers
-from ..generation.request import asked, check, copies_of, patched
 from ..groups import PATCH
-from ..patch import WITHIN, patch_model
+from ..patch import patch_model
+from .answering import answer, answering, patched_inside
 from .group_accelerator import Groups
 
-_MAKING = "create_accelerator_and_postprocess"  # the method by which a Trainer makes its accelerator
 _STEPS = (
     "_prepare_inputs",
     "compute_loss",
@@ -40,18 +36,7 @@ _STEPS = (
     "_generate_single_turn",
     "_calculate_rewards",
 )
-_SERVED = {("trl.trainer.grpo_trainer", "GRPOTrainer"), ("trl.trainer.rloo_trainer", "RLOOTrainer")}
-
-
-def generating_trainer() -> Any | None:
-    """The trainer that is making its accelerator, if it generates what it learns from and is served."""
-    making = (frame.f_locals.get("self") for frame in frames() if frame.f_code.co_name == _MAKING)
-    trainer = next((each for each in making if isinstance(each, Trainer)), None)
-    kinds = [(kind.__module__, kind.__name__) for kind in type(trainer).__mro__]
-    known = next((place for place, kind in enumerate(kinds) if kind in _SERVED), None)
-    if known is None or any(module.startswith("trl.") for module, _ in kinds[:known]):  # TRL's own other losses
-        return None
-    return trainer
+SERVED = {("trl.trainer.grpo_trainer", "GRPOTrainer"), ("trl.trainer.rloo_trainer", "RLOOTrainer")}
 
 
 class GroupTraining:
@@ -75,7 +60,7 @@ class GroupTraining:
         self.groups = Groups(accelerator, size)
         self.leading = False  # whether this is the first rank, and runs what is run once
         self.begun = False  # whether the first rank leads through the generation of this step, or has
-        self.parted: Exception | None = None  # what all ranks have met in a call, after which others do not follow
+        self.parted: BaseException | None = None  # what all ranks have met in a call, after which others do not follow
         self.turn = threading.RLock()  # of one of the user's threads to have all ranks call
         self.ready = False
         self.calls: dict[str, Callable[..., Any]] = {"model.generate": self.generate_over_ranks}
@@ -123,7 +108,7 @@ class GroupTraining:
 
     def patch_reference(self, model: Any) -> None:
         """Patches the reference model, which the trainer makes by itself, as the model."""
-        bare, own = self.real.unwrap_model(model), _patched(self.trainer.model)
+        bare, own = self.real.unwrap_model(model), patched_inside(self.trainer.model)
         if own is not None and isinstance(bare, PreTrainedModel) and not hasattr(bare, PATCH):
             patch_model(bare, getattr(own, PATCH).config)
 
@@ -156,7 +141,7 @@ class GroupTraining:
         self.begun = False
         try:
             return method(*args, **kwargs)
-        except Exception as problem:
+        except BaseException as problem:  # also when the user interrupts
             if not self.begun:
                 self._tell(None, problem, "generation")
             raise
@@ -176,7 +161,7 @@ class GroupTraining:
 
     def single_turn(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """One answer to each prompt, by TRL's own code on all ranks. The model answers over them."""
-        with _generating(self.trainer.model, self.generate_over_ranks):
+        with answering(self.trainer.model, self.generate_over_ranks):
             return method(*args, **kwargs)
 
     def generate_over_ranks(
@@ -184,23 +169,7 @@ class GroupTraining:
     ) -> Any:
         """The model's `generate`. What is not served over ranks each generates by itself, with the random numbers of
         the first."""
-        model = self.trainer.model
-        first = {"input_ids": inputs, "generation_config": generation_config}  # that may be given without a name
-        base = _patched(model)
-        given = {name: value for name, value in first.items() if value is not None} | kwargs
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
-            check(base, given)
-        except (UnsupportedModelError, BatchError):
-            with _within(), same_random_numbers(self.group, self.device), torch.no_grad():
-                return base.generate(**given)
-        else:
-            with _within():
-                return generate(base, **_each_once(base, given))
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        return answer(self.trainer.model, self.group, self.device, inputs, generation_config, **kwargs)
 
     def generate_by_engine(self, method: Callable[..., Any], prompts: list[Any], images: Any, **kwargs: Any) -> Any:
         """vLLM's answers to the prompts of the first rank. Other ranks ask their engine, which may lie over them, for
@@ -239,18 +208,18 @@ class GroupTraining:
         with its random numbers."""
         if self.group.rank:
             return self.follow(doing)
-        error: Exception | None = None
+        error: BaseException | None = None
         told = b""
         self.leading, self.parted = True, None
         try:
-            with _generating(self.trainer.model, partial(self.together, "model.generate")):
+            with answering(self.trainer.model, partial(self.together, "model.generate")):
                 result = run()
             if self.parted is not None:  # and the user's code went on
                 raise self.parted
             told = _packed((result, torch.get_rng_state()))
         except (RankMismatchError, LostRankError):  # the others waited, and have met it by now
             raise
-        except Exception as problem:
+        except BaseException as problem:  # also when the user interrupts
             if self.parted is not None:
                 raise
             error = problem
@@ -286,16 +255,16 @@ class GroupTraining:
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Such a call, at the end of which the error of one rank is one of all."""
-        error: Exception | None = None
+        error: BaseException | None = None
         result: Any = None
         try:
             result = self.calls[name](*args, **kwargs)
-        except Exception as problem:
+        except BaseException as problem:  # also when the user interrupts
             error = problem
         self._agree("end", error, name)
         return result
 
-    def _tell(self, told: tuple[str, bytes] | None, error: Exception | None, doing: str) -> tuple[str, Any]:
+    def _tell(self, told: tuple[str, bytes] | None, error: BaseException | None, doing: str) -> tuple[str, Any]:
         """What the first rank tells all others, unless it has met an error, which is then one of all."""
         self._agree("lead", error, doing)
         name, written = self.group.gather(told, self.device, doing)[0]
@@ -307,10 +276,10 @@ class GroupTraining:
         self._agree("told", error, doing)
         return name, content
 
-    def _agree(self, call: str, error: Exception | None, doing: str) -> None:
+    def _agree(self, call: str, error: BaseException | None, doing: str) -> None:
         try:
             self.group.agree({"call": call}, error, self.device, doing=doing)
-        except Exception as problem:
+        except BaseException as problem:
             self.parted = problem
             raise
 
@@ -377,30 +346,6 @@ def _check(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -> 
             )
 
 
-def _patched(model: nn.Module) -> Any:
-    return next((module for module in model.modules() if PATCH in vars(module)), None)
-
-
-def _each_once(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `generate`, where prompts that come several times in a row are given once: what is sampled stays
-    the same, and return sequences share the keys of their prompt."""
-    rows = [given[name] for name in ("input_ids", "attention_mask") if isinstance(given.get(name), Tensor)]
-    tensors = sum(isinstance(value, Tensor) for value in given.values())
-    if not asked(model, given, "do_sample") or copies_of(model, given) > 1 or tensors > len(rows) or not rows:
-        return given
-    _, repeats = torch.unique_consecutive(torch.cat(rows, 1), dim=0, return_counts=True)
-    copies = gcd(*repeats.tolist())
-    once = {name: value[::copies] for name, value in given.items() if isinstance(value, Tensor)}
-    config = given.get("generation_config")
-    if config is None:
-        return {**given, **once, "num_return_sequences": copies}
-    return {
-        **given,
-        **once,
-        "generation_config": GenerationConfig(**{**config.to_dict(), "num_return_sequences": copies}),
-    }
-
-
 def _call_model(model: nn.Module, **inputs: Any) -> Any:
     with torch.inference_mode():
         return model(**inputs)
@@ -430,34 +375,3 @@ def _unpacked(written: bytes, device: torch.device) -> Any:
         return storage if location == "cpu" else storage.to(device=device)
 
     return torch.load(io.BytesIO(written), place, weights_only=False)
-
-
-@contextmanager
-def _generating(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """While TRL or a rollout generates, `model.generate` and `hf_burst.generate` are a function. Within a call of it
-    they are those that they were; other threads, which may generate meanwhile, meet the function."""
-    base: Any = patched(model)[0]
-    patch, before = getattr(base, PATCH), vars(base).get("generate")
-
-    def generate_in_turn(*args: Any, **kwargs: Any) -> Any:
-        return type(base).generate(base, *args, **kwargs) if WITHIN.get() else function(*args, **kwargs)
-
-    outer, patch.together = patch.together, function
-    base.generate = generate_in_turn
-    try:
-        yield
-    finally:
-        vars(base).pop("generate", None)
-        patch.together = outer
-        if before is not None:
-            base.generate = before
-
-
-@contextmanager
-def _within() -> Iterator[None]:
-    """A call in which this thread generates with all ranks."""
-    token = WITHIN.set(True)
-    try:
-        yield
-    finally:
-        WITHIN.reset(token)

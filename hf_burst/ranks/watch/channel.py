@@ -125,13 +125,18 @@ class Watch:
         try:
             yield
         except BaseException as problem:  # also when the user interrupts
-            counts.broken = counts.broken or repr(problem).splitlines()[0][:300]
-            self.worker.within(self.interval, self._tell)  # what was sent would meet what another rank sends later
+            self.give_up(group, problem)  # what was sent would meet what another rank sends later
             if lost(problem):
                 raise self.explain(problem, members, doing) from problem
             raise
         finally:
             self.call = outer
+
+    def give_up(self, group: dist.ProcessGroup, problem: BaseException) -> None:
+        """Tells the ranks of a group that a pass over them ended on this one by a problem, and refuses later calls."""
+        counts = self.counts.setdefault(group, Counts())
+        counts.broken = counts.broken or repr(problem).splitlines()[0][:300]
+        self.worker.within(self.interval, self._tell)
 
     def wait(self, work: dist.Work) -> None:
         """Waits for a collective by gloo of the call under way, and ends with it if that is proved to be hopeless."""
@@ -272,8 +277,10 @@ class Watch:
                 report.broken[key] = counts.broken
         if stand.group in groups and not ended and (call is None or call.kind == "messages"):
             key, members, backend = groups[stand.group]
-            collective = _Call("collective", key, members, report.begun[key], stand.doing)
-            return replace(report, **vars(collective), counted=stand.meets or "gloo" not in backend)
+            counted = stand.meets or "gloo" not in backend
+            if call is None or counted:  # else messages prove more
+                collective = _Call("collective", key, members, report.begun[key], stand.doing)
+                return replace(report, **vars(collective), counted=counted)
         return report if call is None else replace(report, **vars(call))
 
     def _answer(self, polls: int, ended: str = "") -> None:
