@@ -48,7 +48,7 @@ def test_a_frozen_tower_runs_once(ranks: Ranks, family: str) -> None:
     assert_equal([result for result, _ in found], wanted, 1e-5)  # norms in fp32
     assert plain_runs == 2, "Transformers alone computes it again, for a gradient that nothing uses"
     assert {runs for _, runs in found} == {1}
-    with mock.patch.object(towers, "_learns", return_value=True):
+    with mock.patch.object(towers, "learns", return_value=True):
         assert train(family, patched=True)[1] == 2
 
 

@@ -219,23 +219,17 @@ def with_images(sides: list[int], length: int = 384) -> Batch:
     }
 
 
-def room_with(images: int, encoded: int, ranks: int, frozen: bool) -> float:
+def room_with(images: int, encoded: int, ranks: int) -> float:
     """Bytes of a GPU on which a batch with as many tokens of images fits as it is."""
-    size, training = planned("qwen", frozen, True, ranks)
-    how = (
-        {"images": 1, "image_tokens": images, "encoded_tokens": encoded} if images else {"images": 0, "image_tokens": 0}
-    )
-    training = replace(training, length=384, **how)
+    size, training = planned("qwen", False, True, ranks)
+    training = replace(training, length=384, images=1, image_tokens=images, encoded_tokens=encoded)
     return estimate_memory(size, training, Capacity(2**40, 2**30, on_gpu=False), 0.0).total
 
 
-def levels_of(rank: int, size: int, room: float, frozen: bool, batches: list[list[int]]) -> list[tuple[int, int, int]]:
+def levels_of(rank: int, size: int, room: float, batches: list[list[int]]) -> list[tuple[int, int, int]]:
     """For a step of each batch: the level of the rule that was taken, the tokens of images, and those that are encoded
     by the rank with the most of them."""
     model, _, _ = made("qwen")
-    if frozen:
-        model.requires_grad_(False)
-        model.get_decoder().requires_grad_(True)
     models.patch(model, hf_burst.BurstConfig(memory="auto"))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     found = []
@@ -253,9 +247,9 @@ SMALL, MANY, LARGE = [8, 8], [16, 16, 16, 8, 8], [32]  # two of 16 tokens; three
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_settings_are_chosen_for_the_images_of_each_batch(ranks: Ranks, size: int) -> None:
-    room = room_with(32, 32 // size, size, False)
+    room = room_with(32, 32 // size, size)
     batches = [SMALL, MANY, [], LARGE, SMALL]
-    found = [levels_of(0, 1, room, False, batches)] if size == 1 else ranks(size).run(levels_of, room, False, batches)
+    found = [levels_of(0, 1, room, batches)] if size == 1 else ranks(size).run(levels_of, room, batches)
     assert all(own == found[0] for own in found), "ranks take the same"
     levels, tokens, encoded = zip(*found[0], strict=True)
     assert tokens == (32, 224, 0, 256, 32)
@@ -265,10 +259,27 @@ def test_settings_are_chosen_for_the_images_of_each_batch(ranks: Ranks, size: in
     assert levels[3] > 0, "and so does a larger one, which one rank encodes"
 
 
-def test_frozen_towers_take_less() -> None:
-    room = room_with(224, 224, 1, True)
-    assert [level for level, *_ in levels_of(0, 1, room, True, [SMALL, MANY])] == [0, 0]
-    assert [level for level, *_ in levels_of(0, 1, room, False, [SMALL, MANY])][1] > 0
+def layers_that_learn(frozen: bool) -> Training:
+    """How a step with images is trained, of a model whose language model has most of the weights."""
+    model, _, _ = made("qwen")
+    larger = type(model.config)(
+        **{**model.config.to_dict(), "text_config": {**model.config.text_config.to_dict(), "intermediate_size": 8192}}
+    )
+    model = type(model)(larger).bfloat16().train()
+    if frozen:
+        model.model.visual.requires_grad_(False)
+    models.patch(model, hf_burst.BurstConfig(memory="auto"))
+    with small_gpu(2.0**40, lambda rank: 0.0, 0):
+        model(**with_images(MANY)).loss.backward()
+    training: Training = part_of(model, MemoryRule).latest[0]
+    return training
+
+
+def test_towers_that_are_frozen_keep_nothing() -> None:
+    frozen, learning = layers_that_learn(True), layers_that_learn(False)
+    assert (frozen.lora, learning.lora) == (0, 0)
+    assert (frozen.learns_to_see, learning.learns_to_see) == (False, True)
+    assert frozen.encoded_tokens == learning.encoded_tokens == 224
 
 
 def groups_with_images(rank: int, size: int, room: float) -> list[int]:

@@ -25,6 +25,7 @@ from ..sharded_cache import ShardedCache
 from .base import Part
 from .optimizers import bytes_to_come
 from .replicas import takes_weights_apart
+from .shared_beginnings import SharedBeginnings
 from .towers import Seen, learns, seen_in
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ class MemoryRule(Part):
     Where weights are sharded over several groups, layers must be gathered in the same order in all of them. So all of
     these ranks take the highest level of the rule that one of them needs.
     """
+
+    needs = (SharedBeginnings,)
 
     def __init__(self, model: PreTrainedModel, config: BurstConfig) -> None:
         self.model_class = type(model)  # FSDP2 changes it
