@@ -441,7 +441,7 @@ class _RaisingCriterion(_Raises, StoppingCriteria):
 
 
 def raises_on_one_rank(
-    rank: int, size: int, kind: str, number: int, tokens: int, raised: type[BaseException]
+    rank: int, size: int, kind: str, number: int, tokens: int, raised: type[BaseException], remembers: bool
 ) -> list[int]:
     """The error of one rank, or its interrupt, reaches all, and the model answers afterwards."""
     model, prompt = models.patch(make("llama")), prompt_of(19, False)["input_ids"][:1]
@@ -451,21 +451,23 @@ def raises_on_one_rank(
         "logits_processor": [_RaisingProcessor(error)],
         "stopping_criteria": [_RaisingCriterion(error)],
     }[kind]
+    memory = {"memory": hf_burst.remember(model, prompt)} if remembers else {}
     with pytest.raises(raised if rank == number else RankMismatchError, match="it is broken"):
-        hf_burst.generate(model, prompt, **GREEDY | {kind: broken, "max_new_tokens": tokens})
+        hf_burst.generate(model, prompt, **memory, **GREEDY | {kind: broken, "max_new_tokens": tokens})
     found: list[int] = hf_burst.generate(model, prompt, **GREEDY)[0].tolist()
     return found
 
 
+@pytest.mark.parametrize("remembers", [False, True])
 @pytest.mark.parametrize("raised", [KeyError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize(
     ("kind", "number", "tokens"),
     [("streamer", 0, 9), ("streamer", 0, 2), ("stopping_criteria", 0, 9), ("logits_processor", 1, 9)],
 )
 def test_what_raises_on_one_rank(
-    ranks: Ranks, kind: str, number: int, tokens: int, raised: type[BaseException]
+    ranks: Ranks, kind: str, number: int, tokens: int, raised: type[BaseException], remembers: bool
 ) -> None:
-    first, second = ranks(2).run(raises_on_one_rank, kind, number, tokens, raised, timeout=60.0)
+    first, second = ranks(2).run(raises_on_one_rank, kind, number, tokens, raised, remembers, timeout=60.0)
     assert first == second
 
 

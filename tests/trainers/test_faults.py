@@ -32,7 +32,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import hf_burst
 from hf_burst.errors import ConfigError
-from hf_burst.hf.trainers.identity import digest_of_frozen, known_of
+from hf_burst.hf.trainers.identity import are_others, frozen_values, known_of
 from hf_burst.hf.trainers.resume import what_is_missing
 from hf_burst.ranks.watch.report import START_ANEW
 from tests.support import restarted
@@ -440,18 +440,22 @@ def frozen_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.
     return model.requires_grad_(False)
 
 
-def sharded_digest(rank: int, size: int) -> str | None:
-    return digest_of_frozen(fully_shard(frozen_model(), mesh=init_device_mesh("cpu", (size,))))
+def sharded_values(rank: int, size: int) -> dict[str, list[float]]:
+    return frozen_values(fully_shard(frozen_model(), mesh=init_device_mesh("cpu", (size,))))
 
 
 def test_frozen_weights_are_told_from_others(ranks: Ranks) -> None:
-    known = digest_of_frozen(frozen_model())
-    assert known is not None
-    assert known == digest_of_frozen(frozen_model(dtype=torch.bfloat16))
-    assert known != digest_of_frozen(frozen_model(seed=3))
-    assert digest_of_frozen(make_model("llama")) is None
+    known = frozen_values(frozen_model())
+    assert len(known) > 4
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        assert not are_others(known, frozen_values(frozen_model(dtype=dtype)))
+    other = frozen_values(frozen_model(seed=3))
+    assert are_others(known, other)
+    assert not are_others(known, {**known, max(known): other[max(known)]}), "a head that was drawn anew"
+    assert not are_others(known, {f"module.{name}": value for name, value in other.items()}), "nothing is compared"
+    assert frozen_values(make_model("llama")) == frozen_values(frozen_model().to("meta")) == {}
     for size in (2, 3):
-        assert ranks(size).run(sharded_digest)[0] == known
+        assert ranks(size).run(sharded_values)[0] == known
 
 
 def test_what_is_known_of_training_data(tmp_path: Path) -> None:

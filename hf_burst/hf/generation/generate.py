@@ -103,7 +103,7 @@ def generate(
             found: Any = base.generate(past_key_values=cache, **own)  # type: ignore[operator]
         except BaseException as problem:  # also when the user interrupts
             if each is not None:
-                each.tell(problem, cache, patch.passes > passes)
+                each.tell(problem, cache, cache.is_read or patch.passes > passes)
             raise
     cache.compares = False
     if each is not None:

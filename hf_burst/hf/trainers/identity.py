@@ -1,17 +1,17 @@
 """What tells training data, and the frozen weights beside an adapter, from others."""
 
 import json
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from contextlib import suppress
 from hashlib import sha256
+from math import isclose
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 COMPARED = 16  # rows of the training data, and frozen weights, from the first to the last
-_VALUES = 8  # of a weight: the first ones, which the first rank has, however it is sharded
+_VALUES = 4  # of a weight: the first ones, which the first rank has, however it is sharded
 _LARGE = 1024  # elements of a weight of which any first rank has that many
 
 
@@ -48,34 +48,39 @@ def _held(value: Any) -> Any:
     raise TypeError(type(value))
 
 
-def digest_of_frozen(model: nn.Module) -> str | None:
-    """A digest of the first values of up to 16 frozen weights, on the first rank; `None` where there are none, or where
-    they are not at hand (of FSDP1, and of DeepSpeed on NVMe).
+def frozen_values(model: nn.Module) -> dict[str, list[float]]:
+    """The first values of up to 16 frozen weights, by their names, as the first rank has them.
 
-    Values are rounded to bf16, so that a base model may be loaded in another dtype.
+    Left out are weights that are not at hand: of FSDP1 on other ranks, of DeepSpeed on NVMe, and without values.
 
     Args:
         model (`nn.Module`): The model in training, with what its checkpoint holds.
     """
     frozen = [
-        weight
-        for weight in model.parameters()
+        (name, weight)
+        for name, weight in model.named_parameters()
         if not weight.requires_grad and getattr(weight, "ds_numel", weight.numel()) >= _LARGE
     ]
-    if any(hasattr(weight, "_fsdp_flattened") for weight in frozen):  # of FSDP1: some lie on other ranks
-        return None
-    digest = sha256(str(len(frozen)).encode())
-    for index in sorted({place * (len(frozen) - 1) // (COMPARED - 1) for place in range(COMPARED)} if frozen else ()):
-        first = _first_values(frozen[index])
-        if len(first) < _VALUES:
-            return None
-        digest.update(str(first.tolist()).encode())
-    return digest.hexdigest()[:16] if frozen else None
+    places = sorted({place * (len(frozen) - 1) // (COMPARED - 1) for place in range(COMPARED)}) if frozen else []
+    values = {frozen[place][0]: _first_values(frozen[place][1]) for place in places}
+    return {name: first for name, first in values.items() if len(first) == _VALUES}
 
 
-def _first_values(weight: Any) -> Tensor:
+def are_others(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]]) -> bool:
+    """Whether most of the weights of both have other values than before. Some may: heads that are drawn anew, and the
+    adapters of a reference. A base model may be loaded in another dtype."""
+    common = before.keys() & now.keys()
+    others = [name for name in common if not all(map(_close, before[name], now[name]))]
+    return 2 * len(others) > len(common)
+
+
+def _close(one: float, other: float) -> bool:
+    return isclose(one, other, rel_tol=0.02, abs_tol=1e-6)
+
+
+def _first_values(weight: Any) -> list[float]:
     """The first values of a weight that may be sharded."""
     held = getattr(weight, "ds_tensor", None)  # of DeepSpeed ZeRO-3
     local = held if held is not None else weight.to_local() if isinstance(weight, DTensor) else weight
-    first = local.detach().flatten()[:_VALUES]
-    return first.to(torch.bfloat16).double() if first.is_floating_point() else first
+    first: list[float] = [] if local.is_meta else local.detach().flatten()[:_VALUES].double().tolist()
+    return first

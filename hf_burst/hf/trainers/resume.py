@@ -23,7 +23,7 @@ from transformers.trainer_callback import ExportableState
 from ...errors import ConfigError
 from ..callers import frames
 from .accelerate import BurstParallelismConfig
-from .identity import digest_of_frozen, known_of
+from .identity import are_others, frozen_values, known_of
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ class BurstResume(TrainerCallback, ExportableState):
         self.settings, self.other_data, self.other_base = settings, other_data, other_base
         self.batch: dict[str, int] | None = None
         self.data: dict[str, Any] | None = None  # what is known of it
-        self.base: str | None = None  # the digest of frozen weights
+        self.base: dict[str, list[float]] | None = None  # values of frozen weights
         self.steps: int | None = None
         self.finished: Any = None  # the trainer, while it has nothing to train
 
@@ -277,7 +277,7 @@ class BurstResume(TrainerCallback, ExportableState):
             "accumulation": args.gradient_accumulation_steps,
         }
         rows = getattr(train_dataloader, "dataset", None)
-        known = (known_of(rows), digest_of_frozen(kwargs["model"])) if args.process_index == 0 else None
+        known = (known_of(rows), frozen_values(kwargs["model"])) if args.process_index == 0 else None
         data, base = _gather(known)[0]  # all ranks judge what rank 0 has
         before = recorded(state.stateful_callbacks)
         loop = next((frame.f_locals for frame in frames() if frame.f_code.co_name == "_inner_training_loop"), {})
@@ -288,17 +288,16 @@ class BurstResume(TrainerCallback, ExportableState):
                     f"{whence} with {_product(batch)}, and this run has {_product(now)}: its data and its learning "
                     f"rates would be others. {_advice(batch, now)}"
                 )
-            self._compare_base(whence, before.get("base"), base)
+            self._compare_base(whence, before.get("base") or {}, base)
             self._compare_data(whence, before.get("data") or {}, data)
             self._tell(loop.get("resume_from_checkpoint"), before.get("steps"), state)
         self._end_if_finished(loop.get("self"), state)
         self.batch, self.data, self.base, self.steps = now, data, base, state.max_steps
         state.stateful_callbacks[type(self).__name__] = self.state()  # a checkpoint may be older than the callback
 
-    def _compare_base(self, whence: str, before: str | None, now: str | None) -> None:
-        """Refuses other frozen weights than those of the checkpoint, or warns of them. What is not known does not
-        count."""
-        if None in (before, now) or before == now:
+    def _compare_base(self, whence: str, before: Mapping[str, list[float]], now: Mapping[str, list[float]]) -> None:
+        """Refuses other frozen weights than those of the checkpoint, or warns of them."""
+        if not are_others(before, now):
             return
         said = f"{whence} beside frozen weights that are not those of this model: an adapter belongs to its base."
         if self.other_base:
