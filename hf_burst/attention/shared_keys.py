@@ -91,6 +91,8 @@ def attend_to_shared(
     for part, keys in zip(own, held, strict=True):
         _attend(part, q, positions, keys, pattern, scores)
     if group.size > 1:
+        if len(own) > 1 and q.shape[2] > 1:  # several tokens: less to send; for one, fewer operations count
+            own = torch.cat(_merged(own[..., :-1], own[..., -1:]), -1)[None]
         with group.messages():
             own = gather_stacked(own, group).flatten(0, 1)
     outs, lses = own[..., :-1], own[..., -1:]
@@ -102,6 +104,12 @@ def attend_to_shared(
     return (outs * weights).sum(0).to(q.dtype).transpose(1, 2).contiguous()
 
 
+def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Partial attentions `(parts, ..., value_dim)` and their log-sum-exp `(parts, ..., 1)`, merged in their order
+    (arXiv 2403.09347, equations 5 to 7)."""
+    return (outs * lses.softmax(0)).sum(0), lses.logsumexp(0)
+
+
 def _attend(part: Tensor, q: Tensor, positions: Tensor, held: Keys, pattern: MaskPattern, scores: Scores) -> None:
     """Writes the attention over some keys, `(batch, heads, n, value_dim + 1)`. A row without a visible key has zeros
     and `_NOTHING`."""
@@ -111,9 +119,10 @@ def _attend(part: Tensor, q: Tensor, positions: Tensor, held: Keys, pattern: Mas
         part[..., -1] = _NOTHING
         return
     own, own_lse = found[0]
-    if len(found) > 1:  # merged in their order (arXiv 2403.09347, equations 5 to 7)
+    if len(found) > 1:
         outs, lses = map(torch.stack, zip(*found, strict=True))
-        own, own_lse = (outs * lses.softmax(0)[..., None]).sum(0), lses.logsumexp(0)
+        own, wide_lse = _merged(outs, lses[..., None])
+        own_lse = wide_lse[..., 0]
     rows, heads = own_lse.shape[:2]
     unfolded = part.view(rows, len(q) // rows, heads, -1, part.shape[-1]).transpose(1, 2)
     out, lse = unfolded[..., :-1], unfolded[..., -1]

@@ -242,6 +242,8 @@ class ContextGroup:
     def interrupted(self, problem: BaseException) -> None:
         """Tells the others, which wait for the messages of a pass, that this rank was interrupted in its middle. Calls
         over the group are refused from now on."""
+        if self.size == 1:
+            return
         watch_of_process().give_up(self.process_group, problem)
 
     @property

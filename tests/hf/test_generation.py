@@ -4,6 +4,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -469,6 +470,41 @@ def test_what_raises_on_one_rank(
 ) -> None:
     first, second = ranks(2).run(raises_on_one_rank, kind, number, tokens, raised, remembers, timeout=60.0)
     assert first == second
+
+
+def raises_before_a_pass(rank: int, size: int, call: int, raised: type[BaseException], remembers: bool) -> str:
+    """An error of one rank where the model prepares a pass, in which the other rank already waits for it."""
+    model, prompt = models.patch(make("llama")), prompt_of(19, False)["input_ids"][:1]
+    memory = {"memory": hf_burst.remember(model, prompt)} if remembers else {}
+    prepare, calls = model.prepare_inputs_for_generation, list[int]()
+
+    @wraps(prepare)  # whose signature is read
+    def breaks(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if rank == 1 and len(calls) == call + 1:
+            raise raised("it is broken")
+        return prepare(*arguments, **options)
+
+    model.prepare_inputs_for_generation = breaks
+    with pytest.raises(BaseException) as caught:  # noqa: PT011 (of the other rank another)
+        hf_burst.generate(model, prompt, **memory, **GREEDY)
+    assert rank == 0 or isinstance(caught.value, raised), caught.value
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("raised", [KeyError, KeyboardInterrupt])
+def test_what_raises_before_the_first_pass(ranks: Ranks, raised: type[BaseException]) -> None:
+    told, _ = ranks(2).run(raises_before_a_pass, 0, raised, False, timeout=60.0)
+    assert "it is broken" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("call", "remembers"), [(0, True), (3, False)])
+def test_what_raises_before_a_later_pass(call: int, remembers: bool) -> None:
+    """Over gloo a rank cannot leave a message that it waits for, so that its process ends, which says why."""
+    with pytest.raises(RankError) as caught:
+        RankPool(2).run(raises_before_a_pass, call, KeyError, remembers, timeout=60.0)
+    assert str(caught.value) == "rank 0: it died", "the other had its own error"
 
 
 def criteria_of_another_rank(rank: int, size: int) -> tuple[int, ...]:

@@ -22,12 +22,16 @@ class EachToken(StoppingCriteria):
         criteria (sequence of `StoppingCriteria`): Those of this rank.
         group ([`ContextGroup`]): The ranks, several, which all make one.
         device (`torch.device`): Where they communicate.
+        cache ([`ShardedCache`]): What the passes take up.
     """
 
-    def __init__(self, criteria: Sequence[StoppingCriteria], group: ContextGroup, device: torch.device) -> None:
+    def __init__(
+        self, criteria: Sequence[StoppingCriteria], group: ContextGroup, device: torch.device, cache: ShardedCache
+    ) -> None:
         self.criteria, self.group, self.device = StoppingCriteriaList(criteria), group, device
         self.error: BaseException | None = None  # of this rank, which the others do not know of
         self.length = 0
+        self.cache, self.compared = cache, cache.get_seq_length()  # as long as when ranks last compared a token
         ends: Any = next((each for each in criteria if hasattr(each, "eos_token_id")), None)
         self.stops, pads = group.gather((bool(criteria), ends is not None), device, "generate")[0]
         if pads:  # rows that end, as generate looks for this name
@@ -47,25 +51,32 @@ class EachToken(StoppingCriteria):
                 torch.distributed.broadcast(done, self.group.members[0], group=self.group.process_group)
         return done.bool().to(input_ids.device)
 
-    def tell(self, problem: BaseException, cache: ShardedCache, begun: bool) -> None:
-        """Tells the other ranks of an error between two passes, and of an interrupt anywhere. They wait behind the next
-        token or, where no pass has `begun`, before the one over the prompt."""
+    def tell(self, problem: BaseException, begun: bool) -> None:
+        """Tells the other ranks of an error between two passes, and of an interrupt anywhere.
+
+        Where they wait: before the prompt is read, if no pass has `begun`; behind a pass, if this rank has ended it and
+        not yet compared its token; else in the middle of one, out of which they must be taken.
+        """
+        cache = self.cache
         if problem is self.error or isinstance(problem, RankMismatchError | LostRankError) or self.group.broken:
             return
-        if not begun and isinstance(problem, Exception):
+        if not begun and not cache.is_read:
             self.group.agree({}, problem, self.device, doing="generate")
         elif not cache.is_read or cache.failed:
             if not isinstance(problem, Exception):
                 self.group.interrupted(problem)
-        else:
+        elif cache.get_seq_length() > self.compared:
             self.error = problem
             self._compare(torch.zeros(1, 0, dtype=torch.int64, device=self.device))
+        else:
+            self.group.interrupted(problem)
 
     def end(self) -> None:
         """After the last token, on all ranks."""
         self.group.agree({}, self.error, self.device, doing="generate")
 
     def _compare(self, tokens: Tensor) -> None:
+        self.compared = self.cache.get_seq_length()
         if not same_tokens(self.group, {"input_ids": tokens.to(self.device)}, self.error is not None):
             self.end()
 

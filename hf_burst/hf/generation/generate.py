@@ -13,6 +13,7 @@ from ...ranks.group import ContextGroup
 from ..batches.sharded import checksum
 from ..groups import PATCH
 from ..parts.tokens import check_ranges
+from ..sharded_cache import ShardedCache
 from .each_token import EachToken, NotedStreamer
 from .memory import RememberedDocument, with_document
 from .request import asked, check, copies_of, new_cache, patched, settings_of
@@ -80,7 +81,10 @@ def generate(
                 raise BatchError("The prompt was given twice, as inputs and as input_ids. Leave one of them out.")
             kwargs["input_ids"] = inputs
         check(base, kwargs)
-        facts = {"generate": settings_of(kwargs), "generation_config": str(base.generation_config)}
+        facts = {
+            "generate": settings_of(kwargs) if group.size > 1 else {},
+            "generation_config": str(base.generation_config),
+        }
         content = checksum(kwargs)
         checksums = {} if content is None else {"prompt (checksum)": content}
         if memory is not None:
@@ -93,7 +97,7 @@ def generate(
     if memory is not None:
         memory.check(base, group)
     cache = new_cache(base, group, copies_of(base, kwargs)) if memory is None else memory.cache()
-    own, each = on_ranks(base, group, kwargs)
+    own, each = on_ranks(base, group, kwargs, cache)
     cache.compares = each is not None
     if memory is not None:
         own |= zip(("input_ids", "attention_mask"), asked_with, strict=True)
@@ -103,7 +107,7 @@ def generate(
             found: Any = base.generate(past_key_values=cache, **own)  # type: ignore[operator]
         except BaseException as problem:  # also when the user interrupts
             if each is not None:
-                each.tell(problem, cache, cache.is_read or patch.passes > passes)
+                each.tell(problem, patch.passes > passes)
             raise
     cache.compares = False
     if each is not None:
@@ -132,7 +136,7 @@ def _questions(model: PreTrainedModel, memory: RememberedDocument, kwargs: Mappi
 
 
 def on_ranks(
-    model: PreTrainedModel, group: ContextGroup, kwargs: Mapping[str, Any]
+    model: PreTrainedModel, group: ContextGroup, kwargs: Mapping[str, Any], cache: ShardedCache
 ) -> tuple[dict[str, Any], EachToken | None]:
     """The arguments of `model.generate` on this rank, where what only the first rank may know is asked of it; and what
     asks it."""
@@ -147,7 +151,7 @@ def on_ranks(
         own["max_time"] = None
         if own.get("generation_config") is not None:
             own["generation_config"] = GenerationConfig(**{**own["generation_config"].to_dict(), "max_time": None})
-    each = EachToken(criteria, group, model.device)
+    each = EachToken(criteria, group, model.device, cache)
     own["stopping_criteria"] = StoppingCriteriaList([each])
     streamer = own.pop("streamer", None)
     if streamer is not None and group.rank == 0:

@@ -93,11 +93,13 @@ class RememberedDocument:
             raise ConfigError(
                 f"The memory is of a {self.about['model']}, and the model is a {now['model']}. {_REMEMBER_ANEW}"
             )
-        before, config = self.about.get("config", {}), now["config"]
-        for name in sorted({*before, *config}):
-            if before.get(name) != config.get(name):
+        before, config = self.about.get("config"), now["config"]
+        if before is None:
+            raise ConfigError(f"The memory was saved by an older hf_burst, without a config. {_REMEMBER_ANEW}")
+        for name in sorted(before.keys() & config.keys()):  # releases of Transformers add entries
+            if before[name] != config[name]:
                 raise ConfigError(
-                    f"config.{name} is {config.get(name)}, and was {before.get(name)} when the model read the "
+                    f"config.{name} is {config[name]}, and was {before[name]} when the model read the "
                     f"document: its keys would be others. Set it back, or call hf_burst.remember anew."
                 )
         if self.about["weights"] != now["weights"]:

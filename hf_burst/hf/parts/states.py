@@ -148,7 +148,8 @@ def vectors_of_documents(states: ShardedStates, pooling: str) -> Tensor:
     layout, wide = states.layout, accumulation_dtype(states.dtype)
     tokens = layout.indices(states.group.rank)
     chosen, owners, sizes = list[Tensor](), list[Tensor](), list[Tensor]()
-    for row, bounds in enumerate(map(torch.tensor, documents_in(layout))):
+    for row, cuts in enumerate(documents_in(layout)):
+        bounds = torch.tensor(cuts, device="cpu")  # as the indices
         number = torch.bucketize(tokens, bounds, right=True) - 1
         inside = (number >= 0) & (number < len(bounds) - 1)
         number = number.clamp(0, len(bounds) - 2)
