@@ -12,8 +12,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from hf_burst.check import modalities
-from hf_burst.check.compare import BatchComparison, compare_batch, compare_modalities
+from hf_burst.check import modalities, run
+from hf_burst.check.compare import BatchComparison, compare_batch, compare_modalities, make_batch
 from hf_burst.check.run import _load, check_batch, find_target
 from hf_burst.check.tiny import tiny_copy
 from hf_burst.check.tiny_hearing import FAMILIES as HEARING
@@ -155,3 +155,12 @@ def test_sound_for_a_model_that_only_sees_is_refused(tmp_path: Path) -> None:
     seeing_model("Llava").config.save_pretrained(tmp_path)
     with pytest.raises(BatchError, match="The batch holds input_features"):
         check_batch(str(tmp_path), in_fp32(hearing_batch("Voxtral")))
+
+
+def test_a_class_that_sees_is_checked_by_the_config_of_its_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default config of Qwen2.5-VL has sections of positions that fit no small head."""
+    made: list[Any] = []
+    monkeypatch.setattr(run, "run_on_ranks", lambda _, make, *__, **___: made.append(make()) or Verdict("refused"))
+    run.check_model("Qwen2_5_VLForConditionalGeneration")
+    with torch.no_grad():
+        assert made[0](**make_batch("packed", made[0])).logits.isfinite().all()

@@ -183,7 +183,7 @@ class Tokens(Part):
     def _take_shard(self, run: ForwardPass) -> None:
         """A batch that arrived sharded is passed on."""
         name, about = type(run.model).__name__, run.batch.given.get(LAYOUT_KEY)
-        if modalities_of(run.model.config) and self.cut_point.path:
+        if self.cut_point.path and (modalities_of(run.model.config) or not run.pooling):
             raise BatchError(f"{name} reads whole sequences before they are cut. Give full batches (no BurstCollator).")
         made_for = task_named(run.task.causal)  # models without a head have no shards of their own
         run.batch.layout = layout_of_shard(run.batch.given, run.config, run.group, made_for)

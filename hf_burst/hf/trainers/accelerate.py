@@ -135,8 +135,7 @@ class BurstParallelismConfig(ParallelismConfig):
         facts, error = {name: getattr(self, name) for name in names}, None
         if self.total_size != world:
             launched = f"{world} {'was' if world == 1 else 'were'} launched"
-            asked = os.environ.get(SIZE_VARIABLE)
-            whence = f" (of {SIZE_VARIABLE})" if asked == str(self.burst_size) else ""
+            whence = f" (of {SIZE_VARIABLE})" if os.environ.get(SIZE_VARIABLE) == str(self.burst_size) else ""
             error = ConfigError(
                 f"burst_size={self.burst_size}{whence} x dp_replicate_size={self.dp_replicate_size} x "
                 f"dp_shard_size={self.dp_shard_size} is {self.total_size} ranks, but {launched}. Launch a "
