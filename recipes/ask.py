@@ -1,6 +1,7 @@
 """Asks questions to every text of a folder, of any length over several processes, and says which text answers best.
 
-    accelerate launch --num_processes 2 recipes/ask.py meta-llama/Llama-3.1-8B-Instruct books/ --questions questions.txt
+    accelerate launch --multi_gpu --num_processes 2 recipes/ask.py meta-llama/Llama-3.1-8B-Instruct books/ \\
+        --questions questions.txt
 
 Each text is read once for all questions (`hf_burst.remember`). Each question gets an answer from every text; the one
 that is likeliest to the model, by the mean log-likelihood of its tokens, is shown with its text. This says which text

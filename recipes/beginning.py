@@ -9,7 +9,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-MISSING = [name for name in ("datasets", "matplotlib", "peft", "trl", "yaml") if find_spec(name) is None]
+NEEDED = {"datasets", "matplotlib", "peft", "trl", "yaml"} - (
+    {"matplotlib"} if Path(sys.argv[0]).name == "merge_adapter.py" else set()  # which draws nothing
+)
+MISSING = [name for name in sorted(NEEDED) if find_spec(name) is None]
 if MISSING:
     raise SystemExit(f'The recipes need {", ".join(MISSING)}: pip install ".[recipes]" in a clone.')
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels that no recipe needs

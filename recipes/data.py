@@ -240,6 +240,8 @@ def load_splits(settings: DataSettings, seed: int, text_column: str = "text") ->
         return first, last
     with using(f"eval_share {settings.eval_share} of {len(rows)} rows"):
         parts = rows.train_test_split(test_size=settings.eval_share, seed=seed)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"eval_share {settings.eval_share}: {len(parts['test']):,} of {len(rows):,} rows held out for evaluation")
     return parts["train"], parts["test"]
 
 

@@ -14,7 +14,7 @@ Settings come from YAML files, then from the command line. Two CPU processes:
 
 Four GPUs:
 
-    accelerate launch --num_processes 4 recipes/evaluate.py --config recipes/configs/evaluate_4gpu.yaml \
+    accelerate launch --multi_gpu --num_processes 4 recipes/evaluate.py --config recipes/configs/evaluate_4gpu.yaml \
         --model_name_or_path meta-llama/Llama-3.1-8B
 """
 

@@ -161,6 +161,9 @@ def find_target(model: str | PreTrainedModel | PreTrainedConfig, trust_remote_co
     path = Path(model).expanduser()
     if not path.exists() and (model.endswith((os.sep, ".json")) or model.startswith(("/", "./", "../", "~"))):
         raise ConfigError(f"{model!r} does not exist; the current folder is {Path.cwd()}. Give {_NAMES}.")
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        raise ConfigError(f"{model!r} holds an adapter. Give its base model, {base!r}.")
     options = {"trust_remote_code": trust_remote_code, "local_files_only": not (path.exists() or _hub_answers(model))}
     try:
         config = AutoConfig.from_pretrained(path if path.exists() else model, **options)
