@@ -443,7 +443,7 @@ def test_a_config_without_a_language_model_head_is_named(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="names no model whose config can be read"):
         find_target(str(tmp_path / "empty"))
     (tmp_path / "empty/adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
-    with pytest.raises(ConfigError, match="holds an adapter. Give its base model, 'some/base'"):
+    with pytest.raises(ConfigError, match=r"holds an adapter\. Give its base model, 'some/base'"):
         find_target(str(tmp_path / "empty"))
     BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(tmp_path)
     assert find_target(str(tmp_path / "config.json")).model_class.__name__ == "BertForMaskedLM"
