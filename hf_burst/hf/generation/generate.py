@@ -112,8 +112,11 @@ def generate(
     cache.compares = False
     if each is not None:
         each.end()
-    if memory is None:
-        return found
+    return found if memory is None else _without(memory, found)
+
+
+def _without(memory: RememberedDocument, found: Any) -> Any:
+    """What `model.generate` returned, without the document."""
     if isinstance(found, Tensor):
         return found[:, len(memory) :]
     found.sequences = found.sequences[:, len(memory) :]
