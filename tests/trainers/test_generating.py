@@ -790,7 +790,7 @@ TRAPS: dict[str, tuple[Any, str, Any, Run]] = {
         Run(rollouts=False, options=SERVER),
     ),
     "j: engines of all ranks": (GroupTraining, "generate_by_engine", called_by_ranks, VLLM["colocated"]),
-    "l: whole prompts on a rank": (generating, "check", mock.Mock(side_effect=BatchError), RUNS["2 x 2, generated"]),
+    "l: whole prompts on a rank": (answering, "check", mock.Mock(side_effect=BatchError), RUNS["2 x 2, generated"]),
 }
 
 
