@@ -492,14 +492,27 @@ def raises_before_a_pass(rank: int, size: int, call: int, raised: type[BaseExcep
     return str(caught.value)
 
 
+@pytest.mark.parametrize("remembers", [False, True])
 @pytest.mark.parametrize("raised", [KeyError, KeyboardInterrupt])
-def test_what_raises_before_the_first_pass(ranks: Ranks, raised: type[BaseException]) -> None:
-    told, _ = ranks(2).run(raises_before_a_pass, 0, raised, False, timeout=60.0)
+def test_what_raises_before_the_first_pass(ranks: Ranks, raised: type[BaseException], remembers: bool) -> None:
+    told, _ = ranks(2).run(raises_before_a_pass, 0, raised, remembers, timeout=60.0)
     assert "it is broken" in told
 
 
+def mistyped(rank: int, size: int) -> int:
+    model, prompt = models.patch(make("llama")), prompt_of(19, False)["input_ids"][:1]
+    memory = hf_burst.remember(model, prompt)
+    with pytest.raises(ValueError, match="temprature"):
+        hf_burst.generate(model, prompt, memory=memory, temprature=0.5, **GREEDY)
+    return hf_burst.generate(model, prompt, memory=memory, **GREEDY).shape[1]
+
+
+def test_after_an_error_of_all_ranks_a_memory_answers(ranks: Ranks) -> None:
+    assert ranks(2).run(mistyped) == [19 + 9] * 2
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("call", "remembers"), [(0, True), (3, False)])
+@pytest.mark.parametrize(("call", "remembers"), [(3, True), (3, False)])
 def test_what_raises_before_a_later_pass(call: int, remembers: bool) -> None:
     """Over gloo a rank cannot leave a message that it waits for, so that its process ends, which says why."""
     with pytest.raises(RankError) as caught:

@@ -54,8 +54,9 @@ class EachToken(StoppingCriteria):
     def tell(self, problem: BaseException, begun: bool) -> None:
         """Tells the other ranks of an error between two passes, and of an interrupt anywhere.
 
-        Where they wait: before the prompt is read, if no pass has `begun`; behind a pass, if this rank has ended it and
-        not yet compared its token; else in the middle of one, out of which they must be taken.
+        Where they wait: before the prompt is read, if no pass has `begun`; before the pass of questions to a memory, or
+        behind a pass that this rank has ended, where tokens are compared; else in the middle of one, out of which they
+        must be taken.
         """
         cache = self.cache
         if problem is self.error or isinstance(problem, RankMismatchError | LostRankError) or self.group.broken:
@@ -65,7 +66,7 @@ class EachToken(StoppingCriteria):
         elif not cache.is_read or cache.failed:
             if not isinstance(problem, Exception):
                 self.group.interrupted(problem)
-        elif cache.get_seq_length() > self.compared:
+        elif not cache.compares or cache.get_seq_length() > self.compared:
             self.error = problem
             self._compare(torch.zeros(1, 0, dtype=torch.int64, device=self.device))
         else:
@@ -76,7 +77,7 @@ class EachToken(StoppingCriteria):
         self.group.agree({}, self.error, self.device, doing="generate")
 
     def _compare(self, tokens: Tensor) -> None:
-        self.compared = self.cache.get_seq_length()
+        self.compared, self.cache.compares = self.cache.get_seq_length(), True
         if not same_tokens(self.group, {"input_ids": tokens.to(self.device)}, self.error is not None):
             self.end()
 

@@ -98,7 +98,7 @@ def generate(
         memory.check(base, group)
     cache = new_cache(base, group, copies_of(base, kwargs)) if memory is None else memory.cache()
     own, each = on_ranks(base, group, kwargs, cache)
-    cache.compares = each is not None
+    cache.compares = each is not None and memory is None  # questions are compared before their pass
     if memory is not None:
         own |= zip(("input_ids", "attention_mask"), asked_with, strict=True)
     passes = patch.passes

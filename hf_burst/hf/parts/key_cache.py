@@ -85,7 +85,8 @@ def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> CachedPass:
 
     Raises:
         BatchError: If they do not fit the cache.
-        RankMismatchError: If ranks were given different tokens, unless `generate` has compared them; on all of them.
+        RankMismatchError: If ranks were given different tokens, unless `generate` has compared them; on all of them. If
+            another rank has failed before the pass.
     """
     rows, new = batch_shape(batch)
     keep = batch.get("logits_to_keep", 0)
@@ -94,8 +95,9 @@ def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> CachedPass:
     shown = batch.get("attention_mask")
     if shown is not None and (not isinstance(shown, torch.Tensor) or shown.ndim != 2):
         raise BatchError("attention_mask must be of shape (batch, tokens) over ranks.")
-    if not cache.compares:
-        same_tokens(cache.tokens.group, batch)
+    group = cache.tokens.group
+    if not cache.compares and not same_tokens(group, batch):
+        group.agree({}, None, tokens_of(batch).device, doing="generate")  # raises what another rank says
     return CachedPass(cache, cache.begin_step(rows, new, shown))
 
 

@@ -1,20 +1,39 @@
 """Answers of a model over the ranks that share its sequences, where a trainer or the user calls `model.generate`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import gcd
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from ...errors import BatchError, UnsupportedModelError
+from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..generation.generate import generate, same_random_numbers
 from ..generation.request import asked, check, copies_of, patched
 from ..groups import PATCH
 from ..patch import WITHIN
+
+
+def check_steps(trainer: Any, accelerator: Accelerator, steps: Sequence[str], instead: str = "") -> None:
+    """Raises for a trainer that was not compared with one process: under DeepSpeed, or without some of the methods that
+    are wrapped. `instead` ends the advice."""
+    name = type(trainer).__name__
+    if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        raise ConfigError(
+            f"{name} over ranks that share sequences was not compared with one process under DeepSpeed. Launch it with "
+            "DDP, or with FSDP2, which shards weights as ZeRO-3 does."
+        )
+    missing = [step for step in steps if not hasattr(trainer, step)]
+    if missing:
+        raise ConfigError(
+            f"{name} has no {', '.join(missing)}: its steps are not those of TRL 1.16, with which groups of ranks were "
+            f"compared. Install trl==1.16.0{instead}."
+        )
 
 
 def answer(

@@ -14,13 +14,12 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from ...errors import ConfigError
 from ...layers.loss import IGNORE_INDEX
 from ...ranks.group import CP_DIM, ContextGroup
 from ..generation.scores import token_divergences
 from ..groups import PATCH
 from ..patch import patch_model
-from .answering import answer, answering, patched_inside
+from .answering import answer, answering, check_steps, patched_inside
 
 _GKD = ("trl.experimental.gkd.gkd_trainer", "GKDTrainer")
 DISTILLING = {_GKD}
@@ -42,17 +41,7 @@ class Distillation:
 
     def __init__(self, trainer: Any, accelerator: Accelerator, size: int) -> None:
         kind, steps = type(trainer), (*_LOSS, "generate_on_policy_outputs")
-        if accelerator.distributed_type is DistributedType.DEEPSPEED:
-            raise ConfigError(
-                f"{kind.__name__} over ranks that share sequences was not compared with one process under DeepSpeed. "
-                "Launch it with DDP, or with FSDP2, which shards weights as ZeRO-3 does."
-            )
-        missing = [name for name in steps if not hasattr(kind, name)]
-        if missing:
-            raise ConfigError(
-                f"{kind.__name__} has no {', '.join(missing)}: its steps are not those of TRL 1.16, with which groups "
-                "of ranks were compared. Install trl==1.16.0, or take hf_burst.token_divergences in a loss of your own."
-            )
+        check_steps(trainer, accelerator, steps, ", or take hf_burst.token_divergences in a loss of your own")
         self.trainer, self.device, self.size = trainer, accelerator.device, size
         self.sharded = accelerator.distributed_type is DistributedType.FSDP
         self.group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])

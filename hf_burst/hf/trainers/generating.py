@@ -17,7 +17,7 @@ from typing import Any
 import accelerate.utils
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import set_seed
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, Trainer
 
@@ -25,7 +25,7 @@ from ...errors import BatchError, ConfigError, LostRankError, RankMismatchError
 from ...ranks.group import CP_DIM, ContextGroup
 from ..groups import PATCH
 from ..patch import patch_model
-from .answering import answer, answering, patched_inside
+from .answering import answer, answering, check_steps, patched_inside
 from .group_accelerator import Groups
 
 _STEPS = (
@@ -304,17 +304,7 @@ class _Together(nn.Module):
 
 def _check(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -> None:
     """Raises for settings by which the ranks of a group would not be one process."""
-    if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        raise ConfigError(
-            f"{type(trainer).__name__} over ranks that share sequences was not compared with one process under "
-            "DeepSpeed. Launch it with DDP, or with FSDP2, which shards weights as ZeRO-3 does."
-        )
-    missing = [name for name in _STEPS if not hasattr(trainer, name)]
-    if missing:
-        raise ConfigError(
-            f"{type(trainer).__name__} has no {', '.join(missing)}: its steps are not those of TRL 1.16, with which "
-            "groups of ranks were compared. Install trl==1.16.0."
-        )
+    check_steps(trainer, accelerator, _STEPS)
     if trainer.use_transformers_continuous_batching:
         raise ConfigError(
             "use_transformers_continuous_batching=True generates by paged attention, which does not reach over the "
