@@ -67,6 +67,7 @@ class Watch:
         self.latest = "its start"
         self.counts: WeakKeyDictionary[dist.ProcessGroup, Counts] = WeakKeyDictionary()
         self.verdict: Verdict | None = None
+        self.heard = False  # whether the ranks that it names know of it
         self.last_report: Report | None = None  # of the process that holds the store, and takes it along
         self.born = self._polls()  # what is older is of another default group over the same store
         self.store.set(f"watch {self.rank}", "")
@@ -161,7 +162,9 @@ class Watch:
             time.sleep(min(0.05, 0.001 + waited / 20))
 
     def _check_call(self) -> None:
-        if self.verdict is not None and self.call is not None and self.verdict.concerns(self.call.members):
+        if self.verdict is None or self.call is None or not self.verdict.concerns(self.call.members):
+            return
+        if self.heard or self.stopped.is_set():
             raise RankMismatchError(self.verdict.text)
 
     def explain(self, problem: BaseException, members: Sequence[int], doing: str) -> BurstError:
@@ -209,7 +212,9 @@ class Watch:
         if report.state != self.place:
             self.place, self.since, self.again = report.state, now, now + self.patience
             self.told, self.suspected = False, []
-        if report.kind and self.verdict is not None and self.verdict.states.get(str(self.rank)) == report.state:
+        if report.kind == "agree" and self.verdict is not None and not self.heard:
+            self._hear()
+        elif report.kind and self.verdict is not None and self.verdict.states.get(str(self.rank)) == report.state:
             self._free(report)
         elif not report.kind or now < self.again:
             return
@@ -221,7 +226,7 @@ class Watch:
     def _look(self, now: float) -> None:
         """Asks the others, and decides when it has seen the same proof twice."""
         reports: dict[int, Report] = {}
-        found = stuck(self.rank, self._reader(reports, self.stopped.is_set))
+        found = stuck(self.rank, self._reader(reports, self.stopped.is_set, 3 * self.interval))
         states, waited = [report.state for report in found], now - self.since
         self.again = now if found else now + min(15.0, max(self.interval, waited / 2))
         if found and states == self.suspected:
@@ -233,15 +238,26 @@ class Watch:
         self.suspected = states
 
     def _decide(self, verdict: Verdict, own: Report) -> None:
-        """Tells all ranks before this one raises, since its end may take connections and the store along."""
+        """Tells all ranks, since the end of this one may take the store along."""
         before, known = self._decided()
         if known is None:
             self.store.compare_set("verdict", before, json.dumps(asdict(replace(verdict, polls=self.answered))))
         self._tell()
-        if own.kind == "agree":
-            self.stopped.wait(2 * self.interval)
         self.verdict = self.verdict or verdict
         self._free(own)
+
+    def _hear(self) -> None:
+        """Waits until the ranks that a verdict names know of it. Then this one may raise: the connections that it
+        closes by that are errors of gloo on the others, which say the verdict first."""
+        assert self.verdict is not None, "it is known"
+        try:
+            if self.last_report is None:
+                read = self._reader({}, self.stopped.is_set, self.grace)
+                for rank in self.verdict.states:
+                    read(int(rank))
+                self.stopped.wait(self.interval)  # and the look that follows
+        finally:
+            self.heard = True
 
     def _free(self, report: Report) -> None:
         """Says the verdict on a rank that hangs in code of others, where nothing can be raised, and ends it if the
@@ -288,9 +304,9 @@ class Watch:
         if polls == self.answered and not ended:
             return
         self.answered = polls
-        self.store.set(f"rank {self.rank}", json.dumps(asdict(self._report(polls, ended))))
-        if self.verdict is None:
+        if self.verdict is None:  # before it answers, so that who answers knows
             self.verdict = self._decided()[1]
+        self.store.set(f"rank {self.rank}", json.dumps(asdict(self._report(polls, ended))))
         if self.store.check(["closed by"]):
             report = self._read(int(self.store.get("closed by")))
             self.last_report = report if report is not None and report.ended else None
@@ -310,13 +326,15 @@ class Watch:
         """Collects what these ranks answer within some seconds, and which of them never made a watch."""
         if self.last_report is None:
             unknown += [rank for rank in members if not self.store.check([f"watch {rank}"])]
-            read = self._reader(reports, lambda: False)
+            read = self._reader(reports, lambda: False, 3 * self.interval)
             for rank in members:
                 read(rank)
 
-    def _reader(self, reports: dict[int, Report], given_up: Callable[[], bool]) -> Callable[[int], Report | None]:
-        """Makes the others look, and collects what a rank then answers; `None` if it does not within some seconds."""
-        polls, last = self._ask_all(), time.monotonic() + 3 * self.interval
+    def _reader(
+        self, reports: dict[int, Report], given_up: Callable[[], bool], seconds: float
+    ) -> Callable[[int], Report | None]:
+        """Makes the others look, and collects what a rank then answers; `None` if it does not in time."""
+        polls, last = self._ask_all(), time.monotonic() + seconds
         self._answer(polls)
 
         def read(rank: int) -> Report | None:
