@@ -26,6 +26,13 @@ _NOTHING = -1e30  # the log-sum-exp of a row that sees no key: beside any other 
 _KERNELS: dict[str, KernelName] = {"cuda": "torch_flash", "cpu": "cpu_flash"}  # which split few queries by keys
 
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Exchange = Callable[[Tensor, ContextGroup], Tensor]
+
+
+def exchanged(own: Tensor, group: ContextGroup) -> Tensor:
+    """The partial attentions of all ranks, stacked in rank order."""
+    with group.messages():
+        return gather_stacked(own, group)
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,7 @@ def attend_to_shared(
     sinks: Tensor | None,
     group: ContextGroup,
     value_dim: int,
+    exchange: Exchange = exchanged,
 ) -> Tensor:
     """Attention over all keys that the ranks hold. Every rank calls it with the same queries.
 
@@ -81,6 +89,7 @@ def attend_to_shared(
         sinks (`torch.Tensor` of shape `(heads,)`, *optional*): A further score of every row, whose value is 0.
         group ([`ContextGroup`]): The ranks.
         value_dim (`int`): The head size of values.
+        exchange (callable, *optional*): What brings the partial attentions of all ranks together.
 
     Returns:
         `torch.Tensor` of shape `(batch, n, heads, value_dim)` in the dtype of q, the same bits on every rank.
@@ -93,8 +102,7 @@ def attend_to_shared(
     if group.size > 1:
         if len(own) > 1 and q.shape[2] > 1:  # several tokens: less to send; for one, fewer operations count
             own = torch.cat(_merged(own[..., :-1], own[..., -1:]), -1)[None]
-        with group.messages():
-            own = gather_stacked(own, group).flatten(0, 1)
+        own = exchange(own, group).flatten(0, 1)
     outs, lses = own[..., :-1], own[..., -1:]
     if sinks is not None:
         added = sinks.to(wide)[None, None, :, None, None].expand_as(lses[:1])

@@ -279,8 +279,9 @@ def _attend_cached(
     query, key, value = states
     assert cached.positions is not None, "the prompt is read with a call"
     layer, expand = cached.cache.layer_of(module, key, value)
-    group, q = cached.cache.tokens.group, query.to(value.dtype)
-    return attend_to_shared(q, cached.positions, layer.held(expand), pattern, scores, sinks, group, value.shape[-1])
+    group, q, held = cached.cache.tokens.group, query.to(value.dtype), layer.held(expand)
+    last = value.shape[-1], cached.exchange
+    return attend_to_shared(q, cached.positions, held, pattern, scores, sinks, group, *last)
 
 
 def _pattern(

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..attention import AttentionCache
+from ..attention.shared_keys import Exchange, exchanged
 from ..config import BurstConfig, Memory
 from ..errors import ConfigError
 from ..plan import Segments
@@ -69,10 +70,12 @@ class CachedPass:
         cache ([`ShardedCache`]): The cache.
         positions (`torch.LongTensor` of shape `(batch, n)`, *optional*): Positions of the new tokens, which every rank
             computes; `None` while the prompt is read, of which each rank computes its part.
+        exchange (callable): What brings the partial attentions of all ranks together.
     """
 
     cache: ShardedCache
     positions: torch.Tensor | None = None
+    exchange: Exchange = exchanged
 
 
 @dataclass(frozen=True)

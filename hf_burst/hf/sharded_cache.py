@@ -7,7 +7,8 @@ Beams, return sequences and questions share the keys of one prompt, which are ke
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -43,6 +44,7 @@ class _Tokens:
         latest (`int`): How many of them are those of the latest step.
         filling (`bool`): Whether the prompt is being read.
         whole (`bool`): Whether windows keep all of it, as its last tokens may be guesses that are taken back.
+        fixed ([`FixedStep`], *optional*): Where a step finds its tokens, if that is to be the same place in each.
     """
 
     group: ContextGroup
@@ -55,6 +57,7 @@ class _Tokens:
     latest: int = 0
     filling: bool = False
     whole: bool = False
+    fixed: "FixedStep | None" = None
 
     @property
     def shown(self) -> Tensor:
@@ -71,6 +74,52 @@ class _Tokens:
             begun = [start + (self.length - start) // chunk * chunk for start in starts]
             seen = [max(pair) for pair in zip(seen, begun, strict=True)]
         return min(seen)
+
+
+class FixedStep:
+    """A step of one token whose tensors lie where those of other steps lie, so that a recording of it can be played
+    again. What differs between steps is in them: no shape, and no number that Python knows.
+
+    Args:
+        tokens ([`_Tokens`]): Those of the cache, with the token of the step.
+        room (`int`): New tokens for which each layer has room on this rank; one place more takes those of other ranks.
+    """
+
+    def __init__(self, tokens: _Tokens, room: int) -> None:
+        assert tokens.new is not None, "there is a new token"
+        self.tokens, self.room = tokens, room
+        self.query = tokens.new.new_empty(len(tokens.new), 1)  # its position
+        self.place = tokens.new.new_empty(1)  # where layers put its keys
+        self.positions = tokens.new.new_empty(len(tokens.new), room + 1)  # of the new keys of this rank; -1 for none
+        self.layers: list[ShardedLayer] = []  # that took up keys
+        self.asked_for_length = False  # by the model, which then computes with a number
+
+    def move(self) -> bool:
+        """To the latest token of the cache, if there is room for it."""
+        new, group = self.tokens.new, self.tokens.group
+        assert new is not None, "there is a new token"
+        own, last = new[:, group.rank :: group.size], new.shape[1] - 1
+        if own.shape[1] > self.room:
+            return False
+        self.query.copy_(new[:, last:])
+        self.place.fill_(last // group.size if last % group.size == group.rank else self.room)
+        self.positions.fill_(-1)
+        self.positions[:, : own.shape[1]] = own
+        return True
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Has layers take up keys at these places, and not count them."""
+        self.layers, self.tokens.fixed = [], self
+        try:
+            yield
+        finally:
+            self.tokens.fixed = None
+
+    def count(self) -> None:
+        """After the step: layers have the token."""
+        for layer in self.layers:
+            layer.count += 1
 
 
 class ShardedLayer(CacheLayerMixin):
@@ -124,11 +173,13 @@ class ShardedLayer(CacheLayerMixin):
         if self.document is not None:
             known = self.document
             parts.append(Keys(known.keys, known.values, known.positions, known.before, expand))
-        own = self._own(self.count)
+        own, fixed = self._own(self.count), self.tokens.fixed
         if self.count:
             assert self.keys is not None, "there are new tokens"
             assert self.values is not None, "there are new tokens"
             assert self.tokens.new is not None, "there are new tokens"
+            if fixed is not None:
+                return [*parts, Keys(self.keys, self.values, fixed.positions, expand=expand)]
             group = self.tokens.group
             positions = self.tokens.new[:, group.rank :: group.size][:, :own]
             seen = self.tokens.unpadded and self.tokens.latest == 1  # all, by the only query
@@ -185,7 +236,24 @@ class ShardedLayer(CacheLayerMixin):
         self.document = Keys(keys, values, self.tokens.own, not any(self.tokens.starts))
         self.read = True
 
+    @property
+    def room(self) -> int:
+        """New tokens for which this rank has room."""
+        return 0 if self.keys is None else self.keys.shape[2] - 1
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where its tensors lie in memory."""
+        document = () if self.document is None else (self.document.keys, self.document.values, self.document.positions)
+        return tuple(part.data_ptr() for part in (self.keys, self.values, *document) if part is not None)
+
     def _append(self, keys: Tensor, values: Tensor) -> None:
+        fixed = self.tokens.fixed
+        if fixed is not None and self.keys is not None and self.values is not None:
+            self.keys.index_copy_(2, fixed.place, keys)
+            self.values.index_copy_(2, fixed.place, values)
+            fixed.layers.append(self)
+            return
         group, new = self.tokens.group, keys.shape[2]
         before, after = self._own(self.count), self._own(self.count + new)
         first = (group.rank - self.count) % group.size
@@ -294,8 +362,23 @@ class ShardedCache(Cache):
             dist.broadcast(chosen, group.members[0], group=group.process_group)
         return chosen
 
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """Where the tensors of its layers lie in memory."""
+        return tuple(layer.places for layer in self.layers)
+
+    def fixed_step(self) -> FixedStep | None:
+        """A step at fixed places, behind steps for which layers have made room; `None` if they have not."""
+        rooms = {layer.room for layer in self.layers if layer.keys is not None}
+        return FixedStep(self.tokens, rooms.pop()) if len(rooms) == 1 else None
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that a layer has taken up, or where it takes up none, the first one that does."""
+        if self.tokens.fixed is not None:
+            self.tokens.fixed.asked_for_length = True
+        return self._length(layer_idx)
+
+    def _length(self, layer_idx: int) -> int:
         own = self.layers[layer_idx : layer_idx + 1]
         read = [layer for layer in (own if self.tokens.filling else (*own, *self.layers)) if layer.read]
         if read:
@@ -304,7 +387,10 @@ class ShardedCache(Cache):
         return self.tokens.length + written if self.is_read else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.get_seq_length(layer_idx) + query_length, 0
+        return self._length(layer_idx) + query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self._length(layer_idx)  # for masks, which the positions of new tokens stand for
 
     @torch.compiler.disable  # in a graph its counts would be constants: a new graph for each token
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -383,11 +469,12 @@ class ShardedCache(Cache):
 
 
 def _with_room(room: Tensor | None, new: Tensor, before: int, after: int) -> Tensor:
-    """A tensor with room for `after` tokens: the one that there is, or one twice as large with its first `before`."""
-    if room is not None and after <= room.shape[2]:
+    """A tensor with room for `after` tokens and one more: the one that there is, or one twice as large with its first
+    `before`."""
+    if room is not None and after < room.shape[2]:
         return room
     rows, heads, _, size = new.shape
-    larger = new.new_empty(rows, heads, max(_ROOM, 2 * after), size)
+    larger = new.new_zeros(rows, heads, max(_ROOM, 2 * after) + 1, size)  # no NaN, which masks would not hide
     if room is not None:
         larger[:, :, :before] = room[:, :, :before]
     return larger

@@ -1,7 +1,7 @@
 """`generate`: the tokens of `model.generate`, for prompts that lie over ranks."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..sharded_cache import ShardedCache
 from .each_token import EachToken, NotedStreamer
 from .memory import RememberedDocument, with_document
 from .request import asked, check, copies_of, new_cache, patched, settings_of
+from .step_graphs import stepping
 from .weights import gathered_once
 
 _OF_OTHER_CACHES = ("cache_implementation", "prefill_chunk_size")
@@ -26,7 +27,12 @@ _SAME_PROMPTS = "Give generate the same prompt and the same settings on all rank
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, inputs: Tensor | None = None, *, memory: RememberedDocument | None = None, **kwargs: Any
+    model: nn.Module,
+    inputs: Tensor | None = None,
+    *,
+    memory: RememberedDocument | None = None,
+    cuda_graphs: bool = False,
+    **kwargs: Any,
 ) -> Any:
     """As `model.generate`, for a prompt that lies over all ranks of the group. `model.generate` itself stays as it is.
 
@@ -46,6 +52,10 @@ def generate(
             left, with an `attention_mask`. With a memory they are questions to its document.
         memory ([`RememberedDocument`], *optional*): A document that stands before each prompt, and is read once for
             all. Lengths (`max_length`) and logits processors count it; what is returned does not hold it.
+        cuda_graphs (`bool`, defaults to `False`): Whether to record a step of one token as CUDA graphs, and to play
+            them for later ones. The tokens are the same. Steps that cannot be recorded run as they are, and the log
+            (`INFO`) says why: weights of several ranks (FSDP2) or on several GPUs, layers with states, autocast,
+            `torch.compile`, hooks, or a model that waits for the GPU.
         kwargs: Those of `model.generate`.
 
     Returns:
@@ -102,7 +112,8 @@ def generate(
     if memory is not None:
         own |= zip(("input_ids", "attention_mask"), asked_with, strict=True)
     passes = patch.passes
-    with same_random_numbers(group, base.device), gathered_once(base):
+    steps = stepping(base) if cuda_graphs else nullcontext()
+    with same_random_numbers(group, base.device), gathered_once(base), steps:
         try:
             found: Any = base.generate(past_key_values=cache, **own)  # type: ignore[operator]
         except BaseException as problem:  # also when the user interrupts

@@ -1,0 +1,286 @@
+"""Steps of one token as CUDA graphs: the device gets a token's work at once, where Python takes longer to ask for it
+than the device to do it.
+
+    steps 1 to 3    run as they are; layers make room in the first
+    step 4          runs with tensors at fixed places; then it is recorded, which computes nothing
+    step 5          runs, and what it exchanged is played into the recording: if both differ, there is none
+    later steps     are played, until layers make more room
+
+A recording is cut where ranks exchange, so that they exchange as ever: no rank needs to know whether others record.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ...attention.shared_keys import Exchange, exchanged
+from ...ranks.group import ContextGroup
+from ..context import CachedPass, current, entered
+from ..models.recurrent import recurrent_modules
+from ..sharded_cache import FixedStep, ShardedCache
+
+logger = logging.getLogger(__name__)
+
+_AS_THEY_ARE = 2  # steps at the same places, since a recording costs as much time as some of them
+_MASK = "attention_mask"  # grows with each token; the cache knows the padding
+_KNOWN = ("hf_burst.", "transformers.")  # whose hooks may be recorded
+
+
+class CudaGraphs:
+    """What a recording asks of CUDA."""
+
+    device_type = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def begin(self) -> Any:
+        """A graph that takes up what this thread asks for until its `capture_end`."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(self.pool, capture_error_mode="thread_local")  # other threads ask the device, too
+        return graph
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A stream on which nothing else runs."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    @staticmethod
+    @contextmanager
+    def noticed_waits() -> Iterator[list[str]]:
+        """Where a pass waits for the device, which a graph cannot."""
+        before, waits = torch.cuda.get_sync_debug_mode(), list[str]()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield waits
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        waits += [f"{found.filename}:{found.lineno}" for found in said if "synchronizing" in str(found.message)]
+
+
+class Recording:
+    """A step as graphs, and the exchanges between them.
+
+    Args:
+        device (`torch.device`): Where it runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.graphs = CudaGraphs(device)
+        self.pieces: list[tuple[Any, Tensor, Tensor, ContextGroup]] = []  # a graph, what is sent, what is received
+        self.last: Any = None
+        self.output: Any = None
+
+    def record(self, run: Callable[[Exchange], Any]) -> None:
+        """Records what a function asks of the device.
+
+        Raises:
+            RuntimeError: If it asks for something that a graph cannot do.
+        """
+        with self.graphs.aside():
+            self.last = self.graphs.begin()
+            try:
+                self.output = run(self._cut)
+            except BaseException:
+                with suppress(RuntimeError):  # of the same reason
+                    self.last.capture_end()
+                raise
+            self.last.capture_end()
+
+    def _cut(self, own: Tensor, group: ContextGroup) -> Tensor:
+        self.last.capture_end()
+        received = own.new_empty(group.size, *own.shape)
+        self.pieces.append((self.last, own, received, group))
+        self.last = self.graphs.begin()
+        return received
+
+    def play(self, exchange: Exchange) -> Any:
+        """What the step computes now."""
+        for graph, own, received, group in self.pieces:
+            graph.replay()
+            received.copy_(exchange(own, group))
+        self.last.replay()
+        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.output)
+
+
+class StepGraphs:
+    """The forward of a model in one call of `generate`.
+
+    Args:
+        plain (callable): Its forward, as it was.
+    """
+
+    def __init__(self, plain: Callable[..., Any]) -> None:
+        self.plain = plain
+        self.seen: _Looks | None = None
+        self.steps = 0  # that looked so
+        self.inputs: dict[str, Any] = {}
+        self.fixed: FixedStep | None = None
+        self.recording: Recording | None = None
+        self.compared = self.given_up = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        context = current()
+        cached = None if context is None else context.cached
+        one = cached is not None and cached.positions is not None and cached.positions.shape[1] == 1
+        looks = _looks(cached.cache, kwargs) if cached is not None and one and not args and not self.given_up else None
+        if cached is None or looks is None:
+            return self.plain(*args, **kwargs)
+        if looks != self.seen:
+            self.seen, self.steps, self.fixed, self.recording, self.compared = looks, 0, None, None, False
+        self.steps += 1
+        if self.steps <= _AS_THEY_ARE or not self._move(cached.cache, kwargs):
+            return self.plain(**kwargs)
+        assert self.fixed is not None, "it has moved"
+        if self.recording is None:
+            output = self._run_and_record(cached.cache)
+        elif not self.compared:
+            output = self._run_and_compare(cached.cache, self.recording)
+        else:
+            output = self.recording.play(exchanged)
+        self.fixed.count()
+        return output
+
+    def _move(self, cache: ShardedCache, kwargs: Mapping[str, Any]) -> bool:
+        """Brings what differs between steps to its place, where layers have room for a token."""
+        if self.fixed is None:
+            self.fixed = cache.fixed_step()
+            self.inputs = {name: _place(value) for name, value in kwargs.items() if name != _MASK}
+        for name, place in self.inputs.items():
+            if isinstance(place, Tensor):
+                place.copy_(kwargs[name])
+        return self.fixed is not None and self.fixed.move()
+
+    def _run(self, cache: ShardedCache, exchange: Exchange) -> Any:
+        """The step with tensors at fixed places."""
+        context = current()
+        assert context is not None, "a pass is under way"
+        assert self.fixed is not None, "the places are known"
+        cached = CachedPass(cache, self.fixed.query, exchange)
+        with entered(replace(context, cached=cached)), self.fixed.entered():
+            return self.plain(**self.inputs)
+
+    def _run_and_record(self, cache: ShardedCache) -> Any:
+        with CudaGraphs.noticed_waits() as waits:
+            output = self._run(cache, exchanged)
+        assert self.fixed is not None, "the step has run"
+        if waits or self.fixed.asked_for_length:
+            waiting = f"the model waits for the device ({waits[0]})" if waits else ""
+            self._give_up(waiting or "the model asks its cache how long it is, and computes with the number")
+            return output
+        layers, recording = self.fixed.layers, Recording(cache.tokens.own.device)
+        try:
+            recording.record(lambda exchange: self._run(cache, exchange))
+        except Exception as problem:
+            self._give_up(repr(problem))
+        else:
+            self.recording = recording
+        self.fixed.layers = layers  # also if the recording ended in its middle
+        return output
+
+    def _run_and_compare(self, cache: ShardedCache, recording: Recording) -> Any:
+        received: list[Tensor] = []
+
+        def noted(own: Tensor, group: ContextGroup) -> Tensor:
+            received.append(exchanged(own, group))
+            return received[-1]
+
+        output = self._run(cache, noted)
+        again = iter(received)
+        played = recording.play(lambda own, group: next(again))
+        pairs = zip(tree_leaves(output), tree_leaves(played), strict=True)
+        if all(torch.equal(one, other) for one, other in pairs if isinstance(one, Tensor)):
+            self.compared = True
+        else:
+            self._give_up("a recorded step computed something else")
+        return output
+
+    def _give_up(self, why: str) -> None:
+        self.given_up, self.recording = True, None
+        logger.info("hf_burst generates without CUDA graphs: %s.", why)
+
+
+def _looks(cache: ShardedCache, kwargs: Mapping[str, Any]) -> "_Looks | None":
+    """What must be the same in a step for a recording to be played; `None` for arguments that cannot be compared."""
+    found: list[tuple[Any, ...]] = []
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor):
+            found.append((name, value.dtype, value.device, () if name == _MASK else value.shape))
+        elif value is None or isinstance(value, bool | int | float | str):
+            found.append((name, value))
+        elif value is not cache:
+            return None
+    return tuple(found), cache.places
+
+
+_Looks = tuple[tuple[tuple[Any, ...], ...], tuple[tuple[int, ...], ...]]
+
+
+def _place(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _obstacle(model: nn.Module) -> str:
+    """Why steps of a model cannot be recorded; empty if nothing is known."""
+    devices = {weight.device for weight in model.parameters()}
+    if {device.type for device in devices} != {CudaGraphs.device_type} or len(devices) > 1:
+        return f"the model is on {', '.join(sorted(map(str, devices)))}"
+    if torch.is_autocast_enabled(CudaGraphs.device_type):
+        return "autocast is on"
+    if any(isinstance(weight, DTensor) for weight in model.parameters()):
+        return "weights lie on several ranks"
+    if recurrent_modules(model):
+        return "layers have states"
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+            return f"{name or 'the model'} is compiled"
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        others = [hook for hook in hooks if not _module_of(hook).startswith(_KNOWN)]
+        if others or "_hf_hook" in vars(module):  # of accelerate
+            return f"{name or 'the model'} has a hook"
+    return ""
+
+
+def _module_of(hook: Any) -> str:
+    """Where the function of a hook is written."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return getattr(hook, "__module__", None) or ""
+
+
+@contextmanager
+def stepping(model: nn.Module) -> Iterator[None]:
+    """Has steps of one token played as CUDA graphs, where they can be."""
+    obstacle = _obstacle(model)
+    if obstacle:
+        logger.info("hf_burst generates without CUDA graphs: %s.", obstacle)
+        yield
+        return
+    before, forward = vars(model).get("forward"), model.forward
+    steps = StepGraphs(forward)
+
+    @wraps(forward)
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        return steps(*args, **kwargs)
+
+    model.forward = stepped
+    try:
+        yield
+    finally:
+        del model.forward
+        if before is not None:
+            model.forward = before

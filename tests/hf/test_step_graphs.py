@@ -1,0 +1,168 @@
+"""Steps of one token that are recorded and played: the tokens and scores of one process, and no step less."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import hf_burst
+from hf_burst.hf import sharded_cache
+from hf_burst.hf.generation import step_graphs
+from tests.hf.test_generation import WAYS, Ranks, make, prompt_of
+from tests.support.op_graphs import OpGraph, OpGraphs
+
+TOKENS = 19
+GREEDY = {"do_sample": False, "max_new_tokens": TOKENS, "pad_token_id": 0}
+ASKED = {"output_logits": True, "return_dict_in_generate": True}
+
+
+def compare(rank: int, size: int, name: str, length: int, padded: bool, ways: tuple[str, ...], room: int = 64) -> int:
+    """How many graphs were played."""
+    model, prompt = make(name), prompt_of(length, padded)
+    wanted = []
+    for way in ways:
+        torch.manual_seed(5)
+        wanted.append(model.generate(**prompt, **GREEDY | WAYS[way], **ASKED))
+    model = hf_burst.patch_model(make(name))  # "dynamic" positions remember the longest prompt so far
+    OpGraph.played = 0
+    for way, expected in zip(ways, wanted, strict=True):
+        torch.manual_seed(5)
+        with mock.patch.object(step_graphs, "CudaGraphs", OpGraphs), mock.patch.object(sharded_cache, "_ROOM", room):
+            found = hf_burst.generate(model, **prompt, **GREEDY | WAYS[way], **ASKED, cuda_graphs=True)
+        assert torch.equal(found.sequences, expected.sequences), way
+        scale = max(float(part.abs().max()) for part in expected.logits)
+        for own, other in zip(found.logits, expected.logits, strict=True):
+            torch.testing.assert_close(own, other, rtol=0, atol=3e-6 * scale)
+    assert "forward" not in vars(model)
+    return OpGraph.played
+
+
+def run(ranks: Ranks, size: int, *arguments: Any) -> list[int]:
+    return [compare(0, 1, *arguments)] if size == 1 else ranks(size).run(compare, *arguments)
+
+
+def pieces(size: int, layers: int = 2, tokens: int = TOKENS) -> int:
+    """How many graphs one generation plays: all but the prompt's token and four steps, one of them compared."""
+    return (tokens - 1 - 4) * (1 + layers * (size > 1))
+
+
+@pytest.mark.parametrize(("size", "length", "padded"), [(1, 64, True), (2, 1, False), (3, 37, True), (4, 7, True)])
+def test_tokens_are_those_of_one_process(ranks: Ranks, size: int, length: int, padded: bool) -> None:
+    ways = ("greedy", "sampled", "beams", "several", "penalised")
+    assert run(ranks, size, "llama", length, padded, ways) == [len(ways) * pieces(size)] * size
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_layers_make_room(ranks: Ranks, size: int) -> None:
+    """Behind it a step is recorded anew; what was recorded before would write where nothing is any more."""
+    played = run(ranks, size, "llama", 7, True, ("greedy", "beams"), 4)
+    assert all(0 < count < 2 * pieces(size) for count in played)
+
+
+@pytest.mark.parametrize(
+    ("name", "padded", "played"),
+    [
+        ("mistral", True, True),  # windows
+        ("GptOssForCausalLM", True, False),  # sinks; its experts ask which tokens they have
+        ("Gemma2ForCausalLM", False, True),  # soft-capping
+        ("Llama4ForCausalLM", True, False),  # scales queries by their positions, which it counts in Python
+        ("DeepseekV3ForCausalLM", True, False),  # latent keys; experts
+        ("Gemma4ForConditionalGeneration", True, True),  # a wrapper, whose layers share keys
+        ("llama_dynamic", True, False),  # asks for the longest position
+    ],
+)
+def test_kinds_of_layers(ranks: Ranks, name: str, padded: bool, played: bool) -> None:
+    assert [bool(count) for count in run(ranks, 2, name, 41, padded, ("greedy",))] == [played] * 2
+
+
+def answer(rank: int, size: int) -> int:
+    model, document = make("llama"), prompt_of(33, False)["input_ids"][:1]
+    questions = prompt_of(9, True)
+    whole = torch.cat([document.expand(2, -1), questions["input_ids"]], 1)
+    whole[1] = torch.cat([document[0], questions["input_ids"][1, 3:], whole.new_zeros(3)])
+    expected = [model.generate(row[None], **GREEDY)[0, -TOKENS:] for row in (whole[0], whole[1, :-3])]
+    hf_burst.patch_model(model)
+    memory = hf_burst.remember(model, document)
+    OpGraph.played = 0
+    with mock.patch.object(step_graphs, "CudaGraphs", OpGraphs):
+        found = hf_burst.generate(model, **questions, **GREEDY, memory=memory, cuda_graphs=True)
+    assert torch.equal(found[:, -TOKENS:], torch.stack(expected))
+    return OpGraph.played
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_questions_to_a_memory(ranks: Ranks, size: int) -> None:
+    found = [answer(0, 1)] if size == 1 else ranks(size).run(answer)
+    assert found == [pieces(size, tokens=TOKENS + 1)] * size, "the questions have made room"
+
+
+def generate(caplog: pytest.LogCaptureFixture, change: Any) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """The tokens with and without recordings of a model that was changed, and why there were none."""
+    model, prompt = make("llama"), prompt_of(17, False)
+    hf_burst.patch_model(model)
+    change(model)
+    expected = hf_burst.generate(model, **prompt, **GREEDY)
+    with mock.patch.object(step_graphs, "CudaGraphs", OpGraphs), caplog.at_level("INFO", "hf_burst"):
+        found = hf_burst.generate(model, **prompt, **GREEDY, cuda_graphs=True)
+    return expected, found, "".join(message for message in caplog.messages if "without CUDA graphs" in message)
+
+
+def count_in_python(model: Any, own: bool = True) -> None:
+    """What a step computes depends on a number that a recording does not know: its own, or that of the cache."""
+    mlp, length = model.model.layers[1].mlp, [0]
+
+    def count(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        cache = kwargs["past_key_values"]
+        length[0] = cache.layers[0].get_seq_length() if own and cache.layers else cache.get_seq_length()
+
+    count.__module__ = "transformers.of_tests"
+    model.model.register_forward_pre_hook(count, with_kwargs=True)
+    plain = mlp.forward
+    mlp.forward = lambda hidden: plain(hidden) * (1 + 0.1 * (length[0] % 20))
+
+
+def ask_for_the_length(model: Any) -> None:
+    count_in_python(model, own=False)
+
+
+def ask_for_a_number(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    plain = mlp.forward
+    mlp.forward = lambda hidden: plain(hidden) * (1 if bool(hidden.sum() > 0) else 2)
+
+
+def hook(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, args, output: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (count_in_python, "a recorded step computed something else"),
+        (ask_for_the_length, "the model asks its cache how long it is"),
+        (ask_for_a_number, "not permitted when stream is capturing"),
+        (hook, "model.layers.0 has a hook"),
+        (lambda model: model.model.layers[0].mlp.compile(), "model.layers.0.mlp is compiled"),
+    ],
+)
+def test_what_cannot_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFixture, change: Any, why: str) -> None:
+    played = OpGraph.played
+    expected, found, said = generate(caplog, change)
+    assert torch.equal(found, expected)
+    assert why in said
+    assert OpGraph.played <= played + 1, "only to compare"
+
+
+def test_autocast_and_another_device_and_states(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found, said = generate(caplog, lambda model: model.float())
+    assert torch.equal(found, expected)
+    assert "autocast is on" in said
+    with caplog.at_level("INFO", "hf_burst"):
+        model = hf_burst.patch_model(make("llama"))
+        hf_burst.generate(model, **prompt_of(7, False), **GREEDY, cuda_graphs=True)
+        assert "the model is on cpu" in caplog.text
+    with mock.patch.object(step_graphs, "CudaGraphs", OpGraphs):
+        assert step_graphs._obstacle(make("Qwen3_5ForCausalLM")) == "layers have states"
