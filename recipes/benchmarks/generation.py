@@ -15,8 +15,9 @@ What is measured, the slowest rank each time:
 * prefill: `remember`, beside its limit. This is all matrix products of a rank's tokens, and attention of all tokens
   with a share of the heads; nothing is sent.
 * attention: that of one new token in one layer, beside the bytes of a rank's keys at `--bandwidth`, plus one exchange.
-* decoding: tokens a second of the whole model behind a memory, as it is and with each layer compiled.
-* questions: tokens a second of so many answers at once.
+  On GPUs also as CUDA graphs, between which the ranks exchange, as `generate(cuda_graphs=True)` plays them.
+* decoding: tokens a second of the whole model behind a memory, as it is, by CUDA graphs, and with each layer compiled.
+* questions: tokens a second of so many answers at once, as they are and by CUDA graphs.
 * alone: the same model in one process, by `model.generate`, with its keys on the GPU and on the host, at the longest
   of `--alone` that it holds.
 """
@@ -38,7 +39,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 import hf_burst
 from hf_burst.attention import ContextGroup, MaskPattern
-from hf_burst.attention.shared_keys import Keys, attend_to_shared
+from hf_burst.attention.shared_keys import Exchange, Keys, attend_to_shared, exchanged
+from hf_burst.hf.generation.step_graphs import Recording
 from hf_burst.kernels import Scores
 from hf_burst.plan import Mask
 from recipes.benchmarks.native import choose_native
@@ -159,37 +161,38 @@ class Bench:
         q = torch.randn(1, heads, 1, size, dtype=dtype, device=ranks.device)
         place, scores = torch.tensor([[length]], device=ranks.device), Scores(size**-0.5)
 
-        def attend(group: ContextGroup) -> torch.Tensor:
-            return attend_to_shared(q, place, [held], MaskPattern(), scores, None, group, size)
+        def attend(group: ContextGroup, exchange: Exchange = exchanged) -> torch.Tensor:
+            return attend_to_shared(q, place, [held], MaskPattern(), scores, None, group, size, exchange)
 
         part = torch.randn(1, heads, 1, size + 1, device=ranks.device)
         parts = [torch.empty_like(part) for _ in range(ranks.size)]
         exchange = self.timed(lambda: dist.all_gather(parts, part), _CALLS) if ranks.size > 1 else 0.0
         reading = (keys.nbytes + values.nbytes) / (self.arguments.bandwidth * 1e12)
         seconds, local = (self.timed(partial(attend, group), _CALLS) for group in (self.group, ContextGroup()))
-        limit = reading + exchange
-        return {
-            "seconds": seconds,
-            "without_exchange": local,
-            "exchange": exchange,
-            "reading": reading,
-            "share_of_limit": limit / seconds,
-        }
+        found = {"seconds": seconds, "without_exchange": local, "exchange": exchange, "reading": reading}
+        found["share_of_limit"] = (reading + exchange) / seconds
+        if ranks.cuda:
+            recording = Recording(ranks.device)
+            recording.record(lambda exchange: attend(self.group, exchange))
+            found["by_graphs"] = self.timed(lambda: recording.play(exchanged), _CALLS)
+            found["share_of_limit_by_graphs"] = (reading + exchange) / found["by_graphs"]
+        return found
 
     def decoding(self, length: int) -> Row:
-        """A question of one token to a memory, before and after each layer is compiled by itself."""
+        """A question of one token to a memory, in all ways."""
         for layer in self.model.model.layers:
             layer._compiled_call_impl = None  # as before `compile`
         memory = hf_burst.remember(self.model, self.tokens(1, length))
         answer = partial(hf_burst.generate, self.model, self.tokens(1, 1), memory=memory)
         found: Row = {"bytes_of_keys": memory.nbytes}
-        for name in ("as it is", "compiled"):
+        for name in ("as it is", "by CUDA graphs", "compiled")[:: 1 if self.ranks.cuda else 2]:
+            graphs = {"cuda_graphs": name == "by CUDA graphs"}
             if name == "compiled":
                 torch._dynamo.config.allow_unspec_int_on_nn_module = True  # one graph for all layers
                 for layer in self.model.model.layers:
                     layer.compile()
-            answer(**self.settings(4))
-            found[name] = self.speed(answer)
+            answer(**self.settings(4), **graphs)
+            found[name] = self.speed(partial(answer, **graphs))
         return found
 
     def questions(self, length: int, counts: list[int]) -> Row:
@@ -198,20 +201,29 @@ class Bench:
         found: Row = {"bytes_of_keys": memory.nbytes}
         for count in counts:
             answer = partial(hf_burst.generate, self.model, self.tokens(count, QUESTION), memory=memory)
-            answer(**self.settings(2))
-            found[str(count)] = self.speed(answer)
+            for name in (str(count), f"{count} by CUDA graphs")[: 1 + self.ranks.cuda]:
+                graphs = {"cuda_graphs": name != str(count)}
+                answer(**self.settings(2), **graphs)
+                found[name] = self.speed(partial(answer, **graphs))
         return found
 
     def speed(self, write: Callable[..., torch.Tensor]) -> Row:
-        """Seconds to the first token, and tokens a second behind it, on the slowest rank that streams."""
+        """Seconds to the first token, and tokens a second behind it, on the slowest rank that streams: of all tokens,
+        and of the one in the middle when they are sorted, since the first ones record graphs or compile."""
         self.ranks.align()
         clock = Clock()
         rows = len(write(streamer=clock, **self.settings(self.arguments.tokens)))
         # the prompt comes first; hf_burst.generate streams on the first rank alone
-        first, last = (clock.times[1], clock.times[-1]) if clock.times else (0.0, 0.0)
-        seconds = self.ranks.largest(torch.tensor([first, last - first], dtype=torch.float64))
-        each = float(seconds[1]) / (self.arguments.tokens - 1)
-        return {"first_token_s": float(seconds[0]), "seconds_per_token": each, "tokens_per_second": rows / each}
+        first, *later = clock.times[1:] or [0.0]
+        each = torch.tensor([first, *later], dtype=torch.float64).diff()
+        known = [first, float(each.mean()), float(each.median())] if later else [0.0] * 3
+        begun, mean, middle = self.ranks.largest(torch.tensor(known, dtype=torch.float64)).tolist()
+        return {
+            "first_token_s": begun,
+            "seconds_per_token": mean,
+            "tokens_per_second": rows / mean,
+            "tokens_per_second_later": rows / middle,
+        }
 
     def settings(self, tokens: int) -> Row:
         return {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}

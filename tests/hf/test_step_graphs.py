@@ -1,6 +1,5 @@
 """Steps of one token that are recorded and played: the tokens and scores of one process, and no step less."""
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 

@@ -62,4 +62,3 @@ class OpGraphs:
     @contextmanager
     def noticed_waits() -> Iterator[list[str]]:
         yield []
-
