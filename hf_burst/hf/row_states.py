@@ -54,6 +54,12 @@ class RowStates:
         self.layer(index).update_conv_state(last, place, conv_kernel_size=conv_kernel_size)
         return inputs
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All states."""
+        kinds = (states for layer in self.layers.values() for states in (layer.conv_states, layer.recurrent_states))
+        return [state for states in kinds for state in states.values() if state is not None]
+
     def repeat(self, copies: int) -> None:
         """Has each row as often as it stands in the batch, one after another."""
         for layer in self.layers.values() if copies > 1 else ():

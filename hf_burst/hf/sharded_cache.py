@@ -365,7 +365,7 @@ class ShardedCache(Cache):
     @property
     def places(self) -> tuple[tuple[int, ...], ...]:
         """Where the tensors of its layers lie in memory."""
-        return tuple(layer.places for layer in self.layers)
+        return (*(layer.places for layer in self.layers), tuple(state.data_ptr() for state in self.states.tensors))
 
     def fixed_step(self) -> FixedStep | None:
         """A step at fixed places, behind steps for which layers have made room; `None` if they have not."""

@@ -19,15 +19,27 @@ class OpGraph(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.own: set[int] = set()  # memory
         self.operations: list[tuple[Any, Any, Any, Any]] = []
         self.__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(name in str(func) for name in _WAITS):
             raise RuntimeError(f"{func} is not permitted when stream is capturing")
-        outputs = args[0] if "index_copy_" in str(func) else func(*args, **(kwargs or {}))  # which would last
+        changed = [value for value in func._schema.arguments if value.alias_info and value.alias_info.is_write]
+        if changed and changed[0].name == func._schema.arguments[0].name and not self._made(args[0]):
+            outputs = args[0]  # the change would last
+        else:
+            outputs = func(*args, **(kwargs or {}))
         self.operations.append((func, args, kwargs or {}, outputs))
+        if not any(value.alias_info for value in func._schema.returns):
+            tensors = (output for output in tree_leaves(outputs) if isinstance(output, Tensor))
+            self.own |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
         return outputs
+
+    def _made(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of the graph's own."""
+        return tensor.untyped_storage().data_ptr() in self.own
 
     def capture_end(self) -> None:
         self.__exit__(None, None, None)

@@ -54,8 +54,8 @@ def generate(
             all. Lengths (`max_length`) and logits processors count it; what is returned does not hold it.
         cuda_graphs (`bool`, defaults to `False`): Whether to record a step of one token as CUDA graphs, and to play
             them for later ones. The tokens are the same. Steps that cannot be recorded run as they are, and the log
-            (`INFO`) says why: weights of several ranks (FSDP2) or on several GPUs, layers with states, autocast,
-            `torch.compile`, hooks, or a model that waits for the GPU.
+            (`INFO`) says why: weights of several ranks (FSDP2) or on several GPUs, autocast, `torch.compile`, hooks,
+            or a model that waits for the GPU.
         kwargs: Those of `model.generate`.
 
     Returns:

@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...attention.shared_keys import Exchange, exchanged
 from ...ranks.group import ContextGroup
 from ..context import CachedPass, current, entered
-from ..models.recurrent import recurrent_modules
 from ..sharded_cache import FixedStep, ShardedCache
 
 logger = logging.getLogger(__name__)
@@ -199,14 +198,21 @@ class StepGraphs:
             received.append(exchanged(own, group))
             return received[-1]
 
+        states = cache.states.tensors  # which each run of the step would move on
+        before = [state.clone() for state in states]
         output = self._run(cache, noted)
+        after = [state.clone() for state in states]
+        for state, earlier in zip(states, before, strict=True):
+            state.copy_(earlier)
         again = iter(received)
         played = recording.play(lambda own, group: next(again))
-        pairs = zip(tree_leaves(output), tree_leaves(played), strict=True)
+        pairs = zip([*after, *tree_leaves(output)], [*states, *tree_leaves(played)], strict=True)
         if all(torch.equal(one, other) for one, other in pairs if isinstance(one, Tensor)):
             self.compared = True
-        else:
-            self._give_up("a recorded step computed something else")
+            return output
+        self._give_up("a recorded step computed something else")
+        for state, known in zip(states, after, strict=True):
+            state.copy_(known)
         return output
 
     def _give_up(self, why: str) -> None:
@@ -243,8 +249,6 @@ def _obstacle(model: nn.Module) -> str:
         return "autocast is on"
     if any(isinstance(weight, DTensor) for weight in model.parameters()):
         return "weights lie on several ranks"
-    if recurrent_modules(model):
-        return "layers have states"
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
             return f"{name or 'the model'} is compiled"
