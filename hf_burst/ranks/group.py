@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import BurstError, ConfigError, RankMismatchError
 from .control import control_of
-from .watch import watch_of_process
+from .watch import LEFT, START_ANEW, watch_of_process
 
 CP_DIM = "cp"
+_EXCHANGES = "exchanges of attention so far"
 _SAME_BATCHES = (
     "If their batches differ: Accelerator(parallelism_config=hf_burst.BurstParallelismConfig(burst_size=N)), or "
     "TrainingArguments(parallelism_config=...), makes the data loader give every rank of a group the same one; without "
@@ -207,6 +208,7 @@ class ContextGroup:
         process_group = group_by_name(self.name)
         limit = _limit_of(process_group, device)
         error = error if _interrupts(error) else self._refusal(process_group) or error
+        facts = facts | {_EXCHANGES: watch_of_process().exchanges(process_group)}
         text = json.dumps(facts, sort_keys=True, default=str)
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
         contents = torch.zeros((), dtype=torch.int64, device=device)
@@ -228,7 +230,7 @@ class ContextGroup:
             reports = control.gather_objects(report | {"doing": doing}, limit)
         if error is not None:
             raise error
-        raise _mismatch(reports, advice or {})
+        raise _mismatch(reports, {_EXCHANGES: f"{LEFT} {START_ANEW}", **(advice or {})})
 
     @contextmanager
     def messages(self) -> Iterator[None]:

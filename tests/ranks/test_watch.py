@@ -852,6 +852,67 @@ def test_a_kernel_that_failed_on_one_rank_and_was_caught() -> None:
         assert told.get("exit") == 1 or "raised" in told
 
 
+class LacksMemory(torch.autograd.Function):
+    """Fails in the backward pass alone."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise torch.OutOfMemoryError("provoked")
+
+
+def lack_memory(hidden: torch.Tensor) -> torch.Tensor:
+    raise torch.OutOfMemoryError("provoked")
+
+
+def skip_a_batch(place: str, layers: tuple[int | None, ...], rank: int, size: int) -> str:
+    """A script goes on with the next batch if memory was short, which it is in a layer's MLP of some ranks."""
+    model, batch = patched(kernel="cpu_flash")
+    layer = layers[rank]
+    inner = None if layer is None else model.model.layers[layer].mlp
+
+    def step() -> None:
+        if place == "a generation":
+            hf_burst.generate(model.eval(), batch["input_ids"], max_new_tokens=4, do_sample=False, pad_token_id=0)
+        else:
+            model(**batch).loss.backward()
+
+    step()
+    if inner is not None:
+        plain = inner.forward
+        inner.forward = (lambda hidden: LacksMemory.apply(plain(hidden))) if place == "a backward pass" else lack_memory
+    with suppress(torch.OutOfMemoryError):
+        step()
+    if inner is not None:
+        inner.forward = plain
+    in_time(step)
+    return "went on"
+
+
+@pytest.mark.parametrize("place", ["a forward pass", "a backward pass", "a generation"])
+def test_a_batch_that_one_rank_skips_in_its_middle(place: str) -> None:
+    stays, left = play(partial(skip_a_batch, place, (None, 0)))
+    assert left["raised"][0] is RankMismatchError
+    for text in (left["raised"][1], stays.get("said", "") + str(stays.get("raised", ""))):
+        assert "A rank has left a pass that others went on with" in text
+        assert "by an error that a script caught" in text
+    assert "raised" in stays or stays["exit"] == 1
+
+
+def test_a_batch_that_ranks_skip_in_different_places() -> None:
+    for told in play(partial(skip_a_batch, "a forward pass", (1, 0))):
+        kind, text = told["raised"]
+        assert kind is RankMismatchError
+        assert "exchanges of attention so far: rank 0 has" in text or "A rank has left a pass" in text
+
+
+def test_a_batch_that_all_ranks_skip_alike() -> None:
+    assert [told["returned"] for told in play(partial(skip_a_batch, "a forward pass", (0, 0)))] == ["went on"] * 2
+
+
 def begin_anew(rank: int, size: int) -> str:
     """The default group is made anew on the same store, after a verdict and an end; then a rank is slow."""
     dist.destroy_process_group()

@@ -2,6 +2,6 @@
 
 from .channel import Watch, watch_of_process
 from .counts import group_key
-from .report import Report, Verdict, stuck
+from .report import LEFT, START_ANEW, Report, Verdict, stuck
 
-__all__ = ["Report", "Verdict", "Watch", "group_key", "stuck", "watch_of_process"]
+__all__ = ["LEFT", "START_ANEW", "Report", "Verdict", "Watch", "group_key", "stuck", "watch_of_process"]

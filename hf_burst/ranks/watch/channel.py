@@ -112,17 +112,24 @@ class Watch:
         """The messages of one attention. If they end in the middle, no rank is sure any more of what was sent: the
         others are told, and calls over these ranks are refused."""
         before, counts = begun_over(group), self.counts.setdefault(group, Counts())
+        counts.exchanges += 1
         try:
             with self._under_way("messages", group, f"the attention after {self.latest}"):
                 yield
         finally:
             counts.own += begun_over(group) - before
 
+    def exchanges(self, group: dist.ProcessGroup) -> int:
+        """How many exchanges of attention this rank has begun over a group."""
+        counts = self.counts.get(group)
+        return 0 if counts is None else counts.exchanges
+
     @contextmanager
     def _under_way(self, kind: Literal["agree", "messages"], group: dist.ProcessGroup, doing: str) -> Iterator[None]:
         members, counts = tuple(dist.get_process_group_ranks(group)), self.counts[group]
         outer = self.call
-        self.call = _Call(kind, group_key(group.group_name, members), members, counts.agreed, doing)
+        number = counts.agreed if kind == "agree" else counts.exchanges
+        self.call = _Call(kind, group_key(group.group_name, members), members, number, doing)
         try:
             yield
         except BaseException as problem:  # also when the user interrupts
@@ -286,7 +293,7 @@ class Watch:
             key, counts = group_key(group.group_name, members), self.counts.get(group) or Counts()
             groups[group.group_name] = key, members, backend
             report.agreed[key] = counts.agreed
-            report.begun[key] = begun_over(group) - counts.own
+            report.begun[key], report.exchanges[key] = begun_over(group) - counts.own, counts.exchanges
             if report.begun[key] == counts.mark:
                 report.idle[key] = counts.met
             if counts.broken:

@@ -29,6 +29,7 @@ class Counts:
         met (`int`): The last one that ended well.
         mark (`int`): The collectives of others that had begun by then.
         own (`int`): How many of those that the backend counts were messages of attention.
+        exchanges (`int`): How many exchanges of attention this rank has begun: between two calls as many on each rank.
         broken (`str`): By what an attention, or the wait for a call, ended in the middle, if one did.
     """
 
@@ -36,4 +37,5 @@ class Counts:
     met: int = 0
     mark: int = 0
     own: int = 0
+    exchanges: int = 0
     broken: str = ""

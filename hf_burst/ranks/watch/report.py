@@ -13,6 +13,10 @@ _TOGETHER = (
     "Every rank of a group must call the model equally often, and in the same turn: let all ranks evaluate, and save "
     "or print on one (docs/how-to/troubleshooting.md, 'It hangs')."
 )
+LEFT = (
+    "A pass ended in its middle on some rank, by an error that a script caught, such as a lack of memory, and others "
+    "went on with it. Let such an error end the job."
+)
 
 StoreState = Literal["open", "lost", "closed"]
 
@@ -33,6 +37,7 @@ class Report:
         number (`int`): Which one of the group it is.
         counted (`bool`): Whether the numbers of collectives prove that a rank did not begin it.
         agreed, begun (`dict[str, int]`): For each group, the calls of `agree` and the collectives that it has begun.
+        exchanges (`dict[str, int]`): For each group, the exchanges of attention that it has begun.
         idle (`dict[str, int]`): For groups over which nothing began since, the last call of `agree` that ended well.
         broken (`dict[str, str]`): The groups over which a pass ended in the middle, and by what.
         ended (`str`): How the process ended, if it did.
@@ -50,6 +55,7 @@ class Report:
     counted: bool = True
     agreed: dict[str, int] = field(default_factory=dict)
     begun: dict[str, int] = field(default_factory=dict)
+    exchanges: dict[str, int] = field(default_factory=dict)
     idle: dict[str, int] = field(default_factory=dict)
     broken: dict[str, str] = field(default_factory=dict)
     ended: str = ""
@@ -62,7 +68,17 @@ class Report:
             return other.idle.get(self.group) == self.agreed.get(self.group, 0)
         if self.kind == "collective":
             return other.begun.get(self.group, self.number) < self.number
-        return self.kind == "messages" and self.group in other.broken
+        return self.is_left_by(other) or (self.kind == "messages" and self.group in other.broken)
+
+    def is_left_by(self, other: "Report") -> bool:
+        """Whether this rank is in an exchange that the other one has not begun."""
+        return self.kind == "messages" and other.exchanges.get(self.group, self.number) < self.number
+
+    def has_left(self, other: "Report") -> bool:
+        """Whether this rank has left a pass in its middle that the other one went on with: it is in a call already that
+        the other one has not begun, so that it will begin no exchange of the pass any more."""
+        ahead = self.exchanges.get(self.group, 0) < other.exchanges.get(self.group, 0)
+        return self.kind == "agree" and other.agreed.get(self.group, 0) < self.number and ahead
 
     def gives_up(self, group: str) -> bool:
         """Whether this rank will never again take part in a group."""
@@ -99,7 +115,7 @@ def stuck(rank: int, read: Callable[[int], Report | None]) -> list[Report]:
             other = None if number == report.rank else read(number)
             if other is None or not report.needs(other):
                 continue
-            if other.gives_up(report.group):
+            if other.gives_up(report.group) or report.has_left(other):
                 return [*path, other]
             if any(other.rank == earlier.rank for earlier in path):
                 return path
@@ -165,6 +181,8 @@ class Verdict:
             what, advice = "A rank cannot go on, and others wait for it.", "Take smaller batches if memory was short."
         elif last.ended:
             what, advice = "A rank has ended, and others wait for it.", _TOGETHER
+        elif any(one.has_left(other) or other.is_left_by(one) for one in found for other in found):
+            what, advice = "A rank has left a pass that others went on with.", LEFT
         else:
             what, advice = "Ranks wait for each other in different places, and none would ever go on.", _TOGETHER
         text = " ".join([what, *map(str, found), advice, START_ANEW])
