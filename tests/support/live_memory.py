@@ -59,7 +59,15 @@ def _wide(factor: Any) -> Any:
 
 class FastProducts(TorchDispatchMode):
     """While it is active, products of bf16 are computed in fp32. CPUs without instructions for bf16 take many times as
-    long else."""
+    long else.
+
+    Args:
+        as_zeros (`bool`, defaults to `False`): Whether products are zeros instead, which take as much memory.
+    """
+
+    def __init__(self, as_zeros: bool = False) -> None:
+        super().__init__()
+        self.as_zeros = as_zeros
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -67,6 +75,9 @@ class FastProducts(TorchDispatchMode):
         named = function._overloadname == "dtype" or kwargs.get("out_dtype") is not None
         if named or function.overloadpacket not in _PRODUCTS or args[0].dtype != torch.bfloat16:
             return function(*args, **kwargs)
+        left, right = args[-2:]
+        if self.as_zeros and right.ndim == left.ndim:
+            return left.new_zeros(*left.shape[:-1], right.shape[-1]) if into is None else into.zero_()
         options = {name: value for name, value in kwargs.items() if name != "out"}
         product = getattr(torch, function.overloadpacket.__name__.rstrip("_"))(*tree_map(_wide, args), **options)
         return product.bfloat16() if into is None else into.copy_(product)
