@@ -81,29 +81,9 @@ def generate(
         if memory is not None:
             raise ConfigError("A rollout runs on the first rank of a group, where no document can be remembered.")
         return together(inputs, **kwargs)
-    error: Exception | None = None
-    facts: dict[str, Any] = {}
-    checksums: dict[str, Tensor] = {}
-    asked_with: tuple[Tensor, ...] = ()
-    try:
-        if inputs is not None:
-            if kwargs.get("input_ids") is not None:
-                raise BatchError("The prompt was given twice, as inputs and as input_ids. Leave one of them out.")
-            kwargs["input_ids"] = inputs
-        check(base, kwargs)
-        facts = {
-            "generate": settings_of(kwargs) if group.size > 1 else {},
-            "generation_config": str(base.generation_config),
-        }
-        content = checksum(kwargs)
-        checksums = {} if content is None else {"prompt (checksum)": content}
-        if memory is not None:
-            facts["memory"] = memory.number
-            asked_with = _questions(base, memory, kwargs)
-    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
-        error = problem
-    advice = dict.fromkeys(("generate", "generation_config", "memory", "prompt (checksum)"), _SAME_PROMPTS)
-    group.agree(facts, error, base.device, 0, checksums, advice, "generate")
+    if inputs is not None and kwargs.get("input_ids") is None:
+        inputs, kwargs["input_ids"] = None, inputs
+    asked_with = _agree(base, group, kwargs, memory, twice=inputs is not None, cuda_graphs=cuda_graphs)
     if memory is not None:
         memory.check(base, group)
     cache = new_cache(base, group, copies_of(base, kwargs)) if memory is None else memory.cache()
@@ -124,6 +104,44 @@ def generate(
     if each is not None:
         each.end()
     return found if memory is None else _without(memory, found)
+
+
+def _agree(
+    model: PreTrainedModel,
+    group: ContextGroup,
+    kwargs: Mapping[str, Any],
+    memory: RememberedDocument | None,
+    twice: bool,
+    cuda_graphs: bool,
+) -> tuple[Tensor, ...]:
+    """Checks what this rank was given, and compares it with what others were. Returns questions with the document of a
+    memory, and their mask.
+
+    Args:
+        twice (`bool`): Whether the prompt was given twice.
+    """
+    error: Exception | None = None
+    facts: dict[str, Any] = {}
+    checksums: dict[str, Tensor] = {}
+    asked_with: tuple[Tensor, ...] = ()
+    try:
+        if twice:
+            raise BatchError("The prompt was given twice, as inputs and as input_ids. Leave one of them out.")
+        check(model, kwargs)
+        facts = {
+            "generate": settings_of({**kwargs, "cuda_graphs": cuda_graphs}) if group.size > 1 else {},
+            "generation_config": str(model.generation_config),
+        }
+        content = checksum(kwargs)
+        checksums = {} if content is None else {"prompt (checksum)": content}
+        if memory is not None:
+            facts["memory"] = memory.number
+            asked_with = _questions(model, memory, kwargs)
+    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
+        error = problem
+    advice = dict.fromkeys(("generate", "generation_config", "memory", "prompt (checksum)"), _SAME_PROMPTS)
+    group.agree(facts, error, model.device, 0, checksums, advice, "generate")
+    return asked_with
 
 
 def _without(memory: RememberedDocument, found: Any) -> Any:
