@@ -141,8 +141,12 @@ def kernels(trainer: Trainer) -> str:
 def next_steps(trainer: Trainer) -> str:
     """What can be done with what was trained."""
     folder, rewards = Path(trainer.args.output_dir), isinstance(trainer, RewardTrainer)
-    device = "cpu" if trainer.args.use_cpu else "1gpu"
-    recipe = f"python recipes/evaluate.py --config recipes/configs/evaluate_{device}.yaml"
+    configs, processes = Path("recipes/configs"), trainer.args.world_size
+    several = configs / f"evaluate_{processes}gpu.yaml"
+    launch, config = "python", configs / f"evaluate_{'cpu' if trainer.args.use_cpu else '1gpu'}.yaml"
+    if processes > 1 and not trainer.args.use_cpu and (Path(__file__).parents[1] / several).exists():
+        launch, config = f"accelerate launch --multi_gpu --num_processes {processes}", several
+    recipe = f"{launch} recipes/evaluate.py --config {config}"
     evaluate = f"evaluate it (minutes): {recipe} --model_name_or_path {folder}"
     if (folder / "adapter_config.json").exists():
         merge = f"next: merge it: python recipes/merge_adapter.py {folder} {folder}_merged"

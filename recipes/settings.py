@@ -352,8 +352,9 @@ def prepare(
         raise SystemExit(f"eval_strategy is {strategy.value!r}, but there are no rows for it; set eval_share.")
     probe("output_dir", training.output_dir)
     kinds = {"adapter_config.json": "an adapter", "model.safetensors*": "a full model"}
-    for pattern, kind in kinds.items():
-        if any(Path(training.output_dir).glob(pattern)) and (kind == "an adapter") != model.use_peft:
+    held = [kind for pattern, kind in kinds.items() if any(Path(training.output_dir).glob(pattern))]
+    for kind in held:
+        if (kind == "an adapter") != model.use_peft:
             raise SystemExit(f"output_dir {training.output_dir!r} holds {kind} of another run; set another folder.")
     if burst.merge_to is not None and not model.use_peft:
         raise SystemExit("merge_to is set without use_peft; what is trained in full is a full model already.")
@@ -365,6 +366,8 @@ def prepare(
     keep_time_limit(training)
     run = resuming.settings_of(training, model, documents)
     training.resume_from_checkpoint = resuming.checkpoint(training, run)
+    if held and training.resume_from_checkpoint is None and training.process_index == 0:
+        print(f"output_dir {training.output_dir!r} holds {held[0]} that was trained before; this run replaces it.")
     training.parallelism_config = burst.parallelism
     if training.use_liger_kernel and find_spec(LIGER) is None:
         raise SystemExit("use_liger_kernel needs Liger: pip install liger-kernel")

@@ -26,6 +26,7 @@ _MODEL = (
     "a name on the hub, a folder or config.json of a model, a class of Transformers, or without a network one of "
     f"{', '.join(NAMES)}"
 )
+_TIE = 0.01  # of speed, which no prediction tells apart
 _PRECISION = {
     "bf16": "assumed: trained weights in bf16; accelerate's mixed_precision=bf16 keeps them in fp32 (--weights fp32)",
     "fp32": "assumed: trained weights in fp32, as accelerate's mixed_precision=bf16 keeps them (else --weights bf16)",
@@ -34,7 +35,7 @@ _PRECISION = {
 _LEGEND = (
     "burst_size GPUs share a sequence; each group has one of its own: groups that share less wait less for each other.",
     "MFU: share of the GPU's peak. GiB: the most of a step. schedule: how the GPUs of a group exchange attention.",
-    "settings: of hf_burst.Memory.",
+    "settings: of hf_burst.Memory. Of speeds that differ by less than 1 %, the one of less memory is named.",
 )
 
 
@@ -92,7 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
     fixed = SETTINGS if settings else ()  # a Memory of the user's leaves nothing to the rule
     rows = divisions(model, training, sheet, capacity, fixed)
     fitting = [row for row in rows if row.fit.fits]
-    best = max(fitting, key=lambda row: row.tokens_per_second, default=None)
+    fastest = max((row.tokens_per_second for row in fitting), default=0.0)
+    alike = [row for row in fitting if row.tokens_per_second > (1 - _TIE) * fastest]
+    best = min(alike, key=lambda row: row.fit.memory.total, default=None)
     lines = [*_assumptions(model, training, sheet, capacity), "", *_table(rows, best, sheet), *_LEGEND]
     lines += ["", *_details(best or rows[0], capacity)]
     most = longest(model, rows[0].fit.training, capacity, fixed)

@@ -435,6 +435,21 @@ def test_retention_counts_documents_and_tokens(tmp_path: Path, capsys: pytest.Ca
     assert [report.short(tokens) for tokens in (512, 2**15, 2**17, 2**20)] == ["512", "32K", "128K", "1M"]
 
 
+@pytest.mark.parametrize(
+    ("cpu", "processes", "launch"),
+    [
+        (True, 2, "python recipes/evaluate.py --config recipes/configs/evaluate_cpu.yaml"),
+        (False, 1, "python recipes/evaluate.py --config recipes/configs/evaluate_1gpu.yaml"),
+        (False, 3, "python recipes/evaluate.py --config recipes/configs/evaluate_1gpu.yaml"),
+        (False, 4, "--multi_gpu --num_processes 4 recipes/evaluate.py --config recipes/configs/evaluate_4gpu.yaml"),
+    ],
+)
+def test_what_comes_next_is_launched_as_the_training(tmp_path: Path, cpu: bool, processes: int, launch: str) -> None:
+    arguments = SimpleNamespace(output_dir=str(tmp_path), use_cpu=cpu, world_size=processes)
+    said = report.next_steps(SimpleNamespace(args=arguments))  # type: ignore[arg-type]
+    assert f"{launch} --model_name_or_path {tmp_path}" in said
+
+
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 

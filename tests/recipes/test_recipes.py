@@ -688,6 +688,15 @@ def test_an_adapter_and_a_full_model_do_not_share_a_folder(wrong: Sentence, tmp_
     assert "holds an adapter of another run" in wrong()
 
 
+def test_that_a_model_is_replaced_is_said(recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    conversations.chats(Path("chats.jsonl"), conversations.facts(8), count=4, turns=2)
+    for held in (False, True):
+        recipe("--dataset", "chats.jsonl", "--output_dir", "trained", script=sft)
+        assert ("holds a full model that was trained before" in capsys.readouterr().out) is held
+        Path("trained").mkdir(exist_ok=True)
+        Path("trained/model.safetensors").touch()
+
+
 def test_an_evaluation_set_is_drawn_and_evaluated(
     recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
