@@ -62,7 +62,7 @@ class OpGraphs:
     """In the place of `CudaGraphs`."""
 
     device_type = "cpu"
-    aside = nullcontext
+    aside = staticmethod(nullcontext)
 
     def __init__(self, device: torch.device) -> None:
         pass

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import torch
@@ -34,13 +34,19 @@ _MASK = "attention_mask"  # grows with each token; the cache knows the padding
 _KNOWN = ("hf_burst.", "transformers.")  # whose hooks may be recorded
 
 
+@lru_cache(maxsize=16)
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which steps are recorded: one, since libraries keep memory for each."""
+    return torch.cuda.Stream(device)
+
+
 class CudaGraphs:
     """What a recording asks of CUDA."""
 
     device_type = "cuda"
 
     def __init__(self, device: torch.device) -> None:
-        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self.stream, self.pool = _stream(device), torch.cuda.graph_pool_handle()
 
     def begin(self) -> Any:
         """A graph that takes up what this thread asks for until its `capture_end`."""
@@ -68,7 +74,11 @@ class CudaGraphs:
                 yield waits
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        waits += [f"{found.filename}:{found.lineno}" for found in said if "synchronizing" in str(found.message)]
+        for found in said:
+            if "synchronizing" in str(found.message):
+                waits.append(f"{found.filename}:{found.lineno}")
+            else:
+                warnings.warn_explicit(found.message, found.category, found.filename, found.lineno)
 
 
 class Recording:
@@ -174,14 +184,15 @@ class StepGraphs:
             return self.plain(**self.inputs)
 
     def _run_and_record(self, cache: ShardedCache) -> Any:
-        with CudaGraphs.noticed_waits() as waits:
+        recording = Recording(cache.tokens.own.device)
+        with recording.graphs.aside(), CudaGraphs.noticed_waits() as waits:  # what libraries need there, they make now
             output = self._run(cache, exchanged)
         assert self.fixed is not None, "the step has run"
         if waits or self.fixed.asked_for_length:
             waiting = f"the model waits for the device ({waits[0]})" if waits else ""
             self._give_up(waiting or "the model asks its cache how long it is, and computes with the number")
             return output
-        layers, recording = self.fixed.layers, Recording(cache.tokens.own.device)
+        layers = self.fixed.layers
         try:
             recording.record(lambda exchange: self._run(cache, exchange))
         except Exception as problem:
