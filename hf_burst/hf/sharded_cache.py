@@ -7,9 +7,7 @@ Beams, return sequences and questions share the keys of one prompt, which are ke
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,103 +21,10 @@ from ..errors import BatchError, UnsupportedModelError
 from ..plan import MaskPattern
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
+from .cached_tokens import CachedTokens, FixedStep
 from .row_states import RowStates
 
 _ROOM = 64  # tokens for which a layer makes room at first
-
-
-@dataclass
-class _Tokens:
-    """What all layers of a cache know of its tokens.
-
-    Args:
-        group ([`ContextGroup`]): The ranks.
-        rows (`int`): Prompts.
-        length (`int`): Tokens of a prompt, padding included.
-        starts (`tuple[int, ...]`): For each row, how many of them are padding; empty for none.
-        own (`torch.LongTensor` of shape `(rows or 1, n)`): Positions of the tokens of the prompt on this rank, -1 for
-            padding; while the prompt is read and from then on.
-        new (`torch.LongTensor` of shape `(batch, n)`, *optional*): Positions of the tokens behind the prompt.
-        unpadded (`bool`): Whether all of these are real.
-        latest (`int`): How many of them are those of the latest step.
-        filling (`bool`): Whether the prompt is being read.
-        whole (`bool`): Whether windows keep all of it, as its last tokens may be guesses that are taken back.
-        fixed ([`FixedStep`], *optional*): Where a step finds its tokens, if that is to be the same place in each.
-    """
-
-    group: ContextGroup
-    rows: int = 1
-    length: int = 0
-    starts: tuple[int, ...] = ()
-    own: Tensor = field(init=False)
-    new: Tensor | None = None
-    unpadded: bool = True
-    latest: int = 0
-    filling: bool = False
-    whole: bool = False
-    fixed: "FixedStep | None" = None
-
-    @property
-    def shown(self) -> Tensor:
-        """The tokens of each row of the prompt that are not padding, `(rows or 1, 1)`."""
-        starts = torch.tensor(self.starts or (0,), device=self.own.device)
-        return self.length - starts[:, None]
-
-    def first_seen(self, pattern: MaskPattern) -> int:
-        """The first token of the prompt that a later token of any row may see."""
-        window, chunk = pattern.window, pattern.attention_chunk_size
-        starts = self.starts or (0,)
-        seen = [start if window is None else max(start, self.length - window) for start in starts]
-        if chunk is not None:
-            begun = [start + (self.length - start) // chunk * chunk for start in starts]
-            seen = [max(pair) for pair in zip(seen, begun, strict=True)]
-        return min(seen)
-
-
-class FixedStep:
-    """A step of one token whose tensors lie where those of other steps lie, so that a recording of it can be played
-    again. What differs between steps is in them: no shape, and no number that Python knows.
-
-    Args:
-        tokens ([`_Tokens`]): Those of the cache, with the token of the step.
-        room (`int`): New tokens for which each layer has room on this rank; one place more takes those of other ranks.
-    """
-
-    def __init__(self, tokens: _Tokens, room: int) -> None:
-        assert tokens.new is not None, "there is a new token"
-        self.tokens, self.room = tokens, room
-        self.query = tokens.new.new_empty(len(tokens.new), 1)  # its position
-        self.place = tokens.new.new_empty(1)  # where layers put its keys
-        self.positions = tokens.new.new_empty(len(tokens.new), room + 1)  # of the new keys of this rank; -1 for none
-        self.layers: list[ShardedLayer] = []  # that took up keys
-        self.asked_for_length = False  # by the model, which then computes with a number
-
-    def move(self) -> bool:
-        """To the latest token of the cache, if there is room for it."""
-        new, group = self.tokens.new, self.tokens.group
-        assert new is not None, "there is a new token"
-        own, last = new[:, group.rank :: group.size], new.shape[1] - 1
-        if own.shape[1] > self.room:
-            return False
-        self.query.copy_(new[:, last:])
-        self.place.fill_(last // group.size if last % group.size == group.rank else self.room)
-        self.positions.fill_(-1)
-        self.positions[:, : own.shape[1]] = own
-        return True
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Has layers take up keys at these places, and not count them."""
-        self.layers, self.tokens.fixed = [], self
-        try:
-            yield
-        finally:
-            self.tokens.fixed = None
-
-    def count(self) -> None:
-        """After the step: layers have the token."""
-        for layer in self.layers:
-            layer.count += 1
 
 
 class ShardedLayer(CacheLayerMixin):
@@ -128,7 +33,7 @@ class ShardedLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, tokens: _Tokens) -> None:
+    def __init__(self, tokens: CachedTokens) -> None:
         super().__init__()
         self.tokens = tokens
         self.document: Keys | None = None
@@ -187,9 +92,16 @@ class ShardedLayer(CacheLayerMixin):
         return parts
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
+        self.tokens.note_question()
+        return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
+        self.tokens.note_question()
+        return self.length
+
+    @property
+    def length(self) -> int:
+        """Tokens that it has taken up."""
         return (self.tokens.length if self.read else 0) + self.count
 
     def get_max_length(self) -> int:
@@ -242,10 +154,10 @@ class ShardedLayer(CacheLayerMixin):
         return 0 if self.keys is None else self.keys.shape[2] - 1
 
     @property
-    def places(self) -> tuple[int, ...]:
-        """Where its tensors lie in memory."""
+    def places(self) -> tuple[tuple[Any, ...], ...]:
+        """Where its tensors lie in memory, and their shapes."""
         document = () if self.document is None else (self.document.keys, self.document.values, self.document.positions)
-        return tuple(part.data_ptr() for part in (self.keys, self.values, *document) if part is not None)
+        return tuple((part.data_ptr(), part.shape) for part in (self.keys, self.values, *document) if part is not None)
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         fixed = self.tokens.fixed
@@ -279,7 +191,7 @@ class ShardedCache(Cache):
     """
 
     def __init__(self, group: ContextGroup, copies: int = 1, convolutions: int = 1) -> None:
-        self.tokens, self.copies = _Tokens(group), copies
+        self.tokens, self.copies = CachedTokens(group), copies
         self.states = RowStates(convolutions)
         self.failed = False  # whether a pass has ended in its middle
         self.compares = False  # whether who chooses the tokens has compared those of all ranks
@@ -363,7 +275,12 @@ class ShardedCache(Cache):
         return chosen
 
     @property
-    def places(self) -> tuple[tuple[int, ...], ...]:
+    def is_padded(self) -> bool:
+        """Whether some of its tokens are padding."""
+        return bool(self.tokens.starts) or not self.tokens.unpadded
+
+    @property
+    def places(self) -> tuple[tuple[Any, ...], ...]:
         """Where the tensors of its layers lie in memory."""
         return (*(layer.places for layer in self.layers), tuple(state.data_ptr() for state in self.states.tensors))
 
@@ -374,23 +291,24 @@ class ShardedCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that a layer has taken up, or where it takes up none, the first one that does."""
-        if self.tokens.fixed is not None:
-            self.tokens.fixed.asked_for_length = True
+        self.tokens.note_question()
         return self._length(layer_idx)
 
     def _length(self, layer_idx: int) -> int:
         own = self.layers[layer_idx : layer_idx + 1]
         read = [layer for layer in (own if self.tokens.filling else (*own, *self.layers)) if layer.read]
         if read:
-            return int(read[0].get_seq_length())
+            return int(read[0].length)
         written = 0 if self.tokens.new is None else self.tokens.new.shape[1]
         return self.tokens.length + written if self.is_read else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        self.tokens.note_question()
         return self._length(layer_idx) + query_length, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self._length(layer_idx)  # for masks, which the positions of new tokens stand for
+        self.tokens.note_question()
+        return self._length(layer_idx)
 
     @torch.compiler.disable  # in a graph its counts would be constants: a new graph for each token
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -451,8 +369,10 @@ class ShardedCache(Cache):
         self.tokens.whole = True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        for layer in (*self.layers, *self.states.layers.values()):
+        for layer in self.layers:
             layer.reorder_cache(beam_idx)
+        for state in self.states.tensors:
+            state.copy_(state.index_select(0, beam_idx.to(state.device)))
         if self.tokens.new is not None:
             self.tokens.new = self.tokens.new.index_select(0, beam_idx.to(self.tokens.new.device))
 

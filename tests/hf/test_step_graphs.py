@@ -1,5 +1,7 @@
 """Steps of one token that are recorded and played: the tokens and scores of one process, and no step less."""
 
+from functools import wraps
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -56,8 +58,10 @@ def test_tokens_are_those_of_one_process(ranks: Ranks, size: int, length: int, p
 @pytest.mark.parametrize("size", [1, 3])
 def test_layers_make_room(ranks: Ranks, size: int) -> None:
     """Behind it a step is recorded anew; what was recorded before would write where nothing is any more."""
-    played = run(ranks, size, "llama", 7, True, ("greedy", "beams"), 4)
-    assert all(0 < count < 2 * pieces(size) for count in played)
+    # tokens for which there is room at first, and each time that it was made
+    lasts = [4, 10, 22] if size == 1 else [12, 30]
+    steps = sum(max(0, min(stop, TOKENS - 1) - start - 4) for start, stop in pairwise([0, *lasts]))
+    assert run(ranks, size, "llama", 7, True, ("greedy", "beams"), 4) == [2 * steps * (3 if size > 1 else 1)] * size
 
 
 @pytest.mark.parametrize(
@@ -82,7 +86,8 @@ def test_kinds_of_layers(ranks: Ranks, name: str, padded: bool, played: bool) ->
 )
 def test_layers_with_a_state(ranks: Ranks, name: str, played: bool) -> None:
     found = run(ranks, 2, f"{name}ForCausalLM", 37, True, ("greedy", "beams"))
-    assert [bool(count) for count in found] == [played] * 2
+    assert found[0] == found[1]
+    assert (found[0] > 2 * (TOKENS - 6)) is played, "beams, too"
 
 
 def answer(rank: int, size: int) -> int:
@@ -117,22 +122,39 @@ def generate(caplog: pytest.LogCaptureFixture, change: Any) -> tuple[torch.Tenso
     return expected, found, "".join(message for message in caplog.messages if "without CUDA graphs" in message)
 
 
-def count_in_python(model: Any, own: bool = True) -> None:
-    """What a step computes depends on a number that a recording does not know: its own, or that of the cache."""
-    mlp, length = model.model.layers[1].mlp, [0]
+def grow(model: Any, part: Any, length_of: Any) -> None:
+    """What a part of the model computes depends on a number that a recording does not know."""
+    length = [0]
 
     def count(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        cache = kwargs["past_key_values"]
-        length[0] = cache.layers[0].get_seq_length() if own and cache.layers else cache.get_seq_length()
+        length[0] = length_of(kwargs["past_key_values"])
 
     count.__module__ = "transformers.of_tests"
     model.model.register_forward_pre_hook(count, with_kwargs=True)
-    plain = mlp.forward
-    mlp.forward = lambda hidden: plain(hidden) * (1 + 0.1 * (length[0] % 20))
+    plain = part.forward
+    part.forward = lambda hidden: plain(hidden) * (1 + 0.1 * (length[0] % 20))
+
+
+def count_in_python(model: Any) -> None:
+    grow(model, model.model.layers[1].mlp, lambda cache: len(cache.tokens.new[0]) if cache.is_read else 0)
+
+
+def count_for_queries(model: Any) -> None:
+    """Which changes what a rank sends to others, and nothing else of its own."""
+    grow(model, model.model.layers[1].self_attn.q_proj, lambda cache: len(cache.tokens.new[0]) if cache.is_read else 0)
 
 
 def ask_for_the_length(model: Any) -> None:
-    count_in_python(model, own=False)
+    grow(model, model.model.layers[1].mlp, lambda cache: cache.get_seq_length())
+
+
+def ask_a_layer(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    grow(model, mlp, lambda cache: cache.layers[0].get_seq_length() // 8 if cache.layers else 0)
+
+
+def ask_for_the_mask(model: Any) -> None:
+    grow(model, model.model.layers[1].mlp, lambda cache: cache.get_mask_sizes(1, 0)[0] // 8 if cache.layers else 0)
 
 
 def ask_for_a_number(model: Any) -> None:
@@ -149,7 +171,11 @@ def hook(model: Any) -> None:
     ("change", "why"),
     [
         (count_in_python, "a recorded step computed something else"),
-        (ask_for_the_length, "the model asks its cache how long it is"),
+        (count_for_queries, "a recorded step computed something else"),
+        *(
+            (ask, "the model asks its cache how long it is")
+            for ask in (ask_for_the_length, ask_a_layer, ask_for_the_mask)
+        ),
         (ask_for_a_number, "not permitted when stream is capturing"),
         (hook, "model.layers.0 has a hook"),
         (lambda model: model.model.layers[0].mlp.compile(), "model.layers.0.mlp is compiled"),
@@ -161,6 +187,33 @@ def test_what_cannot_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFixture,
     assert torch.equal(found, expected)
     assert why in said
     assert OpGraph.played <= played + 1, "only to compare"
+
+
+def send_something_else(rank: int, size: int, name: str) -> int:
+    model, prompt = make("llama"), prompt_of(17, False)
+    globals()[name](hf_burst.patch_model(model))
+    expected = hf_burst.generate(model, **prompt, **GREEDY, **ASKED)
+    OpGraph.played = 0
+    with mock.patch.object(step_graphs, "CudaGraphs", OpGraphs):
+        found = hf_burst.generate(model, **prompt, **GREEDY, **ASKED, cuda_graphs=True)
+    for own, other in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(own, other)
+    return OpGraph.played
+
+
+@pytest.mark.parametrize("name", ["count_in_python", "count_for_queries"])
+def test_what_a_rank_sends_is_compared(ranks: Ranks, name: str) -> None:
+    assert ranks(2).run(send_something_else, name) == [3, 3], "only to compare"
+
+
+def test_arguments_that_cannot_be_compared(caplog: pytest.LogCaptureFixture) -> None:
+    def add(model: Any) -> None:
+        plain = model.prepare_inputs_for_generation
+        model.prepare_inputs_for_generation = lambda *args, **kwargs: plain(*args, **kwargs) | {"of_a_step": [1]}
+        forward = model.forward
+        model.forward = wraps(forward)(lambda of_a_step=None, **kwargs: forward(**kwargs))
+
+    assert "arguments that cannot be compared" in generate(caplog, add)[2]
 
 
 def test_autocast_and_another_device(caplog: pytest.LogCaptureFixture) -> None:

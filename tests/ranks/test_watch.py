@@ -898,8 +898,24 @@ def test_a_batch_that_one_rank_skips_in_its_middle(place: str) -> None:
     assert left["raised"][0] is RankMismatchError
     for text in (left["raised"][1], stays.get("said", "") + str(stays.get("raised", ""))):
         assert "A rank has left a pass that others went on with" in text
-        assert "by an error that a script caught" in text
+        assert "caught an error in the middle of a pass" in text
+    assert left["raised"][1].count("Rank 0 ") == left["raised"][1].count("Rank 1 ") == 1
     assert "raised" in stays or stays["exit"] == 1
+
+
+def leave_a_backward_pass_out(rank: int, size: int) -> None:
+    model, batch = patched(kernel="cpu_flash")
+    model(**batch).loss.backward()
+    loss = model(**batch).loss
+    if rank == 0:
+        in_time(loss.backward)
+    in_time(lambda: model(**batch))
+
+
+def test_a_backward_pass_that_one_rank_leaves_out() -> None:
+    _, skips = play(leave_a_backward_pass_out)
+    assert skips["raised"][0] is RankMismatchError
+    assert "left out the backward pass of a batch" in skips["raised"][1]
 
 
 def test_a_batch_that_ranks_skip_in_different_places() -> None:

@@ -76,7 +76,7 @@ class FastProducts(TorchDispatchMode):
         if named or function.overloadpacket not in _PRODUCTS or args[0].dtype != torch.bfloat16:
             return function(*args, **kwargs)
         left, right = args[-2:]
-        if self.as_zeros and right.ndim == left.ndim:
+        if self.as_zeros and function.overloadpacket is not torch.ops.aten._grouped_mm:
             return left.new_zeros(*left.shape[:-1], right.shape[-1]) if into is None else into.zero_()
         options = {name: value for name, value in kwargs.items() if name != "out"}
         product = getattr(torch, function.overloadpacket.__name__.rstrip("_"))(*tree_map(_wide, args), **options)

@@ -1,4 +1,7 @@
-"""Graphs of a CPU's operations: a stand-in for CUDA graphs, which plays what was recorded, at the same places."""
+"""Graphs of a CPU's operations: a stand-in for CUDA graphs, which plays what was recorded, at the same places.
+
+It keeps all tensors: what streams, or memory that pieces share, do wrong on a GPU is tested there alone.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -65,10 +68,16 @@ class OpGraphs:
     aside = staticmethod(nullcontext)
 
     def __init__(self, device: torch.device) -> None:
-        pass
+        self.under_way = False
 
     def begin(self) -> OpGraph:
+        self.under_way = True
         return OpGraph()
+
+    def end(self, graph: OpGraph) -> None:
+        if self.under_way:
+            self.under_way = False
+            graph.capture_end()
 
     @staticmethod
     @contextmanager

@@ -3,7 +3,7 @@ than the device to do it.
 
     steps 1 to 3    run as they are; layers make room in the first
     step 4          runs with tensors at fixed places; then it is recorded, which computes nothing
-    step 5          runs, and what it exchanged is played into the recording: if both differ, there is none
+    step 5          runs, and is played with what it received from other ranks: if both differ, there is no recording
     later steps     are played, until layers make more room
 
 A recording is cut where ranks exchange, so that they exchange as ever: no rank needs to know whether others record.
@@ -18,14 +18,16 @@ from functools import lru_cache, partial, wraps
 from typing import Any
 
 import torch
+import torch.nn.modules.module as global_hooks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...attention.shared_keys import Exchange, exchanged
 from ...ranks.group import ContextGroup
+from ..cached_tokens import FixedStep
 from ..context import CachedPass, current, entered
-from ..sharded_cache import FixedStep, ShardedCache
+from ..sharded_cache import ShardedCache
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +48,31 @@ class CudaGraphs:
     device_type = "cuda"
 
     def __init__(self, device: torch.device) -> None:
-        self.stream, self.pool = _stream(device), torch.cuda.graph_pool_handle()
+        self.device = device.index
+        self.stream, self.pool, self.under_way = _stream(device), torch.cuda.graph_pool_handle(), False
 
     def begin(self) -> Any:
-        """A graph that takes up what this thread asks for until its `capture_end`."""
+        """A graph that takes up what this thread asks for until its end."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(self.pool, capture_error_mode="thread_local")  # other threads ask the device, too
+        self.under_way = True
         return graph
+
+    def end(self, graph: Any) -> None:
+        """Ends the graph that was begun, if it has not ended.
+
+        Raises:
+            RuntimeError: If something was asked for that a graph cannot do.
+        """
+        if not self.under_way:
+            return
+        self.under_way = False
+        try:
+            graph.capture_end()
+        except BaseException:  # torch would go on to take memory for it
+            torch._C._cuda_endAllocateToPool(self.device, self.pool)
+            torch._C._cuda_releasePool(self.device, self.pool)
+            raise
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -75,7 +95,7 @@ class CudaGraphs:
             finally:
                 torch.cuda.set_sync_debug_mode(before)
         for found in said:
-            if "synchronizing" in str(found.message):
+            if "called a synchronizing" in str(found.message):
                 waits.append(f"{found.filename}:{found.lineno}")
             else:
                 warnings.warn_explicit(found.message, found.category, found.filename, found.lineno)
@@ -106,12 +126,12 @@ class Recording:
                 self.output = run(self._cut)
             except BaseException:
                 with suppress(RuntimeError):  # of the same reason
-                    self.last.capture_end()
+                    self.graphs.end(self.last)
                 raise
-            self.last.capture_end()
+            self.graphs.end(self.last)
 
     def _cut(self, own: Tensor, group: ContextGroup) -> Tensor:
-        self.last.capture_end()
+        self.graphs.end(self.last)
         received = own.new_empty(group.size, *own.shape)
         self.pieces.append((self.last, own, received, group))
         self.last = self.graphs.begin()
@@ -146,8 +166,11 @@ class StepGraphs:
         context = current()
         cached = None if context is None else context.cached
         one = cached is not None and cached.positions is not None and cached.positions.shape[1] == 1
-        looks = _looks(cached.cache, kwargs) if cached is not None and one and not args and not self.given_up else None
-        if cached is None or looks is None:
+        if cached is None or not one or self.given_up:
+            return self.plain(*args, **kwargs)
+        looks = _looks(cached.cache, kwargs)
+        if looks is None or args:
+            self._give_up("a step has arguments that cannot be compared with those of another")
             return self.plain(*args, **kwargs)
         if looks != self.seen:
             self.seen, self.steps, self.fixed, self.recording, self.compared = looks, 0, None, None, False
@@ -168,6 +191,8 @@ class StepGraphs:
         """Brings what differs between steps to its place, where layers have room for a token."""
         if self.fixed is None:
             self.fixed = cache.fixed_step()
+            if self.fixed is None:
+                self._give_up("layers do not keep the same number of keys")
             self.inputs = {name: _place(value) for name, value in kwargs.items() if name != _MASK}
         for name, place in self.inputs.items():
             if isinstance(place, Tensor):
@@ -203,22 +228,29 @@ class StepGraphs:
         return output
 
     def _run_and_compare(self, cache: ShardedCache, recording: Recording) -> Any:
+        """Runs a step, and plays it with what it received: what it sends, returns and keeps must be equal."""
+        sent: list[Tensor] = []
         received: list[Tensor] = []
 
         def noted(own: Tensor, group: ContextGroup) -> Tensor:
+            sent.append(own.clone())
             received.append(exchanged(own, group))
             return received[-1]
 
+        def repeated(own: Tensor, group: ContextGroup) -> Tensor:
+            again.append(own.clone())
+            return received[len(again) - 1]
+
+        again: list[Tensor] = []
         states = cache.states.tensors  # which each run of the step would move on
         before = [state.clone() for state in states]
         output = self._run(cache, noted)
         after = [state.clone() for state in states]
         for state, earlier in zip(states, before, strict=True):
             state.copy_(earlier)
-        again = iter(received)
-        played = recording.play(lambda own, group: next(again))
-        pairs = zip([*after, *tree_leaves(output)], [*states, *tree_leaves(played)], strict=True)
-        if all(torch.equal(one, other) for one, other in pairs if isinstance(one, Tensor)):
+        played = recording.play(repeated)
+        expected, found = [*sent, *after, *_tensors(output)], [*again, *states, *_tensors(played)]
+        if _tensors(output) and all(torch.equal(one, other) for one, other in zip(expected, found, strict=True)):
             self.compared = True
             return output
         self._give_up("a recorded step computed something else")
@@ -234,6 +266,8 @@ class StepGraphs:
 def _looks(cache: ShardedCache, kwargs: Mapping[str, Any]) -> "_Looks | None":
     """What must be the same in a step for a recording to be played; `None` for arguments that cannot be compared."""
     found: list[tuple[Any, ...]] = []
+    if cache.is_padded and kwargs.get("position_ids") is None:  # they may be counted by the mask, which is left out
+        return None
     for name, value in kwargs.items():
         if isinstance(value, Tensor):
             found.append((name, value.dtype, value.device, () if name == _MASK else value.shape))
@@ -247,6 +281,10 @@ def _looks(cache: ShardedCache, kwargs: Mapping[str, Any]) -> "_Looks | None":
 _Looks = tuple[tuple[tuple[Any, ...], ...], tuple[tuple[int, ...], ...]]
 
 
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
 def _place(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
@@ -258,6 +296,8 @@ def _obstacle(model: nn.Module) -> str:
         return f"the model is on {', '.join(sorted(map(str, devices)))}"
     if torch.is_autocast_enabled(CudaGraphs.device_type):
         return "autocast is on"
+    if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
+        return "all modules have a hook"
     if any(isinstance(weight, DTensor) for weight in model.parameters()):
         return "weights lie on several ranks"
     for name, module in model.named_modules():

@@ -54,6 +54,7 @@ def answer(
     try:
         check(base, given)
     except (UnsupportedModelError, BatchError):
+        given.pop("cuda_graphs", None)  # of steps over ranks
         with _within(), same_random_numbers(group, device), torch.no_grad():
             return base.generate(**given)
     else:

@@ -14,8 +14,8 @@ _TOGETHER = (
     "or print on one (docs/how-to/troubleshooting.md, 'It hangs')."
 )
 LEFT = (
-    "A pass ended in its middle on some rank, by an error that a script caught, such as a lack of memory, and others "
-    "went on with it. Let such an error end the job."
+    "The script of a rank left out the backward pass of a batch, or caught an error in the middle of a pass, such as a "
+    "lack of memory, and others went on with it. Let such an error end the job, and all ranks do the same."
 )
 
 StoreState = Literal["open", "lost", "closed"]
@@ -115,10 +115,10 @@ def stuck(rank: int, read: Callable[[int], Report | None]) -> list[Report]:
             other = None if number == report.rank else read(number)
             if other is None or not report.needs(other):
                 continue
-            if other.gives_up(report.group) or report.has_left(other):
-                return [*path, other]
             if any(other.rank == earlier.rank for earlier in path):
                 return path
+            if other.gives_up(report.group) or report.has_left(other):
+                return [*path, other]
             found = follow(other, path) if other.rank not in seen else []
             if found:
                 return found
