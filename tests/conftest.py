@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """How many processes run tests, each some files of them: few, since most tests start ranks; on GPUs one alone."""
     return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 4)

@@ -25,6 +25,7 @@ from .cached_tokens import CachedTokens, FixedStep
 from .row_states import RowStates
 
 _ROOM = 64  # tokens for which a layer makes room at first
+_FROM_LAYERS = not hasattr(Cache, "get_conv_state")  # whether models take states from layers, as with Transformers 5.17
 
 
 class ShardedLayer(CacheLayerMixin):
@@ -32,6 +33,7 @@ class ShardedLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    record_past = False  # asked where models take states from layers
 
     def __init__(self, tokens: CachedTokens) -> None:
         super().__init__()
@@ -324,13 +326,25 @@ class ShardedCache(Cache):
 
     @torch.compiler.disable
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        return self.states.take_inputs(conv_states, layer_idx, state_idx, self.tokens.group, **kwargs)
+        found = self.states.take_inputs(conv_states, layer_idx, state_idx, self.tokens.group, **kwargs)
+        self._show_states(layer_idx)
+        return found
 
     @torch.compiler.disable
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        return self.states.layer(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        found = self.states.layer(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        self._show_states(layer_idx)
+        return found
+
+    def _show_states(self, index: int) -> None:
+        """Lets a layer have its states where models look for them."""
+        if _FROM_LAYERS:
+            while len(self.layers) <= index:
+                self.layers.append(ShardedLayer(self.tokens))
+            layer, known = self.layers[index], self.states.layer(index)
+            layer.conv_states, layer.recurrent_states = known.conv_states, known.recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return bool(self.states.layers) and not self.tokens.filling

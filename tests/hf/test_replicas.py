@@ -335,7 +335,10 @@ def test_the_weights_that_differ_are_named(ranks: Ranks, how: str) -> None:
 def test_a_checksum_sees_order_and_takes_little_memory() -> None:
     weight = torch.randn(7, 5, dtype=torch.bfloat16)
     assert sum_of_bits(weight) == sum_of_bits(weight.clone())
+    assert sum_of_bits(weight) == sum_of_bits(torch.cat([weight[:1], weight])[1:]), "wherever it lies in memory"
     assert sum_of_bits(weight) != sum_of_bits(weight.flip(0))
+    assert sum_of_bits(weight) != sum_of_bits(-weight)
+    assert sum_of_bits(torch.zeros(4)) != sum_of_bits(torch.zeros(6)), "two numbers more in the same eight bytes"
     for piece in (4, 5):  # a row is 5
         with mock.patch.object(sharded, "_PIECE", piece):
             assert sum_of_bits(weight) != sum_of_bits(weight.flip(0))
