@@ -359,7 +359,7 @@ def roll_out_by_model(prompts: list[str], trainer: Any) -> dict[str, Any]:
         ids = trainer.model.generate(ids, attention_mask=mask, **options)
         mask = torch.nn.functional.pad(mask, (0, 3), value=1)
         rest = {"input_ids": ids, "attention_mask": mask, **options}
-        ids = hf_burst.generate(trainer.model, cuda_graphs=True, **rest) if patched else trainer.model.generate(**rest)
+        ids = hf_burst.generate(trainer.model, cuda_graphs=False, **rest) if patched else trainer.model.generate(**rest)
     trainer.model.train()
     completions = ids[:, -6:].tolist()
     return {

@@ -31,7 +31,7 @@ def generate(
     inputs: Tensor | None = None,
     *,
     memory: RememberedDocument | None = None,
-    cuda_graphs: bool = False,
+    cuda_graphs: bool = True,
     **kwargs: Any,
 ) -> Any:
     """As `model.generate`, for a prompt that lies over all ranks of the group. `model.generate` itself stays as it is.
@@ -52,10 +52,10 @@ def generate(
             left, with an `attention_mask`. With a memory they are questions to its document.
         memory ([`RememberedDocument`], *optional*): A document that stands before each prompt, and is read once for
             all. Lengths (`max_length`) and logits processors count it; what is returned does not hold it.
-        cuda_graphs (`bool`, defaults to `False`): Whether to record a step of one token as CUDA graphs, and to play
-            them for later ones. Scores are the same up to rounding. Steps that cannot be recorded run as they are, and
-            the log (`INFO`) says why: weights of several ranks (FSDP2) or on several GPUs, autocast, `torch.compile`,
-            hooks, or a model that waits for the GPU.
+        cuda_graphs (`bool`, defaults to `True`): Whether to record a step of one token as CUDA graphs on a GPU, and to
+            play them for later ones. Scores are the same up to rounding. Steps that cannot be recorded run as they are,
+            and the log (`INFO`) says why: weights of several ranks (FSDP2) or on several GPUs, autocast,
+            `torch.compile`, hooks, or a model that waits for the GPU.
         kwargs: Those of `model.generate`.
 
     Returns:
@@ -80,7 +80,7 @@ def generate(
     if together is not None:
         if memory is not None:
             raise ConfigError("A rollout runs on the first rank of a group, where no document can be remembered.")
-        return together(inputs, **kwargs, **({"cuda_graphs": True} if cuda_graphs else {}))
+        return together(inputs, **kwargs, **({} if cuda_graphs else {"cuda_graphs": False}))
     if inputs is not None and kwargs.get("input_ids") is None:
         inputs, kwargs["input_ids"] = None, inputs
     asked_with = _agree(base, group, kwargs, memory, twice=inputs is not None, cuda_graphs=cuda_graphs)
