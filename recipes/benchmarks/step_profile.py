@@ -1,13 +1,15 @@
-"""Where the GPU's time of one training step goes.
+"""Where the GPU's time of one training step goes, or of a document that is read.
 
     torchrun --nproc-per-node 2 recipes/benchmarks/step_profile.py --shape qwen3.5-hybrid --lora --liger \\
         --length 65536 --out outputs/profile.json
+    torchrun --nproc-per-node 2 recipes/benchmarks/step_profile.py --shape llama-8b --liger --read --length 131072 \\
+        --out outputs/profile_reading.json
 
-The step is that of training.py's "hf_burst" contender, with settings of BurstConfig in `--settings`. After three steps
-one more runs under torch's profiler on the first rank. What is written, of that rank: the seconds of the step; those in
-which a kernel of a group ran, by group; those in which only messages or copies ran, and in which nothing did; the
-longest of these gaps; and the operations that took longest, by the shapes of their inputs. The profiler makes steps
-some percent longer.
+The step is that of training.py's "hf_burst" contender, with settings of BurstConfig in `--settings`; with `--read` it
+is `hf_burst.remember`, as in generation.py. After three steps one more runs under torch's profiler on the first rank.
+What is written, of that rank: the seconds of the step; those in which a kernel of a group ran, by group; those in which
+only messages or copies ran, and in which nothing did; the longest of these gaps; and the operations that took longest,
+by the shapes of their inputs. The profiler makes steps some percent longer.
 """
 
 import argparse
@@ -15,7 +17,9 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +28,11 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
+import hf_burst
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_contenders import burst
-from recipes.benchmarks.training_job import SHAPES, make_job
+from recipes.benchmarks.training_job import SHAPES, apply_liger, make_job, make_model
 
 Span = tuple[float, float]
 # the first group of which a word is in a kernel's name
@@ -110,21 +115,18 @@ def operations(profiler: profile) -> list[dict[str, Any]]:
     ]
 
 
-def main() -> None:
-    """Trains three steps, the last one under the profiler."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-hybrid")
-    parser.add_argument("--layers", type=int, help="of the model (as many as the shape has)")
-    parser.add_argument("--length", type=int, default=65536, help="tokens of the whole sequence")
-    parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all large linear layers")
-    parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU")
-    parser.add_argument("--gated-norms", action="store_true", help="fla's norms of gated outputs")
-    parser.add_argument("--settings", type=json.loads, default={}, help="of BurstConfig and Memory, as JSON")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
-    parser.add_argument("--out", type=Path, required=True, help="where the result goes, as JSON")
-    arguments = parser.parse_args()
-    ranks = Ranks(arguments.device, 600)
+Steps = tuple[Callable[[], Any], Callable[[], Any]]  # makes one; the settings that were chosen
+
+
+def tokens_of(arguments: argparse.Namespace, vocabulary: int, ranks: Ranks) -> torch.Tensor:
+    """Random tokens, the same on every rank."""
+    generator = torch.Generator().manual_seed(arguments.length)
+    return torch.randint(0, vocabulary, (1, arguments.length), generator=generator).to(ranks.device)
+
+
+@contextmanager
+def training(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Steps]:
+    """Steps of an optimizer."""
     job = make_job(
         arguments.shape,
         longest=arguments.length,
@@ -135,14 +137,52 @@ def main() -> None:
         layers=arguments.layers,
         gated_norms=arguments.gated_norms,
     )
-    generator = torch.Generator().manual_seed(arguments.length)
-    tokens = torch.randint(0, job.base.config.vocab_size, (1, arguments.length), generator=generator)
-    job.tokens = tokens.to(ranks.device)
+    job.tokens = tokens_of(arguments, job.base.config.vocab_size, ranks)
+
+    def step() -> None:
+        loss(job).backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+
+    with burst(job, arguments.settings) as loss:
+        yield step, lambda: job.chosen
+
+
+@contextmanager
+def reading(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Steps]:
+    """Documents that a model remembers."""
+    dtype = torch.bfloat16 if ranks.cuda else torch.float32
+    changes = {} if arguments.layers is None else {"num_hidden_layers": arguments.layers}
+    model: Any = make_model(arguments.shape, arguments.length + 1, dtype, ranks.device, changes).eval()
+    if arguments.liger:
+        apply_liger(model)
+    model.config.use_cache = model.generation_config.use_cache = True
+    hf_burst.patch_model(model, hf_burst.BurstConfig.from_dict(arguments.settings))
+    tokens = tokens_of(arguments, model.config.vocab_size, ranks)
+    yield partial(hf_burst.remember, model, tokens), dict
+
+
+def main() -> None:
+    """Makes four steps, the last one under the profiler."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-hybrid")
+    parser.add_argument("--layers", type=int, help="of the model (as many as the shape has)")
+    parser.add_argument("--length", type=int, default=65536, help="tokens of the whole sequence")
+    parser.add_argument("--read", action="store_true", help="a document, without training")
+    parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all large linear layers")
+    parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU")
+    parser.add_argument("--gated-norms", action="store_true", help="fla's norms of gated outputs")
+    parser.add_argument("--settings", type=json.loads, default={}, help="of BurstConfig and Memory, as JSON")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
+    parser.add_argument("--out", type=Path, required=True, help="where the result goes, as JSON")
+    arguments = parser.parse_args()
+    ranks = Ranks(arguments.device, 600)
     result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
     seconds = list[float]()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ranks.cuda else [])]
     profiler = profile(activities=activities, record_shapes=True)
-    with burst(job, arguments.settings) as loss:
+    with (reading if arguments.read else training)(arguments, ranks) as (step, chosen):
         for index in range(4):
             ranks.align()
             if ranks.cuda:
@@ -150,9 +190,7 @@ def main() -> None:
             if index == 3 and ranks.rank == 0:
                 profiler.start()
             start = time.perf_counter()
-            loss(job).backward()
-            job.optimizer.step()
-            job.optimizer.zero_grad()
+            step()
             if ranks.cuda:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
@@ -160,7 +198,7 @@ def main() -> None:
                 profiler.stop()
     if ranks.rank == 0:
         kernels = kernels_of(profiler)
-        found = {"steps_s": seconds, "chosen": job.chosen, **summary(kernels, seconds[-1])}
+        found = {"steps_s": seconds, "chosen": chosen(), **summary(kernels, seconds[-1])}
         found |= {"operations": operations(profiler), "gaps": gaps(kernels)}
         ranks.say(json.dumps({name: found[name] for name in ("steps_s", "groups", "nothing", "chosen")}))
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

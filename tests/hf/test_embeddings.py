@@ -110,7 +110,9 @@ def compare(ranks: Ranks, name: str, size: int, kind: str, pooling: str, sharded
     assert_equal(ranks(size).run(over_ranks, name, batch, pooling, sharded), expected, 1e-10)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "size", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_embeddings_and_gradients_equal_one_process(ranks: Ranks, name: str, size: int) -> None:
     for pooling in POOLINGS:
@@ -118,7 +120,7 @@ def test_embeddings_and_gradients_equal_one_process(ranks: Ranks, name: str, siz
             compare(ranks, name, size, kind, pooling)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", HEADED)
 def test_heads_are_left_out(ranks: Ranks, name: str, size: int) -> None:
     for kind, pooling in (("left", "mean"), ("padded", "last"), ("packed", "first"), ("packed rows", "mean")):

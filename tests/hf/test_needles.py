@@ -102,7 +102,14 @@ def found_under(rank: int, size: int, weights: str, most: float) -> Found:
     return Found(lost_ones, found_ones, keys, len(shares[rank]), peak)
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(2, marks=pytest.mark.full),
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(4, marks=pytest.mark.full),
+    ],
+)
 def test_needles_on_every_rank(ranks: Callable[[int], RankPool], weights: str, size: int) -> None:
     model = copying.taught(weights)
     prompt = torch.ones(1, LENGTH + 1, dtype=torch.int64)

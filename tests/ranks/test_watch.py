@@ -630,6 +630,7 @@ def never_come(rank: int, size: int) -> None:
     model(**batch)
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_came_may_be_slow() -> None:
     """No watch answers for it, though its host can be reached."""
     waiting, _ = play(never_come, limit=8 * PATIENCE)
@@ -801,7 +802,7 @@ def interrupted_while_it_generates(step: int, rank: int, size: int) -> list[str]
     return said
 
 
-@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_is_interrupted_while_it_generates(step: int) -> None:
     began = time.monotonic()
     first, second = play(partial(interrupted_while_it_generates, step))

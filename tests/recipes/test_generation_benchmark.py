@@ -12,6 +12,7 @@ LENGTHS = ["--prompts", "256", "--decode", "128", "256", "--memory", "64", "--qu
 KEYS_OF_A_TOKEN = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, their size, bytes
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_generation(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "result.json"
     done = launch("recipes/benchmarks/generation.py", *LENGTHS, "--out", str(out), common=OPTIONS)

@@ -87,9 +87,9 @@ def train(rank: int, size: int, script: str, arguments: list[str], output: str) 
 CASES = [  # script, rows, what is trained, ranks, ranks of a group
     pytest.param("sft", "chats", "full", 4, 2),
     pytest.param("sft", "trajectories", "lora", 2, 2),
-    pytest.param("sft", "chats", "qlora", 2, 2),
+    pytest.param("sft", "chats", "qlora", 2, 2, marks=pytest.mark.slow),
     pytest.param("dpo", "pairs", "lora", 2, 2),
-    pytest.param("reward", "pairs", "lora", 4, 2),
+    pytest.param("reward", "pairs", "lora", 4, 2, marks=pytest.mark.slow),
     pytest.param("grpo", "questions", "lora", 2, 2, marks=pytest.mark.slow),
     pytest.param("sft", "chats", "full", 2, 2, marks=pytest.mark.full),
     pytest.param("sft", "trajectories", "lora", 4, 2, marks=pytest.mark.full),
@@ -261,6 +261,7 @@ def recall(rank: int, size: int, folder: str) -> list[float]:
     return [recall_across_shards.train(Accelerator(cpu=True), args, run)["final_accuracy"] for run in runs]
 
 
+@pytest.mark.slow
 def test_recurrent_layers_recall_what_is_on_another_rank(ranks: Ranks, tmp_path: Path) -> None:
     """No layer has attention: only states carry a fact to the rank that is asked."""
     for across, within in ranks(2).run(recall, str(tmp_path)):

@@ -179,9 +179,9 @@ def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Capacity:
     "settings",
     [
         {},
-        {"tiled_mlp": 64},
+        pytest.param({"tiled_mlp": 64}, marks=pytest.mark.slow),
         pytest.param({"tiled_mlp": 64, "head_groups": 8}, marks=pytest.mark.full),
-        {"tiled_mlp": 64, "attention_keep": 0.25},
+        pytest.param({"tiled_mlp": 64, "attention_keep": 0.25}, marks=pytest.mark.slow),
         {"tiled_mlp": 64, "head_groups": 8, "attention_keep": 0.25, "layers_per_checkpoint": 3},
         {"tiled_mlp": 64, "head_groups": 8, "attention_keep": 0.25, "activation_offloading": 0.85},
     ],
@@ -238,7 +238,12 @@ def test_tiles_keep_nothing_of_their_layers(name):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"activation_offloading": 1.0}, {"tiled_mlp": 64}, {"tiled_mlp": 64, "activation_offloading": 1.0}],
+    [
+        {},
+        pytest.param({"activation_offloading": 1.0}, marks=pytest.mark.slow),
+        pytest.param({"tiled_mlp": 64}, marks=pytest.mark.slow),
+        {"tiled_mlp": 64, "activation_offloading": 1.0},
+    ],
     ids=str,
 )
 def test_the_peak_of_weights_in_fp32_is_as_planned(as_on_gpus, settings):

@@ -174,7 +174,12 @@ RUNS: dict[str, Run] = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+QUICK = ("jensen-shannon", "forward", "reverse", "its own answers", "adapters")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+)
 def test_runs(ranks: Ranks, tmp_path: Path, name: str) -> None:
     compare(ranks, tmp_path, RUNS[name])
 
