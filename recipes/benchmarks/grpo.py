@@ -289,8 +289,12 @@ def lines_of(command: list[str], folder: Path, timeout_s: float) -> Iterator[Row
             yield {"reason": "; ".join(failures) or f"its processes ended with status {process.returncode}"}
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.terminate()  # torchrun then ends its workers, which have sessions of their own
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def attempt(arguments: argparse.Namespace, contender: str, prompt: int, found: Callable[[Row, Row], None]) -> bool:
