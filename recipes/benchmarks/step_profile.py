@@ -1,15 +1,18 @@
-"""Where the GPU's time of one training step goes, or of a document that is read.
+"""Where the GPU's time of one training step goes, of a document that is read, or of attention alone.
 
     torchrun --nproc-per-node 2 recipes/benchmarks/step_profile.py --shape qwen3.5-hybrid --lora --liger \\
         --length 65536 --out outputs/profile.json
     torchrun --nproc-per-node 2 recipes/benchmarks/step_profile.py --shape llama-8b --liger --read --length 131072 \\
         --out outputs/profile_reading.json
+    torchrun --nproc-per-node 2 recipes/benchmarks/step_profile.py --attention --kv-heads 8 --length 16384 \\
+        --out outputs/profile_attention.json
 
 The step is that of training.py's "hf_burst" contender, with settings of BurstConfig in `--settings`; with `--read` it
-is `hf_burst.remember`, as in generation.py. After three steps one more runs under torch's profiler on the first rank.
-What is written, of that rank: the seconds of the step; those in which a kernel of a group ran, by group; those in which
-only messages or copies ran, and in which nothing did; the longest of these gaps; and the operations that took longest,
-by the shapes of their inputs. The profiler makes steps some percent longer.
+is `hf_burst.remember`, as in generation.py, and with `--attention` three forward passes of attention in a row and their
+backward passes, as in attention.py. After three steps one more runs under torch's profiler on the first rank. What is
+written, of that rank: the seconds of the step; those in which a kernel of a group ran, by group; those in which only
+messages or copies ran, and in which nothing did; the longest of these gaps; and the operations that took longest, by
+the shapes of their inputs. The profiler makes steps some percent longer.
 """
 
 import argparse
@@ -24,11 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 import hf_burst
+from hf_burst.plan import Mask
+from recipes.benchmarks.contenders import Case
+from recipes.benchmarks.contenders import hf_burst as hf_burst_attention
+from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_contenders import burst
@@ -45,6 +53,7 @@ GROUPS = {
     "norms, rotary positions, activations": ("rms_norm", "rope", "swiglu", "geglu", "layer_norm"),
     "optimizer": ("multi_tensor", "adam"),
 }
+_HEADS, _HEAD_SIZE, _CALLS = 32, 128, 3  # of attention alone
 WAITING = ("messages", "copies between GPU and host")
 
 
@@ -162,6 +171,39 @@ def reading(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Steps]:
     yield partial(hf_burst.remember, model, tokens), dict
 
 
+@contextmanager
+def attending(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Steps]:
+    """Attention, several calls in a row as the layers of a model make them."""
+    dtype = torch.bfloat16 if ranks.cuda else torch.float32
+    case = Case(
+        length=arguments.length,
+        q_heads=_HEADS,
+        kv_heads=arguments.kv_heads,
+        head_dim=_HEAD_SIZE,
+        batch=1,
+        dtype=dtype,
+        device=ranks.device,
+        rank=ranks.rank,
+        ranks=ranks.size,
+        native=choose_native("auto", ranks, dtype, _HEAD_SIZE, Mask(256))[0],
+        kernel="auto",
+        group=dist.group.WORLD if ranks.size > 1 else None,
+    )
+    settings = dict(arguments.settings)
+    attend = hf_burst_attention(settings.pop("schedule", "auto"), settings).build(case).attend
+    heads = (_HEADS, arguments.kv_heads, arguments.kv_heads)
+    shapes = [(1, case.tokens, count, _HEAD_SIZE) for count in heads]
+    leaves = [torch.randn(shape, dtype=dtype, device=ranks.device, requires_grad=True) for shape in shapes]
+    weight = torch.randn(shapes[0], dtype=dtype, device=ranks.device)
+
+    def step() -> None:
+        outputs = [attend(*leaves) for _ in range(_CALLS)]
+        for output in outputs:
+            torch.autograd.grad(output, leaves, weight)
+
+    yield step, dict
+
+
 def main() -> None:
     """Makes four steps, the last one under the profiler."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -169,6 +211,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of the model (as many as the shape has)")
     parser.add_argument("--length", type=int, default=65536, help="tokens of the whole sequence")
     parser.add_argument("--read", action="store_true", help="a document, without training")
+    parser.add_argument("--attention", action="store_true", help=f"alone, of {_HEADS} query heads of {_HEAD_SIZE}")
+    parser.add_argument("--kv-heads", type=int, default=8, help="of attention alone")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all large linear layers")
     parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU")
     parser.add_argument("--gated-norms", action="store_true", help="fla's norms of gated outputs")
@@ -182,7 +226,8 @@ def main() -> None:
     seconds = list[float]()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ranks.cuda else [])]
     profiler = profile(activities=activities, record_shapes=True)
-    with (reading if arguments.read else training)(arguments, ranks) as (step, chosen):
+    steps = attending if arguments.attention else reading if arguments.read else training
+    with steps(arguments, ranks) as (step, chosen):
         for index in range(4):
             ranks.align()
             if ranks.cuda:
