@@ -39,6 +39,7 @@ from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import TrainerCallback
 
@@ -293,7 +294,9 @@ def lines_of(command: list[str], folder: Path, timeout_s: float) -> Iterator[Row
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+                for worker in psutil.Process(process.pid).children(recursive=True):
+                    worker.kill()
+                process.kill()
                 process.wait()
 
 

@@ -135,7 +135,7 @@ def _verdict(
     prepared, failure = ranks.attempt(lambda: contender.build(own))
     if prepared is None:
         return verdict | {"status": "unavailable", "reason": failure}
-    with _listening() as said:
+    with listening() as said:
         errors, failure = ranks.attempt(lambda: _own_errors(prepared, inputs, exact), contender.family)
     if errors is None:
         return verdict | {"status": "failed", "reason": failure, "said": said}
@@ -215,7 +215,7 @@ def _first_calls(measured: Measured, ranks: Ranks, warm: bool) -> None:
     """Makes the call whose memory counts, and before it a call that compiles if the contender is not warm."""
     measured.seconds = {name: [] for name in PASSES}
     outside = _outside_bytes(ranks)
-    with _listening() as measured.said:
+    with listening() as measured.said:
         if not warm:
             _call(measured, ranks)
         base = 0
@@ -340,7 +340,7 @@ def _errors(results: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) ->
 
 
 @contextmanager
-def _listening() -> Iterator[list[str]]:
+def listening() -> Iterator[list[str]]:
     """Collects hf_burst's log of its choices; each of them is logged once."""
     lines: list[str] = []
     handler = logging.Handler(logging.INFO)

@@ -36,6 +36,7 @@ import hf_burst
 from hf_burst.plan import Mask
 from recipes.benchmarks.contenders import Case
 from recipes.benchmarks.contenders import hf_burst as hf_burst_attention
+from recipes.benchmarks.measure import listening
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
@@ -210,8 +211,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-hybrid")
     parser.add_argument("--layers", type=int, help="of the model (as many as the shape has)")
     parser.add_argument("--length", type=int, default=65536, help="tokens of the whole sequence")
-    parser.add_argument("--read", action="store_true", help="a document, without training")
-    parser.add_argument("--attention", action="store_true", help=f"alone, of {_HEADS} query heads of {_HEAD_SIZE}")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--read", action="store_true", help="a document, without training")
+    kinds.add_argument("--attention", action="store_true", help=f"alone, of {_HEADS} query heads of {_HEAD_SIZE}")
     parser.add_argument("--kv-heads", type=int, default=8, help="of attention alone")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all large linear layers")
     parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU")
@@ -227,7 +229,7 @@ def main() -> None:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ranks.cuda else [])]
     profiler = profile(activities=activities, record_shapes=True)
     steps = attending if arguments.attention else reading if arguments.read else training
-    with steps(arguments, ranks) as (step, chosen):
+    with listening() as said, steps(arguments, ranks) as (step, chosen):
         for index in range(4):
             ranks.align()
             if ranks.cuda:
@@ -244,7 +246,7 @@ def main() -> None:
     if ranks.rank == 0:
         kernels = kernels_of(profiler)
         found = {"steps_s": seconds, "chosen": chosen(), **summary(kernels, seconds[-1])}
-        found |= {"operations": operations(profiler), "gaps": gaps(kernels)}
+        found |= {"operations": operations(profiler), "gaps": gaps(kernels), "said": said}
         ranks.say(json.dumps({name: found[name] for name in ("steps_s", "groups", "nothing", "chosen")}))
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result | found, indent=1) + "\n")

@@ -1,5 +1,6 @@
 """Steps of one token that are recorded and played: the tokens and scores of one process, and no step less."""
 
+from contextlib import nullcontext
 from functools import wraps
 from itertools import pairwise
 from typing import Any
@@ -7,6 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
+from peft import LoraConfig
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_burst
 from hf_burst.hf import sharded_cache
@@ -31,7 +34,7 @@ def compare(rank: int, size: int, name: str, length: int, padded: bool, ways: tu
     for way, expected in zip(ways, wanted, strict=True):
         torch.manual_seed(5)
         with mock.patch.object(step_graphs, "CudaGraphs", OpGraphs), mock.patch.object(sharded_cache, "_ROOM", room):
-            found = hf_burst.generate(model, **prompt, **GREEDY | WAYS[way], **ASKED, cuda_graphs=True)
+            found = hf_burst.generate(model, **prompt, **GREEDY | WAYS[way], **ASKED)
         assert torch.equal(found.sequences, expected.sequences), way
         scale = max(float(part.abs().max()) for part in expected.logits)
         for own, other in zip(found.logits, expected.logits, strict=True):
@@ -187,6 +190,62 @@ def test_what_cannot_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFixture,
     assert torch.equal(found, expected)
     assert why in said
     assert OpGraph.played <= played + 1, "only to compare"
+
+
+def switch_off(model: Any) -> None:
+    model.disable_adapters()
+
+
+def add_a_hook(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def replace_a_weight(model: Any) -> None:
+    weight = model.model.layers[1].mlp.down_proj.weight
+    weight.data = -weight.data
+
+
+@pytest.mark.parametrize("change", [switch_off, add_a_hook, replace_a_weight])
+def test_a_processor_changes_the_model(caplog: pytest.LogCaptureFixture, change: Any) -> None:
+    """Between two tokens, by which time steps are played; with one that changes nothing they go on."""
+
+    class Change(LogitsProcessor):
+        def __init__(self, model: Any, change: Any) -> None:
+            self.model, self.change, self.calls = model, change, 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == 10:
+                self.change(self.model)
+            return scores
+
+    found = []
+    for stand_in, what in ((False, change), (True, change), (True, lambda model: None)):
+        caplog.clear()
+        model, prompt = make("llama"), prompt_of(17, False)
+        torch.manual_seed(7)
+        model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+        hf_burst.patch_model(model.eval())
+        processor, OpGraph.played = LogitsProcessorList([Change(model, what)]), 0
+        graphs = mock.patch.object(step_graphs, "CudaGraphs", OpGraphs) if stand_in else nullcontext()
+        with graphs, caplog.at_level("INFO", "hf_burst"):
+            found.append(hf_burst.generate(model, **prompt, **GREEDY, **ASKED, logits_processor=processor))
+        said = "".join(caplog.messages)
+        assert OpGraph.played == (0 if not stand_in else 10 - 1 - 4 if what is change else pieces(1))
+        assert ("the model was changed while it generated" in said) == (stand_in and what is change)
+    plain, played, unchanged = (torch.stack(answer.logits) for answer in found)
+    torch.testing.assert_close(played, plain)
+    assert not torch.allclose(plain, unchanged, atol=1e-3)
+
+
+def test_a_config_that_wants_none() -> None:
+    model, OpGraph.played = hf_burst.patch_model(make("llama")), 0
+    config = GenerationConfig(cuda_graphs=False, eos_token_id=None, **GREEDY)
+    with mock.patch.object(step_graphs, "CudaGraphs", OpGraphs):
+        hf_burst.generate(model, **prompt_of(17, False), generation_config=config)
+        assert OpGraph.played == 0
+        hf_burst.generate(model, **prompt_of(17, False), **GREEDY)
+    assert OpGraph.played == pieces(1)
 
 
 def send_something_else(rank: int, size: int, name: str) -> int:

@@ -418,6 +418,18 @@ def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [[], ["--lora"], ["--read"], ["--attention"]], ids=str)
+def test_a_profile(tmp_path: Path, kind: list[str]) -> None:
+    out = tmp_path / "profile.json"
+    options = ["--shape", "tiny", "--length", "128", "--device", "cpu", "--out", str(out)]
+    launch("recipes/benchmarks/step_profile.py", *options, *kind, common=())
+    result = json.loads(out.read_text())
+    assert len(result["steps_s"]) == 4
+    assert result["seconds"] == result["steps_s"][-1] > 0
+    assert any("hf_burst runs" in line for line in result["said"]), "which schedule"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["questions", "pairs"])
 def test_rows_that_begin_alike_are_measured(tmp_path: Path, what: str) -> None:
     out, sizes = tmp_path / "beginnings.json", ["--beginning", "90", "--ending", "7", "--endings", "2"]

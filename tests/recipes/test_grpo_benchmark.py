@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 
 from recipes.benchmarks.grpo import GENERATION, OLD, PARTS, REFERENCE, REWARDS, TRAINING
@@ -32,6 +33,17 @@ def test_the_benchmark_of_grpo(tmp_path: Path) -> None:
         assert row["median_s"] == seconds
         assert row["rollout_s"] == pytest.approx(sum(seconds.values()))
         assert row["training_step_s"] == pytest.approx(seconds[TRAINING] / 2)
+
+
+@pytest.mark.slow
+def test_an_attempt_that_takes_too_long_ends_with_its_workers(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    words = [*LENGTHS, "--contenders", "trl", "--timeout", "3", "--out", str(out)]
+    launch("recipes/benchmarks/grpo.py", *words, common=OPTIONS, status=1)
+    rows = json.loads(out.read_text())["results"]
+    assert [row["reason"] for row in rows] == ["it did not end within 3 s"] * 2
+    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not [command for command in commands if str(out) in command], "which would keep the GPUs"
 
 
 @pytest.mark.slow

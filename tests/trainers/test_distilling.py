@@ -174,7 +174,7 @@ RUNS: dict[str, Run] = {
 }
 
 
-QUICK = ("jensen-shannon", "forward", "reverse", "its own answers", "adapters")
+QUICK = ("jensen-shannon", "forward", "reverse", "its own answers", "adapters", "fsdp2")
 
 
 @pytest.mark.parametrize(

@@ -155,23 +155,23 @@ def checksum(batch: Mapping[str, Any], token_inputs: Sequence[TokenInput] = TOKE
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A checksum of the values of a tensor, read as integers and mixed with where they stand: `torch.LongTensor`, a
-    scalar on its device. A part of the tensor is in memory as int64 at a time."""
+    """A checksum of the values of a tensor, each read as an integer and mixed with where it stands: `torch.LongTensor`,
+    a scalar on its device. A part of the tensor is in memory as int64 at a time."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    weights = tensor.is_floating_point() or tensor.dtype == torch.uint8
-    for piece in (_words(tensor) if weights else tensor.detach().flatten()).split(_PIECE):
+    for piece in _bits(tensor).flatten().split(_PIECE):
         total = total * _SPREAD + _mixed(piece.to(torch.int64)).sum()
     return total
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Eight bytes of a tensor as one number each, of which there are four times fewer than of weights in bf16."""
-    octets = tensor.detach().contiguous().flatten().view(torch.uint8)
+def sum_of_octets(weight: torch.Tensor) -> torch.Tensor:
+    """[`sum_of_bits`] of a weight that has the same dtype wherever it is compared: eight bytes are a number, of which
+    there are four times fewer than values in bf16."""
+    octets = weight.detach().contiguous().flatten().view(torch.uint8)
     if octets.numel() % 8:
         octets = functional.pad(octets, (0, -octets.numel() % 8))
     elif octets.storage_offset() % 8:
         octets = octets.clone()
-    return octets.view(torch.int64)
+    return sum_of_bits(octets.view(torch.int64)) + weight.numel()  # padding is no value
 
 
 def _mixed(values: torch.Tensor) -> torch.Tensor:

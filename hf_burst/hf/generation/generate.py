@@ -21,6 +21,7 @@ from .step_graphs import stepping
 from .weights import gathered_once
 
 _OF_OTHER_CACHES = ("cache_implementation", "prefill_chunk_size")
+_OF_USERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")  # code of theirs
 _QUESTIONS = ("input_ids", "attention_mask")
 _SAME_PROMPTS = "Give generate the same prompt and the same settings on all ranks of a group."
 
@@ -55,7 +56,8 @@ def generate(
         cuda_graphs (`bool`, defaults to `True`): Whether to record a step of one token as CUDA graphs on a GPU, and to
             play them for later ones. Scores are the same up to rounding. Steps that cannot be recorded run as they are,
             and the log (`INFO`) says why: weights of several ranks (FSDP2) or on several GPUs, autocast,
-            `torch.compile`, hooks, or a model that waits for the GPU.
+            `torch.compile`, hooks, or a model that waits for the GPU. Python code of the model does not run in played
+            steps. In a `GenerationConfig` it may stand, too.
         kwargs: Those of `model.generate`.
 
     Returns:
@@ -92,7 +94,9 @@ def generate(
     if memory is not None:
         own |= zip(("input_ids", "attention_mask"), asked_with, strict=True)
     passes = patch.passes
-    steps = stepping(base) if cuda_graphs else nullcontext()
+    graphs = cuda_graphs and asked(base, kwargs, "cuda_graphs") is not False  # trainers give a config
+    changing = any(kwargs.get(name) for name in _OF_USERS)
+    steps = stepping(base, changing) if graphs else nullcontext()
     with same_random_numbers(group, base.device), gathered_once(base), steps:
         try:
             found: Any = base.generate(past_key_values=cache, **own)  # type: ignore[operator]

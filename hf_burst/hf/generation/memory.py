@@ -19,12 +19,12 @@ from ...attention.shared_keys import Keys
 from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..batches.documents import batch_shape, real_tokens
-from ..batches.sharded import checksum, sum_of_bits
+from ..batches.sharded import checksum, sum_of_octets
 from ..models.recurrent import recurrent_modules
 from ..parts.rope import follows_length
 from ..parts.tokens import numbers_tokens
 from ..sharded_cache import ShardedCache
-from .request import check, patched
+from .request import adapters_at_work, check, patched
 
 _ABOUT, _DOCUMENT = "memory.json", "document.safetensors"
 _REMEMBER_ANEW = "Call hf_burst.remember anew."
@@ -283,19 +283,13 @@ def _entries(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, A
 def about(model: PreTrainedModel) -> dict[str, Any]:
     """The class of a model, its config, and a checksum of what else its keys follow from: weights, buffers, adapters
     that are at work and the precision of autocast. All ranks that share weights call it."""
-    names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-    adapters = [
-        (path, [str(getattr(module, name, None)) for name in names])
-        for path, module in model.named_modules()
-        if hasattr(module, "disable_adapters") and hasattr(module, "merged_adapters")
-    ]
     kind = model.device.type
     precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    total = torch.tensor(zlib.crc32(str((adapters, precision)).encode()), device=model.device)
+    total = torch.tensor(zlib.crc32(str((adapters_at_work(model), precision)).encode()), device=model.device)
     for weight in chain(model.parameters(), model.buffers()):  # rotary frequencies and routers' biases are buffers
         whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
         whole = torch.view_as_real(whole) if whole.is_complex() else whole
-        total = total * 31 + sum_of_bits(whole).to(total.device)
+        total = total * 31 + sum_of_octets(whole).to(total.device)
     config = dict(_entries(model.config.to_dict()))
     if not any(map(numbers_tokens, model.modules())):  # by the token that pads
         config = {name: value for name, value in config.items() if not name.endswith("pad_token_id")}

@@ -97,6 +97,16 @@ def asked(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
     return next((value for value in values if value is not None), None)
 
 
+def adapters_at_work(model: nn.Module) -> list[tuple[str, list[str]]]:
+    """Which adapters of peft are active, switched off or merged in each module that has some, and their scales."""
+    names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+    return [
+        (path, [str(getattr(module, name, None)) for name in names])
+        for path, module in model.named_modules()
+        if hasattr(module, "disable_adapters") and hasattr(module, "merged_adapters")
+    ]
+
+
 def copies_of(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> int:
     """How many rows `generate` makes of each prompt."""
     return max(int(asked(model, kwargs, name) or 1) for name in ("num_beams", "num_return_sequences"))

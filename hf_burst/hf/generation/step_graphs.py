@@ -28,6 +28,7 @@ from ...ranks.group import ContextGroup
 from ..cached_tokens import FixedStep
 from ..context import CachedPass, current, entered
 from ..sharded_cache import ShardedCache
+from .request import adapters_at_work
 
 logger = logging.getLogger(__name__)
 
@@ -151,10 +152,12 @@ class StepGraphs:
 
     Args:
         plain (callable): Its forward, as it was.
+        state (callable): What a recording follows from, and may change between two steps.
     """
 
-    def __init__(self, plain: Callable[..., Any]) -> None:
-        self.plain = plain
+    def __init__(self, plain: Callable[..., Any], state: Callable[[], Any]) -> None:
+        self.plain, self.state = plain, state
+        self.before: Any = None  # the state of the first step
         self.seen: _Looks | None = None
         self.steps = 0  # that looked so
         self.inputs: dict[str, Any] = {}
@@ -167,6 +170,11 @@ class StepGraphs:
         cached = None if context is None else context.cached
         one = cached is not None and cached.positions is not None and cached.positions.shape[1] == 1
         if cached is None or not one or self.given_up:
+            return self.plain(*args, **kwargs)
+        state = self.state()
+        self.before = state if self.seen is None else self.before
+        if state != self.before:
+            self._give_up("the model was changed while it generated")
             return self.plain(*args, **kwargs)
         looks = _looks(cached.cache, kwargs)
         if looks is None or args:
@@ -317,10 +325,27 @@ def _module_of(hook: Any) -> str:
     return getattr(hook, "__module__", None) or ""
 
 
+def _state(model: nn.Module) -> list[Any]:
+    """What users may change of a model: modes, adapters, hooks, methods, and where weights lie."""
+    found: list[Any] = [adapters_at_work(model)]
+    for module in model.modules():
+        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+        weights = (*module._parameters.values(), *module._buffers.values())
+        places = [None if weight is None else weight.data_ptr() for weight in weights]
+        found.append((module.training, id(vars(module).get("forward")), hooks, places))
+    return found
+
+
 @contextmanager
-def stepping(model: nn.Module) -> Iterator[None]:
-    """Has steps of one token played as CUDA graphs, where they can be."""
-    if all(weight.device.type != CudaGraphs.device_type for weight in model.parameters()):
+def stepping(model: nn.Module, changing: bool) -> Iterator[None]:
+    """Has steps of one token played as CUDA graphs, where they can be.
+
+    Args:
+        model (`nn.Module`): Whose forward is played.
+        changing (`bool`): Whether code of users runs between steps, which may change the model.
+    """
+    kinds = {weight.device.type for weight in model.parameters()}
+    if kinds == {"cpu"} != {CudaGraphs.device_type}:
         yield
         return
     obstacle = _obstacle(model)
@@ -329,7 +354,7 @@ def stepping(model: nn.Module) -> Iterator[None]:
         yield
         return
     before, forward = vars(model).get("forward"), model.forward
-    steps = StepGraphs(forward)
+    steps = StepGraphs(forward, partial(_state, model) if changing else lambda: None)
 
     @wraps(forward)
     def stepped(*args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...config import BurstConfig
 from ...errors import ConfigError
 from ...ranks.group import ContextGroup
-from ..batches.sharded import sum_of_bits
+from ..batches.sharded import sum_of_octets
 from ..forward_pass import ForwardPass
 from ..lazy_head import is_partitioned
 from .base import Part
@@ -182,7 +182,7 @@ def _checksum(parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
     for name, parameter in parameters.items():
         if not _is_replicated(parameter):
             continue
-        own = sum_of_bits(parameter) * (zlib.crc32(name.encode()) | 1)
+        own = sum_of_octets(parameter) * (zlib.crc32(name.encode()) | 1)
         sums.setdefault(parameter.device, []).append(own)
     totals = [torch.stack(own).sum() for own in sums.values()]
     if not totals:
