@@ -105,7 +105,7 @@ def read(tokenizer: PreTrainedTokenizerBase, wanted: "Evaluation", accelerator: 
         import ruler  # which needs lm-eval
 
         ruler.check(tokenizer, wanted.ruler, wanted.lengths)
-        tasks = ruler.make_tasks(tokenizer, wanted.ruler, wanted.lengths)
+        tasks = ruler.make_tasks(tokenizer, wanted.ruler, wanted.lengths, wanted.samples)
     return Questions(needles, windows, chats, tasks)
 
 
@@ -199,7 +199,7 @@ def evaluate(model_settings: ModelSettings, burst: BurstSettings, wanted: "Evalu
         from ruler import ShardedLM, evaluate_ruler  # which needs lm-eval
 
         lm = ShardedLM(model, tokenizer, max(wanted.lengths))
-        options = wanted.lengths, wanted.samples, wanted.ruler_by, wanted.chat
+        options = wanted.lengths, wanted.ruler_by, wanted.chat
         write("ruler", evaluate_ruler(lm, questions.tasks, *options))
         say(json.dumps(results["ruler"], indent=1))
     drawn = " and pictures are" if questions.needles is not None or questions.windows else " is"

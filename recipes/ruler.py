@@ -7,13 +7,17 @@ Install it by `pip install "lm_eval[ruler]"`.
 import contextlib
 import os
 import tempfile
-from itertools import chain
+from collections.abc import Callable
+from functools import wraps
+from inspect import isfunction, signature
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate.utils import set_seed
 from lm_eval import simple_evaluate
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.models.utils_hf import stop_sequences_criteria
@@ -148,13 +152,44 @@ def check(tokenizer: PreTrainedTokenizerBase, tasks: list[str], lengths: list[in
             raise SystemExit(f"ruler_cwe takes {shortest} tokens at least at the length {length}; give greater ones.")
 
 
-def make_tasks(tokenizer: PreTrainedTokenizerBase, tasks: list[str], lengths: list[int]) -> dict[str, Any]:
+def at_most(samples: int, make: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of lm-eval that makes `num_samples` texts, which makes no more than `samples`."""
+
+    @wraps(make)
+    def made(*arguments: Any, num_samples: int = samples, **options: Any) -> Any:
+        return make(*arguments, num_samples=min(num_samples, samples), **options)
+
+    return made
+
+
+def fewer_texts(samples: int) -> contextlib.AbstractContextManager[Any]:
+    """Makes lm-eval's tasks with `samples` texts a length, while it is entered. Each module that makes texts names the
+    500 itself, and is executed anew when a task is built: only then do its functions exist."""
+    plain = ConfigurableTask.download
+
+    def download(task: ConfigurableTask, *arguments: Any, **options: Any) -> None:
+        names = task.config.custom_dataset.__globals__
+        makers = {
+            name: at_most(samples, value)
+            for name, value in names.items()
+            if isfunction(value) and "num_samples" in signature(value).parameters
+        }
+        with mock.patch.dict(names, makers):
+            plain(task, *arguments, **options)
+
+    return mock.patch.object(ConfigurableTask, "download", download)
+
+
+def make_tasks(
+    tokenizer: PreTrainedTokenizerBase, tasks: list[str], lengths: list[int], samples: int
+) -> dict[str, Any]:
     """RULER's tasks with the texts that lm-eval makes, by their names. All processes make the same texts.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the model.
         tasks (`list[str]`): Tasks of RULER in lm-eval, which [`check`] let pass; those of `OFFLINE` download nothing.
         lengths (`list[int]`): Tokens of the texts, the room for the answer included.
+        samples (`int`): Texts of each task and length, at most the 500 of lm-eval.
     """
     with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as nowhere:
         tokenizer.save_pretrained(folder)
@@ -162,19 +197,17 @@ def make_tasks(tokenizer: PreTrainedTokenizerBase, tasks: list[str], lengths: li
         with contextlib.redirect_stdout(nowhere):  # lm-eval prints how it fits texts to lengths
             metadata = {"tokenizer": folder, "max_seq_lengths": lengths}
             manager = TaskManager(include_path=FOLDER, include_defaults=False, metadata=metadata)
-            return manager.load(tasks)["tasks"]
+            with fewer_texts(samples):
+                return manager.load(tasks)["tasks"]
 
 
-def evaluate_ruler(
-    lm: ShardedLM, tasks: dict[str, Any], lengths: list[int], samples: int, by: str, chat: bool
-) -> Scores:
+def evaluate_ruler(lm: ShardedLM, tasks: dict[str, Any], lengths: list[int], by: str, chat: bool) -> Scores:
     """Scores of some tasks.
 
     Args:
         lm ([`ShardedLM`]): The model. All processes call this.
         tasks (`dict`): The tasks that [`make_tasks`] made.
         lengths (`list[int]`): Tokens of their texts.
-        samples (`int`): Texts of each task and length, at most the 500 that lm-eval makes.
         by (`str`): `"answer"`, whether greedy decoding would write the answer; or `"generation"`, RULER's own score,
             the share of the answers in a text that is generated.
         chat (`bool`): Whether to ask by the chat template of the tokenizer.
@@ -182,20 +215,14 @@ def evaluate_ruler(
     Returns:
         `dict`: For each task the scores by length, on the first process of a machine; empty on the others.
     """
-    chosen = {}
-    for name, task in tasks.items():
-        sizes = task.dataset["test"]["max_length"]
-        first = [[place for place, size in enumerate(sizes) if size == length][:samples] for length in lengths]
-        chosen[name] = list(chain.from_iterable(first))
-        if by == "answer":
-            task.OUTPUT_TYPE = "loglikelihood"
-            for key, value in {"doc_to_target": answer_of, "process_results": by_answer}.items():
-                task.set_config(key, value)
+    for task in tasks.values() if by == "answer" else ():
+        task.OUTPUT_TYPE = "loglikelihood"
+        for key, value in {"doc_to_target": answer_of, "process_results": by_answer}.items():
+            task.set_config(key, value)
     results = simple_evaluate(
         lm,
         tasks=list(tasks.values()),
         task_manager=TaskManager(include_path=FOLDER, include_defaults=False),
-        samples=chosen,
         apply_chat_template=chat,
         bootstrap_iters=0,
         log_samples=False,

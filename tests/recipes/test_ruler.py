@@ -40,8 +40,8 @@ def ruler_scores(rank: int, size: int, folder: str, tasks: list[str], lengths: l
 
     lm._loglikelihood_tokens = noted
     with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):  # so that every rank returns the scores
-        made = ruler.make_tasks(lm.tokenizer, tasks, lengths)
-        return ruler.evaluate_ruler(lm, made, lengths, 2, way, False), asked
+        made = ruler.make_tasks(lm.tokenizer, tasks, lengths, 2)
+        return ruler.evaluate_ruler(lm, made, lengths, way, False), asked
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,32 @@ def test_tasks_that_ruler_has_not() -> None:
     wanted = evaluate.Evaluation(tasks=[], documents=[], ruler=["nonsense"])
     with pytest.raises(SystemExit, match="ruler has 'nonsense'; tasks that need no network: niah_single_1"):
         evaluation.read(words(), wanted, mock.Mock())
+
+
+@pytest.mark.parametrize(
+    ("task", "lengths"),
+    [
+        ("niah_single_1", [512, 768]),
+        ("ruler_cwe", [4096]),
+        pytest.param("ruler_vt", [4096], marks=pytest.mark.full),
+        pytest.param("ruler_fwe", [512, 768], marks=pytest.mark.full),
+    ],
+)
+def test_no_more_texts_are_made_than_are_asked_for(task: str, lengths: list[int]) -> None:
+    """lm-eval measures each text that it makes, and a few more to find out how much fits into a length."""
+    import ruler
+
+    tokenizer, measured = words(), []
+    plain = type(tokenizer).__call__
+
+    def counted(self: object, text: str, **options: object) -> object:
+        measured.append(text)
+        return plain(self, text, **options)
+
+    with mock.patch.object(type(tokenizer), "__call__", counted):
+        (made,) = ruler.make_tasks(tokenizer, [task], lengths, 3).values()
+    assert made.dataset["test"]["max_length"] == [length for length in lengths for _ in range(3)]
+    assert 3 * len(lengths) < len(measured) < 100 * len(lengths)
 
 
 def test_texts_are_made_before_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:
