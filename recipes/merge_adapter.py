@@ -10,6 +10,7 @@ from pathlib import Path
 
 import beginning  # noqa: F401 (before peft)
 from models import merge_adapter
+from peft import PeftConfig
 from settings import probe_merged, using
 
 
@@ -21,8 +22,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if not (arguments.adapter / "adapter_config.json").exists():
         raise SystemExit(f"{arguments.adapter} holds no adapter_config.json; give the folder of an adapter.")
-    probe_merged("to", str(arguments.to), str(arguments.adapter))
     with using(f"adapter {arguments.adapter}"):
+        base = PeftConfig.from_pretrained(arguments.adapter).base_model_name_or_path
+        probe_merged("to", str(arguments.to), str(arguments.adapter), base)
         merge_adapter(arguments.adapter, arguments.to, arguments.dtype)
     print(f"the full model is in {arguments.to}")
 

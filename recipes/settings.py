@@ -359,7 +359,7 @@ def prepare(
     if burst.merge_to is not None and not model.use_peft:
         raise SystemExit("merge_to is set without use_peft; what is trained in full is a full model already.")
     if burst.merge_to is not None:
-        probe_merged("merge_to", burst.merge_to, training.output_dir)
+        probe_merged("merge_to", burst.merge_to, training.output_dir, model.model_name_or_path)
     check_groups(burst.parallelism.burst_size)
     if training.process_index == 0 and (warning := overruled(burst.burst_size)):
         print(f"WARNING: {warning}", file=sys.stderr)
@@ -417,11 +417,16 @@ def probe(name: str, folder: str) -> None:
         tempfile.TemporaryFile(dir=folder).close()
 
 
-def probe_merged(name: str, folder: str, adapter: str) -> None:
-    """The same for a merged model, which may not lie beside an adapter: Transformers would load both."""
+def probe_merged(name: str, folder: str, adapter: str, base: str | None) -> None:
+    """The same for a merged model. It may not lie beside an adapter, because Transformers would load both, nor replace
+    the base, to which the adapter would then be added again."""
     if Path(folder).resolve() == Path(adapter).resolve() or (Path(folder) / "adapter_config.json").exists():
         raise SystemExit(f"{name} is {folder!r}, where an adapter is; set another folder.")
+    if base is not None and Path(folder).resolve() == Path(base).resolve():
+        raise SystemExit(f"{name} is {folder!r}, where the base of the adapter is; set another folder.")
     probe(name, folder)
+    if any(Path(folder).glob("model.safetensors*")) and os.environ.get("RANK", "0") == "0":
+        print(f"{name} {folder!r} holds a full model; the merged one replaces it.")
 
 
 def end(trainer: "Trainer") -> None:

@@ -467,6 +467,7 @@ def test_adapters_remember_the_revision_and_are_merged_elsewhere(
     assert "precompute_ref_log_probs would" in wrong("--precompute_ref_log_probs", "true", script=dpo)
     assert "by which the head would not learn" in wrong(*options, "--lora_task_type", "CAUSAL_LM", script=reward)
     assert "merge_to is './out', where an adapter is; set another folder" in wrong(*options, "--merge_to", "./out")
+    assert "where the base of the adapter is" in wrong(*options, "--merge_to", f"{tmp_path}/x/../base")
     assert "merge_to '/proc/x' cannot be used" in wrong(*options, "--merge_to", "/proc/x")
     trainer, _ = recipe(*options, "--model_revision", "v2")
     assert trainer.model.peft_config["default"].revision == "v2"
@@ -506,17 +507,26 @@ def test_an_adapter_keeps_the_rope_that_it_was_trained_with(
 
 
 def test_a_checkpoint_is_merged_by_the_script(
-    recipe: Callable[..., Any], sentence: Sentence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Callable[..., Any],
+    sentence: Sentence,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     base = make_base(tmp_path / "base")
     assert "holds no adapter_config.json" in sentence(merge_adapter.main, str(base), "merged")
     saving = ["--use_peft", "--save_strategy", "steps", "--save_steps", "1"]
     training.train(*recipe("--model_name_or_path", str(base), *saving))
     assert "to is 'out', where an adapter is" in sentence(merge_adapter.main, "out/checkpoint-1", "out")
+    assert "where the base of the adapter is" in sentence(merge_adapter.main, "out/checkpoint-1", "base")
+    assert float(reload(base)["loss"]) > 0
     for file in Path("out/checkpoint-1").glob("tokenizer*"):
         file.unlink()  # the base has one
     monkeypatch.setattr(sys, "argv", ["merge_adapter.py", "out/checkpoint-1", "merged", "--dtype", "bfloat16"])
     merge_adapter.main()
+    assert "replaces it" not in capsys.readouterr().out
+    merge_adapter.main()
+    assert "to 'merged' holds a full model; the merged one replaces it." in capsys.readouterr().out
     assert json.loads(Path("merged/config.json").read_text())["dtype"] == "bfloat16"
     assert float(reload(tmp_path / "merged")["loss"]) > 0
     assert Path("merged/tokenizer.json").exists()
