@@ -31,6 +31,7 @@ from .context import CALL_KEY, CachedPass, LayerContext, PassContext, current
 from .forward_pass import Batch, ForwardPass
 from .groups import OLD_ARGUMENTS, PATCH, check_joined, resolve_group
 from .models.cut_point import CutPoint, cut_point_of, language_model_of
+from .models.other_sizes import refuse_other_sizes
 from .models.peft_methods import check_adapters
 from .models.support import base_model, check_model, verdict_on
 from .models.task import task_of
@@ -242,7 +243,7 @@ def _within_compiled() -> bool:
 
 
 class _Patch:
-    """What patching added to one model: a list of parts, and the three hooks of the model that run it."""
+    """What patching added to one model: a list of parts, and the hooks of the model that run it."""
 
     def __init__(self, model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None, verdict: str) -> None:
         self.config, self.group, self.verdict, self.task = config, group, verdict, task_of(model)
@@ -279,6 +280,7 @@ class _Patch:
             model.register_forward_pre_hook(self.before, with_kwargs=True),
             model.register_forward_hook(self.after, prepend=True, with_kwargs=True),
             model.register_forward_hook(self.end, always_call=True),
+            model.register_load_state_dict_pre_hook(refuse_other_sizes),
         ]
 
     def remove(self, model: PreTrainedModel) -> None:

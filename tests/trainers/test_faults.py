@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_burst
@@ -433,6 +433,29 @@ def test_another_base_of_an_adapter_is_an_error(ranks: Ranks, tmp_path: Path) ->
         assert "The checkpoint of step 1 was trained beside frozen weights that are not those of this mod" in str(error)
     assert ranks(2).run(of_base, copy(tmp_path, tmp_path / "asked", 1), 3, 2, True) == [2, 2]
     assert ranks(2).run(of_base, folder, 0, 2) == [2, 2]
+
+
+def of_size(rank: int, size: int, folder: str, width: int, lora: bool, steps: int) -> None:
+    config = make_model("llama").config
+    config.head_dim, config.name_or_path = width, f"of {width}"
+    model = hf_burst.patch_model(LlamaForCausalLM(config))
+    trainer = make_trainer(Case(lora=lora), folder, model=model, **{**EVERY, "max_steps": steps})
+    trainer.train(resume_from_checkpoint=hf_burst.last_checkpoint(folder))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_model_of_other_sizes_is_one_sentence(ranks: Ranks, tmp_path: Path, lora: bool) -> None:
+    """Where torch would list all weights."""
+    folder = str(tmp_path)
+    ranks(2).run(of_size, folder, 8, lora, 1)
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(of_size, folder, 16, lora, 2)
+    of = "an adapter of 'of 8'" if lora else "a model"
+    for error in caught.value.errors:
+        assert isinstance(error, ConfigError)
+        assert f"{folder}/checkpoint-1 is a checkpoint of {of}, whose sizes are not those of this mo" in str(error)
+        assert "this model, 'of 16'" in str(error)
+    ranks(2).run(of_size, folder, 8, lora, 2)
 
 
 def frozen_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
