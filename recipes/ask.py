@@ -1,4 +1,5 @@
-"""Asks questions to every text of a folder, of any length over several processes, and says which text answers best.
+"""Asks questions to a text, or to every text of a folder, of any length over several processes, and says which text
+answers best.
 
     accelerate launch --multi_gpu --num_processes 2 recipes/ask.py meta-llama/Llama-3.1-8B-Instruct books/ \\
         --questions questions.txt
@@ -6,6 +7,8 @@
 Each text is read once for all questions (`hf_burst.remember`). Each question gets an answer from every text; the one
 that is likeliest to the model, by the mean log-likelihood of its tokens, is shown with its text. This says which text
 the model is surest about, and no more: a model may be sure and wrong, and answers from what it knew before.
+
+Where the tokenizer has a chat template, text and question are the message of a user; `--no-chat` asks without it.
 """
 
 import argparse
@@ -15,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import beginning  # noqa: F401 (before peft)
+import settings
 import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
@@ -35,26 +38,51 @@ class Answer:
     log_likelihood: float  # the mean of its tokens, in nats
 
 
+def frame(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str], chat: bool) -> tuple[str, list[str]]:
+    """What stands before a text, and behind it for each question.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer.
+        questions (sequence of `str`): The questions.
+        chat (`bool`): Whether text and question are the message of a user, in the chat template of the tokenizer.
+    """
+    if not chat:
+        return "", [TEMPLATE.format(question=question) for question in questions]
+    parts, options = [], {"add_generation_prompt": True, "enable_thinking": False}  # where a template has thoughts
+    for question in questions:
+        message = [{"role": "user", "content": f"(text)\n\n{question}"}]
+        asked = tokenizer.apply_chat_template(message, tokenize=False, **options)
+        parts.append(asked.partition("(text)"))
+    return parts[0][0], [behind for _, _, behind in parts]
+
+
+def ends_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end an answer: those of the model, such as the end of a turn, and that of the tokenizer."""
+    own = model.generation_config.eos_token_id
+    ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
+    return sorted(end for end in ends if end is not None)
+
+
 def answers_from(
-    model: Any, tokenizer: PreTrainedTokenizerBase, text: str, questions: Sequence[str], tokens: int
+    model: Any, tokenizer: PreTrainedTokenizerBase, document: torch.Tensor, questions: Sequence[str], tokens: int
 ) -> list[tuple[str, float]]:
     """The answers of a text to all questions, each with the mean log-likelihood of its tokens.
 
     Args:
         model (`PreTrainedModel`): A patched model in evaluation; all processes call this.
         tokenizer (`PreTrainedTokenizerBase`): Its tokenizer, which pads on the left.
-        text (`str`): The text.
+        document (`torch.Tensor` of shape `(1, tokens)`): The text, and what stands before it.
         questions (sequence of `str`): The questions, as they stand behind it.
         tokens (`int`): Most tokens of an answer.
     """
-    document = tokenizer(text, return_tensors="pt").input_ids.to(model.device)
-    memory = hf_burst.remember(model, document)
+    memory = hf_burst.remember(model, document.to(model.device))
     asked = tokenizer(list(questions), return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
-    ids, mask, ends = asked.input_ids, asked.attention_mask, tokenizer.eos_token_id
-    options = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
-    whole = hf_burst.generate(model, input_ids=ids, attention_mask=mask, memory=memory, eos_token_id=ends, **options)
+    ids, mask, ends = asked.input_ids, asked.attention_mask, ends_of(model, tokenizer)
+    options = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": ends or None}
+    options["pad_token_id"] = tokenizer.pad_token_id
+    whole = hf_burst.generate(model, input_ids=ids, attention_mask=mask, memory=memory, **options)
     written = whole[:, ids.shape[1] :]
-    is_end = torch.zeros_like(written) if ends is None else (written == ends).long()
+    is_end = torch.isin(written, torch.tensor(ends, device=written.device)).long()
     ended = is_end.cumsum(1) - is_end > 0  # behind the first end
     labels = torch.cat([torch.full_like(ids, -100), written.masked_fill(ended, -100)], 1)
     batch = {"input_ids": whole, "attention_mask": torch.cat([mask, torch.ones_like(written)], 1), "labels": labels}
@@ -63,11 +91,19 @@ def answers_from(
 
 
 def ask(
-    model: Any, tokenizer: PreTrainedTokenizerBase, texts: dict[str, str], questions: Sequence[str], tokens: int
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: dict[str, str],
+    questions: Sequence[str],
+    tokens: int,
+    chat: bool,
 ) -> list[Answer]:
-    """For each question the likeliest of the answers of all texts, see [`answers_from`]."""
-    asked = [TEMPLATE.format(question=question) for question in questions]
-    found = {name: answers_from(model, tokenizer, text, asked, tokens) for name, text in texts.items()}
+    """For each question the likeliest of the answers of all texts, see [`frame`] and [`answers_from`]."""
+    before, asked = frame(tokenizer, questions, chat)
+    found = {}
+    for name, text in texts.items():  # a chat template has the first token of its own
+        document = tokenizer(before + text, return_tensors="pt", add_special_tokens=not chat).input_ids
+        found[name] = answers_from(model, tokenizer, document, asked, tokens)
     best = [max(found, key=lambda name: found[name][number][1]) for number in range(len(questions))]
     return [
         Answer(question, found[name][number][0].strip(), name, found[name][number][1])
@@ -75,29 +111,39 @@ def ask(
     ]
 
 
-def texts_of(folder: Path) -> dict[str, str]:
-    """The texts of a folder, by the names of their files; ends the recipe at one that is no text, or empty."""
+def texts_of(documents: Path) -> dict[str, str]:
+    """The text of a file, or the texts of a folder, by the names of their files; ends the recipe at one that is no
+    text, or empty."""
     texts = {}
-    for path in sorted(path for path in folder.iterdir() if path.is_file()):
-        try:
-            texts[path.name] = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as problem:
-            raise SystemExit(f"{path} is not UTF-8 ({problem.reason}). Save it as UTF-8, or take it away.") from problem
+    with settings.using(f"documents {str(documents)!r}"):
+        files = [documents] if documents.is_file() else sorted(path for path in documents.iterdir() if path.is_file())
+    for path in files:
+        texts[path.name] = read(path)
         if not texts[path.name].strip():
             raise SystemExit(f"{path} is empty. Take it away.")
     return texts
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+def read(path: Path) -> str:
+    """A text; ends the recipe if it is none."""
+    with settings.using(str(path)):
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as problem:
+            raise SystemExit(f"{path} is not UTF-8 ({problem.reason}). Save it as UTF-8, or take it away.") from problem
+
+
+def main(given: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("model", help="name or folder of a causal language model")
-    parser.add_argument("documents", type=Path, help="folder with text files")
+    parser.add_argument("documents", type=Path, help="a text file, or a folder of them")
     parser.add_argument("--questions", type=Path, required=True, help="file with a question a line")
     parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer")
-    arguments = parser.parse_args()
+    without = "ask without the chat template of the tokenizer"
+    parser.add_argument("--no-chat", dest="chat", action="store_false", help=without)
+    arguments = parser.parse_args(given)
     texts = texts_of(arguments.documents)
-    lines = arguments.questions.read_text(encoding="utf-8").splitlines()
-    questions = [line.strip() for line in lines if line.strip()]
+    questions = [line.strip() for line in read(arguments.questions).splitlines() if line.strip()]
     if not texts or not questions:
         raise SystemExit(f"{len(texts)} texts and {len(questions)} questions were found; give at least one of each.")
     accelerator = Accelerator(parallelism_config=hf_burst.BurstParallelismConfig.from_env())
@@ -110,9 +156,10 @@ def main() -> None:
         if length > positions:
             told = f"{name}: {length:,} tokens, and the model has {positions:,} positions. It may answer badly."
             accelerator.print(told)
-    for answer in ask(hf_burst.patch_model(model), tokenizer, texts, questions, arguments.tokens):
+    chat = arguments.chat and tokenizer.chat_template is not None
+    for answer in ask(hf_burst.patch_model(model), tokenizer, texts, questions, arguments.tokens, chat):
         accelerator.print(json.dumps(asdict(answer), ensure_ascii=False))
 
 
 if __name__ == "__main__":
-    main()
+    settings.run(main)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 NEEDED = {"datasets", "matplotlib", "peft", "trl", "yaml"} - (
-    {"matplotlib"} if Path(sys.argv[0]).name == "merge_adapter.py" else set()  # which draws nothing
+    {"matplotlib"} if Path(sys.argv[0]).name in ("ask.py", "merge_adapter.py") else set()  # which draw nothing
 )
 MISSING = [name for name in sorted(NEEDED) if find_spec(name) is None]
 if MISSING:

@@ -1,5 +1,6 @@
 """Questions to a folder of texts: answers over ranks are those of one process, and so are their scores."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 import hf_burst
@@ -17,31 +19,44 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))  # where the reci
 import ask
 
 TEXTS = {"first": " ".join(f"w{number}" for number in range(3, 40)), "second": "w9 w8 w7 w41 w11"}
+TURNS = (  # of a user, and the beginning of the next one
+    "{% for each in messages %}w50 {{ each.content }} w51{% endfor %}{% if add_generation_prompt %} w52{% endif %}"
+)
 QUESTIONS = ["w5 w6", "w12", "w20 w21 w22 w23"]
 
 
 def tokenizer() -> PreTrainedTokenizerBase:
     made: PreTrainedTokenizerBase = trainers.tokenizer()
-    made.padding_side = "left"
+    made.padding_side, made.chat_template = "left", TURNS
+    made.backend_tokenizer.post_processor = TemplateProcessing(single="w53 $A", special_tokens=[("w53", 53)])
     return made
 
 
-def asked(rank: int, size: int) -> list[Any]:
+def asked(rank: int, size: int, chat: bool) -> list[Any]:
     reset_accelerate()
     model = hf_burst.patch_model(models.make_model("llama", torch.float64).eval())
-    return ask.ask(model, tokenizer(), TEXTS, QUESTIONS, 6)
+    return ask.ask(model, tokenizer(), TEXTS, QUESTIONS, 6, chat)
 
 
+def prompt_of(words: PreTrainedTokenizerBase, text: str, question: str, chat: bool) -> torch.Tensor:
+    if not chat:
+        asked = words(ask.TEMPLATE.format(question=question), add_special_tokens=False).input_ids
+        return torch.tensor([words(text).input_ids + asked])
+    message = [{"role": "user", "content": f"{text}\n\n{question}"}]
+    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    return words.apply_chat_template(message, **options)["input_ids"]
+
+
+@pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
-def test_answers_are_the_likeliest(ranks: Callable[[int], RankPool], size: int) -> None:
+def test_answers_are_the_likeliest(ranks: Callable[[int], RankPool], size: int, chat: bool) -> None:
     model, words = models.make_model("llama", torch.float64).eval(), tokenizer()
-    for found in ranks(size).run(asked):
+    for found in ranks(size).run(asked, chat):
         assert [answer.question for answer in found] == QUESTIONS
         for answer in found:
             scores = {}
             for name, text in TEXTS.items():
-                question = words(ask.TEMPLATE.format(question=answer.question), add_special_tokens=False).input_ids
-                prompt = torch.tensor([words(text).input_ids + question])
+                prompt = prompt_of(words, text, answer.question, chat)
                 options = {"attention_mask": torch.ones_like(prompt), "eos_token_id": words.eos_token_id}
                 whole = model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0, **options)
                 written = whole[:, prompt.shape[1] :]
@@ -56,7 +71,11 @@ def test_answers_are_the_likeliest(ranks: Callable[[int], RankPool], size: int) 
 
 def test_files_that_are_no_texts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Größe", encoding="utf-8")
-    assert ask.texts_of(tmp_path) == {"a.txt": "Größe"}
+    assert ask.texts_of(tmp_path) == ask.texts_of(tmp_path / "a.txt") == {"a.txt": "Größe"}
+    with pytest.raises(SystemExit, match=r"documents '.*/none' cannot be used: .*No such file"):
+        ask.texts_of(tmp_path / "none")
+    with pytest.raises(SystemExit, match=r"q.txt cannot be used: .*No such file"):
+        ask.main(["model", str(tmp_path), "--questions", str(tmp_path / "q.txt")])
     (tmp_path / "b.txt").write_text(" \n")
     with pytest.raises(SystemExit, match=r"b.txt is empty"):
         ask.texts_of(tmp_path)
@@ -70,4 +89,32 @@ def test_tokenizers_without_an_end() -> None:
     words.eos_token = None
     model = hf_burst.patch_model(models.make_model("llama", torch.float64).eval())
     model.generation_config.eos_token_id = None
-    assert len(ask.ask(model, words, TEXTS, QUESTIONS, 6)) == len(QUESTIONS)
+    assert len(ask.ask(model, words, TEXTS, QUESTIONS, 6, False)) == len(QUESTIONS)
+
+
+def test_answers_end_where_a_turn_ends() -> None:
+    """By the generation config of the model, where the tokenizer has another end, as Gemma's."""
+    model = models.make_model("llama", torch.float64).eval()
+    model.generation_config.eos_token_id = [7, 9]
+    assert ask.ends_of(model, tokenizer()) == [1, 7, 9]
+
+
+@pytest.mark.parametrize("given", [[], ["--no-chat"]])
+def test_the_chat_template_can_be_left_out(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reset_accelerate()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    models.make_model("llama").save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    for name, text in {"text.txt": TEXTS["first"], "questions.txt": QUESTIONS[0]}.items():
+        (tmp_path / name).write_text(text)
+    files = [str(tmp_path / name) for name in ("model", "text.txt")]
+    ask.main([*files, "--questions", str(tmp_path / "questions.txt"), "--tokens", "3", *given])
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    model = hf_burst.patch_model(models.make_model("llama").eval())
+    one = {"text.txt": TEXTS["first"]}
+    expected = ask.ask(model, tokenizer(), one, QUESTIONS[:1], 3, not given)[0]
+    assert told["answer"] == expected.answer
+    assert told["log_likelihood"] == pytest.approx(expected.log_likelihood, rel=1e-4)
+    reset_accelerate()

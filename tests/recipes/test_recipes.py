@@ -822,6 +822,14 @@ def test_a_library_of_the_recipes_is_missing(library: str, script: str) -> None:
     assert done.stderr.strip() == f'The recipes need {library}: pip install ".[recipes]" in a clone.'
 
 
+@pytest.mark.parametrize("script", ["ask", "merge_adapter"])
+def test_recipes_that_draw_nothing_need_no_matplotlib(script: str) -> None:
+    paths = os.pathsep.join([str(ROOT / "recipes"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    begin = f"import sys; sys.modules['matplotlib'] = None; sys.argv = ['{script}.py']; import {script}"
+    environment = {**CPU, "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", begin], env=environment, timeout=100, check=True)
+
+
 def test_bitsandbytes_does_not_warn_on_every_rank() -> None:
     assert not logging.getLogger("bitsandbytes").isEnabledFor(logging.WARNING)
 
