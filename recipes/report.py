@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -147,7 +148,12 @@ def next_steps(trainer: Trainer) -> str:
     if processes > 1 and not trainer.args.use_cpu and (Path(__file__).parents[1] / several).exists():
         launch, config = f"accelerate launch --multi_gpu --num_processes {processes}", several
     recipe = f"{launch} recipes/evaluate.py --config {config}"
-    evaluate = f"evaluate it (minutes): {recipe} --model_name_or_path {folder}"
+    measured = ""
+    if Path(sys.argv[0]).name == "sft.py":
+        measured = " --tasks none --ruler none --documents CHATS.jsonl"
+    elif not trainer.args.use_cpu and find_spec("lm_eval") is None:  # which the files for GPUs ask
+        measured = " --ruler none"
+    evaluate = f"evaluate it (minutes): {recipe} --model_name_or_path {folder}{measured}"
     if (folder / "adapter_config.json").exists():
         merge = f"next: merge it: python recipes/merge_adapter.py {folder} {folder}_merged"
         return merge if rewards else f"{merge}; {evaluate}"

@@ -34,6 +34,7 @@ _PRECISION = {
 }
 _LEGEND = (
     "burst_size GPUs share a sequence; each group has one of its own: groups that share less wait less for each other.",
+    "A step is of one sequence a group; with gradient_accumulation_steps it takes as many times the seconds.",
     "MFU: share of the GPU's peak. GiB: the most of a step. schedule: how the GPUs of a group exchange attention.",
     "settings: of hf_burst.Memory. Of speeds that differ by less than 1 %, the one of less memory is named.",
 )
@@ -104,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         less = ["more --gpus", *(["fewer tokens"] if most else [])]
         less += [] if training.lora else ["--lora"]
         less += [] if training.weights == "4bit" else ["--qlora"]
-        limits = f"{gpu:.0f} GiB and {HOST_ROOM:.0%} of the host's {host:.0f}"
+        limits = f"{gpu:.1f} GiB and {HOST_ROOM:.0%} of the host's {host:.0f}"
         lines.append(f"None fits into {limits}. Give {' or '.join(less)}.")
     if not documents[2:]:
         lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs.")
@@ -235,7 +236,7 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
     return [
         str(model),
         *images,
-        f"{training.gpus} x {sheet.device}, {capacity.gpu_memory / 2**30:.0f} GiB; {sheet.rates}",
+        f"{training.gpus} x {sheet.device}, {capacity.gpu_memory / 2**30:.1f} GiB; {sheet.rates}",
         f"{training.length:,} tokens a sequence, {what} weights, AdamW, {spread}, {again}",
         _PRECISION[training.weights],
     ]

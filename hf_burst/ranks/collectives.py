@@ -24,7 +24,8 @@ def gather_stacked(tensor: Tensor, group: ContextGroup) -> Tensor:
     if group.size == 1:
         return tensor[None]
     every = tensor.new_empty(group.size, *tensor.shape)
-    dist.all_gather_into_tensor(every.flatten(0, 1), tensor.contiguous(), group=group.process_group)
+    gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
+    gather_into(every.flatten(0, 1), tensor.contiguous(), group=group.process_group)
     return every
 
 

@@ -1,12 +1,13 @@
 """Messages with a gradient, beside the sums that they stand for."""
 
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from hf_burst.ranks.collectives import all_gather
+from hf_burst.ranks.collectives import all_gather, gather_stacked
 from hf_burst.ranks.group import ContextGroup
 from tests.support.ranks import RankPool
 
@@ -37,3 +38,18 @@ def test_gradients_of_gathered_tensors_are_summed(ranks: Ranks, size: int, dtype
             assert torch.equal(shard, torch.full((7, 3), float(of), dtype=dtype))
         assert torch.equal(gradient, sum(numbers(peer, rank, dtype) for peer in range(size)))
         assert torch.equal(alone, torch.ones(3, dtype=dtype))
+
+
+def stacked(rank: int, size: int) -> tuple[Tensor, list[str]]:
+    """The tensors of all ranks, and the warnings about it."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        every = gather_stacked(torch.full((3, 2), float(rank)).T, ContextGroup.from_mesh(None))  # not contiguous
+    return every, [str(warning.message) for warning in said]
+
+
+def test_tensors_are_stacked_without_a_warning(ranks: Ranks) -> None:
+    """torch 2.13 warns of the name that older releases have."""
+    for every, said in ranks(2).run(stacked):
+        assert torch.equal(every, torch.stack([torch.zeros(2, 3), torch.ones(2, 3)]))
+        assert not said

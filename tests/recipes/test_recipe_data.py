@@ -4,6 +4,7 @@ import json
 import random
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -444,10 +445,16 @@ def test_retention_counts_documents_and_tokens(tmp_path: Path, capsys: pytest.Ca
         (False, 4, "--multi_gpu --num_processes 4 recipes/evaluate.py --config recipes/configs/evaluate_4gpu.yaml"),
     ],
 )
-def test_what_comes_next_is_launched_as_the_training(tmp_path: Path, cpu: bool, processes: int, launch: str) -> None:
+def test_what_comes_next_is_launched_as_the_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpu: bool, processes: int, launch: str
+) -> None:
     arguments = SimpleNamespace(output_dir=str(tmp_path), use_cpu=cpu, world_size=processes)
     said = report.next_steps(SimpleNamespace(args=arguments))  # type: ignore[arg-type]
     assert f"{launch} --model_name_or_path {tmp_path}" in said
+    assert said.endswith("--ruler none") == (not cpu and find_spec("lm_eval") is None)
+    monkeypatch.setattr(sys, "argv", ["recipes/sft.py"])
+    said = report.next_steps(SimpleNamespace(args=arguments))  # type: ignore[arg-type]
+    assert said.endswith("--tasks none --ruler none --documents CHATS.jsonl")
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

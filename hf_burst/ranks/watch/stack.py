@@ -11,8 +11,8 @@ import torch.distributed as dist
 # Gloo's numbers count messages between two ranks as well, so they differ between ranks. They still prove something of
 # collectives that no rank comes through before all have begun. Out of the others a rank may go on alone.
 _MEETING = {
-    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "barrier"),
-    *("reduce_scatter", "reduce_scatter_tensor"),
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "barrier"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
 }
 _COLLECTIVES = _MEETING | {
     *("all_to_all", "all_to_all_single", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce"),
