@@ -34,7 +34,7 @@ _PRECISION = {
 }
 _LEGEND = (
     "burst_size GPUs share a sequence; each group has one of its own: groups that share less wait less for each other.",
-    "A step is of one sequence a group; with gradient_accumulation_steps it takes as many times the seconds.",
+    "With gradient_accumulation_steps=N a step of the training takes N times these seconds.",
     "MFU: share of the GPU's peak. GiB: the most of a step. schedule: how the GPUs of a group exchange attention.",
     "settings: of hf_burst.Memory. Of speeds that differ by less than 1 %, the one of less memory is named.",
 )

@@ -338,7 +338,7 @@ def test_a_model_is_named_by_its_config(tmp_path: Path, capsys: pytest.CaptureFi
         assert main(["plan", "--model", name, "--documents", "3000", "1096", "--gpus", "2", "--machine", "a100"]) == 0
         said.append(capsys.readouterr().out.replace(f"{name}: ", ""))
     assert said[0] == said[1]
-    assert "2 x NVIDIA A100 SXM 80GB, 79 GiB; rates of its data sheet" in said[0]
+    assert "2 x NVIDIA A100 SXM 80GB, 79.3 GiB; rates of its data sheet" in said[0]
     assert "4,096 tokens a sequence, all bf16 weights, AdamW, fsdp2, layers checkpointed" in said[0]
     assert "Longest" not in said[0], "of packed documents"
     options = ["--qlora", "--sharded", "ddp", "--no-checkpointing", "--plain-kernels"]
@@ -368,7 +368,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 1
     report = capsys.readouterr().out
     assert report.count("does not fit") == 4
-    assert "None fits into 79 GiB and 85% of the host's 128. Give more --gpus" in report
+    assert "None fits into 79.2 GiB and 85% of the host's 128. Give more --gpus" in report
     assert "Longest sequence that fits: 0 tokens" in report
 
 
