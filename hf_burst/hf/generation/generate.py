@@ -57,7 +57,7 @@ def generate(
             play them for later ones. Scores are the same up to rounding. Steps that cannot be recorded run as they are,
             and the log (`INFO`) says why: weights of several ranks (FSDP2) or on several GPUs, autocast,
             `torch.compile`, hooks, or a model that waits for the GPU. Python code of the model does not run in played
-            steps. In a `GenerationConfig` it may stand, too.
+            steps. A `GenerationConfig` may hold it, too.
         kwargs: Those of `model.generate`.
 
     Returns:

@@ -24,7 +24,7 @@ from ..models.recurrent import recurrent_modules
 from ..parts.rope import follows_length
 from ..parts.tokens import numbers_tokens
 from ..sharded_cache import ShardedCache
-from .request import adapters_at_work, check, patched
+from .request import adapted_modules, adapters_at_work, check, patched
 
 _ABOUT, _DOCUMENT = "memory.json", "document.safetensors"
 _REMEMBER_ANEW = "Call hf_burst.remember anew."
@@ -285,7 +285,8 @@ def about(model: PreTrainedModel) -> dict[str, Any]:
     that are at work and the precision of autocast. All ranks that share weights call it."""
     kind = model.device.type
     precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    total = torch.tensor(zlib.crc32(str((adapters_at_work(model), precision)).encode()), device=model.device)
+    adapters = [(path, adapters_at_work(module)) for path, module in adapted_modules(model)]
+    total = torch.tensor(zlib.crc32(str((adapters, precision)).encode()), device=model.device)
     for weight in chain(model.parameters(), model.buffers()):  # rotary frequencies and routers' biases are buffers
         whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
         whole = torch.view_as_real(whole) if whole.is_complex() else whole

@@ -97,14 +97,19 @@ def asked(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def adapters_at_work(model: nn.Module) -> list[tuple[str, list[str]]]:
-    """Which adapters of peft are active, switched off or merged in each module that has some, and their scales."""
-    names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+def adapted_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that have adapters of peft, with their paths."""
     return [
-        (path, [str(getattr(module, name, None)) for name in names])
+        (path, module)
         for path, module in model.named_modules()
         if hasattr(module, "disable_adapters") and hasattr(module, "merged_adapters")
     ]
+
+
+def adapters_at_work(module: nn.Module) -> list[str]:
+    """Which adapters of a module are active, switched off or merged, and their scales."""
+    names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+    return [str(getattr(module, name, None)) for name in names]
 
 
 def copies_of(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> int:

@@ -28,7 +28,7 @@ from ...ranks.group import ContextGroup
 from ..cached_tokens import FixedStep
 from ..context import CachedPass, current, entered
 from ..sharded_cache import ShardedCache
-from .request import adapters_at_work
+from .request import adapted_modules, adapters_at_work
 
 logger = logging.getLogger(__name__)
 
@@ -325,15 +325,19 @@ def _module_of(hook: Any) -> str:
     return getattr(hook, "__module__", None) or ""
 
 
-def _state(model: nn.Module) -> list[Any]:
-    """What users may change of a model: modes, adapters, hooks, methods, and where weights lie."""
-    found: list[Any] = [adapters_at_work(model)]
-    for module in model.modules():
-        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
-        weights = (*module._parameters.values(), *module._buffers.values())
-        places = [None if weight is None else weight.data_ptr() for weight in weights]
-        found.append((module.training, id(vars(module).get("forward")), hooks, places))
-    return found
+def _state_of(model: nn.Module) -> Callable[[], list[Any]]:
+    """What users may change of a model, asked before each token: adapters and what `_inside` tells of modules."""
+    adapted = [module for _, module in adapted_modules(model)]
+    modules = [vars(module) for module in model.modules()]
+    return lambda: [list(map(adapters_at_work, adapted)), list(map(_inside, modules))]
+
+
+def _inside(own: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Mode, method, hooks and modules of a module, by its attributes, and where its weights lie."""
+    hooks = len(own["_forward_hooks"]), len(own["_forward_pre_hooks"])
+    weights = (*own["_parameters"].values(), *own["_buffers"].values())
+    places = [None if weight is None else weight.data_ptr() for weight in weights]
+    return own["training"], own.get("forward"), hooks, [*own["_modules"].values()], places
 
 
 @contextmanager
@@ -354,7 +358,7 @@ def stepping(model: nn.Module, changing: bool) -> Iterator[None]:
         yield
         return
     before, forward = vars(model).get("forward"), model.forward
-    steps = StepGraphs(forward, partial(_state, model) if changing else lambda: None)
+    steps = StepGraphs(forward, _state_of(model) if changing else lambda: None)
 
     @wraps(forward)
     def stepped(*args: Any, **kwargs: Any) -> Any:
