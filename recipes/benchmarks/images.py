@@ -11,7 +11,7 @@
 step counts from its batch on. Its limit is the language model's products, attention and recurrent functions, as in
 training.py, and the tower run on this rank's share of the images. Before, the gradients of the adapters of a model with
 few layers are compared: on all ranks in bf16, and on one in bf16, with those on one in fp32. Each run adds a row to the
-file `--out`.
+file `--out`. With `--profile`, one more step runs under torch's profiler; what is written is that of step_profile.py.
 """
 
 import argparse
@@ -28,8 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import Dataset
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, Trainer
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, Trainer, TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
@@ -40,6 +41,7 @@ from recipes.benchmarks.fits import Measure, chosen_of, say, training_arguments
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import SCHEMA_VERSION, git_commit, hardware, versions
 from recipes.benchmarks.ranks import Ranks
+from recipes.benchmarks.step_profile import profiled
 from recipes.benchmarks.training_job import LORA, SHAPES, head_size
 from recipes.benchmarks.training_limits import limits, parts_of_limits
 
@@ -200,6 +202,23 @@ class Rows(Dataset[Batch]):
         return self.batch
 
 
+class Profile(TrainerCallback):
+    """Profiles the step behind so many, on the first rank."""
+
+    def __init__(self, steps: int, device: torch.device) -> None:
+        self.steps, self.first = steps, not int(os.environ.get("RANK", "0"))
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        self.profiler = profile(activities=activities, record_shapes=True)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.first and state.global_step == self.steps:
+            self.profiler.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.first and state.global_step == self.steps + 1:
+            self.profiler.stop()
+
+
 def train(arguments: argparse.Namespace, args: Any) -> tuple[Any, Batch, dict[str, Any]]:
     """Trains some steps; returns the model, the batch and what was measured."""
     base = make_model(arguments.model, arguments.length, args.device)
@@ -209,14 +228,21 @@ def train(arguments: argparse.Namespace, args: Any) -> tuple[Any, Batch, dict[st
         make_batch(model.config, arguments.length, arguments.images, arguments.frames),
         Measure(args.device),
     )
-    rows = Rows(batch, arguments.steps)
-    trainer = Trainer(model, args, train_dataset=rows, data_collator=lambda parts: parts[0], callbacks=[measure])
+    profiling = Profile(arguments.steps, args.device) if arguments.profile is not None else None
+    callbacks = [measure] if profiling is None else [measure, profiling]
+    args.max_steps += len(callbacks) - 1
+    rows = Rows(batch, args.max_steps)
+    trainer = Trainer(model, args, train_dataset=rows, data_collator=lambda parts: parts[0], callbacks=callbacks)
     try:
         trainer.train()
     finally:
         measure.end()
     chosen = chosen_of(trainer.accelerator.unwrap_model(trainer.model))
-    return model.get_base_model(), batch, {"chosen": chosen, "steps": measure.steps, "log": trainer.state.log_history}
+    found: dict[str, Any] = {"chosen": chosen, "steps": measure.steps, "log": trainer.state.log_history}
+    if profiling is not None:
+        seconds = measure.steps.pop()["seconds"]
+        found["profile"] = profiled(profiling.profiler, seconds) if profiling.first else None
+    return model.get_base_model(), batch, found
 
 
 def tower_seconds(model: Any, batch: Batch, ranks: Ranks) -> float:
@@ -260,6 +286,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--settings", type=json.loads, default={}, help="of BurstConfig, as JSON")
     parser.add_argument("--folder", default="outputs/images", help="of the trainer")
     parser.add_argument("--out", type=Path, help="a JSON file, to which the row is added")
+    parser.add_argument("--profile", type=Path, help="a JSON file for the profile of one more step")
     parser.add_argument("--commit", help="of the measured code, where there is no checkout")
     arguments = parser.parse_args()
     if bool(arguments.images) == bool(arguments.frames):
@@ -295,6 +322,8 @@ def main() -> None:
     steps = [{name: max(one[name] for one in each) for name in each[0]} for each in zip(*every, strict=True)]
     median = statistics.median(step["seconds"] for step in steps[2:] or steps)
     row |= {"chosen": measured["chosen"], "steps": steps, "median_s": median}
+    if arguments.profile is not None:
+        write(arguments.profile, row | {"profile": measured["profile"]}, ranks)
     write(arguments.out, [*before, row], ranks)  # the limits take minutes where kernels are tuned for them
     hf_burst.unpatch_model(model)
     gc.collect()
@@ -311,11 +340,11 @@ def main() -> None:
     write(arguments.out, [*before, row], ranks)
 
 
-def write(path: Path | None, rows: list[dict[str, Any]], ranks: Ranks) -> None:
-    """Writes the rows, on the first rank."""
+def write(path: Path | None, result: Any, ranks: Ranks) -> None:
+    """Writes rows, or a profile, on the first rank."""
     if path is not None and ranks.rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rows, indent=1) + "\n")
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -125,6 +125,12 @@ def operations(profiler: profile) -> list[dict[str, Any]]:
     ]
 
 
+def profiled(profiler: profile, seconds: float) -> dict[str, Any]:
+    """All that is written of a step that took so many seconds."""
+    kernels = kernels_of(profiler)
+    return {**summary(kernels, seconds), "operations": operations(profiler), "gaps": gaps(kernels)}
+
+
 Steps = tuple[Callable[[], Any], Callable[[], Any]]  # makes one; the settings that were chosen
 
 
@@ -244,9 +250,7 @@ def main() -> None:
             if index == 3 and ranks.rank == 0:
                 profiler.stop()
     if ranks.rank == 0:
-        kernels = kernels_of(profiler)
-        found = {"steps_s": seconds, "chosen": chosen(), **summary(kernels, seconds[-1])}
-        found |= {"operations": operations(profiler), "gaps": gaps(kernels), "said": said}
+        found = {"steps_s": seconds, "chosen": chosen(), **profiled(profiler, seconds[-1]), "said": said}
         ranks.say(json.dumps({name: found[name] for name in ("steps_s", "groups", "nothing", "chosen")}))
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result | found, indent=1) + "\n")
