@@ -32,7 +32,7 @@ class LaterAttention:
     def rows(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         """The queries, keys and values of blocks: copies of shape `(1, rows, heads, head size)`."""
         queries, keys = self._places(q.device)
-        return [tensor[place].unsqueeze(0) for tensor, place in ((q, queries), (k, keys), (v, keys))]
+        return [_take(tensor, place) for tensor, place in ((q, queries), (k, keys), (v, keys))]
 
     def merge_(self, exchanges: Exchanges, rows: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
         """Merges it into the causal attention.
@@ -46,9 +46,10 @@ class LaterAttention:
         q, k, v = rows
         part, part_lse, _ = self.attention.forward(exchanges, q, k, v)
         place = _real(self._places(q.device)[0])
-        total, total_lse = out[place].to(lse.dtype), lse[place]
+        total, total_lse = _take(out, place)[0].to(lse.dtype), _take(lse, place)[0]
         merge_(total, total_lse, part[0, :-1], part_lse[0, :-1])
-        out[place], lse[place] = total.to(out.dtype), total_lse
+        _put_(out, place, total.to(out.dtype))
+        _put_(lse, place, total_lse)
 
     def add_gradients_(
         self,
@@ -67,12 +68,12 @@ class LaterAttention:
             gradients (sequence of `torch.Tensor`): `dq`, `dk` and `dv` of the causal attention; changed.
         """
         queries, keys = self._places(rows[0].device)
-        dout, out, lse, delta = (None if value is None else value[queries].unsqueeze(0) for value in outputs)
+        dout, out, lse, delta = (None if value is None else _take(value, queries) for value in outputs)
         assert dout is not None
         assert lse is not None
         added = self.attention.backward(exchanges, HeadSizes.of(*rows), rows, dout, out, lse, delta)
         for total, part, place in zip(gradients, added, map(_real, (queries, keys, keys)), strict=True):
-            total[place] = total[place] + part[0, :-1]
+            _put_(total, place, _take(total, place)[0] + part[0, :-1])
 
     def _places(self, device: torch.device) -> tuple[Place, Place]:
         rank = self.attention.group.rank
@@ -82,6 +83,20 @@ class LaterAttention:
 def _real(place: Place) -> Place:
     """Without the last row, which stands for nothing."""
     return place[0][:-1], place[1][:-1]
+
+
+def _take(tensor: Tensor, place: Place) -> Tensor:
+    """A copy of these rows of `(batch, rows, ...)`, as `(1, rows, ...)`. With one index a GPU copies whole rows; with
+    two it asks for the place of each element."""
+    return tensor[0][place[1]][None] if len(tensor) == 1 else tensor[place][None]
+
+
+def _put_(tensor: Tensor, place: Place, rows: Tensor) -> None:
+    """Writes these rows."""
+    if len(tensor) == 1:
+        tensor[0][place[1]] = rows
+    else:
+        tensor[place] = rows
 
 
 @lru_cache(maxsize=8)

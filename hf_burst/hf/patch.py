@@ -42,6 +42,7 @@ from .parts.checkpointing import Checkpointing
 from .parts.dropout import DropoutStreams
 from .parts.expert_ranks import ExpertRanks
 from .parts.experts import RouterLogits
+from .parts.gated_norms import GatedNorms
 from .parts.head import Head
 from .parts.key_cache import KeyCache, begin_step, once
 from .parts.loss import Loss
@@ -173,6 +174,7 @@ def make_parts(
         ExpertRanks(),
         Attention(model),
         recurrence,
+        GatedNorms(),
         SharedBeginnings(model, cut_point, recurrence, tokens.own_positions),
         memory,
         tokens,

@@ -58,6 +58,22 @@ def fla_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation: 
     return out.transpose(1, 2)
 
 
+def fla_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight * activation(gate)`, each row by itself, computed in fp32 and rounded once.
+
+    Args:
+        x (`torch.Tensor` of shape `(..., D)`): What is normed; the result has its dtype.
+        gate (`torch.Tensor`): Of the same shape.
+        weight (`torch.Tensor` of shape `(D,)`): Of the norm.
+        eps (`float`): Added to the mean of squares.
+        activation (`str`): `"silu"` or `"sigmoid"`.
+    """
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated
+
+    normed: Tensor = rms_norm_gated(x, gate, weight, None, activation, eps=eps)
+    return normed
+
+
 class _Laid(NamedTuple):
     """Where pieces begin and which chunk is whose. A step that gets bounds alone asks the device for the rest, and the
     host waits."""

@@ -46,7 +46,7 @@ from recipes.benchmarks.training_job import SHAPES, apply_liger, make_job, make_
 Span = tuple[float, float]
 # the first group of which a word is in a kernel's name
 GROUPS = {
-    "messages": ("nccl", "FSDP::", "barrier_kernel", "Memcpy PtoP"),
+    "messages": ("nccl", "barrier_kernel", "Memcpy PtoP"),
     "copies between GPU and host": ("Memcpy HtoD", "Memcpy DtoH"),
     "attention": ("flash", "fmha", "FlashAttention"),
     "recurrence": ("chunk", "delta", "recompute_w_u", "causal_conv", "l2norm", "solve_tril", "merge_16x16", "cumsum"),
@@ -91,7 +91,9 @@ def kernels_of(profiler: profile) -> list[tuple[str, Span]]:
     return [
         (event.name(), (event.start_ns() / 1e9, (event.start_ns() + event.duration_ns()) / 1e9))
         for event in results.kineto_results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0
+        if event.device_type() == torch.autograd.DeviceType.CUDA
+        and event.duration_ns() > 0
+        and not event.is_user_annotation()  # which spans all kernels of a forward pass of DDP
     ]
 
 

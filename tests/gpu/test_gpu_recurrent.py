@@ -21,9 +21,11 @@ from torch import nn
 import hf_burst
 from hf_burst.check.tiny import Double
 from hf_burst.config import Chunking
+from hf_burst.hf.models.gated_norm import ACTIVATIONS
+from hf_burst.hf.parts import gated_norms
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ranks.layout import SequenceLayout
-from hf_burst.recurrent import Rule, Shards, delta_rule_in_two_passes, fla_kernels, unit_norm
+from hf_burst.recurrent import Rule, Shards, delta_rule_in_two_passes, fla_gated_norm, fla_kernels, unit_norm
 from tests.gpu.test_gpu import Ranks, gpus  # noqa: F401
 from tests.hf.test_patch import group_mean
 from tests.hf.test_recurrent_models import forced
@@ -209,6 +211,40 @@ def one_process(name: str, place: str, dtype: torch.dtype | None, function: Any)
     out = torch.cat(rows)
     gradients = torch.autograd.grad(out, leaves, dout.to(place, dtype))
     return [tensor.detach().float().cpu() for tensor in (out, *gradients)]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_norms_are_as_close_as_those_of_transformers(activation: str) -> None:
+    """Outputs and gradients of a kernel, and of Transformers' norm, in bf16, beside fp64. Some rows are so small that
+    eps shows."""
+    if not gated_norms.fla_compared(torch.device("cuda")):
+        pytest.skip("needs flash-linear-attention")
+    generator = torch.Generator().manual_seed(0)
+    x, gate, dout = torch.randn(3, 4099, 3, 128, generator=generator).cuda().bfloat16()
+    x[::7] *= 1e-3
+    weight = torch.randn(128, generator=generator).cuda().bfloat16()
+
+    def exact(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        normed = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+        return normed * ACTIVATIONS[activation](gate)
+
+    def transformers(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        normed = x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        return (weight * normed.bfloat16() * ACTIVATIONS[activation](gate.float())).bfloat16()
+
+    def all_of(norm: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in (x, gate, weight)]
+        out = norm(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
+
+    def by_kernel(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return fla_gated_norm(x, gate, weight, 1e-6, activation)
+
+    wanted = all_of(exact, torch.float64)
+    found, plain = all_of(by_kernel, torch.bfloat16), all_of(transformers, torch.bfloat16)
+    for own, other, tensor in zip(found, plain, wanted, strict=True):
+        assert own.dtype == torch.bfloat16
+        assert (own.double() - tensor).norm() <= 1.2 * (other.double() - tensor).norm()
 
 
 @pytest.mark.timeout(2000)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import conv1d, normalize, silu
 
 from hf_burst.config import Chunking
+from hf_burst.hf.models.gated_norm import ACTIVATIONS
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ranks.layout import SequenceLayout
 from hf_burst.recurrent import (
@@ -29,6 +30,7 @@ from hf_burst.recurrent import (
     delta_rule_in_two_passes,
     fla,
     fla_convolution,
+    fla_gated_norm,
     unit_norm,
 )
 from hf_burst.recurrent.fla import _FlaKernels
@@ -240,3 +242,32 @@ def laid(rank: int, size: int, folder: str, bounds: list[int]) -> list[bool]:
 @pytest.mark.parametrize("bounds", [[0, 1], [0, 64, 128], [0, 63, 64, 129], [77, 78, 700]])
 def test_chunks_are_laid_as_the_package_lays_them(ranks: Ranks, folder: str, bounds: list[int]) -> None:
     assert ranks(2).run(laid, folder, bounds) == [[True, True]] * 2
+
+
+def normed(rank: int, size: int, folder: str, activation: str) -> list[Tensor]:
+    """A gated norm, and its gradients."""
+    interpret(folder)
+    x, gate, weight, dout = gated()
+    leaves = [tensor.requires_grad_() for tensor in (x, gate, weight)]
+    out = fla_gated_norm(x, gate, weight, 1e-6, activation)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def gated() -> list[Tensor]:
+    """What is normed, partly so small that eps shows, its gate, the weight, and the gradient of the output."""
+    generator, shape = torch.Generator().manual_seed(0), (3, 67, 4, 48)
+    x, gate, dout = torch.randn(3, *shape, generator=generator)
+    x[1] *= 1e-3
+    return [x, gate, torch.randn(48, generator=generator), dout]
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_gated_norms_by_their_kernel(ranks: Ranks, folder: str, activation: str) -> None:
+    *inputs, dout = (tensor.double() for tensor in gated())
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    x, gate, weight = leaves
+    out = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight * ACTIVATIONS[activation](gate)
+    wanted = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    found = ranks(2).run(normed, folder, activation, timeout=600)[0]
+    for own, exact in zip(found, wanted, strict=True):
+        assert (own.double() - exact).norm() <= 3e-6 * exact.norm()

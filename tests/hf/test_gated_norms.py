@@ -1,0 +1,130 @@
+"""Norms of gated outputs: which are computed by a kernel of flash-linear-attention, and that nothing else changes."""
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+
+import hf_burst
+from hf_burst.check.tiny import prepare
+from hf_burst.hf.models.gated_norm import ACTIVATIONS, activation_of, gated_norms
+from hf_burst.hf.parts import gated_norms as part
+from hf_burst.hf.parts.gated_norms import GatedNorm
+from recipes.tiny_models import OVERRIDES, tiny_config
+from tests.support import models
+
+
+class GateFirst(Qwen3_5RMSNormGated):
+    """As Mamba2 does it."""
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        gated = hidden_states * functional.silu(gate)
+        return self.weight * gated * (gated.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+
+
+class OneMore(Qwen3_5RMSNormGated):
+    """A weight around 0."""
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = super().forward(hidden_states, gate)
+        return normed * (1 + self.weight) / self.weight
+
+
+class OtherEpsilon(Qwen3_5RMSNormGated):
+    """`eps` is another than the norm says."""
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        variance = hidden_states.square().mean(-1, keepdim=True)
+        return self.weight * hidden_states * (variance + 2e-6).rsqrt() * functional.silu(gate)
+
+
+class OtherGate(Qwen3_5RMSNormGated):
+    """Another activation than it says."""
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        variance = hidden_states.square().mean(-1, keepdim=True)
+        return self.weight * hidden_states * (variance + self.variance_epsilon).rsqrt() * functional.gelu(gate)
+
+
+def formula(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: str) -> torch.Tensor:
+    """What the kernel computes, in place of it."""
+    return weight * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * ACTIVATIONS[activation](gate)
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [
+        ("Qwen3_5ForCausalLM", "silu"),
+        ("Qwen3NextForCausalLM", "silu"),
+        ("OlmoHybridForCausalLM", "silu"),
+        ("KimiLinearForCausalLM", "sigmoid"),
+    ],
+)
+def test_norms_of_delta_rules_are_found(name: str, activation: str) -> None:
+    kind = getattr(transformers, name)
+    config = tiny_config(kind.config_class, OVERRIDES.get(name, {}))
+    prepare(config)
+    model = kind(config)
+    wanted = [module for module in model.modules() if type(module).__name__.endswith("RMSNormGated")]
+    assert wanted
+    assert {(id(norm), found) for norm, found in gated_norms(model)} == {(id(norm), activation) for norm in wanted}
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2", "granite", "zamba"])
+def test_other_models_have_none(name: str) -> None:
+    """Granite's Mamba2 layers gate before they norm."""
+    assert gated_norms(models.make_model(name)) == []
+
+
+@pytest.mark.parametrize("kind", [GateFirst, OneMore, OtherEpsilon, OtherGate])
+def test_a_norm_of_another_formula_stays_as_it_is(kind: type[Qwen3_5RMSNormGated]) -> None:
+    assert activation_of(Qwen3_5RMSNormGated(64)) == "silu"
+    assert activation_of(kind(64)) is None
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear"])
+def test_a_patched_model_computes_the_same_by_the_kernel(name: str) -> None:
+    model, batch = models.make_model(name).train(), models.make_batch("packed")
+    loss = models.plain_loss(model, batch)
+    loss.backward()
+    wanted = [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+    model.zero_grad()
+    norms = [norm for norm, _ in gated_norms(model)]
+    models.patch(model, hf_burst.BurstConfig())
+    with (
+        mock.patch.object(part, "fla_compared", return_value=True),
+        mock.patch.object(part, "fla_gated_norm", side_effect=formula) as kernel,
+    ):
+        loss = model(**batch).loss
+        loss.backward()
+        assert kernel.call_count == len(norms)
+        norms[0](torch.ones(3, norms[0].weight.shape[0]), torch.ones(3, norms[0].weight.shape[0]))  # in no pass
+        assert kernel.call_count == len(norms)
+    found = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+    for own, tensor in zip(found, wanted, strict=True):
+        assert torch.allclose(own, tensor, rtol=1e-4, atol=1e-5)
+    copied = copy.deepcopy(norms[0])
+    assert isinstance(copied.forward, GatedNorm)
+    assert copied.forward.module is copied
+    hf_burst.unpatch_model(model)
+    assert not any("forward" in vars(norm) for norm in norms)
+
+
+def test_a_forward_of_its_own_stays() -> None:
+    model = models.make_model("qwen3_5")
+    norm: Any = gated_norms(model)[0][0]
+
+    def own(hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        plain: torch.Tensor = type(norm).forward(norm, hidden_states, gate)
+        return plain
+
+    norm.forward = own
+    models.patch(model, hf_burst.BurstConfig())
+    assert norm.forward is own
+    hf_burst.unpatch_model(model)
+    assert norm.forward is own
