@@ -531,6 +531,14 @@ def test_smollm2_uses_its_longer_context() -> None:
     assert fmean(abs(a - b) for a, b in zip(two, one, strict=True)) < 0.002
 
 
+def test_smollm2_finds_a_needle_at_every_length() -> None:
+    result = json.loads((ROOT / "recipes/results/ruler_smollm2.json").read_text())
+    needles = {label: one["scores"]["niah_single_1"] for label, one in result["models"].items()}
+    assert list(needles["before"].values()) == [1, 1, 0, 0, 0]
+    assert all(0.4 <= share <= 0.8 for share in needles[extend_context.STRETCHED].values())
+    assert list(needles[extend_context.TRAINED].values()) == [1, 1, 1, 1, 1]
+
+
 def test_the_committed_extension_shows_the_effect() -> None:
     """Beyond the old length the perplexity rises before, and is as low as within it after."""
     results = json.loads((ROOT / "recipes/results/extension.json").read_text())
