@@ -87,6 +87,17 @@ def test_a_norm_of_another_formula_stays_as_it_is(kind: type[Qwen3_5RMSNormGated
     assert activation_of(kind(64)) is None
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_norm_is_known_wherever_its_weight_is(activation: str) -> None:
+    """ZeRO-3 leaves a weight without elements outside of passes."""
+    norm: Any = Qwen3_5RMSNormGated(64)
+    norm.activation = activation
+    norm.weight.data = torch.empty(0)
+    assert activation_of(norm) == activation
+    norm.to("meta")
+    assert activation_of(norm) == activation
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear"])
 def test_a_patched_model_computes_the_same_by_the_kernel(name: str) -> None:
     model, batch = models.make_model(name).train(), models.make_batch("packed")

@@ -12,6 +12,7 @@ from torch.nn import functional
 from .recurrent import recurrent_modules
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu, "sigmoid": torch.sigmoid}
+_WIDTH = 16  # of what a norm is asked with
 
 
 def gated_norms(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -30,8 +31,8 @@ def gated_norms(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def activation_of(module: nn.Module) -> str | None:
-    """The activation of a gated norm; `None` for a module that computes anything else. It is asked by small numbers,
-    of which `eps` is a part that shows."""
+    """The activation of a gated norm; `None` for a module that computes anything else. It is asked with weights of our
+    own, for its may be sharded or on no device, and by numbers so small that `eps` shows."""
     weights, norm = dict(module.named_parameters()), type(module).forward
     eps: Any = getattr(module, "variance_epsilon", None)
     if list(weights) != ["weight"] or weights["weight"].ndim != 1 or eps is None:
@@ -39,12 +40,15 @@ def activation_of(module: nn.Module) -> str | None:
     if len(inspect.signature(norm).parameters) != 3:  # itself, what is normed, and its gate
         return None
     generator = torch.Generator().manual_seed(0)
-    weight, x, gate = torch.randn(3, 2, weights["weight"].shape[0], dtype=torch.float64, generator=generator)
+    weight, x, gate = torch.randn(3, 2, _WIDTH, dtype=torch.float64, generator=generator)
     x *= eps**0.5
-    asked: Any = copy.copy(module)  # with weights of its own; those of the model may be anywhere
+    asked: Any = copy.copy(module)
     asked._parameters = {"weight": nn.Parameter(weight[0].float())}
-    with torch.no_grad():
-        said = norm(asked, x.float(), gate.float())
+    try:
+        with torch.no_grad():
+            said = norm(asked, x.float(), gate.float())
+    except RuntimeError:  # one that norms groups of a row wants rows of its own width
+        return None
     normed = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight[0]
     for name, activation in ACTIVATIONS.items():
         if torch.allclose(said.double(), normed * activation(gate), rtol=1e-4, atol=1e-6):
