@@ -102,6 +102,7 @@ def unseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return unseen_family
 
 
+@pytest.mark.slow
 def test_a_class_nobody_has_seen_is_checked_and_then_served(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

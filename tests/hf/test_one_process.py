@@ -88,7 +88,15 @@ def generate_after_training(rank: int, size: int, folder: str, case: Case) -> li
     return [*said, [[round(entry["loss"] * 1e4) for entry in trainer.state.log_history if "loss" in entry]]]
 
 
-@pytest.mark.parametrize("case", [Case(burst=1), Case(lora=True), Case("SFTTrainer", "packed")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(burst=1),
+        pytest.param(Case(lora=True), marks=pytest.mark.slow),
+        pytest.param(Case("SFTTrainer", "packed"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_generation_right_after_training(ranks: Ranks, tmp_path: Path, case: Case) -> None:
     wanted = generate_after_training(0, 1, str(tmp_path), case.alone)
     assert wanted[0] == wanted[2] == wanted[4]

@@ -468,6 +468,7 @@ def under_fsdp2(rank: int, size: int, storage: torch.dtype) -> list[float]:
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 @pytest.mark.parametrize("storage", [torch.uint8, torch.float32], ids=str)
 def test_4_bits_under_fsdp2(ranks: Callable[[int], RankPool], storage: torch.dtype) -> None:

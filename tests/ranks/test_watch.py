@@ -614,6 +614,7 @@ def come_late(rank: int, size: int) -> None:
     model(**batch)
 
 
+@pytest.mark.slow
 def test_the_time_limit_is_named_and_what_to_raise() -> None:
     waiting, _ = play(come_late, limit=8 * PATIENCE)
     kind, text = waiting["raised"]

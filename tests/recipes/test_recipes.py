@@ -506,6 +506,7 @@ def test_an_adapter_keeps_the_rope_that_it_was_trained_with(
             torch.testing.assert_close(plain(ids).logits, trained, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_merged_by_the_script(
     recipe: Callable[..., Any],
     sentence: Sentence,
@@ -822,6 +823,7 @@ def test_a_library_of_the_recipes_is_missing(library: str, script: str) -> None:
     assert done.stderr.strip() == f'The recipes need {library}: pip install ".[recipes]" in a clone.'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["ask", "merge_adapter"])
 def test_recipes_that_draw_nothing_need_no_matplotlib(script: str) -> None:
     paths = os.pathsep.join([str(ROOT / "recipes"), str(ROOT), os.environ.get("PYTHONPATH", "")])

@@ -87,6 +87,7 @@ def test_products_of_rows_are_exact(generator: torch.Generator, dtype: torch.dty
     torch.testing.assert_close(delta.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("behind", "dtype"),
     [

@@ -82,6 +82,7 @@ def test_ranks_of_a_host_read_memory_and_hosts_send_messages(ranks, size, per_ho
         assert not races(accesses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_host", [1, 2])
 def test_whole_models_over_hosts_are_exact(ranks, per_host):
     """Checkpointed layers, which keep their attention, some of it, or none."""
@@ -104,6 +105,7 @@ def compile_over_hosts(rank: int, size: int) -> None:
         torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_compiled_over_hosts_it_is_exact(ranks):
     ranks(4).run(compile_over_hosts)
 

@@ -183,7 +183,10 @@ def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Capacity:
         pytest.param({"tiled_mlp": 64, "head_groups": 8}, marks=pytest.mark.full),
         pytest.param({"tiled_mlp": 64, "attention_keep": 0.25}, marks=pytest.mark.slow),
         {"tiled_mlp": 64, "head_groups": 8, "attention_keep": 0.25, "layers_per_checkpoint": 3},
-        {"tiled_mlp": 64, "head_groups": 8, "attention_keep": 0.25, "activation_offloading": 0.85},
+        pytest.param(
+            {"tiled_mlp": 64, "head_groups": 8, "attention_keep": 0.25, "activation_offloading": 0.85},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -242,7 +245,7 @@ def test_tiles_keep_nothing_of_their_layers(name):
         {},
         pytest.param({"activation_offloading": 1.0}, marks=pytest.mark.slow),
         pytest.param({"tiled_mlp": 64}, marks=pytest.mark.slow),
-        {"tiled_mlp": 64, "activation_offloading": 1.0},
+        pytest.param({"tiled_mlp": 64, "activation_offloading": 1.0}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -234,6 +234,7 @@ def train_by_recipe(rank: int, size: int, arguments: list[str], output: str) -> 
     return [entry["loss"] for entry in trainer.state.log_history if "grad_norm" in entry]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_recipe_takes_a_wrapper(ranks: Ranks, tmp_path: Path, lora: bool) -> None:
     folder = tmp_path / "gemma"
