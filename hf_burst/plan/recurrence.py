@@ -32,7 +32,6 @@ class RecurrentSize:
         reach (`int`, defaults to 0): How many earlier tokens the convolution sees.
         norm_copies (`tuple[int, int]`, defaults to `(9, 7)`): Copies of a delta rule's gated output in bf16 that its
             norm keeps, and further ones in its backward pass: those of Transformers' norm, which are in fp32 or bf16.
-            The kernel of flash-linear-attention keeps 3, and 2 more.
         convolution_copies (`int`, defaults to 2): Copies of its channels that a delta rule's convolution keeps: its
             input, and without the package causal-conv1d what its activation is given.
         repeats_keys (`bool`, defaults to `False`): Whether a delta rule is given keys for every head of values.

@@ -3,7 +3,7 @@ composes. Knows nothing of Transformers."""
 
 from .delta import delta_rule_by_heads, delta_rule_by_states
 from .exchange import own_heads
-from .fla import choose_variants, fla_compared, fla_convolution, fla_gated_norm, fla_kernels, unit_norm
+from .fla import choose_variants, fla_compared, fla_convolution, fla_gated_norm, fla_installed, fla_kernels, unit_norm
 from .halo import causal_convolution
 from .last import LastStates
 from .pieces import Rule
@@ -24,6 +24,7 @@ __all__ = [
     "fla_compared",
     "fla_convolution",
     "fla_gated_norm",
+    "fla_installed",
     "fla_kernels",
     "own_heads",
     "scan_by_channels",

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
+from hf_burst.hf.models.hybrid import FUSED_NORM
 from hf_burst.hf.models.model_size import model_size
 from hf_burst.sizing.gpus import Capacity, capacity_of, data_sheet
 from hf_burst.sizing.memory import estimate_memory
@@ -52,7 +53,6 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "lora": {"weights": "fp32", "lora": 16},
     "qlora": {"weights": "4bit", "lora": 16},
 }
-FUSED_NORM = (3, 2)  # copies of a gated output that a fused norm keeps, and those of its gradients
 # contenders of results that do not tell their settings, or whose way is none of them
 NAMED: dict[str, dict[str, Any]] = {
     "hf_burst, attention saved": {},

@@ -1,22 +1,30 @@
 """Norms of gated outputs: which are computed by a kernel of flash-linear-attention, and that nothing else changes."""
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module, distribute_tensor
 from torch.nn import functional
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 import hf_burst
 from hf_burst.check.tiny import prepare
+from hf_burst.hf.models import hybrid
 from hf_burst.hf.models.gated_norm import ACTIVATIONS, activation_of, gated_norms
+from hf_burst.hf.models.hybrid import recurrent_sizes
 from hf_burst.hf.parts import gated_norms as part
 from hf_burst.hf.parts.gated_norms import GatedNorm
 from recipes.tiny_models import OVERRIDES, tiny_config
 from tests.support import models
+from tests.support.ranks import RankPool
 
 
 class GateFirst(Qwen3_5RMSNormGated):
@@ -51,6 +59,30 @@ class OtherGate(Qwen3_5RMSNormGated):
         return self.weight * hidden_states * (variance + self.variance_epsilon).rsqrt() * functional.gelu(gate)
 
 
+class OfGroups(Qwen3_5RMSNormGated):
+    """Groups of 16 within a row."""
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        groups = hidden_states.unflatten(-1, (-1, 16))
+        normed = groups * (groups.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+        return self.weight * normed.flatten(-2) * functional.silu(gate)
+
+
+class OfThreeDimensions(Qwen3_5RMSNormGated):
+    """It says what no gated norm says."""
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> Any:
+        batch, tokens, width = hidden_states.shape
+        return batch, tokens, width
+
+
+class Pair(Qwen3_5RMSNormGated):
+    """Two outputs."""
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> Any:
+        return super().forward(hidden_states, gate), gate
+
+
 def formula(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: str) -> torch.Tensor:
     """What the kernel computes, in place of it."""
     return weight * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * ACTIVATIONS[activation](gate)
@@ -81,7 +113,7 @@ def test_other_models_have_none(name: str) -> None:
     assert gated_norms(models.make_model(name)) == []
 
 
-@pytest.mark.parametrize("kind", [GateFirst, OneMore, OtherEpsilon, OtherGate])
+@pytest.mark.parametrize("kind", [GateFirst, OneMore, OtherEpsilon, OtherGate, OfGroups, OfThreeDimensions, Pair])
 def test_a_norm_of_another_formula_stays_as_it_is(kind: type[Qwen3_5RMSNormGated]) -> None:
     assert activation_of(Qwen3_5RMSNormGated(64)) == "silu"
     assert activation_of(kind(64)) is None
@@ -124,6 +156,63 @@ def test_a_patched_model_computes_the_same_by_the_kernel(name: str) -> None:
     assert copied.forward.module is copied
     hf_burst.unpatch_model(model)
     assert not any("forward" in vars(norm) for norm in norms)
+
+
+def test_a_model_is_patched_whatever_the_default_device_is() -> None:
+    model = models.make_model("qwen3_5")
+    with torch.device("meta"):
+        models.patch(model, hf_burst.BurstConfig())
+    assert isinstance(vars(gated_norms(model)[0][0])["forward"], GatedNorm)
+
+
+@contextmanager
+def called() -> Iterator[mock.Mock]:
+    """Within a pass on a device that has the kernel."""
+    with (
+        mock.patch.object(part, "fla_compared", return_value=True),
+        mock.patch.object(part, "current", return_value=object()),
+        mock.patch.object(part, "fla_gated_norm", side_effect=formula) as kernel,
+    ):
+        yield kernel
+
+
+def test_what_the_kernel_cannot_compute_is_left_to_the_norm() -> None:
+    """fp64, which it would round; a formula that has changed since the norm was asked."""
+    norm: Any = Qwen3_5RMSNormGated(8)
+    norm.forward = GatedNorm(norm, "silu")
+    x, gate = torch.randn(2, 3, 8)
+    with called() as kernel:
+        torch.testing.assert_close(norm(x, gate), Qwen3_5RMSNormGated.forward(norm, x, gate))
+        assert kernel.call_count == 1
+        norm(x.double(), gate.double())
+        norm.activation = "sigmoid"
+        torch.testing.assert_close(norm(x, gate), Qwen3_5RMSNormGated.forward(norm, x, gate))
+        norm.activation = "silu"
+        with mock.patch.object(Qwen3_5RMSNormGated, "forward", GateFirst.forward):
+            torch.testing.assert_close(norm(x, gate), GateFirst.forward(norm, x, gate))
+        assert kernel.call_count == 1
+
+
+def with_shards(rank: int, size: int) -> int:
+    """How often the kernel is given a weight that is a shard."""
+    mesh = init_device_mesh("cpu", (size,))
+    norm: Any = distribute_module(Qwen3_5RMSNormGated(8), mesh)
+    norm.forward = GatedNorm(norm, "silu")
+    x, gate = (distribute_tensor(torch.ones(4, 8), mesh) for _ in range(2))
+    with called() as kernel:
+        norm(x, gate)
+    return kernel.call_count
+
+
+def test_shards_of_weights_are_left_to_the_norm(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2).run(with_shards) == [0, 0]
+
+
+def test_the_plan_knows_what_the_kernel_keeps() -> None:
+    model = models.make_model("qwen3_5")
+    (plain,) = recurrent_sizes(model)
+    with mock.patch.object(hybrid, "fla_installed", return_value=True):
+        assert recurrent_sizes(model) == (replace(plain, norm_copies=(3, 2)),)
 
 
 def test_a_forward_of_its_own_stays() -> None:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hf_burst.config import Memory
 from hf_burst.errors import ConfigError
 from hf_burst.plan import Mask
-from recipes.benchmarks import attention, predictions, recurrent, training_contenders
+from recipes.benchmarks import attention, predictions, recurrent, step_profile, training_contenders
 from recipes.benchmarks.contenders import Case, Contender, Documents, Prepared, hf_burst
 from recipes.benchmarks.native import Native
 from recipes.benchmarks.ranks import Ranks
@@ -427,6 +427,51 @@ def test_a_profile(tmp_path: Path, kind: list[str]) -> None:
     assert len(result["steps_s"]) == 4
     assert result["seconds"] == result["steps_s"][-1] > 0
     assert any("hf_burst runs" in line for line in result["said"]), "which schedule"
+
+
+def test_a_profile_has_kernels_alone() -> None:
+    """Not the spans of annotations, which cover them."""
+
+    def event(name: str, start: int, stop: int, **said: Any) -> Any:
+        device = said.get("device", torch.autograd.DeviceType.CUDA)
+        return types.SimpleNamespace(
+            name=lambda: name,
+            start_ns=lambda: start * 10**9,
+            duration_ns=lambda: (stop - start) * 10**9,
+            device_type=lambda: device,
+            is_user_annotation=lambda: said.get("annotation", False),
+        )
+
+    events = [
+        event("DistributedDataParallel.forward", 0, 9, annotation=True),
+        event("gemm", 1, 3),
+        event("ncclDevKernel", 2, 5),
+        event("aten::mm", 0, 1, device=torch.autograd.DeviceType.CPU),
+        event("nothing", 4, 4),
+    ]
+    profiler: Any = types.SimpleNamespace(profiler=types.SimpleNamespace(kineto_results=mock.Mock()))
+    profiler.profiler.kineto_results.events.return_value = events
+    kernels = step_profile.kernels_of(profiler)
+    assert kernels == [("gemm", (1, 3)), ("ncclDevKernel", (2, 5))]
+    found = step_profile.summary(kernels, 9.0)
+    assert found["groups"] == {"messages": 3, "products": 2}
+    assert (found["messages and copies alone"], found["nothing"]) == (2, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "of"), [("tiny-qwen", "--images"), ("tiny-qwen", "--frames"), ("tiny-gemma", "--images")]
+)
+def test_models_that_see_are_measured(tmp_path: Path, model: str, of: str) -> None:
+    out, profile, options = tmp_path / "images.json", tmp_path / "profile.json", ["--length", "64", "--steps", "3"]
+    options += ["--check-length", "32", "--model", model, of, "4" if of == "--frames" else "2"]
+    options += ["--folder", str(tmp_path / "trainer"), "--profile", str(profile), "--out", str(out)]
+    launch("recipes/benchmarks/images.py", *options, common=())
+    (row,) = json.loads(out.read_text())
+    assert row["errors"]["gradients"] < 1e-4, "fp32 on CPUs"
+    assert len(row["steps"]) == 3, "the one under the profiler does not count"
+    assert row["share_of_limit"] == row["limits"]["attention saved"] / row["median_s"]
+    assert json.loads(profile.read_text())["profile"]["seconds"] > 0
 
 
 @pytest.mark.slow

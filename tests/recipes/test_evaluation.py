@@ -537,6 +537,18 @@ def test_smollm2_finds_a_needle_at_every_length() -> None:
     assert list(needles["before"].values()) == [1, 1, 0, 0, 0]
     assert all(0.4 <= share <= 0.8 for share in needles[extend_context.STRETCHED].values())
     assert list(needles[extend_context.TRAINED].values()) == [1, 1, 1, 1, 1]
+    parts = {
+        "niah_single_1": 1,
+        "niah_multikey_2": 1,
+        "niah_multikey_3": 1,
+        "ruler_vt": 5,
+        "ruler_cwe": 10,
+        "ruler_fwe": 3,
+    }
+    for one in result["models"].values():
+        for task, scores in one["scores"].items():
+            found = [share * one["texts"] * parts[task] for share in scores.values()]
+            assert found == pytest.approx([round(count) for count in found])
 
 
 def test_the_committed_extension_shows_the_effect() -> None:

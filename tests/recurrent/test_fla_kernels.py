@@ -244,13 +244,17 @@ def test_chunks_are_laid_as_the_package_lays_them(ranks: Ranks, folder: str, bou
     assert ranks(2).run(laid, folder, bounds) == [[True, True]] * 2
 
 
-def normed(rank: int, size: int, folder: str, activation: str) -> list[Tensor]:
-    """A gated norm, and its gradients."""
+def normed(rank: int, size: int, folder: str, activation: str) -> list[list[Tensor]]:
+    """A gated norm, and its gradients: in fp32, and in bf16 with a weight in fp32, as under autocast."""
     interpret(folder)
-    x, gate, weight, dout = gated()
-    leaves = [tensor.requires_grad_() for tensor in (x, gate, weight)]
-    out = fla_gated_norm(x, gate, weight, 1e-6, activation)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    *inputs, weight, dout = gated()
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
+        leaves.append(weight.detach().requires_grad_())
+        out = fla_gated_norm(*leaves, 1e-6, activation)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))])
+    return found
 
 
 def gated() -> list[Tensor]:
@@ -268,6 +272,8 @@ def test_gated_norms_by_their_kernel(ranks: Ranks, folder: str, activation: str)
     x, gate, weight = leaves
     out = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight * ACTIVATIONS[activation](gate)
     wanted = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-    found = ranks(2).run(normed, folder, activation, timeout=600)[0]
-    for own, exact in zip(found, wanted, strict=True):
+    found, rounded = ranks(2).run(normed, folder, activation, timeout=600)[0]
+    for own, other, exact in zip(found, rounded, wanted, strict=True):
         assert (own.double() - exact).norm() <= 3e-6 * exact.norm()
+        assert (other.double() - exact).norm() <= 1e-2 * exact.norm()
+    assert [tensor.dtype for tensor in rounded] == [torch.bfloat16] * 3 + [torch.float32]

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .recurrent import recurrent_modules
+from .recurrent import has_delta_rule, recurrent_modules
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu, "sigmoid": torch.sigmoid}
-_WIDTH = 16  # of what a norm is asked with
+_WIDTH = 17  # of what a norm is asked with: no multiple of a group within a row
 
 
 def gated_norms(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Finds the norms inside of recurrent modules that return `x / sqrt(mean(x^2) + eps) * weight * activation(gate)`.
+    """Finds the norms inside of delta rules' modules that return `x / sqrt(mean(x^2) + eps) * weight *
+    activation(gate)`.
 
     Args:
         model (`nn.Module`): Any model; its weights are not read.
@@ -25,29 +26,32 @@ def gated_norms(model: nn.Module) -> list[tuple[nn.Module, str]]:
         `list[tuple[nn.Module, str]]`: Each norm and the name of its activation, a key of `ACTIVATIONS`. `eps` is its
         `variance_epsilon`. A norm that is given another formula by its class is not among them.
     """
-    inner = {id(module): module for one in recurrent_modules(model) for module in one.modules()}
+    rules = filter(has_delta_rule, recurrent_modules(model))
+    inner = {id(module): module for rule in rules for module in rule.modules()}
     found = ((module, activation_of(module)) for module in inner.values())
     return [(module, activation) for module, activation in found if activation is not None]
 
 
 def activation_of(module: nn.Module) -> str | None:
-    """The activation of a gated norm; `None` for a module that computes anything else. It is asked with weights of our
-    own, for its may be sharded or on no device, and by numbers so small that `eps` shows."""
+    """The activation of a gated norm; `None` for a module that computes anything else. It is asked with a weight made
+    for it, as its own may be sharded or on no device, and by numbers so small that `eps` shows."""
     weights, norm = dict(module.named_parameters()), type(module).forward
     eps: Any = getattr(module, "variance_epsilon", None)
-    if list(weights) != ["weight"] or weights["weight"].ndim != 1 or eps is None:
+    if list(weights) != ["weight"] or weights["weight"].ndim != 1 or not isinstance(eps, float):
         return None
-    if len(inspect.signature(norm).parameters) != 3:  # itself, what is normed, and its gate
+    if list(inspect.signature(norm).parameters) != ["self", "hidden_states", "gate"]:
         return None
-    generator = torch.Generator().manual_seed(0)
-    weight, x, gate = torch.randn(3, 2, _WIDTH, dtype=torch.float64, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    weight, x, gate = torch.randn(3, 2, _WIDTH, dtype=torch.float64, generator=generator, device="cpu")
     x *= eps**0.5
     asked: Any = copy.copy(module)
     asked._parameters = {"weight": nn.Parameter(weight[0].float())}
     try:
         with torch.no_grad():
             said = norm(asked, x.float(), gate.float())
-    except RuntimeError:  # one that norms groups of a row wants rows of its own width
+    except Exception:  # whatever it is, the norm wants other numbers than a gated norm takes
+        return None
+    if not isinstance(said, Tensor) or said.shape != x.shape:
         return None
     normed = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight[0]
     for name, activation in ACTIVATIONS.items():

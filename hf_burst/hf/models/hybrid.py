@@ -14,12 +14,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...plan import Hybrid, RecurrentSize, Shapes, choose_recurrence
 from ...plan.recurrence import Way
 from ...ranks.layout import SequenceLayout
+from ...recurrent import fla_installed
 from .recurrent import functions_of, recurrent_modules
 from .support import has_attention, patterns_of_layers
 from .task import task_of
 
 logger = logging.getLogger(__name__)
 
+FUSED_NORM = (
+    3,
+    2,
+)  # copies of a gated output that the norm of flash-linear-attention keeps, and those of its gradients
 _DELTA, _KIMI = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
 
 
@@ -80,8 +85,11 @@ def _size_of(module: Any) -> RecurrentSize | None:
         if _DELTA in functions:
             heads, keys = (module.num_v_heads, module.num_k_heads), (module.head_k_dim, module.head_v_dim)
             own = {"heads": heads[0], "key_heads": heads[1], "keys": keys[0], "values": keys[1]}
-            copies = 1 if find_spec("causal_conv1d") else 2
-            return replace(size, kind="delta", convolution_copies=copies, repeats_keys=_repeats_keys(kind), **own)
+            if find_spec("causal_conv1d"):
+                size = replace(size, convolution_copies=1)
+            if fla_installed():
+                size = replace(size, norm_copies=FUSED_NORM)
+            return replace(size, kind="delta", repeats_keys=_repeats_keys(kind), **own)
         if _KIMI in functions:
             heads, width = module.num_heads, module.head_dim
             own = {"heads": heads, "key_heads": heads, "keys": width, "values": width, "decays": width}

@@ -232,6 +232,11 @@ def recurrent_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if is_recurrent(module)]
 
 
+def has_delta_rule(module: nn.Module) -> bool:
+    """Whether a module computes a delta rule."""
+    return any(COUNTERPARTS[name] is _delta_rule for name in functions_of(type(module)))
+
+
 def over_ranks(kind: Any) -> Function:
     """The forward of a class, which calls the counterparts; the class and its source file stay as they are."""
     functions = inspect.unwrap(kind.forward).__globals__

@@ -17,8 +17,9 @@ class GatedNorms(Part):
     """Gives gated norms a forward by that kernel. One that has a forward of its own keeps it."""
 
     def look(self, model: PreTrainedModel) -> Handles:
+        self.remove(model)
         for norm, activation in gated_norms(model):
-            if vars(norm).get("forward") is None:
+            if "forward" not in vars(norm):
                 norm.forward = GatedNorm(norm, activation)
         return ()
 
@@ -34,13 +35,19 @@ class GatedNorm(ForwardOverride):
     def __init__(self, module: nn.Module, activation: str) -> None:
         super().__init__(module)
         self.activation = activation
+        self.asked = _answers_of(module)
 
     def __call__(self, hidden_states: Tensor, gate: Tensor) -> Any:
         norm: Any = self.module
         known = hidden_states.dtype != torch.float64 and not isinstance(norm.weight, DTensor)
-        if known and current() is not None and fla_compared(hidden_states.device):
+        if known and self.asked == _answers_of(norm) and current() is not None and fla_compared(hidden_states.device):
             return fla_gated_norm(hidden_states, gate, norm.weight, norm.variance_epsilon, self.activation)
         return type(norm).forward(norm, hidden_states, gate)
 
     def _given(self) -> tuple[Any, ...]:
         return self.module, self.activation
+
+
+def _answers_of(norm: Any) -> tuple[Any, Any]:
+    """On what a norm's formula depends: a class or an activation may be changed after it was asked."""
+    return type(norm).forward, getattr(norm, "activation", None)
