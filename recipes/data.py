@@ -30,6 +30,7 @@ from datasets import (
     load_from_disk,
 )
 from datasets.exceptions import DatasetsError
+from held_out import held_out_ends
 from settings import TEXT_FILES, DataSettings, RowError, using
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig
@@ -232,12 +233,10 @@ def load_splits(settings: DataSettings, seed: int, text_column: str = "text") ->
         return rows, load_rows(settings.eval_dataset, settings.eval_split, text_column)
     if not settings.eval_share:
         return rows, None
-    if len(rows) == 1 and text_column in rows.column_names and is_text(rows, text_column):  # its end is for evaluation
+    texts = text_column in rows.column_names and is_text(rows, text_column)
+    if texts and len(rows) * settings.eval_share < 1:  # one of them might be most of all text
         with using(f"dataset {settings.dataset}"), reading(settings.dataset):
-            text = rows[0][text_column]
-        cut = round(len(text) * (1 - settings.eval_share))
-        first, last = (Dataset.from_dict({text_column: [part]}) for part in (text[:cut], text[cut:]))
-        return first, last
+            return held_out_ends(rows[text_column], settings.eval_share, text_column)
     with using(f"eval_share {settings.eval_share} of {len(rows)} rows"):
         parts = rows.train_test_split(test_size=settings.eval_share, seed=seed)
     if os.environ.get("RANK", "0") == "0":

@@ -141,7 +141,10 @@ def main(arguments: list[str]) -> None:
     windows = list(islice(long, extension.windows))
     if not windows:
         raise SystemExit(
-            f"No held-out document has {args.max_length:,} tokens; set eval_share higher, or eval_dataset."
+            f"No held-out text has {args.max_length:,} tokens. Of fewer than {1 / documents.eval_share:.0f} texts "
+            f"eval_share {documents.eval_share} holds out the ends; set it higher, or eval_dataset."
+            if documents.eval_share
+            else f"No text of eval_dataset has {args.max_length:,} tokens."
         )
     if extension.pretraining_steps:
         pretrain(model, burst, args, extension, train, tokenizer)

@@ -22,6 +22,7 @@ from trl import RewardTrainer
 import hf_burst
 from hf_burst.kernels import KernelRequest, explain_kernels
 
+FEW = 10  # optimizer steps
 MARKS = {"8K": 2**13, "32K": 2**15, "64K": 2**16, "128K": 2**17, "256K": 2**18, "1M": 2**20}
 
 
@@ -90,6 +91,17 @@ class Evaluations(TrainerCallback):
             tqdm.write(f"step {state.global_step:,}: evaluation loss {logs['eval_loss']:.4g}")
 
 
+class FewSteps(TrainerCallback):
+    """Says that a training takes few steps where accumulation makes them few."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Writes the line, on one process."""
+        batches = args.gradient_accumulation_steps
+        if state.is_world_process_zero and state.max_steps < FEW and batches > 1:
+            steps = f"{state.max_steps} step{'s' * (state.max_steps > 1)} of up to {batches} batches each"
+            tqdm.write(f"The whole training has {steps}; gradient_accumulation_steps: 1 makes more steps of them.")
+
+
 def follow(trainer: Trainer) -> None:
     """One line for each log, with speed, memory and the time that is left; and a bar, if somebody watches."""
     bar = trainer.pop_callback(ProgressCallback)
@@ -97,6 +109,7 @@ def follow(trainer: Trainer) -> None:
     if bar is not None and sys.stderr.isatty():
         trainer.add_callback(Bar)
     trainer.add_callback(Evaluations)
+    trainer.add_callback(FewSteps)
     watch = hf_burst.BurstCallback(trainer)  # its numbers are in every log
     watch.positions_told = True  # by the warning of max_length
     trainer.add_callback(watch)

@@ -60,7 +60,21 @@ def make(
             **more,
         )
         trainer.loaded_config = loaded  # what training changes, and a saved model is to have
+        round_warmup_down(trainer)
         return trainer
+
+
+def round_warmup_down(trainer: Any) -> None:
+    """Leaves warmup out where its share of all steps is less than one: Transformers rounds it up, and a first step has
+    a learning rate of 0, which would be all that a short training does."""
+    create = trainer.create_scheduler
+
+    def create_scheduler(num_training_steps: int, **more: Any) -> Any:
+        if 0 < trainer.args.warmup_steps < 1:
+            trainer.args.warmup_steps = int(num_training_steps * trainer.args.warmup_steps)
+        return create(num_training_steps=num_training_steps, **more)
+
+    trainer.create_scheduler = create_scheduler
 
 
 def sft_trainer(

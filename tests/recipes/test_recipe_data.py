@@ -340,6 +340,28 @@ def test_several_wrong_rows_are_named_together(tmp_path: Path, arguments: Any) -
         assert last == "and 2 more rows"
 
 
+@pytest.mark.parametrize(("share", "whole"), [(0.1, False), (0.24, False), (0.25, True)])
+def test_ends_of_few_texts_are_held_out(tmp_path: Path, share: float, whole: bool) -> None:
+    """A long text among few is trained on."""
+    texts = ["long " * 500, "short " * 20, None, "ab" * 50]
+    datasets.Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "texts.parquet")
+    rows = DataSettings(dataset=[str(tmp_path / "texts.parquet")], eval_share=share)
+    train, held_out = data.load_splits(rows, seed=0)
+    assert held_out is not None
+    if whole:
+        assert (len(train), len(held_out)) == (3, 1)
+        return
+    ends = iter(held_out["text"])
+    for text, begin in zip(texts, train["text"], strict=True):
+        if text is None:
+            assert begin is None
+            continue
+        end = next(ends)
+        assert begin + end == text
+        assert len(end) == round(len(text) * share)
+    assert not [*ends]
+
+
 def test_a_row_of_another_kind_of_file_is_named_by_its_words(tmp_path: Path, arguments: Any) -> None:
     rows = [{"prompt": f"Question {number}", "completion": "5" if number != 4 else None} for number in range(9)]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")

@@ -420,6 +420,42 @@ def test_accelerate_reads_its_files(name: str) -> None:
     assert (config.num_machines == 2) == name.startswith("2_hosts")
 
 
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (33, 0), (34, 1), (1000, 30)])
+def test_a_share_of_warmup_is_rounded_down(recipe: Callable[..., Any], steps: int, warmup: int) -> None:
+    """The only step of a short training has a learning rate."""
+    trainer, _ = recipe("--learning_rate", "0.01")
+    trainer.create_optimizer_and_scheduler(steps)
+    assert trainer.args.warmup_steps == warmup
+    assert trainer.lr_scheduler.get_last_lr()[0] == (0 if warmup else 0.01)
+
+
+def test_one_step_trains(recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    trainer, burst = recipe("--max_steps", "1", "--gradient_accumulation_steps", "4", "--learning_rate", "0.01")
+    before = [weight.detach().clone() for weight in trainer.model.parameters()]
+    training.train(trainer, burst)
+    assert any(not torch.equal(own, old) for own, old in zip(trainer.model.parameters(), before, strict=True))
+    said = capsys.readouterr()
+    line = "The whole training has 1 step of up to 4 batches each; gradient_accumulation_steps: 1 makes more"
+    assert line in said.out + said.err
+
+
+def test_a_folder_is_trained_in_once_at_a_time(recipe: Callable[..., Any], wrong: Sentence, tmp_path: Path) -> None:
+    recipe()
+    recipe()  # the same process may go on
+    holder = [sys.executable, "-c", "import settings, sys; settings.hold(sys.argv[1]); print(1, flush=True); input()"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'recipes'}:{ROOT}"}
+    (tmp_path / "other").mkdir()
+    with subprocess.Popen(
+        [*holder, "other"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "1\n"
+        said = wrong("--output_dir", "other")
+        assert said.startswith(f"Process {other.pid} trains in output_dir 'other'. Wait for it, or end it")
+        other.kill()
+    recipe("--output_dir", "other")
+
+
 def test_defaults_suit_long_sequences(recipe: Callable[..., Any]) -> None:
     arguments = recipe()[0].args
     assert arguments.per_device_train_batch_size == arguments.per_device_eval_batch_size == 1
