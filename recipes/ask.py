@@ -13,9 +13,11 @@ Where the tokenizer has a chat template, text and question are the message of a 
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import settings
@@ -112,16 +114,30 @@ def ask(
 
 
 def texts_of(documents: Path) -> dict[str, str]:
-    """The text of a file, or the texts of a folder, by the names of their files; ends the recipe at one that is no
-    text, or empty."""
-    texts = {}
+    """The text of a file, or the texts in and below a folder, by the names of their files; ends the recipe at one that
+    is no text, or empty."""
     with settings.using(f"documents {str(documents)!r}"):
-        files = [documents] if documents.is_file() else sorted(path for path in documents.iterdir() if path.is_file())
-    for path in files:
-        texts[path.name] = read(path)
-        if not texts[path.name].strip():
+        documents.stat()
+    texts = {}
+    for name, path in {documents.name: documents}.items() if documents.is_file() else text_files(documents).items():
+        texts[name] = read(path)
+        if not texts[name].strip():
             raise SystemExit(f"{path} is empty. Take it away.")
     return texts
+
+
+def text_files(folder: Path) -> dict[str, Path]:
+    """The text files in and below a folder, by their paths in it. Says which other files are left out."""
+    names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    chosen = [name for name in names if name.suffix.lower() in settings.TEXT_FILES]
+    others = ", ".join(str(name) for name in names if name not in chosen)
+    if others and os.environ.get("RANK", "0") == "0":
+        told = f"documents {folder}: {len(chosen)} texts ({', '.join(settings.TEXT_FILES)}) are read"
+        print(
+            f"{told}, {len(names) - len(chosen)} other files are left out: {shorten(others, 200, placeholder=' ...')}"
+        )
+    return {str(name): folder / name for name in chosen}
 
 
 def read(path: Path) -> str:
@@ -136,7 +152,7 @@ def read(path: Path) -> str:
 def main(given: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("model", help="name or folder of a causal language model")
-    parser.add_argument("documents", type=Path, help="a text file, or a folder of them")
+    parser.add_argument("documents", type=Path, help="a text file, or a folder of them, also below it")
     parser.add_argument("--questions", type=Path, required=True, help="file with a question a line")
     parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer")
     without = "ask without the chat template of the tokenizer"

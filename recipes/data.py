@@ -1,4 +1,4 @@
-"""Documents, chats and pairs from files, folders and the hub, and their tokens."""
+"""Documents and chats from files, folders and the hub, and their tokens."""
 
 import json
 import os
@@ -17,14 +17,10 @@ import chats
 import numpy
 import pyarrow.compute
 import report
-from chats import IGNORED, ChatTokenizer, clean, parse_tools, without_nulls
+from chats import IGNORED, ChatTokenizer, without_nulls
 from datasets import (
     Dataset,
     DatasetDict,
-    Features,
-    Json,
-    List,
-    Value,
     concatenate_datasets,
     load_dataset,
     load_from_disk,
@@ -33,8 +29,8 @@ from datasets.exceptions import DatasetsError
 from held_out import held_out_ends
 from settings import TEXT_FILES, DataSettings, RowError, using
 from transformers import PreTrainedTokenizerBase
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig
-from trl.data_utils import common_prefix_length, extract_prompt
+from trl import SFTConfig
+from trl.data_utils import common_prefix_length
 
 READERS = {
     **dict.fromkeys(TEXT_FILES, "text"),
@@ -44,7 +40,7 @@ READERS = {
     ".csv": "csv",
 }
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
-SOURCES = (__file__, chats.__file__)  # datasets knows functions of modules by their names alone
+SOURCES = (__file__, chats.__file__, str(Path(__file__).with_name("preferences.py")))  # datasets knows names alone
 WRITTEN = 64  # long rows that are in memory together
 SHOWN, MANY = 10, 100  # wrong rows that an error shows, and that are looked for
 STRINGS = ("string", "large_string", "string_view", "null")
@@ -156,12 +152,15 @@ def map_rows(
 
     Raises:
         RowError: If there are rows of which it makes nothing, with the first of them.
+        ValueError: If what it makes cannot be stored.
     """
     code = sha256(b"".join(Path(file).read_bytes() for file in SOURCES)).hexdigest()
     options = {"remove_columns": rows.column_names, **options}
     try:
         with reading(names):  # pyarrow does not look whether JSON lines are UTF-8
             return rows.map(partial(make_row, function=function, code=code), **options)
+    except TypeError as error:  # of pyarrow, which stores what the function has made
+        raise ValueError(str(error)) from error
     except ValueError as error:
         if isinstance(error.__context__, UnicodeDecodeError) or not (wrong := wrong_rows(rows, function, names)):
             raise
@@ -277,68 +276,6 @@ def load_tokens(
         fitting.append(fitted)
     training.assistant_only_loss = False  # done: TRL is given labels
     return fitting[0], fitting[1]
-
-
-def load_pairs(settings: DataSettings, training: DPOConfig | RewardConfig) -> tuple[Dataset, Dataset | None]:
-    """Pairs of answers as TRL wants them: `chosen`, `rejected` and maybe `prompt`, as text or as messages."""
-    if settings.too_long == "split":
-        raise SystemExit("too_long is 'split', but a pair of answers cannot be split; set refuse or drop.")
-    seed = training.seed if training.data_seed is None else training.data_seed
-    loaded: list[Dataset | None] = []
-    for rows, names in zip(load_splits(settings, seed), (settings.dataset, settings.eval_dataset), strict=True):
-        if rows is not None:
-            names = names or settings.dataset
-            if missing := {"chosen", "rejected"} - set(rows.column_names):
-                raise SystemExit(f"dataset {names} has no column {' or '.join(sorted(missing))}: {rows.column_names}.")
-            with using(f"dataset {names}"), training.main_process_first(desc="cleaning"):
-                features = features_of_pairs(rows)
-                function = partial(clean_pair, others=set(rows.column_names) & {"tools", "chat_template_kwargs"})
-                rows = map_rows(rows, function, names, features=features, desc="Cleaning messages")
-        loaded.append(rows)
-    return loaded[0], loaded[1]
-
-
-def features_of_pairs(rows: Dataset) -> Features:
-    """Messages are JSON: structs of Arrow would give each tool call the arguments of all others, as nulls."""
-    kinds = {True: Value("string"), False: List(Json())}
-    features = {key: kinds[is_text(rows, "chosen")] for key in ("prompt", "chosen", "rejected")}
-    others = {"tools": Value("string"), "chat_template_kwargs": Json()}
-    return Features({**features, **{key: kind for key, kind in others.items() if key in rows.column_names}})
-
-
-def clean_pair(row: dict[str, Any], others: set[str]) -> dict[str, Any]:
-    """A pair with its prompt, and what TRL hands on to the chat template."""
-    for key in ("chosen", "rejected"):
-        if row[key] is None:
-            raise ValueError(f"{key} is null; it must be text or messages")
-    pair = {
-        key: clean(row[key]) if isinstance(row[key], list) else row[key]
-        for key in ("prompt", "chosen", "rejected")
-        if row.get(key) is not None
-    }
-    pair = pair if "prompt" in pair else {**pair, **extract_prompt(pair)}
-    if "tools" in others:
-        pair["tools"] = json.dumps(parse_tools(row["tools"]))
-    if "chat_template_kwargs" in others:
-        pair["chat_template_kwargs"] = without_nulls(row["chat_template_kwargs"]) or {}
-    return pair
-
-
-def fit_pairs(trainer: DPOTrainer | RewardTrainer, settings: DataSettings, longest: int) -> None:
-    """Refuses or drops pairs of more than `longest` tokens, of which TRL would cut the ends off, or none be left."""
-    for name in ("train_dataset", "eval_dataset"):
-        if (pairs := getattr(trainer, name)) is None:
-            continue
-        sizes = numpy.maximum(*(lengths(pairs, f"{part}_ids") for part in ("chosen", "rejected")))
-        if "prompt_ids" in pairs.column_names:  # of DPO, whose answers stand apart
-            sizes = sizes + lengths(pairs, "prompt_ids")
-        if name == "train_dataset" and trainer.args.process_index == 0:
-            report.report_lengths(sizes, longest, trainer.args.output_dir, "pairs")
-        over = too_long(sizes, longest, settings.too_long, f"{name.split('_')[0]} pairs")
-        if over.any():
-            if trainer.args.process_index == 0:
-                print(f"{name.split('_')[0]} pairs: {over.sum():,} of more than max_length tokens are dropped.")
-            setattr(trainer, name, pairs.select(numpy.flatnonzero(~over)))
 
 
 def tokenize_text(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, column: str) -> dict[str, list[int]]:

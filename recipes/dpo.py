@@ -34,20 +34,20 @@ def make_trainer(arguments: list[str]) -> "tuple[DPOTrainer, BurstSettings]":
     run = settings.prepare(args, model, pairs, burst)
     if args.precompute_ref_log_probs:
         raise SystemExit("precompute_ref_log_probs would compute sequences before they are sharded; leave it out.")
-    import data  # the settings are right; these take seconds
-    import models
+    import models  # the settings are right; these take seconds
+    import preferences
     import report
     from trl import DPOTrainer
 
     tokenizer = models.load_tokenizer(model)
     config = models.load_config(model, len(tokenizer))
     report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
-    rows = data.load_pairs(pairs, args)
+    rows = preferences.load_pairs(pairs, args)
     longest, args.max_length = args.max_length, None  # TRL would cut answers off
     reference = None if model.use_peft else models.load_model(model, config, burst, args.seed)
     trainer = training.make(DPOTrainer, model, run, config, burst, args, rows, tokenizer, ref_model=reference)
     args.max_length = longest
-    data.fit_pairs(trainer, pairs, longest)
+    preferences.fit_pairs(trainer, pairs, longest)
     return trainer, burst
 
 

@@ -118,11 +118,12 @@ def read_documents(
     with settings.using(name):
         function, warning = data.tokenizer_of(rows, tokenizer, wanted)
     if not data.answer_columns(rows):
-        windows = text_windows(rows[wanted.dataset_text_field], tokenizer, longest, wanted.windows)
-        if len(windows) < wanted.windows:
-            accelerator.print(
-                f"{name} hold only {len(windows)} pieces of {longest:,} tokens; windows asks for {wanted.windows}."
-            )
+        texts = rows[wanted.dataset_text_field]
+        windows, count = text_windows(texts, tokenizer, longest, wanted.windows)
+        more = f"; windows asks for {wanted.windows}" if len(windows) < wanted.windows else ""
+        accelerator.print(
+            f"{name}: {len(windows)} pieces of {longest:,} tokens, of {count:,} of {len(rows):,} documents{more}."
+        )
         return windows, None
     with settings.using(name), main_process_first(accelerator):
         tokens = data.map_rows(rows, function, wanted.documents, desc="Tokenizing")

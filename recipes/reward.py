@@ -36,8 +36,8 @@ def make_trainer(arguments: list[str]) -> "tuple[RewardTrainer, BurstSettings]":
         raise SystemExit(
             f"lora_task_type is {model.lora_task_type!r}, by which the head would not learn; leave it out."
         )
-    import data  # the settings are right; these take seconds
-    import models
+    import models  # the settings are right; these take seconds
+    import preferences
     import report
     from trl import RewardTrainer
 
@@ -45,11 +45,11 @@ def make_trainer(arguments: list[str]) -> "tuple[RewardTrainer, BurstSettings]":
     config = models.load_config(model, len(tokenizer))
     models.give_rewards(config)
     report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
-    rows = data.load_pairs(pairs, args)
+    rows = preferences.load_pairs(pairs, args)
     longest, args.max_length = args.max_length, None  # TRL would leave longer pairs out without a word
     trainer = training.make(RewardTrainer, model, run, config, burst, args, rows, tokenizer)
     args.max_length = longest
-    data.fit_pairs(trainer, pairs, longest)
+    preferences.fit_pairs(trainer, pairs, longest)
     return trainer, burst
 
 

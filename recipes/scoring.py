@@ -1,8 +1,8 @@
 """Scores of a patched model whose sequences are shared by several processes; every process gets all of them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -112,8 +112,14 @@ def position_edges(length: int, marks: Iterable[int] = ()) -> list[int]:
     return sorted(edges)
 
 
-def text_windows(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, most: int) -> list[list[int]]:
-    """The first `most` pieces of `length` tokens of some texts, each of which lies in one text.
+def text_windows(
+    texts: Iterable[str | None], tokenizer: PreTrainedTokenizerBase, length: int, most: int
+) -> tuple[list[list[int]], int]:
+    """At most `most` pieces of `length` tokens, each of which lies in one text: the first of every text in turn, then
+    the second, and so on. Texts that hold nothing are left out.
+
+    Returns:
+        The pieces, and of how many texts they are.
 
     Raises:
         SystemExit: If no text is as long.
@@ -121,15 +127,16 @@ def text_windows(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, lengt
     first = tokenizer(first_token(tokenizer), add_special_tokens=False)["input_ids"]
     size = length - len(first)
 
-    def pieces() -> Iterator[list[int]]:
-        for text in texts:
-            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-            yield from ([*first, *tokens[start : start + size]] for start in range(0, len(tokens) - size + 1, size))
+    def pieces(text: str) -> list[list[int]]:
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        starts = range(0, len(tokens) - size + 1, size)[:most]
+        return [[*first, *tokens[start : start + size]] for start in starts]
 
-    windows = list(islice(pieces(), most))
-    if not windows:
+    long = list(islice(filter(None, map(pieces, filter(None, texts))), most))
+    if not long:
         raise SystemExit(f"No document has {length:,} tokens, the length to evaluate. Give longer ones.")
-    return windows
+    turns = chain.from_iterable(zip_longest(*long))
+    return list(islice(filter(None, turns), most)), len(long)
 
 
 @torch.no_grad()

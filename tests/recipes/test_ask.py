@@ -84,6 +84,22 @@ def test_files_that_are_no_texts(tmp_path: Path) -> None:
         ask.texts_of(tmp_path)
 
 
+def test_texts_lie_below_a_folder_and_other_files_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a.txt", "deeper/a.MD", "rows.csv", "deeper/picture.png", ".git/b.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert ask.texts_of(tmp_path) == {name: name for name in ("a.txt", "deeper/a.MD")}
+    (told,) = capsys.readouterr().out.splitlines()
+    assert told.startswith(f"documents {tmp_path}: 2 texts (.txt, ")
+    assert told.endswith(") are read, 2 other files are left out: deeper/picture.png, rows.csv")
+    assert ask.texts_of(tmp_path / "rows.csv") == {"rows.csv": "rows.csv"}, "a file that is named is read"
+    monkeypatch.setenv("RANK", "1")
+    ask.texts_of(tmp_path)
+    assert not capsys.readouterr().out
+
+
 def test_tokenizers_without_an_end() -> None:
     words = tokenizer()
     words.eos_token = None

@@ -341,8 +341,28 @@ def test_documents_that_are_wrong_end_every_process(
 def test_fewer_pieces_than_were_asked_for_are_counted() -> None:
     accelerator, wanted = mock.MagicMock(), evaluate.Evaluation(lengths=[30000], windows=99)
     windows, _ = evaluation.read_documents(words(), wanted, accelerator)
-    said = f"hold only {len(windows)} pieces of 30,000 tokens; windows asks for 99"
+    said = f"{len(windows)} pieces of 30,000 tokens, of 1 of 1 documents; windows asks for 99."
     assert said in accelerator.print.call_args.args[0]
+
+
+def test_pieces_are_of_all_documents_in_turn(tmp_path: Path) -> None:
+    """Those that hold nothing, or too little, are left out."""
+    texts = [None, "0" * 40, "1" * 9, "", "2" * 25, "3" * 16]
+    path = conversations.write(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
+    tokenizer, told = words(), {}
+    for most in (2, 4, 99):
+        accelerator = mock.MagicMock()
+        wanted = evaluate.Evaluation(documents=[str(path)], lengths=[10], windows=most)
+        windows, _ = evaluation.read_documents(tokenizer, wanted, accelerator)
+        assert {len(window) for window in windows} == {10}
+        told[most] = accelerator.print.call_args.args[0].partition(": ")[2]
+        found = "".join(tokenizer.decode(window[-1]) for window in windows)
+        assert found == "0230200"[:most]  # pieces of 9, behind the first token
+    assert told == {
+        2: "2 pieces of 10 tokens, of 2 of 6 documents.",
+        4: "4 pieces of 10 tokens, of 3 of 6 documents.",
+        99: "7 pieces of 10 tokens, of 3 of 6 documents; windows asks for 99.",
+    }
 
 
 def test_lists_may_have_one_value_without_brackets(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import chats  # noqa: E402
 import data  # noqa: E402
 import models  # noqa: E402
 import numpy  # noqa: E402
+import preferences  # noqa: E402
 import report  # noqa: E402
 from settings import DataSettings  # noqa: E402
 
@@ -105,6 +106,7 @@ def test_a_text_ends_by_one_end_token(tmp_path: Path, arguments: Any, capsys: py
 def test_tokens_of_older_code_are_not_taken(tmp_path: Path, arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """datasets keeps what it made of a file; functions of the recipes are known to it by their names."""
     path = conversations.write(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS])
+    assert {data.__file__, chats.__file__, preferences.__file__} == set(data.SOURCES)
     older = tokens_of(path, arguments)
     assert older == tokens_of(path, arguments)
     changed = lambda ids, tokenizer: [*ids, 0]  # noqa: E731
@@ -121,7 +123,58 @@ def test_a_pair_without_an_answer_is_named(tmp_path: Path) -> None:
     path = conversations.write(tmp_path / "pairs.jsonl", rows)
     training = DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     with pytest.raises(SystemExit, match=r"pairs\.jsonl:2: rejected is null; it must be text or messages"):
-        data.load_pairs(DataSettings(dataset=[str(path)]), training)
+        preferences.load_pairs(DataSettings(dataset=[str(path)]), training)
+
+
+def pairs_of(path: Path, rows: list[Any]) -> list[dict[str, Any]]:
+    from trl import DPOConfig
+
+    conversations.write(path / "pairs.jsonl", rows)
+    training = DPOConfig(output_dir=str(path), use_cpu=True, bf16=False)
+    return list(preferences.load_pairs(DataSettings(dataset=[str(path / "pairs.jsonl")]), training)[0])
+
+
+@pytest.mark.parametrize("columns", [{}, {"prompt": "Hi"}])
+def test_a_prompt_that_the_answers_begin_with_is_taken_from_them(tmp_path: Path, columns: dict[str, str]) -> None:
+    """Where it also stands beside them as text, as in ultrafeedback, too."""
+    system = {"role": "system", "content": "Be kind."}
+    chosen, rejected = ({"role": "assistant", "content": text} for text in "45")
+    pair = {**columns, "chosen": [system, USER, chosen], "rejected": [system, USER, rejected]}
+    assert pairs_of(tmp_path, [pair]) == [{"prompt": [system, USER], "chosen": [chosen], "rejected": [rejected]}]
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"prompt": "Bye", "chosen": "messages", "rejected": "messages"}, "prompt is 'Bye'; it must be a list of mess"),
+        ({"prompt": "messages", "chosen": "4", "rejected": "5"}, "prompt is [{'role': 'user', 'content': 'Hi'},"),
+        ({"prompt": "Hi", "chosen": "4", "rejected": "messages"}, "rejected is [{'role': 'user', 'content': 'Hi'},"),
+        ({"prompt": "Hi", "chosen": "messages", "rejected": "5"}, "rejected is '5'; it must be a list of messages: "),
+    ],
+)
+def test_pairs_of_text_and_messages_are_named(tmp_path: Path, other: dict[str, str], told: str) -> None:
+    row = {key: TURN if value == "messages" else value for key, value in other.items()}
+    with pytest.raises(SystemExit, match=r"pairs\.jsonl:1: ") as end:
+        pairs_of(tmp_path, [row])
+    assert told in str(end.value)
+    assert str(end.value).endswith("give prompt, chosen and rejected of all rows in one form")
+
+
+def test_what_cannot_be_stored_ends_by_a_sentence(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list([{"text": "a"}])
+    features = datasets.Features({"text": datasets.Value("string")})
+    with pytest.raises(ValueError, match="Couldn't cast array of type list"):
+        data.map_rows(rows, lambda row: {"text": [row]}, ["x"], features=features)
+
+
+def test_pairs_of_the_same_answer_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for same, other in ("ab", [[{"role": "assistant", "content": text}] for text in "ab"]):
+        prompt = "Hi" if same == "a" else [USER]
+        rows = [{"prompt": prompt, "chosen": same, "rejected": answer} for answer in (same, other, same)]
+        assert len(pairs_of(tmp_path, rows)) == 3
+        assert "chosen equals rejected in 2 of 3 pairs; they teach nothing." in capsys.readouterr().out
+    pairs_of(tmp_path, rows[1:2])
+    assert "equals" not in capsys.readouterr().out
 
 
 def test_the_loss_is_on_completions(tmp_path: Path, arguments: Any) -> None:
@@ -581,7 +634,7 @@ def test_nulls_of_arrow_are_no_arguments(tmp_path: Path, arguments: Any) -> None
         path = tmp_path / f"pairs_{len(keys)}.parquet"
         datasets.Dataset.from_list(given).to_parquet(path)
         training = DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-        loaded = list(data.load_pairs(DataSettings(dataset=[str(path)]), training)[0])
+        loaded = list(preferences.load_pairs(DataSettings(dataset=[str(path)]), training)[0])
         assert [pair["chosen"] for pair in loaded] == [[turn] for turn in turns]
         assert [pair["prompt"] for pair in loaded] == [[USER]] * 2
         assert json.loads(loaded[0]["tools"]) == tools[0]
@@ -601,6 +654,6 @@ def test_pairs_that_are_dropped_are_counted(tmp_path: Path, capsys: pytest.Captu
     rows = [{"prompt_ids": [1], "chosen_ids": [2] * count, "rejected_ids": [3]} for count in (1, 2, 9)]
     pairs, training = datasets.Dataset.from_list(rows), SimpleNamespace(process_index=0, output_dir=str(tmp_path))
     trainer = SimpleNamespace(train_dataset=pairs, eval_dataset=None, args=training)
-    data.fit_pairs(trainer, DataSettings(dataset=["x"], too_long="drop"), 4)
+    preferences.fit_pairs(trainer, DataSettings(dataset=["x"], too_long="drop"), 4)
     assert len(trainer.train_dataset) == 2
     assert "train pairs: 1 of more than max_length tokens are dropped" in capsys.readouterr().out

@@ -1,0 +1,103 @@
+"""Pairs of answers, of which one was preferred, as TRL wants them."""
+
+import json
+from functools import partial
+from textwrap import shorten
+from typing import Any
+
+import numpy
+import report
+from chats import Message, clean, parse_tools, without_nulls
+from data import WRITTEN, is_text, lengths, load_splits, map_rows, too_long
+from datasets import Dataset, Features, Json, List, Value
+from settings import DataSettings, using
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+from trl.data_utils import extract_prompt
+
+
+def load_pairs(settings: DataSettings, training: DPOConfig | RewardConfig) -> tuple[Dataset, Dataset | None]:
+    """Pairs of answers as TRL wants them: `chosen`, `rejected` and `prompt`, as text or as messages."""
+    if settings.too_long == "split":
+        raise SystemExit("too_long is 'split', but a pair of answers cannot be split; set refuse or drop.")
+    seed = training.seed if training.data_seed is None else training.data_seed
+    loaded: list[Dataset | None] = []
+    for rows, names in zip(load_splits(settings, seed), (settings.dataset, settings.eval_dataset), strict=True):
+        if rows is not None:
+            names = names or settings.dataset
+            if missing := {"chosen", "rejected"} - set(rows.column_names):
+                raise SystemExit(f"dataset {names} has no column {' or '.join(sorted(missing))}: {rows.column_names}.")
+            with using(f"dataset {names}"), training.main_process_first(desc="cleaning"):
+                text, others = is_text(rows, "chosen"), set(rows.column_names) & {"tools", "chat_template_kwargs"}
+                function = partial(clean_pair, text=text, others=others)
+                features = features_of_pairs(text, others)
+                rows = map_rows(rows, function, names, features=features, desc="Cleaning messages")
+            if training.process_index == 0 and (same := count_same(rows)):
+                print(
+                    f"dataset {names}: chosen equals rejected in {same:,} of {len(rows):,} pairs; they teach nothing."
+                )
+        loaded.append(rows)
+    return loaded[0], loaded[1]
+
+
+def features_of_pairs(text: bool, others: set[str]) -> Features:
+    """Messages are JSON: structs of Arrow would give each tool call the arguments of all others, as nulls."""
+    features = {key: Value("string") if text else List(Json()) for key in ("prompt", "chosen", "rejected")}
+    kinds = {"tools": Value("string"), "chat_template_kwargs": Json()}
+    return Features({**features, **{key: kind for key, kind in kinds.items() if key in others}})
+
+
+def clean_pair(row: dict[str, Any], text: bool, others: set[str]) -> dict[str, Any]:
+    """A pair with its prompt, and what TRL hands on to the chat template. A prompt that the answers begin with is taken
+    from them; it may stand beside them as text, too."""
+    pair = {key: clean_part(row, key, text) for key in ("chosen", "rejected")}
+    prompt = row.get("prompt")
+    if prompt is None or (not text and prompt == first_question(pair["chosen"]) == first_question(pair["rejected"])):
+        pair |= extract_prompt(pair)
+    else:
+        pair["prompt"] = clean_part(row, "prompt", text)
+    if "tools" in others:
+        pair["tools"] = json.dumps(parse_tools(row["tools"]))
+    if "chat_template_kwargs" in others:
+        pair["chat_template_kwargs"] = without_nulls(row["chat_template_kwargs"]) or {}
+    return pair
+
+
+def clean_part(row: dict[str, Any], key: str, text: bool) -> Any:
+    """The prompt or an answer; an error if it is not text, or not messages, as the others are."""
+    if row[key] is None:
+        raise ValueError(f"{key} is null; it must be text or messages")
+    if not isinstance(row[key], str if text else list):
+        raise ValueError(
+            f"{key} is {shorten(repr(row[key]), 60)}; it must be {'text' if text else 'a list of messages'}: give "
+            "prompt, chosen and rejected of all rows in one form"
+        )
+    return row[key] if text else clean(row[key])
+
+
+def first_question(messages: list[Message]) -> Any:
+    """The content of the user's first message."""
+    return next((message["content"] for message in messages if message["role"] == "user"), None)
+
+
+def count_same(pairs: Dataset) -> int:
+    """How many pairs hold one answer twice."""
+    batches = pairs.select_columns(["chosen", "rejected"]).with_format("arrow").iter(batch_size=WRITTEN)
+    columns = ((batch["chosen"].to_pylist(), batch["rejected"].to_pylist()) for batch in batches)
+    return sum(one == other for chosen, rejected in columns for one, other in zip(chosen, rejected, strict=True))
+
+
+def fit_pairs(trainer: DPOTrainer | RewardTrainer, settings: DataSettings, longest: int) -> None:
+    """Refuses or drops pairs of more than `longest` tokens, of which TRL would cut the ends off, or none be left."""
+    for name in ("train_dataset", "eval_dataset"):
+        if (pairs := getattr(trainer, name)) is None:
+            continue
+        sizes = numpy.maximum(*(lengths(pairs, f"{part}_ids") for part in ("chosen", "rejected")))
+        if "prompt_ids" in pairs.column_names:  # of DPO, whose answers stand apart
+            sizes = sizes + lengths(pairs, "prompt_ids")
+        if name == "train_dataset" and trainer.args.process_index == 0:
+            report.report_lengths(sizes, longest, trainer.args.output_dir, "pairs")
+        over = too_long(sizes, longest, settings.too_long, f"{name.split('_')[0]} pairs")
+        if over.any():
+            if trainer.args.process_index == 0:
+                print(f"{name.split('_')[0]} pairs: {over.sum():,} of more than max_length tokens are dropped.")
+            setattr(trainer, name, pairs.select(numpy.flatnonzero(~over)))
