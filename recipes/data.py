@@ -26,7 +26,6 @@ from datasets import (
     load_from_disk,
 )
 from datasets.exceptions import DatasetsError
-from held_out import held_out_ends
 from settings import TEXT_FILES, DataSettings, RowError, using
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
@@ -241,6 +240,18 @@ def load_splits(settings: DataSettings, seed: int, text_column: str = "text") ->
     if os.environ.get("RANK", "0") == "0":
         print(f"eval_share {settings.eval_share}: {len(parts['test']):,} of {len(rows):,} rows held out for evaluation")
     return parts["train"], parts["test"]
+
+
+def held_out_ends(texts: list[str | None], share: float, column: str) -> tuple[Dataset, Dataset]:
+    """Texts without their ends, and the ends: this share of each."""
+    cuts = [round(len(text or "") * (1 - share)) for text in texts]
+    pairs = [*zip(texts, cuts, strict=True)]
+    begins = [text if text is None else text[:cut] for text, cut in pairs]
+    ends = [text[cut:] for text, cut in pairs if text and cut < len(text)]
+    if os.environ.get("RANK", "0") == "0":
+        said = f"the ends of {len(ends):,} texts" if len(texts) > 1 else "the end of the text"
+        print(f"eval_share {share}: {said} held out for evaluation")
+    return Dataset.from_dict({column: begins}), Dataset.from_dict({column: ends})
 
 
 def load_tokens(
