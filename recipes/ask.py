@@ -130,14 +130,12 @@ def text_files(folder: Path) -> dict[str, Path]:
     """The text files in and below a folder, by their paths in it. Says which other files are left out."""
     names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-    chosen = [name for name in names if name.suffix.lower() in settings.TEXT_FILES]
+    chosen = {name for name in names if name.suffix.lower() in settings.TEXT_FILES}
     others = ", ".join(str(name) for name in names if name not in chosen)
     if others and os.environ.get("RANK", "0") == "0":
-        told = f"documents {folder}: {len(chosen)} texts ({', '.join(settings.TEXT_FILES)}) are read"
-        print(
-            f"{told}, {len(names) - len(chosen)} other files are left out: {shorten(others, 200, placeholder=' ...')}"
-        )
-    return {str(name): folder / name for name in chosen}
+        told = f"documents {folder}: of {len(names)} files {len(chosen)} end in {', '.join(settings.TEXT_FILES)}"
+        print(f"{told}. The others are left out: {shorten(others, 200, placeholder=' ...')}")
+    return {str(name): folder / name for name in names if name in chosen}
 
 
 def read(path: Path) -> str:
@@ -152,7 +150,7 @@ def read(path: Path) -> str:
 def main(given: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("model", help="name or folder of a causal language model")
-    parser.add_argument("documents", type=Path, help="a text file, or a folder of them, also below it")
+    parser.add_argument("documents", type=Path, help="a text file, or a folder: all text files in and below it")
     parser.add_argument("--questions", type=Path, required=True, help="file with a question a line")
     parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer")
     without = "ask without the chat template of the tokenizer"

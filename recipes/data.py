@@ -224,17 +224,21 @@ def expand(name: str) -> list[str]:
     return readable
 
 
-def load_splits(settings: DataSettings, seed: int, text_column: str = "text") -> tuple[Dataset, Dataset | None]:
-    """The rows to train on and those to evaluate on, if there are any."""
+def load_splits(
+    settings: DataSettings, seed: int, text_column: str = "text", ends: bool = False
+) -> tuple[Dataset, Dataset | None]:
+    """The rows to train on and those to evaluate on, if there are any. With `ends`, and of a single text, the ends of
+    texts are held out that are too few to hold out a whole one."""
     rows = load_rows(settings.dataset, settings.dataset_split, text_column)
     if settings.eval_dataset:
         return rows, load_rows(settings.eval_dataset, settings.eval_split, text_column)
     if not settings.eval_share:
         return rows, None
-    texts = text_column in rows.column_names and is_text(rows, text_column)
-    if texts and len(rows) * settings.eval_share < 1:  # one of them might be most of all text
+    texts = text_column in rows.column_names and is_text(rows, text_column) and not answer_columns(rows)
+    few = len(rows) == 1 or (ends and len(rows) * settings.eval_share < 1)
+    if texts and few:  # one of them might be most of all text
         with using(f"dataset {settings.dataset}"), reading(settings.dataset):
-            return held_out_ends(rows[text_column], settings.eval_share, text_column)
+            return cut_ends(rows, settings.eval_share, text_column)
     with using(f"eval_share {settings.eval_share} of {len(rows)} rows"):
         parts = rows.train_test_split(test_size=settings.eval_share, seed=seed)
     if os.environ.get("RANK", "0") == "0":
@@ -242,27 +246,35 @@ def load_splits(settings: DataSettings, seed: int, text_column: str = "text") ->
     return parts["train"], parts["test"]
 
 
-def held_out_ends(texts: list[str | None], share: float, column: str) -> tuple[Dataset, Dataset]:
+def cut_ends(rows: Dataset, share: float, column: str) -> tuple[Dataset, Dataset]:
     """Texts without their ends, and the ends: this share of each."""
-    cuts = [round(len(text or "") * (1 - share)) for text in texts]
-    pairs = [*zip(texts, cuts, strict=True)]
-    begins = [text if text is None else text[:cut] for text, cut in pairs]
-    ends = [text[cut:] for text, cut in pairs if text and cut < len(text)]
+    texts = rows.select_columns([column])
+
+    def cut(row: dict[str, str | None]) -> int:
+        return round(len(row[column] or "") * (1 - share))
+
+    begins = texts.map(lambda row: {column: row[column] and row[column][: cut(row)]})
+    ends = texts.map(lambda row: {column: (row[column] or "")[cut(row) :]}).filter(lambda row: row[column] != "")
     if os.environ.get("RANK", "0") == "0":
         said = f"the ends of {len(ends):,} texts" if len(texts) > 1 else "the end of the text"
         print(f"eval_share {share}: {said} held out for evaluation")
-    return Dataset.from_dict({column: begins}), Dataset.from_dict({column: ends})
+    return begins, ends
 
 
 def load_tokens(
-    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, training: SFTConfig, text_alone: bool = False
+    settings: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    training: SFTConfig,
+    text_alone: bool = False,
+    ends: bool = True,
 ) -> tuple[Dataset, Dataset | None]:
     """Tokens and labels to train on and to evaluate on, none longer than `max_length`, with a report of the lengths.
-    Chats and completions are refused where text alone is trained on."""
+    Chats and completions are refused where text alone is trained on. `ends` is that of `load_splits`."""
     sources = (("dataset", settings.dataset), ("eval_dataset", settings.eval_dataset or settings.dataset))
     seed = training.seed if training.data_seed is None else training.data_seed
     fitting: list[Dataset | None] = []
-    for rows, (kind, names) in zip(load_splits(settings, seed, training.dataset_text_field), sources, strict=True):
+    splits = load_splits(settings, seed, training.dataset_text_field, ends)
+    for rows, (kind, names) in zip(splits, sources, strict=True):
         if rows is None:
             fitting.append(None)
             continue

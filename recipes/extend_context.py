@@ -134,17 +134,15 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(
             f"max_length is {args.max_length:,}, and the model has {old:,} positions; set max_length higher."
         )
-    train, held_out = data.load_tokens(documents, tokenizer, args)
+    train, held_out = data.load_tokens(documents, tokenizer, args, ends=False)
     if held_out is None:
         raise SystemExit("Set eval_share, or eval_dataset, for the text of the perplexity.")
     long = (ids for ids in held_out["input_ids"] if len(ids) == args.max_length)
     windows = list(islice(long, extension.windows))
     if not windows:
         raise SystemExit(
-            f"No held-out text has {args.max_length:,} tokens. Of fewer than {1 / documents.eval_share:.0f} texts "
-            f"eval_share {documents.eval_share} holds out the ends; set it higher, or eval_dataset."
-            if documents.eval_share
-            else f"No text of eval_dataset has {args.max_length:,} tokens."
+            f"No held-out text has {args.max_length:,} tokens. Give eval_dataset, or one long text alone, whose end is "
+            "held out; eval_share draws whole texts of several."
         )
     if extension.pretraining_steps:
         pretrain(model, burst, args, extension, train, tokenizer)

@@ -97,7 +97,7 @@ class FewSteps(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Writes the line, on one process."""
         batches = args.gradient_accumulation_steps
-        if state.is_world_process_zero and state.max_steps < FEW and batches > 1:
+        if state.is_world_process_zero and args.max_steps <= 0 and state.max_steps < FEW and batches > 1:
             steps = f"{state.max_steps} step{'s' * (state.max_steps > 1)} of up to {batches} batches each"
             tqdm.write(f"The whole training has {steps}; gradient_accumulation_steps: 1 makes more steps of them.")
 

@@ -1,6 +1,9 @@
 """The same command goes on: which checkpoint a recipe resumes from, and how one ends that has all its steps."""
 
+import fcntl
 import json
+import os
+import platform
 from collections.abc import Iterator
 from dataclasses import asdict
 from glob import glob
@@ -155,6 +158,25 @@ def holds_json(file: Path) -> bool:
         return isinstance(json.loads(file.read_text()), dict)
     except (OSError, ValueError):
         return False
+
+
+def hold(folder: str) -> str | None:
+    """Holds a folder until this process ends: two trainings in it would mix their checkpoints. Says who holds it, if
+    another process does. The file's name is one that `push_to_hub` leaves out: reading it would end the hold."""
+    try:
+        file = os.open(Path(folder) / "_training.lock", os.O_CREAT | os.O_RDWR, 0o666)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(file, 200).decode() or "Another process"
+        return (
+            f"{holder} trains in output_dir {folder!r}. Wait for it, or end it: a launcher that was killed (kill -9) "
+            "leaves its processes behind. Or set another folder."
+        )
+    except OSError:  # a file system without locks, or a file of another user
+        return None
+    os.ftruncate(file, 0)
+    os.write(file, f"Process {os.getpid()} of {platform.node()}".encode())
+    return None
 
 
 def end_together(problem: str | None) -> None:

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise, zip_longest
+from itertools import islice, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -127,16 +128,16 @@ def text_windows(
     first = tokenizer(first_token(tokenizer), add_special_tokens=False)["input_ids"]
     size = length - len(first)
 
-    def pieces(text: str) -> list[list[int]]:
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        starts = range(0, len(tokens) - size + 1, size)[:most]
-        return [[*first, *tokens[start : start + size]] for start in starts]
+    def pieces(text: str) -> numpy.ndarray:
+        tokens = numpy.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=numpy.int32)
+        count = min(most, len(tokens) // size)
+        return tokens[: count * size].reshape(count, size)
 
-    long = list(islice(filter(None, map(pieces, filter(None, texts))), most))
+    long = list(islice(filter(len, map(pieces, filter(None, texts))), most))
     if not long:
         raise SystemExit(f"No document has {length:,} tokens, the length to evaluate. Give longer ones.")
-    turns = chain.from_iterable(zip_longest(*long))
-    return list(islice(filter(None, turns), most)), len(long)
+    turns = (piece for turn in zip_longest(*long) for piece in turn if piece is not None)
+    return [[*first, *piece.tolist()] for piece in islice(turns, most)], len(long)
 
 
 @torch.no_grad()

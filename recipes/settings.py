@@ -4,7 +4,6 @@ Settings come from YAML files (`--config FILE`, several if you like), then from 
 every process by one sentence, before the processes talk to each other, and before the imports that take seconds.
 """
 
-import fcntl
 import gc
 import json
 import os
@@ -108,7 +107,8 @@ class DataSettings:
     eval_dataset: list[str] = field(default_factory=list, metadata={"help": "As dataset, to evaluate on."})
     eval_split: str = field(default="train", metadata={"help": "Split of eval_dataset."})
     eval_share: float = field(
-        default=0.0, metadata={"help": "Instead of eval_dataset: share of dataset to evaluate on, drawn by data_seed."}
+        default=0.0,
+        metadata={"help": "Instead of eval_dataset: share of dataset to evaluate on, drawn; of few texts their ends."},
     )
     too_long: str = field(
         default="refuse",
@@ -362,8 +362,7 @@ def prepare(
     if burst.merge_to is not None:
         probe_merged("merge_to", burst.merge_to, training.output_dir, model.model_name_or_path)
     check_groups(burst.parallelism.burst_size)
-    if training.process_index == 0:
-        hold(training.output_dir)
+    resuming.end_together(resuming.hold(training.output_dir) if training.process_index == 0 else None)
     if training.process_index == 0 and (warning := overruled(burst.burst_size)):
         print(f"WARNING: {warning}", file=sys.stderr)
     keep_time_limit(training)
@@ -378,27 +377,6 @@ def prepare(
     if training.use_liger_kernel:  # hf_burst has the loss of all ranks, fused by Liger too
         training.liger_kernel_config = {"fused_linear_cross_entropy": False, **(training.liger_kernel_config or {})}
     return run
-
-
-def hold(folder: str) -> None:
-    """Holds a folder until this process ends: two trainings in it would mix their checkpoints.
-
-    Raises:
-        SystemExit: If another process of this machine trains there.
-    """
-    file = os.open(Path(folder) / ".training", os.O_CREAT | os.O_RDWR)  # closing it would end the hold
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        process = os.read(file, 20).decode().strip()
-        raise SystemExit(
-            f"Process {process} trains in output_dir {folder!r}. Wait for it, or end it: a launcher that was killed "
-            "(kill -9) leaves its processes behind. Or set another folder."
-        ) from None
-    except OSError:  # a file system without locks
-        return
-    os.truncate(file, 0)
-    os.write(file, str(os.getpid()).encode())
 
 
 def on_gpu(training: "TrainingArguments") -> bool:

@@ -49,7 +49,7 @@ def make(
     with settings.using("the settings", RuntimeError):
         patched: Any = models.load_model(model, config, burst, args.seed)  # by hf_burst
         loaded = {"use_cache": patched.config.use_cache} if hasattr(patched.config, "use_cache") else {}
-        trainer: Any = kind(
+        trainer: Any = with_whole_warmup(kind)(
             patched,
             args=args,
             train_dataset=rows[0],
@@ -60,21 +60,25 @@ def make(
             **more,
         )
         trainer.loaded_config = loaded  # what training changes, and a saved model is to have
-        round_warmup_down(trainer)
         return trainer
 
 
-def round_warmup_down(trainer: Any) -> None:
-    """Leaves warmup out where its share of all steps is less than one: Transformers rounds it up, and a first step has
-    a learning rate of 0, which would be all that a short training does."""
-    create = trainer.create_scheduler
+def with_whole_warmup(kind: Any) -> Any:
+    """A trainer of a kind whose share of warmup is rounded down to steps. Transformers rounds it up, so that the only
+    step of a short training would have a learning rate of 0."""
 
-    def create_scheduler(num_training_steps: int, **more: Any) -> Any:
-        if 0 < trainer.args.warmup_steps < 1:
-            trainer.args.warmup_steps = int(num_training_steps * trainer.args.warmup_steps)
-        return create(num_training_steps=num_training_steps, **more)
+    class Trainer(kind):
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            share = self.args.warmup_steps
+            try:
+                if 0 < share < 1:
+                    self.args.warmup_steps = int(num_training_steps * share)
+                return super().create_scheduler(num_training_steps, optimizer)
+            finally:
+                self.args.warmup_steps = share
 
-    trainer.create_scheduler = create_scheduler
+    Trainer.__name__, Trainer.__qualname__, Trainer.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return Trainer
 
 
 def sft_trainer(

@@ -1,6 +1,7 @@
 """Norms of gated outputs: which are computed by a kernel of flash-linear-attention, and that nothing else changes."""
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from hf_burst.hf.models import hybrid
 from hf_burst.hf.models.gated_norm import ACTIVATIONS, activation_of, gated_norms
 from hf_burst.hf.models.hybrid import recurrent_sizes
 from hf_burst.hf.parts import gated_norms as part
-from hf_burst.hf.parts.gated_norms import GatedNorm
+from hf_burst.hf.parts.gated_norms import GatedNorm, depends_on
 from recipes.tiny_models import OVERRIDES, tiny_config
 from tests.support import models
 from tests.support.ranks import RankPool
@@ -154,6 +155,8 @@ def test_a_patched_model_computes_the_same_by_the_kernel(name: str) -> None:
     copied = copy.deepcopy(norms[0])
     assert isinstance(copied.forward, GatedNorm)
     assert copied.forward.module is copied
+    assert copied.forward.asked == depends_on(copied), "it is computed by the kernel, too"
+    assert pickle.loads(pickle.dumps(norms[0])).forward.asked == depends_on(norms[0])
     hf_burst.unpatch_model(model)
     assert not any("forward" in vars(norm) for norm in norms)
 
@@ -179,7 +182,7 @@ def called() -> Iterator[mock.Mock]:
 def test_what_the_kernel_cannot_compute_is_left_to_the_norm() -> None:
     """fp64, which it would round; a formula that has changed since the norm was asked."""
     norm: Any = Qwen3_5RMSNormGated(8)
-    norm.forward = GatedNorm(norm, "silu")
+    norm.forward = GatedNorm(norm, "silu", depends_on(norm))
     x, gate = torch.randn(2, 3, 8)
     with called() as kernel:
         torch.testing.assert_close(norm(x, gate), Qwen3_5RMSNormGated.forward(norm, x, gate))
@@ -197,7 +200,7 @@ def with_shards(rank: int, size: int) -> int:
     """How often the kernel is given a weight that is a shard."""
     mesh = init_device_mesh("cpu", (size,))
     norm: Any = distribute_module(Qwen3_5RMSNormGated(8), mesh)
-    norm.forward = GatedNorm(norm, "silu")
+    norm.forward = GatedNorm(norm, "silu", depends_on(norm))
     x, gate = (distribute_tensor(torch.ones(4, 8), mesh) for _ in range(2))
     with called() as kernel:
         norm(x, gate)
@@ -208,8 +211,9 @@ def test_shards_of_weights_are_left_to_the_norm(ranks: Callable[[int], RankPool]
     assert ranks(2).run(with_shards) == [0, 0]
 
 
-def test_the_plan_knows_what_the_kernel_keeps() -> None:
-    model = models.make_model("qwen3_5")
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear"])
+def test_the_plan_knows_what_the_kernel_keeps(name: str) -> None:
+    model = models.make_model(name)
     (plain,) = recurrent_sizes(model)
     with mock.patch.object(hybrid, "fla_installed", return_value=True):
         assert recurrent_sizes(model) == (replace(plain, norm_copies=(3, 2)),)

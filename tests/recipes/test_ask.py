@@ -92,8 +92,8 @@ def test_texts_lie_below_a_folder_and_other_files_are_named(
         (tmp_path / name).write_text(name)
     assert ask.texts_of(tmp_path) == {name: name for name in ("a.txt", "deeper/a.MD")}
     (told,) = capsys.readouterr().out.splitlines()
-    assert told.startswith(f"documents {tmp_path}: 2 texts (.txt, ")
-    assert told.endswith(") are read, 2 other files are left out: deeper/picture.png, rows.csv")
+    assert told.startswith(f"documents {tmp_path}: of 4 files 2 end in .txt, ")
+    assert told.endswith(". The others are left out: deeper/picture.png, rows.csv")
     assert ask.texts_of(tmp_path / "rows.csv") == {"rows.csv": "rows.csv"}, "a file that is named is read"
     monkeypatch.setenv("RANK", "1")
     ask.texts_of(tmp_path)

@@ -399,8 +399,9 @@ def test_ends_of_few_texts_are_held_out(tmp_path: Path, share: float, whole: boo
     texts = ["long " * 500, "short " * 20, None, "ab" * 50]
     datasets.Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "texts.parquet")
     rows = DataSettings(dataset=[str(tmp_path / "texts.parquet")], eval_share=share)
-    train, held_out = data.load_splits(rows, seed=0)
+    train, held_out = data.load_splits(rows, seed=0, ends=True)
     assert held_out is not None
+    assert len(data.load_splits(rows, seed=0)[0]) == 3, "where whole texts are wanted"
     if whole:
         assert (len(train), len(held_out)) == (3, 1)
         return
@@ -413,6 +414,15 @@ def test_ends_of_few_texts_are_held_out(tmp_path: Path, share: float, whole: boo
         assert begin + end == text
         assert len(end) == round(len(text) * share)
     assert not [*ends]
+
+
+def test_chats_beside_texts_stay_whole(tmp_path: Path) -> None:
+    rows = [{"text": "a chat", "messages": TURN} for _ in range(4)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "chats.parquet")
+    chosen = DataSettings(dataset=[str(tmp_path / "chats.parquet")], eval_share=0.1)
+    for part in data.load_splits(chosen, seed=0, ends=True):
+        assert part is not None
+        assert part.column_names == ["text", "messages"]
 
 
 def test_a_row_of_another_kind_of_file_is_named_by_its_words(tmp_path: Path, arguments: Any) -> None:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -424,25 +425,35 @@ def test_accelerate_reads_its_files(name: str) -> None:
 def test_a_share_of_warmup_is_rounded_down(recipe: Callable[..., Any], steps: int, warmup: int) -> None:
     """The only step of a short training has a learning rate."""
     trainer, _ = recipe("--learning_rate", "0.01")
-    trainer.create_optimizer_and_scheduler(steps)
-    assert trainer.args.warmup_steps == warmup
-    assert trainer.lr_scheduler.get_last_lr()[0] == (0 if warmup else 0.01)
+    share = trainer.args.warmup_steps
+    for _ in range(2):  # another schedule has its own
+        trainer.create_optimizer_and_scheduler(steps)
+        rates = [trainer.lr_scheduler.get_last_lr()[0]]
+        for _ in range(warmup):
+            trainer.optimizer.step()
+            trainer.lr_scheduler.step()
+            rates.append(trainer.lr_scheduler.get_last_lr()[0])
+        assert rates.index(0.01) == warmup
+        assert trainer.args.warmup_steps == share
+        trainer.lr_scheduler = None
+    assert type(trainer).__name__ == "SFTTrainer"
 
 
 def test_one_step_trains(recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
-    trainer, burst = recipe("--max_steps", "1", "--gradient_accumulation_steps", "4", "--learning_rate", "0.01")
+    epochs = ["--num_train_epochs", "1", "--max_steps", "-1"]
+    trainer, burst = recipe(*epochs, "--gradient_accumulation_steps", "64", "--learning_rate", "0.01")
     before = [weight.detach().clone() for weight in trainer.model.parameters()]
     training.train(trainer, burst)
     assert any(not torch.equal(own, old) for own, old in zip(trainer.model.parameters(), before, strict=True))
     said = capsys.readouterr()
-    line = "The whole training has 1 step of up to 4 batches each; gradient_accumulation_steps: 1 makes more"
+    line = "The whole training has 1 step of up to 64 batches each; gradient_accumulation_steps: 1 makes more"
     assert line in said.out + said.err
 
 
 def test_a_folder_is_trained_in_once_at_a_time(recipe: Callable[..., Any], wrong: Sentence, tmp_path: Path) -> None:
     recipe()
     recipe()  # the same process may go on
-    holder = [sys.executable, "-c", "import settings, sys; settings.hold(sys.argv[1]); print(1, flush=True); input()"]
+    holder = [sys.executable, "-c", "import resuming, sys; resuming.hold(sys.argv[1]); print(1, flush=True); input()"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'recipes'}:{ROOT}"}
     (tmp_path / "other").mkdir()
     with subprocess.Popen(
@@ -451,7 +462,7 @@ def test_a_folder_is_trained_in_once_at_a_time(recipe: Callable[..., Any], wrong
         assert other.stdout is not None
         assert other.stdout.readline() == "1\n"
         said = wrong("--output_dir", "other")
-        assert said.startswith(f"Process {other.pid} trains in output_dir 'other'. Wait for it, or end it")
+        assert said.startswith(f"Process {other.pid} of {platform.node()} trains in output_dir 'other'. Wait for it")
         other.kill()
     recipe("--output_dir", "other")
 

@@ -15,6 +15,7 @@ from ...plan import Hybrid, RecurrentSize, Shapes, choose_recurrence
 from ...plan.recurrence import Way
 from ...ranks.layout import SequenceLayout
 from ...recurrent import fla_installed
+from .gated_norm import activation_of
 from .recurrent import functions_of, recurrent_modules
 from .support import has_attention, patterns_of_layers
 from .task import task_of
@@ -87,13 +88,12 @@ def _size_of(module: Any) -> RecurrentSize | None:
             own = {"heads": heads[0], "key_heads": heads[1], "keys": keys[0], "values": keys[1]}
             if find_spec("causal_conv1d"):
                 size = replace(size, convolution_copies=1)
-            if fla_installed():
-                size = replace(size, norm_copies=FUSED_NORM)
+            size = replace(size, norm_copies=_norm_copies(module))
             return replace(size, kind="delta", repeats_keys=_repeats_keys(kind), **own)
         if _KIMI in functions:
             heads, width = module.num_heads, module.head_dim
             own = {"heads": heads, "key_heads": heads, "keys": width, "values": width, "decays": width}
-            return replace(size, kind="delta", **own)
+            return replace(size, kind="delta", norm_copies=_norm_copies(module), **own)
         if "mamba2_chunk_scan" in functions:
             own = {"heads": module.num_heads, "values": module.head_dim, "key_heads": module.n_groups}
             return replace(size, kind="scan", keys=module.ssm_state_size, **own)
@@ -103,6 +103,12 @@ def _size_of(module: Any) -> RecurrentSize | None:
     except AttributeError:  # a class from outside of Transformers
         return None
     return size
+
+
+def _norm_copies(module: nn.Module) -> tuple[int, int]:
+    """Those of a delta rule's gated norm, by the kernel that computes it on GPUs."""
+    fused = fla_installed() and any(activation_of(inner) is not None for inner in module.modules())
+    return FUSED_NORM if fused else RecurrentSize.norm_copies
 
 
 def _repeats_keys(kind: Any) -> bool:

@@ -20,7 +20,7 @@ class GatedNorms(Part):
         self.remove(model)
         for norm, activation in gated_norms(model):
             if "forward" not in vars(norm):
-                norm.forward = GatedNorm(norm, activation)
+                norm.forward = GatedNorm(norm, activation, depends_on(norm))
         return ()
 
     def remove(self, model: PreTrainedModel) -> None:
@@ -32,22 +32,22 @@ class GatedNorms(Part):
 class GatedNorm(ForwardOverride):
     """The forward of a gated norm: by the kernel in passes of the patched model, on a device that has it."""
 
-    def __init__(self, module: nn.Module, activation: str) -> None:
+    def __init__(self, module: nn.Module, activation: str, asked: tuple[Any, Any]) -> None:
         super().__init__(module)
         self.activation = activation
-        self.asked = _answers_of(module)
+        self.asked = asked  # what its formula depended on then
 
     def __call__(self, hidden_states: Tensor, gate: Tensor) -> Any:
         norm: Any = self.module
         known = hidden_states.dtype != torch.float64 and not isinstance(norm.weight, DTensor)
-        if known and self.asked == _answers_of(norm) and current() is not None and fla_compared(hidden_states.device):
+        if known and self.asked == depends_on(norm) and current() is not None and fla_compared(hidden_states.device):
             return fla_gated_norm(hidden_states, gate, norm.weight, norm.variance_epsilon, self.activation)
         return type(norm).forward(norm, hidden_states, gate)
 
     def _given(self) -> tuple[Any, ...]:
-        return self.module, self.activation
+        return self.module, self.activation, self.asked
 
 
-def _answers_of(norm: Any) -> tuple[Any, Any]:
-    """On what a norm's formula depends: a class or an activation may be changed after it was asked."""
+def depends_on(norm: Any) -> tuple[Any, Any]:
+    """On what the formula of a norm depends: a class or an activation may be changed after it was asked."""
     return type(norm).forward, getattr(norm, "activation", None)
