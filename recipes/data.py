@@ -238,7 +238,9 @@ def load_splits(
     few = len(rows) == 1 or (ends and len(rows) * settings.eval_share < 1)
     if texts and few:  # one of them might be most of all text
         with using(f"dataset {settings.dataset}"), reading(settings.dataset):
-            return cut_ends(rows, settings.eval_share, text_column)
+            train, held_out = cut_ends(rows, settings.eval_share, text_column)
+        if len(held_out):  # the texts are longer than a few letters
+            return train, held_out
     with using(f"eval_share {settings.eval_share} of {len(rows)} rows"):
         parts = rows.train_test_split(test_size=settings.eval_share, seed=seed)
     if os.environ.get("RANK", "0") == "0":
@@ -255,7 +257,7 @@ def cut_ends(rows: Dataset, share: float, column: str) -> tuple[Dataset, Dataset
 
     begins = texts.map(lambda row: {column: row[column] and row[column][: cut(row)]})
     ends = texts.map(lambda row: {column: (row[column] or "")[cut(row) :]}).filter(lambda row: row[column] != "")
-    if os.environ.get("RANK", "0") == "0":
+    if len(ends) and os.environ.get("RANK", "0") == "0":
         said = f"the ends of {len(ends):,} texts" if len(texts) > 1 else "the end of the text"
         print(f"eval_share {share}: {said} held out for evaluation")
     return begins, ends

@@ -416,6 +416,14 @@ def test_ends_of_few_texts_are_held_out(tmp_path: Path, share: float, whole: boo
     assert not [*ends]
 
 
+def test_whole_texts_are_held_out_where_ends_would_be_empty(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": ["ab", "cd", "ef"]}).to_parquet(tmp_path / "texts.parquet")
+    chosen = DataSettings(dataset=[str(tmp_path / "texts.parquet")], eval_share=0.1)
+    train, held_out = data.load_splits(chosen, seed=0, ends=True)
+    assert held_out is not None
+    assert sorted([*train["text"], *held_out["text"]]) == ["ab", "cd", "ef"]
+
+
 def test_chats_beside_texts_stay_whole(tmp_path: Path) -> None:
     rows = [{"text": "a chat", "messages": TURN} for _ in range(4)]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "chats.parquet")

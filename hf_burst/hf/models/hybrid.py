@@ -22,10 +22,8 @@ from .task import task_of
 
 logger = logging.getLogger(__name__)
 
-FUSED_NORM = (
-    3,
-    2,
-)  # copies of a gated output that the norm of flash-linear-attention keeps, and those of its gradients
+# copies of a gated output that the norm of flash-linear-attention keeps, and those of its gradients
+FUSED_NORM = (3, 2)
 _DELTA, _KIMI = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
 
 
