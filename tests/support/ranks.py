@@ -8,6 +8,7 @@ Ranks are forks of a server that has imported what they need, which takes second
 ranks with GPUs, are started from nothing: each of them hashes strings by a seed of its own, as ranks of users do.
 """
 
+import faulthandler
 import gc
 import os
 import time
@@ -130,6 +131,7 @@ def reset_accelerate() -> None:
 
 def join(rank: int, size: int, store: dist.Store, backend: str = "gloo") -> None:
     """Makes this process a rank, on one thread; gloo's ranks are on CPUs for accelerate, too."""
+    faulthandler.enable()  # a rank that is killed by a fault of native code says where
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), **_ENVIRONMENT)
     torch.set_num_threads(1)
     if backend == "nccl":
