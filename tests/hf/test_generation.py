@@ -517,7 +517,7 @@ def test_what_raises_before_a_later_pass(call: int, remembers: bool) -> None:
     """Over gloo a rank cannot leave a message that it waits for, so that its process ends, which says why."""
     with pytest.raises(RankError) as caught:
         RankPool(2).run(raises_before_a_pass, call, KeyError, remembers, timeout=60.0)
-    assert str(caught.value) == "rank 0: it died", "the other had its own error"
+    assert str(caught.value) == "rank 0: it died with exit code 1", "the other had its own error"
 
 
 def criteria_of_another_rank(rank: int, size: int) -> tuple[int, ...]:

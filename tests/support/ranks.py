@@ -99,13 +99,15 @@ class RankPool:
                 try:
                     answers[rank] = pipe.recv()
                 except EOFError:
-                    answers[rank] = None, RuntimeError(f"rank {rank} of {self.size} died"), "it died"
+                    self.processes[rank].join(_GRACE)
+                    how = f"died with exit code {self.processes[rank].exitcode}"  # a signal is negative
+                    answers[rank] = None, RuntimeError(f"rank {rank} of {self.size} {how}"), f"it {how}"
                 if answers[rank][1] is not None:
                     last = min(last, time.monotonic() + _GRACE)
         late = [rank for rank in range(self.size) if rank not in answers]
         errors = [answers[rank][1] if rank in answers else None for rank in range(self.size)]
         traces = [answers[rank][2] if rank in answers else "did not answer" for rank in range(self.size)]
-        if late or any(trace == "it died" for trace in traces):
+        if late or not self.alive:
             self.close()
         if late and not any(errors):
             raise TimeoutError(f"ranks {late} of {self.size} did not answer within {timeout} s: they hang")
