@@ -14,8 +14,10 @@ Where the tokenizer has a chat template, text and question are the message of a 
 import argparse
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -99,12 +101,15 @@ def ask(
     questions: Sequence[str],
     tokens: int,
     chat: bool,
+    tell: Callable[[str], None],
 ) -> list[Answer]:
-    """For each question the likeliest of the answers of all texts, see [`frame`] and [`answers_from`]."""
+    """For each question the likeliest of the answers of all texts, see [`frame`] and [`answers_from`]. `tell` gets a
+    line before each text."""
     before, asked = frame(tokenizer, questions, chat)
     found = {}
-    for name, text in texts.items():  # a chat template has the first token of its own
+    for number, (name, text) in enumerate(texts.items(), 1):  # a chat template has the first token of its own
         document = tokenizer(before + text, return_tensors="pt", add_special_tokens=not chat).input_ids
+        tell(f"text {number} of {len(texts)}: {name}, {document.shape[1]:,} tokens")
         found[name] = answers_from(model, tokenizer, document, asked, tokens)
     best = [max(found, key=lambda name: found[name][number][1]) for number in range(len(questions))]
     return [
@@ -171,7 +176,8 @@ def main(given: list[str]) -> None:
             told = f"{name}: {length:,} tokens, and the model has {positions:,} positions. It may answer badly."
             accelerator.print(told)
     chat = arguments.chat and tokenizer.chat_template is not None
-    for answer in ask(hf_burst.patch_model(model), tokenizer, texts, questions, arguments.tokens, chat):
+    tell = partial(accelerator.print, file=sys.stderr, flush=True)
+    for answer in ask(hf_burst.patch_model(model), tokenizer, texts, questions, arguments.tokens, chat, tell):
         accelerator.print(json.dumps(asdict(answer), ensure_ascii=False))
 
 

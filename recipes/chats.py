@@ -71,6 +71,12 @@ def clean(messages: list[Message]) -> list[Message]:
     return cleaned
 
 
+def is_silent(messages: list[Message]) -> bool:
+    """Whether an assistant says nothing in one of the messages, as [`clean`] makes them."""
+    answers = (message for message in messages if message["role"] == "assistant")
+    return any(not any(value for key, value in answer.items() if key != "role") for answer in answers)
+
+
 def parse_tools(tools: Any) -> list[dict[str, Any]] | None:
     """Tools for a chat template, from a list or JSON text."""
     return (json.loads(tools) if isinstance(tools, str) else without_nulls(tools)) or None

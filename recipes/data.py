@@ -17,7 +17,7 @@ import chats
 import numpy
 import pyarrow.compute
 import report
-from chats import IGNORED, ChatTokenizer, without_nulls
+from chats import IGNORED, ChatTokenizer, clean, is_silent, without_nulls
 from datasets import (
     Dataset,
     DatasetDict,
@@ -398,7 +398,18 @@ def tokenize(
         print(f"{name}: {len(tokens) - len(kept):,} of {len(tokens):,} rows hold nothing to train on and are left out.")
     if len(kept) == 0:
         raise SystemExit(f"{name} holds nothing to train on.")
+    if training.process_index == 0 and (silent := count_silent(rows)):
+        print(f"{name}: an answer is empty in {silent:,} of {len(rows):,} rows; the model learns to say nothing there.")
     return kept
+
+
+def count_silent(rows: Dataset) -> int:
+    """How many chats, or prompts with completions, have an answer of no words."""
+    key = (answer_columns(rows) or ("",))[-1]
+    if not key:
+        return 0
+    answers = (answer for batch in rows.select_columns(key).iter(batch_size=WRITTEN) for answer in batch[key])
+    return sum(is_silent(clean(answer)) if isinstance(answer, list) else not answer for answer in answers)
 
 
 def has_label(labels: list[int]) -> bool:

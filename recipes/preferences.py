@@ -51,6 +51,8 @@ def clean_pair(row: dict[str, Any], text: bool, others: set[str]) -> dict[str, A
     from them; it may stand beside them as text, too."""
     pair = {key: clean_part(row, key, text) for key in ("chosen", "rejected")}
     prompt = row.get("prompt")
+    if prompt is None and not (pair["chosen"] and pair["rejected"]):
+        raise ValueError("there is no prompt, and an answer is empty; give a prompt, or take the row out")
     if prompt is None or (not text and prompt == first_question(pair["chosen"]) == first_question(pair["rejected"])):
         pair |= extract_prompt(pair)
     else:

@@ -17,7 +17,7 @@ from benchmarks.provenance import git_commit
 from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
-from trl import RewardTrainer
+from trl import DPOTrainer, RewardTrainer
 
 import hf_burst
 from hf_burst.kernels import KernelRequest, explain_kernels
@@ -111,7 +111,7 @@ def follow(trainer: Trainer) -> None:
     trainer.add_callback(Evaluations)
     trainer.add_callback(FewSteps)
     watch = hf_burst.BurstCallback(trainer)  # its numbers are in every log
-    watch.positions_told = True  # by the warning of max_length
+    watch.lengths_told = True  # recipes set max_length, and warn of positions by themselves
     trainer.add_callback(watch)
     trainer.accelerator.print(describe(trainer))
 
@@ -162,7 +162,7 @@ def next_steps(trainer: Trainer) -> str:
         launch, config = f"accelerate launch --multi_gpu --num_processes {processes}", several
     recipe = f"{launch} recipes/evaluate.py --config {config}"
     measured = ""
-    if Path(sys.argv[0]).name == "sft.py":
+    if Path(sys.argv[0]).name == "sft.py" or isinstance(trainer, DPOTrainer):
         measured = " --tasks none --ruler none --documents CHATS.jsonl"
     elif not trainer.args.use_cpu and find_spec("lm_eval") is None:  # which the files for GPUs ask
         measured = " --ruler none"
@@ -219,5 +219,6 @@ def write_log(trainer: Trainer) -> None:
     figure.savefig(folder / f"{name}.png", dpi=150)
     first, last = steps[0][name], steps[-1][name]
     if key := next((key for key in ("rewards/accuracies", "accuracy") if key in steps[-1]), None):  # of DPO, rewards
-        held_out = f"; the preferred answer is ahead in {steps[0][key]:.0%} -> {steps[-1][key]:.0%} of pairs{held_out}"
+        began = "" if isinstance(trainer, DPOTrainer) else f"{steps[0][key]:.0%} -> "  # DPO begins with ties
+        held_out = f"; the preferred answer is ahead in {began}{steps[-1][key]:.0%} of pairs{held_out}"
     print(f"{name} {first:.3f} -> {last:.3f}{held_out}; checkpoint, {name}.png and log are in {folder}")

@@ -35,7 +35,10 @@ def tokenizer() -> PreTrainedTokenizerBase:
 def asked(rank: int, size: int, chat: bool) -> list[Any]:
     reset_accelerate()
     model = hf_burst.patch_model(models.make_model("llama", torch.float64).eval())
-    return ask.ask(model, tokenizer(), TEXTS, QUESTIONS, 6, chat)
+    told: list[str] = []
+    found = ask.ask(model, tokenizer(), TEXTS, QUESTIONS, 6, chat, told.append)
+    assert told == ["text 1 of 2: first, 38 tokens", "text 2 of 2: second, 6 tokens"]  # and one before each
+    return found
 
 
 def prompt_of(words: PreTrainedTokenizerBase, text: str, question: str, chat: bool) -> torch.Tensor:

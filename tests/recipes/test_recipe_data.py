@@ -177,6 +177,28 @@ def test_pairs_of_the_same_answer_are_counted(tmp_path: Path, capsys: pytest.Cap
     assert "equals" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("chosen", ["", "a"])
+def test_an_empty_answer_without_a_prompt_is_named(tmp_path: Path, chosen: str) -> None:
+    pair = {"chosen": chosen, "rejected": ""}
+    with pytest.raises(SystemExit, match=r"pairs\.jsonl:2: there is no prompt, and an answer is empty"):
+        pairs_of(tmp_path, [{"chosen": "Hi a", "rejected": "Hi b"}, pair])
+    assert pairs_of(tmp_path, [{"prompt": "Hi", **pair}]) == [{"prompt": "Hi", **pair}]
+
+
+def test_empty_answers_are_counted(tmp_path: Path, arguments: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    silent = [{"role": "assistant", "content": ""}, {"role": "assistant"}]
+    spoken = [{"role": "assistant", "content": "4"}, {"role": "assistant", "tool_calls": [call]}]
+    chats = [{"messages": [USER, answer, *rest]} for answer in silent + spoken for rest in ([], [USER, spoken[0]])]
+    completions = [{"prompt": "Hi", "completion": completion} for completion in ("", "a", "")]
+    texts = [{"text": text} for text in ("a b", "")]
+    for rows, told in ((chats, "in 4 of 8 rows"), (chats[4:], ""), (completions, "in 2 of 3 rows"), (texts, "")):
+        tokens_of(conversations.write(tmp_path / "rows.jsonl", rows), arguments)
+        said = capsys.readouterr().out
+        assert told in said
+        assert ("an answer is empty" in said) == bool(told)
+
+
 def test_the_loss_is_on_completions(tmp_path: Path, arguments: Any) -> None:
     rows = [{"prompt": "What is 2 + 2? ", "completion": "4."}]
     path = conversations.write(tmp_path / "rows.jsonl", rows)

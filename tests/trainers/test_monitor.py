@@ -230,6 +230,18 @@ def test_documents_beyond_the_positions_of_the_model_are_warned_of_once(
     assert factor is None or f"{{rope_type: yarn, factor: {factor}.0}}" in said[0]
 
 
+@pytest.mark.parametrize(("length", "told"), [(1024, True), (1025, False), (None, False)])
+def test_a_length_that_is_the_default_of_trl_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, length: int | None, told: bool
+) -> None:
+    trainer = make_trainer(Case(trainer="SFTTrainer", burst=1), str(tmp_path))
+    trainer.args.max_length = length
+    trainer.add_callback(hf_burst.BurstCallback(trainer))
+    trainer.train()
+    said = "max_length is 1,024, the default of SFTConfig: longer texts are cut or left out."
+    assert (said in caplog.text) == told
+
+
 def test_packed_documents_have_the_positions_of_their_own() -> None:
     layout = SequenceLayout.for_batch([(0, 6, 16), (0, 3, 16)], 1, real=((0, 16), (2, 14)))
     assert longest_of(layout) == 11

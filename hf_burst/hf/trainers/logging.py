@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 class BurstCallback(TrainerCallback):
     """Adds speed, memory, balance and messages to everything that a trainer logs, for Weights & Biases, TensorBoard,
-    trackio and the log history; and prints a line with the time that is left. It warns once of a document that has more
-    tokens than the model has positions.
+    trackio and the log history; and prints a line with the time that is left. It warns of a `max_length` that
+    is still the default of TRL, 1,024 tokens, and once of a document that has more tokens than the model has positions.
 
     | key | value |
     |---|---|
@@ -70,7 +70,7 @@ class BurstCallback(TrainerCallback):
         self.samples = self.warm = False  # whether the next step's messages are timed; whether one step is over
         self.clock: ExchangeClock | None = None
         self.handle: RemovableHandle | None = None
-        self.positions_told = False  # whether it is known that documents have more tokens than the model positions
+        self.lengths_told = False  # whether nothing more is to be said of lengths, and of positions of the model
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Goes before the callbacks that report, and finds the model."""
@@ -97,6 +97,9 @@ class BurstCallback(TrainerCallback):
         self.began, self.first, self.warm, self.samples = time.perf_counter(), state.global_step, False, False
         self.mark = self.began
         self._reset()
+        warning = None if self.lengths_told else untouched_length(args)
+        if state.is_world_process_zero and warning is not None:
+            logger.warning("%s", warning)
         if self.progress and state.is_world_process_zero:
             tqdm.write(shared_by(self.group.size, args.world_size))
 
@@ -151,7 +154,7 @@ class BurstCallback(TrainerCallback):
             self.pairs += pairs_of(layout, self.size) if self.size else 0.0
             self.imbalance += layout.imbalance
             self.passes += 1
-            if not self.positions_told and self.trainer.is_world_process_zero():
+            if not self.lengths_told and self.trainer.is_world_process_zero():
                 self._warn_of_positions(module, longest_of(layout))
 
     def _warn_of_positions(self, model: Any, longest: int) -> None:
@@ -160,7 +163,7 @@ class BurstCallback(TrainerCallback):
         warning = beyond_positions(model.config, longest, said, "rope_parameters of its config")
         if warning is not None:
             logger.warning("%s", warning)
-            self.positions_told = True
+            self.lengths_told = True
 
     def _reset(self) -> None:
         """Begins with the numbers of the next log."""
@@ -208,6 +211,17 @@ def shared_by(size: int, processes: int) -> str:
     if processes == 1:
         return "hf_burst: 1 process, so no sequence is shared"
     return f"hf_burst: {processes} processes, of which {size} share each sequence"
+
+
+def untouched_length(training: Any) -> str | None:
+    """What there is to say of arguments of TRL whose `max_length` is that of their class, unless that is `None`."""
+    field = getattr(type(training), "__dataclass_fields__", {}).get("max_length")
+    if field is None or field.default is None or training.max_length != field.default:
+        return None
+    return (
+        f"max_length is {field.default:,}, the default of {type(training).__name__}: longer texts are cut or left out. "
+        "Set it to the tokens of your longest text."
+    )
 
 
 def tokens_of(layout: SequenceLayout) -> int:

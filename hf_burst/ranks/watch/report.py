@@ -95,7 +95,8 @@ class Report:
         if self.broken:
             return f"Rank {self.rank} cannot go on: a pass ended in the middle ({next(iter(self.broken.values()))})."
         where = f" ({self.line})" if self.line else ""
-        return f"Rank {self.rank} {'waits in' if self.kind else 'runs'} {self.doing or 'its own code'}{where}."
+        does = {"": "runs", "messages": "is in"}.get(self.kind, "waits in")  # between messages it computes, too
+        return f"Rank {self.rank} {does} {self.doing or 'its own code'}{where}."
 
 
 def stuck(rank: int, read: Callable[[int], Report | None]) -> list[Report]:
