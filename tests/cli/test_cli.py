@@ -43,6 +43,7 @@ def test_the_doctor_in_one_process(tmp_path):
     assert not (tmp_path / "hf_burst").exists()  # nothing is remembered
 
 
+@pytest.mark.slow
 def test_the_doctor_over_two_ranks(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = call("doctor", home=tmp_path, launcher=launcher)

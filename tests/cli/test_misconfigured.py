@@ -200,6 +200,7 @@ def test_a_rank_that_is_missing_is_named():
         hosts.gather(place("a"), 0, 3, dist.HashStore())
 
 
+@pytest.mark.slow
 def test_the_doctor_over_two_hosts():
     """Real hosts, of which the second takes its loopback: without the doctor the ranks wait until their time limit."""
     problem = refusal()

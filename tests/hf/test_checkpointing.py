@@ -179,6 +179,7 @@ def test_however_checkpointing_is_switched_on(switch: str) -> None:
     assert [vars(module).get("_gradient_checkpointing_func") for module in model.modules()] == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keep", "runs"), [(1.0, 2), pytest.param(0.5, 4, marks=pytest.mark.full), (0.0, 4)])
 def test_under_torch_compile_it_is_all_or_nothing(keep: float, runs: int) -> None:
     torch._dynamo.reset()

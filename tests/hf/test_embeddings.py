@@ -128,7 +128,7 @@ def test_heads_are_left_out(ranks: Ranks, name: str, size: int) -> None:
             compare(ranks, name, size, kind, pooling)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     "name",
     [

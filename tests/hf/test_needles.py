@@ -156,5 +156,6 @@ def trained_after_answers(rank: int, size: int, weights: str) -> None:
         assert torch.equal(own, other)
 
 
+@pytest.mark.slow
 def test_training_after_answers(ranks: Callable[[int], RankPool], weights: str) -> None:
     ranks(3).run(trained_after_answers, weights)

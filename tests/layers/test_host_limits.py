@@ -113,6 +113,7 @@ def others_take_memory(rank: int, size: int) -> tuple[int, float]:
     return part_of(model, Checkpointing).host.size, error
 
 
+@pytest.mark.slow
 def test_a_promise_that_the_host_cannot_keep(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     """Settings that were chosen are taken back; those that were named raise, see tests/layers/test_offload.py."""
     results = ranks(2).run(others_take_memory)

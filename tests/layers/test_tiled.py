@@ -390,6 +390,7 @@ def test_a_vector_of_a_forward_of_ones_own(inside: bool) -> None:
     assert not in_tiles(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["reentrant", "model", "layers"])
 def test_reentrant_checkpoints_and_compilers(how: str) -> None:
     model = models.make_model("llama", torch.float64).train()

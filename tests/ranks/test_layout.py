@@ -78,6 +78,7 @@ def test_every_document_begins_its_chunks_anew(documents, chunk, wanted):
     assert mask.documents == wanted
 
 
+@pytest.mark.slow
 def test_the_hash_of_a_layout_holds_in_other_processes():
     """It is remembered, and layouts come from the workers of data loaders."""
     script = "from hf_burst.attention import SequenceLayout; print(hash(SequenceLayout.for_batch([(0, 3, 16)], 2)))"

@@ -359,6 +359,7 @@ def gather_late(rank: int, size: int) -> str:
     return "done" if alive() else "dead"
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_waited_for_when_messages_are_not_counted_alike() -> None:
     for told in play(gather_late, size=3):
         assert told["returned"] == "done"
@@ -476,6 +477,7 @@ dist.all_reduce(torch.ones(1))
 """
 
 
+@pytest.mark.slow
 def test_a_message_of_others_that_a_killed_rank_ends_is_explained(tmp_path: Path) -> None:
     """Each rank is a script of its own, as on a cluster, whose errors nobody catches."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -494,6 +496,7 @@ def test_a_message_of_others_that_a_killed_rank_ends_is_explained(tmp_path: Path
     assert "torchrun --max-restarts" in survivor
 
 
+@pytest.mark.slow
 def test_processes_end_while_their_watches_ask_the_store() -> None:
     """A thread that came back from the store while the interpreter ends would abort them, after all was well."""
     script = (
@@ -534,6 +537,7 @@ assert stopped.wait(30)
 """
 
 
+@pytest.mark.slow
 def test_a_thread_that_is_held_up_in_torch_does_not_abort_the_end() -> None:
     """The group was destroyed, as `accelerator.end_training()` does, and the thread of its watch is on its way out."""
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=2 * SOON, env=OURS)
@@ -557,6 +561,7 @@ began = time.monotonic()
 """
 
 
+@pytest.mark.slow
 def test_a_store_that_no_longer_answers_does_not_hold_up_the_end() -> None:
     """As that of a host that is gone."""
     serve = "import time, torch.distributed as dist; store = dist.TCPStore('127.0.0.1', 0, wait_for_workers=False, "
@@ -744,6 +749,7 @@ def give_up_and_call_again(met: bool, rank: int, size: int) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("met", [False, True])
 def test_a_call_that_was_given_up_is_met_by_no_later_one(met: bool) -> None:
     """Else rank 1 would take the numbers of the first call for those of the second, and go on alone."""
@@ -803,6 +809,7 @@ def interrupted_while_it_generates(step: int, rank: int, size: int) -> list[str]
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_is_interrupted_while_it_generates(step: int) -> None:
     began = time.monotonic()
@@ -847,6 +854,7 @@ def test_a_kernel_that_failed_on_all_ranks_and_was_caught() -> None:
         assert "anew" in text
 
 
+@pytest.mark.slow
 def test_a_kernel_that_failed_on_one_rank_and_was_caught() -> None:
     *others, own = play(fail_in_a_kernel, size=3)
     assert own["raised"][0] is ConfigError
@@ -973,6 +981,7 @@ def begin_anew(rank: int, size: int) -> str:
     return "done" if alive() else "dead"
 
 
+@pytest.mark.slow
 def test_an_error_of_an_earlier_default_group_is_forgotten() -> None:
     for told in play(begin_anew):
         assert told["returned"] == "done"
@@ -996,6 +1005,7 @@ def make_groups_anew(rank: int, size: int) -> list[Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_group_made_anew_begins_with_new_counts() -> None:
     every: list[dict[str, Any]] = []
     for _ in range(6):  # on a busy machine torch may find the addresses of the group before, and wait there for ever

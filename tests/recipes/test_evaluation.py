@@ -188,6 +188,7 @@ OPTIONS = ["--tasks", "single", "variables", "--lengths", "128", "192", "--depth
 OPTIONS += ["--digits", "2", "--windows", "2"]
 
 
+@pytest.mark.slow
 def test_the_recipe_under_fsdp2_equals_one_process(
     ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path
 ) -> None:
@@ -240,7 +241,7 @@ def results_of(ranks: Callable[[int], RankPool], size: int, folder: Path, out: P
     return json.loads((out / "results.json").read_text())
 
 
-@pytest.mark.parametrize(("size", "burst"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("size", "burst"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_the_recipe_over_ranks_equals_one_process(
     ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path, size: int, burst: int
 ) -> None:

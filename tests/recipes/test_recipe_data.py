@@ -52,7 +52,9 @@ def tokens_of(path: Path, arguments: Any, **settings: Any) -> list[dict[str, lis
     return list(data.load_tokens(DataSettings(dataset=[str(path)], **settings), models.byte_tokenizer(), arguments)[0])
 
 
-def test_every_source_gives_the_same_documents(tmp_path: Path) -> None:
+def test_every_source_gives_the_same_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it tries again for 20 seconds
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     files = [tmp_path / "text" / name for name in ("a.txt", "b.md", "deeper/c.txt")]
     for file, text in zip(files, TEXTS, strict=True):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """The memory of a step as tensors take it, beside the plan's; with torch's own norms and MLPs, unless a test says."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -80,21 +80,18 @@ SAVING = [
     {"tiled_mlp": 256, "layers_per_checkpoint": 3, "activation_offloading": 0.5},
 ]
 STEPS = [(name, settings) for name in CLASSES for settings in SAVING]
-OF_OTHERS = [
-    ("qwen3", SAVING[0]),
-    ("phi3", SAVING[1]),
-    ("olmo2", SAVING[2]),
-    *(("mixtral", each) for each in SAVING[::3]),
-]
+OF_OTHERS = [("qwen3", SAVING[0]), ("phi3", SAVING[1]), ("olmo2", SAVING[2])]
+OF_EXPERTS = [("mixtral", each) for each in SAVING[::3]]
 
 
-def some(cases: list[Any], always: Callable[[Any], bool]) -> list[Any]:
-    """Cases, of which `pytest -m full` runs those that are not run always."""
-    return [case if always(case) else pytest.param(*case, marks=pytest.mark.full) for case in cases]
+def some(cases: list[Any], always: Callable[[Any], bool], slow: Sequence[Any] = ()) -> list[Any]:
+    """Cases, of which `pytest -m full` runs those that are neither run always nor `slow`."""
+    marks = ((case, pytest.mark.slow if case in slow else pytest.mark.full) for case in cases)
+    return [case if always(case) else pytest.param(*case, marks=mark) for case, mark in marks]
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"), some(STEPS, lambda case: case[0] == "llama" or case in OF_OTHERS), ids=str
+    ("name", "settings"), some(STEPS, lambda case: case[0] == "llama" or case in OF_OTHERS, OF_EXPERTS), ids=str
 )
 def test_the_peak_of_a_step_is_as_planned(name, settings):
     model, tokens = made(name, 6), torch.randint(0, 64, (1, LENGTH))
@@ -107,6 +104,7 @@ def test_the_peak_of_a_step_is_as_planned(name, settings):
 ADAPTERS = [(weights, settings) for weights in ("bf16", "fp32") for settings in SAVING]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "settings"), some(ADAPTERS, lambda case: case[0] == "fp32" or not case[1]), ids=str
 )
@@ -211,6 +209,7 @@ def kept_by_a_layer(rank: int, size: int, settings: dict[str, Any]) -> float:
     return (more - less) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "schedule", "keep"),
     [
@@ -230,6 +229,7 @@ def test_a_checkpointed_layer_keeps_its_input_and_attention(ranks, size, schedul
         assert kept == pytest.approx(planned, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "granite", "qwen3_5", "zamba"])
 def test_tiles_keep_nothing_of_their_layers(name):
     model = models.make_model(name).train()

@@ -174,7 +174,7 @@ RUNS: dict[str, Run] = {
 }
 
 
-QUICK = ("jensen-shannon", "forward", "reverse", "its own answers", "adapters", "fsdp2")
+QUICK = ("jensen-shannon", "forward", "reverse", "adapters")
 
 
 @pytest.mark.parametrize(

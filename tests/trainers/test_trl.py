@@ -122,7 +122,18 @@ SETTINGS: dict[str, tuple[Case, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+QUICK = (
+    "completion only",
+    "several losses",
+    "weights",
+    "reference without adapters in advance",
+    "kto without adapters",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
+)
 def test_settings(ranks: Ranks, tmp_path: Path, name: str) -> None:
     case, options = SETTINGS[name]
     data: Any = datasets.Dataset.from_list(COMPLETIONS if case.trainer == "SFTTrainer" else trainers.preferences())
