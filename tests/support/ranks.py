@@ -4,8 +4,9 @@ A test gives `run` a module-level function; it runs on every rank as `function(r
 come back as a list. What a rank raises is raised in the test as `RankError`, with all ranks' errors, and a rank that
 does not answer in time ends the whole pool, so a hang is a failure and never a stuck job.
 
-Ranks are forks of a server that has imported what they need, which takes seconds; it runs nothing. Three ranks, and
-ranks with GPUs, are started from nothing: each of them hashes strings by a seed of its own, as ranks of users do.
+Ranks are forks of a server that has imported what they need, which takes seconds; it runs nothing. Ranks with GPUs are
+started from nothing: each of them hashes strings by a seed of its own, as ranks of users do, and as those of the tests
+that are launched.
 """
 
 import faulthandler
