@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,7 +129,7 @@ def load_from_checkpoint(model: ModelSettings, config: "PreTrainedConfig", args:
 
 
 def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] | None = None) -> None:
-    """Trains, evaluates where there is something to evaluate on, and writes the checkpoint and its log.
+    """Trains, writes the model, evaluates where there is something to evaluate on, and writes the log.
 
     The adapters are merged by one process, when the others are done. Those of fp32 leave their inputs in bf16, to which
     autocast would take them back. All processes call `measure` after the training.
@@ -141,16 +142,19 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
     report.follow(trainer)
     trainer.accelerator.print(report.kernels(trainer))
     retry_when_short(trainer)
-    with disable_input_dtype_casting(trainer.model, active=training.bf16):
+    casts = partial(disable_input_dtype_casting, trainer.model, active=training.bf16)
+    with casts():
         resuming.train(trainer)
+    save(trainer)
+    with casts():
         last = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry][-1:]
         done = last == [trainer.state.global_step] and not training.load_best_model_at_end
         if trainer.eval_dataset is not None and not done:
+            rows = f"{len(trainer.eval_dataset):,} rows that were held out"
+            trainer.accelerator.print(f"the model is in {training.output_dir}; now it is evaluated on {rows}")
             trainer.evaluate()
         if measure is not None:
             measure()
-    trainer.accelerator.unwrap_model(trainer.model).config.update(getattr(trainer, "loaded_config", {}))
-    trainer.save_model()
     if first:
         report.write_log(trainer)
     settings.end(trainer)
@@ -159,6 +163,15 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
         print(f"the full model is in {Path(burst.merge_to)}")
     elif first:
         print(report.next_steps(trainer))
+
+
+def save(trainer: "Trainer") -> None:
+    """Writes the model, with the config that it was loaded with, before its evaluation, which may take long."""
+    config, loaded = trainer.accelerator.unwrap_model(trainer.model).config, getattr(trainer, "loaded_config", {})
+    training = {name: getattr(config, name) for name in loaded}
+    config.update(loaded)
+    trainer.save_model()
+    config.update(training)
 
 
 def retry_when_short(trainer: "Trainer") -> None:

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Collection
 from dataclasses import replace
 from difflib import get_close_matches
+from itertools import accumulate
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -20,7 +21,7 @@ from ..sizing.seconds import StepSeconds, estimate_seconds, step_flops
 from ..sizing.shapes import NAMES
 from ..sizing.spread import Spread, spread_of
 from .launch import launched
-from .sequence import add_sequence, named_sequence
+from .sequence import add_sequence, named_sequence, tokens
 
 _MODEL = (
     "a name on the hub, a folder or config.json of a model, a class of Transformers, or without a network one of "
@@ -31,6 +32,10 @@ _PRECISION = {
     "bf16": "assumed: trained weights in bf16; accelerate's mixed_precision=bf16 keeps them in fp32 (--weights fp32)",
     "fp32": "assumed: trained weights in fp32, as accelerate's mixed_precision=bf16 keeps them (else --weights bf16)",
     "4bit": "assumed: adapters in fp32, as peft makes them; TRL's trainers hold them in bf16, which takes less",
+}
+_OF_ADAPTERS = {
+    "bf16": "assumed: adapters in bf16; peft makes them in fp32 (--weights fp32)",
+    "fp32": "assumed: adapters in fp32, as peft makes them (else --weights bf16)",
 }
 _LEGEND = (
     "burst_size GPUs share a sequence; each group has one of its own: groups that share less wait less for each other.",
@@ -44,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--model", help=_MODEL)
     add_sequence(parser)
+    endings = "lengths of texts that each continue the one of --length, such as the two answers of a pair"
+    parser.add_argument("--endings", type=tokens, nargs="+", default=[], metavar="TOKENS", help=endings)
+    reference = "a model that does not learn reads all of it, too, as for DPO: with adapters the one without them"
+    parser.add_argument("--reference", action="store_true", help=reference)
     parser.add_argument("--gpus", type=int, help="(default those of this host, or 8)")
     machine = f"{', '.join(DATA_SHEETS)} (default the GPUs of this host, or h200)"
     parser.add_argument("--machine", help=machine)
@@ -54,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rank: dict[str, Any] = {"type": int, "nargs": "?", "const": 16, "metavar": "RANK"}
     adapters.add_argument("--lora", **rank, help="adapters (rank 16 by default, peft's own is 8)")
     adapters.add_argument("--qlora", **rank, help="adapters on frozen weights of 4 bits")
-    parser.add_argument("--weights", choices=("bf16", "fp32"), help="those that train (default bf16; for --qlora fp32)")
+    parser.add_argument("--weights", choices=("bf16", "fp32"), help="those that train (default bf16; of adapters fp32)")
     parser.add_argument("--sharded", choices=get_args(Sharded), default="fsdp2", help="(default %(default)s)")
     chosen = "as in hf_burst.Memory; the others then have their defaults (by default the rule of memory='auto' chooses)"
     for name in SETTINGS:
@@ -81,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     length, documents = named_sequence(arguments)
     if length is None:
         raise ConfigError("--model needs --length, the tokens of a sequence, or --documents.")
-    mask = Mask(length, documents=documents)  # raises for what is no sequence
+    mask = _mask(length, documents, arguments.endings)
     sheet, capacity, gpus = find_gpus(arguments)
     model = find_model(arguments.model, arguments.trust_remote_code)
     if arguments.images and model.tower is None:
@@ -107,12 +116,22 @@ def run(arguments: argparse.Namespace) -> int:
         less += [] if training.weights == "4bit" else ["--qlora"]
         limits = f"{gpu:.1f} GiB and {HOST_ROOM:.0%} of the host's {host:.0f}"
         lines.append(f"None fits into {limits}. Give {' or '.join(less)}.")
-    if not documents[2:]:
+    if not mask.documents[2:]:
         lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs.")
         if all(pattern.causal for pattern, _ in model.patterns):
             lines += _prompts(model, rows[0].fit.training, capacity)
     print("\n".join(lines))
     return 0 if best else 1
+
+
+def _mask(length: int, documents: tuple[int, ...], endings: list[int]) -> Mask:
+    """The sequence that is asked for, with the texts that continue it; raises for what is none."""
+    if not endings:
+        return Mask(length, documents=documents)
+    if documents:
+        raise ConfigError("--endings continue one text. Give its tokens by --length, and no --documents.")
+    bounds = tuple(accumulate([length, *endings], initial=0))
+    return Mask(bounds[-1], documents=bounds, parents=(-1, *[0] * len(endings)))
 
 
 def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: dict[str, Any]) -> Training:
@@ -128,10 +147,11 @@ def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: di
             f"{arguments.images} images of {arguments.image_tokens} tokens are more than the {mask.length} tokens of "
             "the sequence, which has them among its own. Give a length that has room for them and the text."
         )
-    weights: Weights = "4bit" if arguments.qlora else arguments.weights or "bf16"
+    weights: Weights = "4bit" if arguments.qlora else arguments.weights or ("fp32" if rank else "bf16")
     names = ("sharded", "checkpointing", "fused", "expandable_segments", "images", "image_tokens", "frozen_towers")
-    options = {name: getattr(arguments, name) for name in names}
-    return Training(mask.length, gpus, gpus, mask.documents, weights=weights, lora=rank or 0, **options, **settings)
+    options = {name: getattr(arguments, name) for name in (*names, "reference")}
+    options |= {"documents": mask.documents, "parents": mask.parents, "weights": weights, "lora": rank or 0}
+    return Training(mask.length, gpus, gpus, **options, **settings)
 
 
 def find_model(name: str, trust_remote_code: bool) -> ModelSize:
@@ -231,6 +251,9 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
         base = "4bit" if training.weights == "4bit" else "bf16"
         what = f"{'bf16' if training.weights == 'bf16' else 'fp32'} adapters of rank {training.lora} on {base}"
     again = "layers checkpointed" if training.checkpointing else "nothing checkpointed"
+    endings = len(training.parents) - 1
+    joined = [f"{endings} texts continue the first {training.documents[1]:,} of them"] if training.parents else []
+    joined += ["a reference reads all of them, too, which does not count for MFU"] if training.reference else []
     seen = f"{training.images} images of {training.image_tokens:,} tokens among them, towers {{}}"
     images = [seen.format("learn" if training.learns_to_see else "do not learn")] if training.images else []
     return [
@@ -238,7 +261,8 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
         *images,
         f"{training.gpus} x {sheet.device}, {capacity.gpu_memory / 2**30:.1f} GiB; {sheet.rates}",
         f"{training.length:,} tokens a sequence, {what} weights, AdamW, {spread}, {again}",
-        _PRECISION[training.weights],
+        *joined,
+        (_PRECISION | _OF_ADAPTERS if training.lora else _PRECISION)[training.weights],
     ]
 
 

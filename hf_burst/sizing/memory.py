@@ -278,7 +278,8 @@ def kept_by_layer(model: ModelSize, fused: bool, mixing: float | None = None) ->
 
 
 def whole_weights(model: ModelSize, training: Training) -> float:
-    """Bytes of all weights. With 4 bits only layers are quantised."""
+    """Bytes of all weights, those of a second model for reference among them. With 4 bits only layers are quantised."""
     held = training.trained(model) * training.number + (2.0 * model.weights if training.lora else 0.0)
+    held += model.weights * training.number if training.reference and not training.lora else 0.0
     apart = model.vocabulary * model.hidden * (1 if model.tied else 2)
     return held - (2 - _NF4) * (model.weights - apart) if training.weights == "4bit" else held

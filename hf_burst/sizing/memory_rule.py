@@ -107,7 +107,7 @@ def longest(
     """Tokens of the longest sequence that fits, to 1,024 tokens a GPU; 0 if none does. Arguments as in [`fit`]."""
 
     def has_room(length: int) -> bool:
-        longer = replace(training, length=bucket(length), documents=())  # as the rule will be asked
+        longer = replace(training, length=bucket(length), documents=(), parents=())  # as the rule will be asked
         return fit(model, longer, capacity, fixed, held).fits
 
     return longest_that(has_room, training.burst_size)

@@ -162,6 +162,9 @@ class Training:
         gpus (`int`): All GPUs.
         burst_size (`int`): Those that share a sequence.
         documents (`tuple[int, ...]`, defaults to one document): Cumulative boundaries of packed documents.
+        parents (`tuple[int, ...]`, *optional*): Which documents continue others, see [`hf_burst.plan.Mask`].
+        reference (`bool`, defaults to `False`): Whether a model that does not learn reads the sequence, too, as for
+            DPO: with adapters the same one without them, else a second one.
         sharded (`str`, defaults to `"fsdp2"`): `"fsdp2"` shards weights, gradients and optimizer over all GPUs,
             `"ddp"` nothing.
         weights (`str`, defaults to `"bf16"`): `"bf16"` for weights, gradients and optimizer; `"fp32"` for all three of
@@ -186,6 +189,8 @@ class Training:
     gpus: int
     burst_size: int
     documents: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    reference: bool = False
     sharded: Sharded = "fsdp2"
     weights: Weights = "bf16"
     lora: int = 0

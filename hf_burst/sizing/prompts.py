@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from ..plan import MaskPattern
 from .gpus import Capacity
@@ -21,7 +22,8 @@ def memory_of_prompt(model: ModelSize, training: Training, capacity: Capacity) -
             MLPs take it in tiles.
         capacity ([`Capacity`]): On what.
     """
-    how = replace(training, tiled_mlp=training.tiled_mlp or TILE, head_groups=1, documents=(), images=0, image_tokens=0)
+    alone: dict[str, Any] = {"documents": (), "parents": (), "reference": False, "images": 0, "image_tokens": 0}
+    how = replace(training, tiled_mlp=training.tiled_mlp or TILE, head_groups=1, **alone)
     spread = spread_of(model, how, capacity.ranks_per_host)
     held = MemoryEstimate(
         weights=whole_weights(model, how),
@@ -51,7 +53,7 @@ def longest_prompt(model: ModelSize, training: Training, capacity: Capacity) -> 
     [`memory_of_prompt`]."""
 
     def fits(length: int) -> bool:
-        longer = replace(training, length=length, documents=(), images=0, image_tokens=0)
+        longer = replace(training, length=length, images=0, image_tokens=0)
         return memory_of_prompt(model, longer, capacity).total <= capacity.gpu_memory
 
     return longest_that(fits, training.burst_size)

@@ -1,6 +1,6 @@
 """Seconds of a training step: counted operations and bytes, divided by the rates of a data sheet."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
 from ..plan import Mask
@@ -34,6 +34,7 @@ class StepSeconds:
         exchange (`float`): Messages that nothing is computed next to.
         host (`float`): Copies to and from the host that take longer than the layers that run meanwhile.
         optimizer (`float`): The update of the weights.
+        reference (`float`): The pass of a model that does not learn.
     """
 
     attention: float
@@ -43,6 +44,7 @@ class StepSeconds:
     exchange: float
     host: float
     optimizer: float
+    reference: float
 
     @property
     def total(self) -> float:
@@ -85,6 +87,7 @@ def estimate_seconds(model: ModelSize, training: Training, sheet: DataSheet, ran
         exchange=exchange,
         host=max(0.0, copied - meanwhile),
         optimizer=updated / bandwidth,
+        reference=_reference(model, training, sheet, spread, link) if training.reference else 0.0,
     )
 
 
@@ -97,16 +100,35 @@ def step_flops(model: ModelSize, training: Training) -> float:
 def _attention(model: ModelSize, training: Training, sheet: DataSheet, spread: Spread) -> float:
     """Kernels of attention on the busiest rank: 2 products of matrices forward, 5 backward (arXiv 2307.08691), and what
     checkpointed layers compute again."""
-    wide = WIDE_HEADS[sheet.kernel] if model.wide_heads else (1.0, 1.0)
-    forward, backward = (sheet.peak * share * own for share, own in zip(ATTENTION, wide, strict=True))
-    flops = 4.0 * model.queries * (1 + spread.imbalance) / training.burst_size  # of a pair, forward
+    forward, backward = _seconds_of_pairs(model, training, sheet, spread)
     return sum(
-        count
-        * mask.pairs
-        * flops
-        * ((1 + _again(mask, training) * (1 + training.repeated(model))) / forward + 2.5 / backward)
+        count * mask.pairs * ((1 + _again(mask, training) * (1 + training.repeated(model))) * forward + backward)
         for count, mask in masks_of(model, training)
     )
+
+
+def _seconds_of_pairs(model: ModelSize, training: Training, sheet: DataSheet, spread: Spread) -> tuple[float, float]:
+    """Seconds of a pair of a query and a key in a layer on the busiest rank, forward and backward."""
+    wide = WIDE_HEADS[sheet.kernel] if model.wide_heads else (1.0, 1.0)
+    flops = 4.0 * model.queries * (1 + spread.imbalance) / training.burst_size  # forward
+    forward, backward = (flops / (sheet.peak * share * own) for share, own in zip(ATTENTION, wide, strict=True))
+    return forward, 2.5 * backward
+
+
+def _reference(model: ModelSize, training: Training, sheet: DataSheet, spread: Spread, link: float) -> float:
+    """The forward pass of a model that does not learn. Heads, states and sharded weights travel once, of two times."""
+    forward, _ = _seconds_of_pairs(model, training, sheet, spread)
+    attention = forward * sum(count * mask.pairs for count, mask in masks_of(model, training))
+    recurrence = training.tokens * model.recurrence_flops / (sheet.peak * RECURRENCE[0])
+    towers = tower_products(model, replace(training, frozen_towers=True))
+    multiplying = (2.0 * training.tokens * model.used + towers) / (PRODUCTS * sheet.peak)
+    once, _ = _touched_by_layer(model, training)
+    elementwise = training.tokens * model.layers * once / (MEMORY * sheet.bandwidth)
+    computing = attention + recurrence + multiplying + elementwise
+    gathered = 2.0 * (model.weights - model.unused) if training.shards > 1 else 0.0
+    sending = gathered * (training.gpus - 1) / training.gpus / link
+    exchange = _exchange(model, training, sheet, spread, 2 * attention) / 2
+    return computing + exchange + sending - HIDDEN * min(sending, computing)
 
 
 def _again(mask: Mask, training: Training) -> float:
@@ -120,7 +142,7 @@ def _again(mask: Mask, training: Training) -> float:
         raise ConfigError(f"attention_keep is {keep}, and an encoder's first tokens see the rest. Take 1.0 or 0.0.")
     length = max(1, round((1 - keep) * mask.length))
     documents = (*(bound for bound in mask.documents if bound < length), length)
-    return Mask(length, True, mask.window, documents).pairs / mask.pairs
+    return Mask(length, True, mask.window, documents, mask.parents[: len(documents) - 1]).pairs / mask.pairs
 
 
 def products(model: ModelSize, training: Training) -> float:
@@ -136,8 +158,20 @@ def products(model: ModelSize, training: Training) -> float:
 
 
 def touched(model: ModelSize, training: Training) -> float:
-    """Bytes that a GPU reads and writes outside of products and attention. Each call reads its inputs and writes its
-    outputs: for each token and layer two norms, two additions, rotary positions, SwiGLU."""
+    """Bytes that a GPU reads and writes outside of products and attention."""
+    forward, backward = _touched_by_layer(model, training)
+    passes = 1 + training.checkpointing + training.repeated(model)
+    total = model.layers * (passes * forward + backward)
+    if training.lora:  # inputs read, and outputs added up; their gradients likewise, and once more for both weights
+        total += (3 * passes + 5) * model.adapted
+    # FSDP copies gathered weights into place, and gradients to where they are sent from
+    copies = 0.0 if training.shards == 1 else 2 * _sharded_bytes(model, training)
+    return training.tokens * total + copies
+
+
+def _touched_by_layer(model: ModelSize, training: Training) -> tuple[float, float]:
+    """These bytes for a token and layer, forward and backward. Each call reads its inputs and writes its outputs: two
+    norms, two additions, rotary positions, SwiGLU, and what recurrent layers take."""
     wide, inner = model.hidden, model.inner
     recurrent = sum(size.layers * size.elements for size in model.recurrent)
     heads, states = model.attending * (model.queries + model.keys) / model.layers, 4 * recurrent / model.layers
@@ -145,13 +179,7 @@ def touched(model: ModelSize, training: Training) -> float:
         forward, backward = 20 * wide + 4 * heads + 6 * inner, 24 * wide + 4 * heads + 10 * inner
     else:  # norms in fp32, and a call for every operation
         forward, backward = 68 * wide + 18 * heads + 10 * inner, 92 * wide + 18 * heads + 18 * inner
-    passes = 1 + training.checkpointing + training.repeated(model)
-    total = model.layers * (passes * (forward + states) + backward + states)
-    if training.lora:  # inputs read, and outputs added up; their gradients likewise, and once more for both weights
-        total += (3 * passes + 5) * model.adapted
-    # FSDP copies gathered weights into place, and gradients to where they are sent from
-    copies = 0.0 if training.shards == 1 else 2 * _sharded_bytes(model, training)
-    return training.tokens * total + copies
+    return forward + states, backward + states
 
 
 def _exchange(model: ModelSize, training: Training, sheet: DataSheet, spread: Spread, attention: float) -> float:

@@ -55,17 +55,21 @@ def spread_of(model: ModelSize, training: Training, ranks_per_host: int) -> Spre
     Raises:
         ShardingError: If the sequence is too short for them.
     """
-    documents = training.documents or (0, training.length)
-    return _spread(model, documents, training.burst_size, ranks_per_host, training.head_groups)
+    row = training.documents or (0, training.length), training.parents
+    return _spread(model, row, training.burst_size, ranks_per_host, training.head_groups)
 
 
 @lru_cache(maxsize=64)
-def _spread(model: ModelSize, documents: tuple[int, ...], ranks: int, ranks_per_host: int, head_groups: int) -> Spread:
+def _spread(
+    model: ModelSize, row: tuple[tuple[int, ...], tuple[int, ...]], ranks: int, ranks_per_host: int, head_groups: int
+) -> Spread:
+    documents, parents = row
     layers = {pattern: max(1, round(count)) for pattern, count in model.patterns}
     hybrid = Hybrid(model.recurrent) if model.recurrent else None
-    sharding = sharding_for((documents,), layers, ranks, "balanced", hybrid=hybrid)
-    masks, counts = [pattern.mask(documents[-1], documents) for pattern in layers], tuple(layers.values())
-    segments, heads = Segments(sharding, (documents,)), (model.q_heads, model.kv_heads)
+    together = (parents,) if parents else ()
+    sharding = sharding_for((documents,), layers, ranks, "balanced", hybrid=hybrid, parents=together)
+    masks, counts = [pattern.mask(documents[-1], documents, parents) for pattern in layers], tuple(layers.values())
+    segments, heads = Segments(sharding, (documents,), together), (model.q_heads, model.kv_heads)
     schedule = Schedule()
     if masks:
         widest = max(masks, key=lambda mask: mask.pairs)
@@ -90,7 +94,7 @@ def _shapes_of(model: ModelSize) -> Shapes:
 def masks_of(model: ModelSize, training: Training) -> list[tuple[float, Mask]]:
     """The layers with attention of each kind, those that see the most first: how many, and their mask."""
     documents = training.documents or (0, training.length)
-    masks = [(count, pattern.mask(training.length, documents)) for pattern, count in model.patterns]
+    masks = [(count, pattern.mask(training.length, documents, training.parents)) for pattern, count in model.patterns]
     return sorted(masks, key=lambda entry: -entry[1].pairs)
 
 

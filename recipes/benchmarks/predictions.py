@@ -3,8 +3,8 @@
     python recipes/benchmarks/predictions.py --write    # results/predictions.md, docs/how-to/sizing.md
     python recipes/benchmarks/predictions.py --check    # whether they are those of this version
 
-Predicted are all steps of hf_burst in `results/training_*.json` and `results/fits_*.json`, and those of recipes/sft.py
-in `recipes/results`. No rate belongs to a case.
+Predicted are all steps of hf_burst in `results/training_*.json`, `fits_*.json` and `beginnings_*.json`, and those of
+recipes/sft.py in `recipes/results`. No rate belongs to a case.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,11 @@ def measured_steps() -> Iterator[Step]:
         for row in json.loads(file.read_text()):
             if row["contender"] == "hf_burst" and row["status"] == "ok" and row["chosen"]:
                 yield _fits_step(file.stem, row)
+    for file in sorted(RESULTS.glob("beginnings_*.json")):
+        result = json.loads(file.read_text())
+        for row in result["results"]:
+            if "median_s" in row and row["contender"] != "rows, one by one":  # several passes
+                yield _beginnings_step(file.stem, result, row)
     for file in sorted(RECIPES.glob("sft_*_2xH200.json")):
         result = json.loads(file.read_text())
         if "--use_peft" not in result["command"]:  # those of adapters had the casts and passes of peft
@@ -134,13 +140,7 @@ def predict(result: dict[str, Any], row: dict[str, Any], layers: int | None, fir
         `dict`: Its `seconds` (`None` for devices without a data sheet), `peak_memory_gib` of torch's allocator, which
         does not hold symmetric buffers, and `host_memory_gib`.
     """
-    config = config_of(result["shape"], **({} if layers is None else {"num_hidden_layers": layers}))
-    model, ranks = model_size(class_of(config), config), result["hardware"]["ranks"]
-    kernels: dict[str, Any] = {"norm_copies": FUSED_NORM} if result.get("gated_norms") else {}
-    if "causal-conv1d" in result["versions"]:
-        kernels["convolution_copies"] = 1  # and with it Transformers did not repeat keys
-    model = replace(model, recurrent=tuple(replace(size, **kernels) for size in model.recurrent))
-    length, document = row["length"], result.get("document")
+    ranks, length, document = result["hardware"]["ranks"], row["length"], result.get("document")
     training = Training(
         length,
         ranks,
@@ -151,7 +151,17 @@ def predict(result: dict[str, Any], row: dict[str, Any], layers: int | None, fir
         fused=bool(result.get("liger")),
         **(settings_of(row) or {}),
     )
-    sheet = data_sheet(result["hardware"]["device"])
+    return _predicted(result, training, layers, first)
+
+
+def _predicted(result: dict[str, Any], training: Training, layers: int | None, first: bool = False) -> dict[str, Any]:
+    """What [`predict`] returns, of a training."""
+    config = config_of(result["shape"], **({} if layers is None else {"num_hidden_layers": layers}))
+    model, sheet = model_size(class_of(config), config), data_sheet(result["hardware"]["device"])
+    kernels: dict[str, Any] = {"norm_copies": FUSED_NORM} if result.get("gated_norms") else {}
+    if "causal-conv1d" in result["versions"]:
+        kernels["convolution_copies"] = 1  # and with it Transformers did not repeat keys
+    model = replace(model, recurrent=tuple(replace(size, **kernels) for size in model.recurrent))
     memory = estimate_memory(model, training, capacity_of(sheet) if sheet else Capacity(0, on_gpu=False))
     allocated = memory.tensors - (memory.optimizer if first else 0)
     return {
@@ -191,6 +201,39 @@ def _training_step(file: str, result: dict[str, Any], row: dict[str, Any], first
         predicted_gib=predicted["peak_memory_gib"],
         compiled=compiled,
         by_peft=result["lora"] and result.get("adapters") != "hf_burst",
+    )
+
+
+def _beginnings_step(file: str, result: dict[str, Any], row: dict[str, Any]) -> Step:
+    """A row of beginnings.py: texts that continue one of others, each of them whole, or one text of as many tokens."""
+    beginning, endings, hardware = result["beginning"], [result["ending"]] * result["endings"], result["hardware"]
+    whole = [beginning + ending for ending in endings]
+    sizes = {"shared": [beginning, *endings], "rows": whole, "limit": [beginning + sum(endings)]}[row["contender"]]
+    training = Training(
+        sum(sizes),
+        hardware["ranks"],
+        hardware["ranks"],
+        documents=tuple(accumulate(sizes, initial=0)),
+        parents=(-1, *[0] * len(endings)) if row["contender"] == "shared" else (),
+        reference=result["what"] == "pairs",
+        lora=16,
+        fused=result["liger"],
+        **{name: row["settings"][name] for name in SETTINGS},
+    )
+    predicted = _predicted(result, training, result["layers"])
+    what = "a pair, LoRA" if training.reference else f"{len(endings)} answers, LoRA"
+    return Step(
+        file=file,
+        kind="texts that begin alike",
+        device=f"{hardware['ranks']} x {hardware['device']}",
+        model=f"{result['shape']}, {what}",
+        length=training.length,
+        kept={"shared": "beginning once", "rows": "all of each", "limit": "one text"}[row["contender"]],
+        seconds=row["median_s"],
+        waited=0.0,
+        predicted_seconds=predicted["seconds"],
+        gib=row["peak_memory_gib"],
+        predicted_gib=predicted["peak_memory_gib"],
     )
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -770,6 +771,7 @@ def test_an_evaluation_set_is_drawn_and_evaluated(
         "kernels: ",
         "hf_burst: 1 process",
         "step 1 of 1,",
+        "the model is in out; now it is evaluated on 2 rows that were held out",
         "step 1: evaluation loss ",
         "loss ",
         "next",
@@ -790,6 +792,17 @@ def test_evaluations_are_made_once_and_kept_if_no_step_was_logged(
     log = json.loads(Path("out/training_log.json").read_text())
     assert (len(log["evaluations"]), log["steps"]) == (1, [])
     assert "no step was logged (logging_steps is 5); evaluation loss" in capsys.readouterr().out
+
+
+def test_a_model_is_saved_before_its_evaluation(recipe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the config that it was loaded with; that of the training stays for the evaluation."""
+    trainer, burst = recipe("--eval_share", "0.2")
+    monkeypatch.setattr(trainer, "evaluate", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        training.train(trainer, burst)
+    assert Path("out/model.safetensors").exists()
+    assert json.loads(Path("out/config.json").read_text())["use_cache"] is True
+    assert trainer.model.config.use_cache is False
 
 
 @pytest.mark.parametrize("name", ["length", "num_keys", "num_questions", "batch_size", "eval_every"])
