@@ -213,6 +213,7 @@ def write_log(trainer: Trainer) -> None:
             label="evaluation",
         )
         axes.legend()
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="optimizer step", ylabel="loss (nats per token)" if name == "loss" else "mean reward")
     axes.set_title(describe(trainer).split(";")[0])
     axes.grid(alpha=0.3)
