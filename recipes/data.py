@@ -409,7 +409,7 @@ def count_silent(rows: Dataset) -> int:
     if not key:
         return 0
     answers = (answer for batch in rows.select_columns(key).iter(batch_size=WRITTEN) for answer in batch[key])
-    return sum(is_silent(clean(answer)) if isinstance(answer, list) else not answer for answer in answers)
+    return sum(not answer or (isinstance(answer, list) and is_silent(clean(answer))) for answer in answers)
 
 
 def has_label(labels: list[int]) -> bool:

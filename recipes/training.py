@@ -150,8 +150,7 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
         last = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry][-1:]
         done = last == [trainer.state.global_step] and not training.load_best_model_at_end
         if trainer.eval_dataset is not None and not done:
-            rows = f"{len(trainer.eval_dataset):,} rows that were held out"
-            trainer.accelerator.print(f"the model is in {training.output_dir}; now it is evaluated on {rows}")
+            trainer.accelerator.print(f"the model is in {training.output_dir}; now it is evaluated")
             trainer.evaluate()
         if measure is not None:
             measure()

@@ -224,7 +224,7 @@ def _beginnings_step(file: str, result: dict[str, Any], row: dict[str, Any]) -> 
     what = "a pair, LoRA" if training.reference else f"{len(endings)} answers, LoRA"
     return Step(
         file=file,
-        kind="texts that begin alike",
+        kind="texts that begin alike" if row["contender"] == "shared" else "whole texts, adapters",
         device=f"{hardware['ranks']} x {hardware['device']}",
         model=f"{result['shape']}, {what}",
         length=training.length,

@@ -193,8 +193,16 @@ def test_empty_answers_are_counted(tmp_path: Path, arguments: Any, capsys: pytes
     spoken = [{"role": "assistant", "content": "4"}, {"role": "assistant", "tool_calls": [call]}]
     chats = [{"messages": [USER, answer, *rest]} for answer in silent + spoken for rest in ([], [USER, spoken[0]])]
     completions = [{"prompt": "Hi", "completion": completion} for completion in ("", "a", "")]
+    answers = [{"prompt": TURN, "completion": completion} for completion in ([], [spoken[0]], [silent[0]])]
     texts = [{"text": text} for text in ("a b", "")]
-    for rows, told in ((chats, "in 4 of 8 rows"), (chats[4:], ""), (completions, "in 2 of 3 rows"), (texts, "")):
+    arguments.completion_only_loss = False  # else a completion of no messages is refused
+    for rows, told in (
+        (chats, "in 4 of 8 rows"),
+        (chats[4:], ""),
+        (completions, "in 2 of 3 rows"),
+        (answers, "in 2 of 3 rows"),
+        (texts, ""),
+    ):
         tokens_of(conversations.write(tmp_path / "rows.jsonl", rows), arguments)
         said = capsys.readouterr().out
         assert told in said

@@ -771,7 +771,7 @@ def test_an_evaluation_set_is_drawn_and_evaluated(
         "kernels: ",
         "hf_burst: 1 process",
         "step 1 of 1,",
-        "the model is in out; now it is evaluated on 2 rows that were held out",
+        "the model is in out; now it is evaluated",
         "step 1: evaluation loss ",
         "loss ",
         "next",
