@@ -73,8 +73,15 @@ def clean(messages: list[Message]) -> list[Message]:
 
 def is_silent(messages: list[Message]) -> bool:
     """Whether an assistant says nothing in one of the messages, as [`clean`] makes them."""
-    answers = (message for message in messages if message["role"] == "assistant")
-    return any(not any(value for key, value in answer.items() if key != "role") for answer in answers)
+    return any(not has_words(message) for message in messages if message["role"] == "assistant")
+
+
+def has_words(message: Message) -> bool:
+    """Whether a message has text, parts that are not text, a tool call or thoughts."""
+    content = message["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    said = any(part.get("type") != "text" or (part.get("text") or "").strip() for part in parts)
+    return said or any(message.get(key) for key in ("tool_calls", "reasoning_content", "thinking"))
 
 
 def parse_tools(tools: Any) -> list[dict[str, Any]] | None:

@@ -88,6 +88,8 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
             rows = load_dataset(kind, data_files=own, split=split, **options)
         renamed = kind == "text" and text_column != "text"
         parts.append(rows.rename_column("text", text_column) if renamed else rows)
+    if "text" in kinds and all(text_column in part.column_names and not answer_columns(part) for part in parts):
+        parts = [part.select_columns([text_column]) for part in parts]  # tables may have more columns
     columns = {tuple(sorted(part.column_names)) for part in parts}
     if len(columns) > 1:
         raise SystemExit(f"dataset {names} mixes kinds of files with other columns: {sorted(columns)}; give one kind.")
@@ -259,7 +261,10 @@ def cut_ends(rows: Dataset, share: float, column: str) -> tuple[Dataset, Dataset
     ends = texts.map(lambda row: {column: (row[column] or "")[cut(row) :]}).filter(lambda row: row[column] != "")
     if len(ends) and os.environ.get("RANK", "0") == "0":
         said = f"the ends of {len(ends):,} texts" if len(texts) > 1 else "the end of the text"
-        print(f"eval_share {share}: {said} held out for evaluation")
+        size = sum(len(text) for text in ends[column])
+        print(
+            f"eval_share {share}: {said} held out for evaluation: {size:,} characters, without what stands before them"
+        )
     return begins, ends
 
 
@@ -409,7 +414,10 @@ def count_silent(rows: Dataset) -> int:
     if not key:
         return 0
     answers = (answer for batch in rows.select_columns(key).iter(batch_size=WRITTEN) for answer in batch[key])
-    return sum(not answer or (isinstance(answer, list) and is_silent(clean(answer))) for answer in answers)
+    silent = (
+        is_silent(clean(each)) if isinstance(each, list) and each else not (each and each.strip()) for each in answers
+    )
+    return sum(silent)
 
 
 def has_label(labels: list[int]) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import data
 import models
 import report
+import resuming
 import settings
 import torch
 from accelerate import Accelerator
@@ -158,10 +159,25 @@ def main_process_first(accelerator: Accelerator) -> Iterator[None]:
             accelerator.wait_for_everyone()
 
 
+def of_another(folder: Path, model: str | None) -> str | None:
+    """What there is to say of a folder with the results of another model, which would be lost."""
+    try:
+        before = json.loads((folder / "results.json").read_text())["model"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if before == model:
+        return None
+    return (
+        f"output_dir {str(folder)!r} holds the evaluation of {before}, which that of {model} would replace. Set "
+        "another output_dir, or take results.json away."
+    )
+
+
 def evaluate(model_settings: ModelSettings, burst: BurstSettings, wanted: "Evaluation") -> Groups:
     """Evaluates what the settings say, and writes each part when it is done; the processes stay joined."""
     settings.probe("output_dir", wanted.output_dir)
     folder, groups = Path(wanted.output_dir), Groups(Accelerator(parallelism_config=burst.parallelism))
+    resuming.end_together(of_another(folder, model_settings.model_name_or_path))
     as_set, tokenizer = asdict(wanted), models.load_tokenizer(model_settings, wanted)
     questions = read(tokenizer, wanted, groups.accelerator)
     model = place(load_model(model_settings, burst, len(tokenizer), wanted.seed), groups.accelerator)

@@ -73,7 +73,12 @@ def clean_part(row: dict[str, Any], key: str, text: bool) -> Any:
             f"{key} is {shorten(repr(row[key]), 60)}; it must be {'text' if text else 'a list of messages'}: give "
             "prompt, chosen and rejected of all rows in one form"
         )
-    return row[key] if text else clean(row[key])
+    if text:
+        return row[key]
+    messages = clean(row[key])
+    if key != "prompt" and not any(message["role"] == "assistant" for message in messages):
+        raise ValueError(f"{key} has no message of the role assistant; give an answer, or take the row out")
+    return messages
 
 
 def first_question(messages: list[Message]) -> Any:

@@ -152,9 +152,9 @@ def kernels(trainer: Trainer) -> str:
     return f"kernels: attention by {name}, {liger}{missing}"
 
 
-def next_steps(trainer: Trainer) -> str:
-    """What can be done with what was trained."""
-    folder, rewards = Path(trainer.args.output_dir), isinstance(trainer, RewardTrainer)
+def next_steps(trainer: Trainer, trained: str) -> str:
+    """What can be done with what was trained, and lies in a folder."""
+    folder, rewards = Path(trained), isinstance(trainer, RewardTrainer)
     configs, processes = Path("recipes/configs"), trainer.args.world_size
     several = configs / f"evaluate_{processes}gpu.yaml"
     launch, config = "python", configs / f"evaluate_{'cpu' if trainer.args.use_cpu else '1gpu'}.yaml"

@@ -160,8 +160,8 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
     if burst.merge_to is not None and first:
         models.merge_adapter(training.output_dir, burst.merge_to)
         print(f"the full model is in {Path(burst.merge_to)}")
-    elif first:
-        print(report.next_steps(trainer))
+    if first:
+        print(report.next_steps(trainer, burst.merge_to or training.output_dir))
 
 
 def save(trainer: "Trainer") -> None:

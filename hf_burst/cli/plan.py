@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Collection
 from dataclasses import replace
 from difflib import get_close_matches
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -251,8 +251,11 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
         base = "4bit" if training.weights == "4bit" else "bf16"
         what = f"{'bf16' if training.weights == 'bf16' else 'fp32'} adapters of rank {training.lora} on {base}"
     again = "layers checkpointed" if training.checkpointing else "nothing checkpointed"
-    endings = len(training.parents) - 1
-    joined = [f"{endings} texts continue the first {training.documents[1]:,} of them"] if training.parents else []
+    joined = []
+    if training.parents:
+        endings = ", ".join(f"{stop - start:,}" for start, stop in pairwise(training.documents[1:]))
+        once = f"continue the first {training.documents[1]:,} of them, which are computed once (share_prefixes)"
+        joined = [f"texts of {endings} tokens {once}"]
     joined += ["a reference reads all of them, too, which does not count for MFU"] if training.reference else []
     seen = f"{training.images} images of {training.image_tokens:,} tokens among them, towers {{}}"
     images = [seen.format("learn" if training.learns_to_see else "do not learn")] if training.images else []

@@ -810,7 +810,7 @@ def interrupted_while_it_generates(step: int, rank: int, size: int) -> list[str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("step", [0, 2])
 def test_a_rank_is_interrupted_while_it_generates(step: int) -> None:
     began = time.monotonic()
     first, second = play(partial(interrupted_while_it_generates, step))

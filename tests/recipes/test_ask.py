@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,8 +37,15 @@ def asked(rank: int, size: int, chat: bool) -> list[Any]:
     reset_accelerate()
     model = hf_burst.patch_model(models.make_model("llama", torch.float64).eval())
     told: list[str] = []
-    found = ask.ask(model, tokenizer(), TEXTS, QUESTIONS, 6, chat, told.append)
-    assert told == ["text 1 of 2: first, 38 tokens", "text 2 of 2: second, 6 tokens"]  # and one before each
+
+    def answers_from(*given: Any) -> Any:
+        told.append("is read")
+        return answer(*given)
+
+    answer = ask.answers_from
+    with mock.patch.object(ask, "answers_from", answers_from):
+        found = ask.ask(model, tokenizer(), TEXTS, QUESTIONS, 6, chat, told.append)
+    assert told == ["text 1 of 2: first, 38 tokens", "is read", "text 2 of 2: second, 6 tokens", "is read"]
     return found
 
 
@@ -108,7 +116,7 @@ def test_tokenizers_without_an_end() -> None:
     words.eos_token = None
     model = hf_burst.patch_model(models.make_model("llama", torch.float64).eval())
     model.generation_config.eos_token_id = None
-    assert len(ask.ask(model, words, TEXTS, QUESTIONS, 6, False)) == len(QUESTIONS)
+    assert len(ask.ask(model, words, TEXTS, QUESTIONS, 6, False, print)) == len(QUESTIONS)
 
 
 def test_answers_end_where_a_turn_ends() -> None:
@@ -133,7 +141,7 @@ def test_the_chat_template_can_be_left_out(
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     model = hf_burst.patch_model(models.make_model("llama").eval())
     one = {"text.txt": TEXTS["first"]}
-    expected = ask.ask(model, tokenizer(), one, QUESTIONS[:1], 3, not given)[0]
+    expected = ask.ask(model, tokenizer(), one, QUESTIONS[:1], 3, not given, print)[0]
     assert told["answer"] == expected.answer
     assert told["log_likelihood"] == pytest.approx(expected.log_likelihood, rel=1e-4)
     reset_accelerate()

@@ -228,8 +228,8 @@ def test_an_adapter_is_evaluated_with_its_base(ranks: Callable[[int], RankPool],
     model.save_pretrained(tmp_path / "adapter")
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
     base, ours, merged = (
-        [cell["log_likelihood"] for cell in results_of(ranks, 1, source, tmp_path / "out", *OPTIONS)["recall"]]
-        for source in (folder, tmp_path / "adapter", tmp_path / "merged")
+        [cell["log_likelihood"] for cell in results_of(ranks, 1, source, tmp_path / str(number), *OPTIONS)["recall"]]
+        for number, source in enumerate((folder, tmp_path / "adapter", tmp_path / "merged"))
     )
     assert ours == pytest.approx(merged, rel=1e-6)
     assert ours != pytest.approx(base, rel=1e-2)
@@ -405,6 +405,16 @@ def test_each_part_is_written_when_it_is_done(folder: Path, tmp_path: Path) -> N
         evaluated(0, 1, arguments)
     reset_accelerate()
     assert len(json.loads((tmp_path / "results.json").read_text())["recall"]) == 8
+    told = evaluation.of_another(tmp_path, "another")
+    assert f"holds the evaluation of {folder}, which that of another would replace" in str(told)
+    assert evaluation.of_another(tmp_path, str(folder)) is None
+    assert evaluation.of_another(tmp_path / "none", "another") is None
+    with (
+        mock.patch.object(evaluation, "of_another", return_value=told),
+        pytest.raises(SystemExit, match="would replace"),
+    ):
+        evaluated(0, 1, arguments)
+    reset_accelerate()
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,10 @@ def test_every_source_gives_the_same_documents(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "mixed" / "titles.csv").write_text("title,year\nbook,1999\n")
     with pytest.raises(SystemExit, match=r"mixed' mixes kinds of files: .csv \(1\) and .md \(1\). Name the files: "):
         data.load_rows([str(tmp_path / "mixed")], "train")
+    more = datasets.Dataset.from_dict({"source": ["a", "b"], "text": TEXTS[:2]})
+    more.to_json(tmp_path / "more.jsonl")
+    both = data.load_rows([str(tmp_path / "text/a.txt"), str(tmp_path / "more.jsonl")], "train")
+    assert both.to_dict() == {"text": [TEXTS[0], *TEXTS[:2]]}
     with pytest.raises(SystemExit, match="with other columns"):
         data.load_rows([str(tmp_path / "mixed/titles.csv"), str(tmp_path / "text/a.txt")], "train")
     with pytest.raises(SystemExit, match="on the Hub"):
@@ -179,6 +183,11 @@ def test_pairs_of_the_same_answer_are_counted(tmp_path: Path, capsys: pytest.Cap
     assert "equals" not in capsys.readouterr().out
 
 
+def test_a_pair_of_messages_without_an_answer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"pairs\.jsonl:1: chosen has no message of the role assistant"):
+        pairs_of(tmp_path, [{"chosen": [USER], "rejected": TURN}])
+
+
 @pytest.mark.parametrize("chosen", ["", "a"])
 def test_an_empty_answer_without_a_prompt_is_named(tmp_path: Path, chosen: str) -> None:
     pair = {"chosen": chosen, "rejected": ""}
@@ -189,16 +198,19 @@ def test_an_empty_answer_without_a_prompt_is_named(tmp_path: Path, chosen: str) 
 
 def test_empty_answers_are_counted(tmp_path: Path, arguments: Any, capsys: pytest.CaptureFixture[str]) -> None:
     call = {"type": "function", "function": {"name": "look", "arguments": {}}}
-    silent = [{"role": "assistant", "content": ""}, {"role": "assistant"}]
+    silent = [{"role": "assistant", "content": " \n"}, {"role": "assistant", "name": "a"}]
     spoken = [{"role": "assistant", "content": "4"}, {"role": "assistant", "tool_calls": [call]}]
-    chats = [{"messages": [USER, answer, *rest]} for answer in silent + spoken for rest in ([], [USER, spoken[0]])]
+    assert chats.is_silent([{"role": "assistant", "content": [{"type": "text", "text": ""}]}])
+    assert not chats.is_silent([{"role": "assistant", "content": [{"type": "image"}]}, USER | {"content": ""}])
+    assert not chats.is_silent([{"role": "assistant", "content": "", "reasoning_content": "4?"}])
+    talks = [{"messages": [USER, answer, *rest]} for answer in silent + spoken for rest in ([], [USER, spoken[0]])]
     completions = [{"prompt": "Hi", "completion": completion} for completion in ("", "a", "")]
     answers = [{"prompt": TURN, "completion": completion} for completion in ([], [spoken[0]], [silent[0]])]
     texts = [{"text": text} for text in ("a b", "")]
     arguments.completion_only_loss = False  # else a completion of no messages is refused
     for rows, told in (
-        (chats, "in 4 of 8 rows"),
-        (chats[4:], ""),
+        (talks, "in 4 of 8 rows"),
+        (talks[4:], ""),
         (completions, "in 2 of 3 rows"),
         (answers, "in 2 of 3 rows"),
         (texts, ""),
@@ -574,12 +586,15 @@ def test_what_comes_next_is_launched_as_the_training(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpu: bool, processes: int, launch: str
 ) -> None:
     arguments = SimpleNamespace(output_dir=str(tmp_path), use_cpu=cpu, world_size=processes)
-    said = report.next_steps(SimpleNamespace(args=arguments))  # type: ignore[arg-type]
+    said = report.next_steps(SimpleNamespace(args=arguments), str(tmp_path))  # type: ignore[arg-type]
     assert f"{launch} --model_name_or_path {tmp_path}" in said
     assert said.endswith("--ruler none") == (not cpu and find_spec("lm_eval") is None)
     monkeypatch.setattr(sys, "argv", ["recipes/sft.py"])
-    said = report.next_steps(SimpleNamespace(args=arguments))  # type: ignore[arg-type]
+    said = report.next_steps(SimpleNamespace(args=arguments), str(tmp_path))  # type: ignore[arg-type]
     assert said.endswith("--tasks none --ruler none --documents CHATS.jsonl")
+    monkeypatch.setattr(sys, "argv", ["recipes/dpo.py"])
+    monkeypatch.setattr(report, "DPOTrainer", SimpleNamespace)
+    assert report.next_steps(SimpleNamespace(args=arguments), str(tmp_path)) == said  # type: ignore[arg-type]
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_burst.cli import main
+from hf_burst.cli.plan import find_model
 from hf_burst.hf.models.model_size import model_size, shape_named
 from hf_burst.sizing.gpus import capacity_of, gpu_named
 from hf_burst.sizing.memory import estimate_memory
@@ -16,6 +17,7 @@ from hf_burst.sizing.model import Training
 from hf_burst.sizing.prompts import longest_prompt, memory_of_prompt
 from hf_burst.sizing.seconds import estimate_seconds, step_flops
 from hf_burst.sizing.spread import masks_of
+from hf_burst.sizing.towers import encoded
 
 LLAMA = model_size(LlamaForCausalLM, shape_named("llama-3-8b"), "llama-3-8b")
 SHEET = gpu_named("h200")
@@ -37,9 +39,10 @@ def test_each_ending_sees_the_beginning_and_itself() -> None:
     seconds = estimate_seconds(LLAMA, PAIR, SHEET)
     assert seconds.attention == pytest.approx(32 * pairs * 4 * 4096 / 989e12 * (1 / 0.66 + 2.5 / 0.61))
     assert seconds.reference == 0
-    halved = estimate_seconds(LLAMA, replace(PAIR, attention_keep=0.5), SHEET)
-    first = causal(BOUNDS[-1] // 2)  # queries of the beginning, which are computed again
-    assert halved.attention - seconds.attention == pytest.approx(32 * first * 4 * 4096 / 989e12 / 0.66)
+    least = replace(PAIR, length=3 * 4096, documents=(0, 4096, 2 * 4096, 3 * 4096))
+    again = causal(4096) + 4096 * 4096 + causal(4096) + 1024 * 4096 + causal(1024)  # of the first three quarters
+    first, second = (estimate_seconds(LLAMA, replace(least, attention_keep=keep), SHEET) for keep in (0.25, 1.0))
+    assert first.attention - second.attention == pytest.approx(32 * again * 4 * 4096 / 989e12 / 0.66)
 
 
 @pytest.mark.parametrize("lora", [0, 16])
@@ -100,7 +103,7 @@ def test_the_command_plans_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--length", "64k", "--endings", "1k", "2k", "--reference", "--lora"]) == 0
     report = capsys.readouterr().out
     assert "68,608 tokens a sequence, fp32 adapters of rank 16" in report
-    assert "\n2 texts continue the first 65,536 of them\n" in report
+    assert "\ntexts of 1,024, 2,048 tokens continue the first 65,536 of them, which are computed once" in report
     assert "\na reference reads all of them, too, which does not count for MFU\n" in report
     assert ", reference " in next(line for line in report.splitlines() if "seconds: attention" in line)
     assert "Longest" not in report
@@ -124,3 +127,20 @@ def test_the_command_plans_pairs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_endings_that_cannot_be(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_states_and_towers_of_a_reference() -> None:
+    sheet = SHEET._replace(bandwidth=1e30)
+    hybrid = find_model("qwen3.5-9b", trust_remote_code=False)
+    alone = Training(65536, 1, 1, lora=16, reference=True)
+    with_states, without = (
+        estimate_seconds(model, alone, sheet).reference for model in (hybrid, replace(hybrid, recurrent=()))
+    )
+    assert with_states - without == pytest.approx(65536 * hybrid.recurrence_flops / 989e12 / 0.052)
+    seeing = find_model("Qwen2_5_VLForConditionalGeneration", trust_remote_code=False)
+    images = replace(alone, lora=0, images=4, image_tokens=1024)
+    assert images.learns_to_see
+    assert seeing.tower is not None
+    towers = [estimate_seconds(seeing, each, SHEET).reference for each in (images, replace(alone, lora=0))]
+    once = 2 * encoded(seeing, images) * seeing.tower.weights
+    assert towers[0] - towers[1] == pytest.approx(once / 989e12 / 0.68)

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,14 +11,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import hf_burst
 from hf_burst.attention import AttentionRequest, burst_attention
 from hf_burst.errors import ConfigError
 from hf_burst.hf.batches.cutting import cut_batch
 from hf_burst.hf.models.model_size import model_size
-from hf_burst.hf.trainers.logging import longest_of, pairs_of
+from hf_burst.hf.trainers.logging import longest_of, pairs_of, untouched_length
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ranks.layout import SequenceLayout
 from hf_burst.ring import ExchangeClock
@@ -230,16 +231,34 @@ def test_documents_beyond_the_positions_of_the_model_are_warned_of_once(
     assert factor is None or f"{{rope_type: yarn, factor: {factor}.0}}" in said[0]
 
 
-@pytest.mark.parametrize(("length", "told"), [(1024, True), (1025, False), (None, False)])
+@pytest.mark.parametrize(("length", "told", "warns"), [(1024, False, True), (1024, True, False), (None, False, False)])
 def test_a_length_that_is_the_default_of_trl_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, length: int | None, told: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, length: int | None, told: bool, warns: bool
 ) -> None:
     trainer = make_trainer(Case(trainer="SFTTrainer", burst=1), str(tmp_path))
     trainer.args.max_length = length
-    trainer.add_callback(hf_burst.BurstCallback(trainer))
+    watch = hf_burst.BurstCallback(trainer)
+    watch.lengths_told = told
+    trainer.add_callback(watch)
     trainer.train()
     said = "max_length is 1,024, the default of SFTConfig: longer texts are cut or left out."
-    assert (said in caplog.text) == told
+    assert (said in caplog.text) == warns
+
+
+def test_lengths_that_somebody_chose_are_not_warned_of(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+
+    @dataclass
+    class Long(trl.SFTConfig):
+        max_length: int | None = 65536
+
+    given: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
+    assert "1,024, the default of RewardConfig" in str(untouched_length(trl.RewardConfig(**given)))
+    assert "1,024, the default of SFTConfig" in str(untouched_length(Long(**given, max_length=1024)))
+    prepared = trl.SFTConfig(**given, dataset_kwargs={"skip_prepare_dataset": True})
+    chosen = trl.SFTConfig(**given, max_length=1025)
+    for training in (Long(**given), prepared, chosen, trl.GRPOConfig(**given), TrainingArguments(**given)):
+        assert untouched_length(training) is None
 
 
 def test_packed_documents_have_the_positions_of_their_own() -> None:

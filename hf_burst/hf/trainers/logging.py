@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class BurstCallback(TrainerCallback):
     """Adds speed, memory, balance and messages to everything that a trainer logs, for Weights & Biases, TensorBoard,
     trackio and the log history; and prints a line with the time that is left. It warns of a `max_length` that
-    is still the default of TRL, 1,024 tokens, and once of a document that has more tokens than the model has positions.
+    is still the default of TRL, and once of a document that has more tokens than the model has positions.
 
     | key | value |
     |---|---|
@@ -214,12 +214,14 @@ def shared_by(size: int, processes: int) -> str:
 
 
 def untouched_length(training: Any) -> str | None:
-    """What there is to say of arguments of TRL whose `max_length` is that of their class, unless that is `None`."""
-    field = getattr(type(training), "__dataclass_fields__", {}).get("max_length")
-    if field is None or field.default is None or training.max_length != field.default:
+    """What there is to say of arguments whose `max_length` is that of their class of TRL, which prepares the data."""
+    kinds = (kind for kind in type(training).__mro__ if kind.__module__.startswith("trl."))
+    kind = next((kind for kind in kinds if isinstance(vars(kind).get("max_length"), int)), None)
+    prepared = (getattr(training, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
+    if kind is None or prepared or training.max_length != kind.max_length:  # type: ignore[attr-defined]
         return None
     return (
-        f"max_length is {field.default:,}, the default of {type(training).__name__}: longer texts are cut or left out. "
+        f"max_length is {training.max_length:,}, the default of {kind.__name__}: longer texts are cut or left out. "
         "Set it to the tokens of your longest text."
     )
 
