@@ -148,6 +148,7 @@ def compiled(rank: int, size: int) -> None:
     assert 0 < graphs[0] == graphs[1], graphs
 
 
+@pytest.mark.slow
 def test_compiled_layers(ranks: Ranks) -> None:
     ranks(2).run(compiled)
 

@@ -292,7 +292,12 @@ def wrapped(rank: int, size: int, name: str, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [("modernbert", "compile"), ("bert", "lora"), ("bert", "checkpointing"), ("modernbert", "sparse_prediction")],
+    [
+        pytest.param("modernbert", "compile", marks=pytest.mark.slow),
+        ("bert", "lora"),
+        ("bert", "checkpointing"),
+        ("modernbert", "sparse_prediction"),
+    ],
 )
 def test_what_is_put_around_a_model(ranks: Ranks, name: str, how: str) -> None:
     ranks(2).run(wrapped, name, how)

@@ -52,7 +52,10 @@ def pieces(size: int, layers: int = 2, tokens: int = TOKENS) -> int:
     return (tokens - 1 - 4) * (1 + layers * (size > 1))
 
 
-@pytest.mark.parametrize(("size", "length", "padded"), [(1, 64, True), (2, 1, False), (3, 37, True), (4, 7, True)])
+@pytest.mark.parametrize(
+    ("size", "length", "padded"),
+    [(1, 64, True), (2, 1, False), (3, 37, True), pytest.param(4, 7, True, marks=pytest.mark.slow)],
+)
 def test_tokens_are_those_of_one_process(ranks: Ranks, size: int, length: int, padded: bool) -> None:
     ways = ("greedy", "sampled", "beams", "several", "penalised")
     assert run(ranks, size, "llama", length, padded, ways) == [len(ways) * pieces(size)] * size

@@ -391,7 +391,7 @@ def compile_model(rank: int, size: int, how: str) -> None:
     "how",
     [
         pytest.param("patched, then wrapped", marks=pytest.mark.full),
-        "patched, then compiled",
+        pytest.param("patched, then compiled", marks=pytest.mark.slow),
         pytest.param("run, then patched", marks=pytest.mark.full),
     ],
 )
@@ -406,6 +406,7 @@ def train_compiled(rank: int, size: int, folder: str) -> dict[str, Any]:
     return {**found, "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
 
 
+@pytest.mark.slow
 def test_trainer_compiles_a_patched_model(ranks: Ranks, tmp_path: Path) -> None:
     wanted = trainers.train(0, 1, str(tmp_path), trainers.Case(kind="packed").alone)
     for found in ranks(2).run(train_compiled, str(tmp_path), timeout=400):

@@ -310,8 +310,15 @@ def test_router_logits_are_of_all_tokens() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "MixtralForCausalLM"])
-@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize(
+    ("name", "checkpoints"),
+    [
+        ("MixtralForCausalLM", False),
+        ("Qwen3MoeForCausalLM", True),
+        pytest.param("MixtralForCausalLM", True, marks=pytest.mark.slow),
+        pytest.param("Qwen3MoeForCausalLM", False, marks=pytest.mark.slow),
+    ],
+)
 def test_adapters_of_fused_experts(name: str, checkpoints: bool) -> None:
     """peft adds them to the experts' weights for as long as its wrapper runs."""
     settings = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)

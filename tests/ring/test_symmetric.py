@@ -40,8 +40,10 @@ def attend_again_and_again(rank: int, size: int, folder: Path, cases: list[Case]
     return results, written
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("slices", [1, 3])
+@pytest.mark.parametrize(
+    ("size", "slices"),
+    [(2, 1), (3, 3), (4, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 3), (3, 1), (4, 3)))],
+)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["some", "every"])
 def test_attention_through_shared_memory_is_exact(ranks, size, slices, every, tmp_path):
     """Every kind by every schedule, with one slice of the heads or with three."""

@@ -422,6 +422,7 @@ def _role(name: str) -> dict[str, bool]:
 WITHOUT_ATTENTION = ("FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM")
 
 
+@pytest.mark.slow
 def test_sizes_of_all_served_classes_can_be_told() -> None:
     for name in SERVED:
         if not hasattr(transformers, name) or name.endswith("ConditionalGeneration"):  # newer ones; towers, see below

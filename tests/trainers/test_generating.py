@@ -285,7 +285,7 @@ SLOW = (
     "server, fsdp2",
     "colocated",
 )
-SLOW += ("images, rloo", "reward model", "2 x 2, generated", "rloo, 3 ranks")
+SLOW += ("tools", "images, rloo", "reward model", "2 x 2, generated", "rloo, 3 ranks")
 
 
 def quick(runs: dict[str, Run]) -> list[Any]:

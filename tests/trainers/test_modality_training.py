@@ -121,7 +121,7 @@ SEEING = [
     Case("SFTTrainer", "padded", model="Llava", lora=True, checkpointing=True),
     Case("SFTTrainer", "padded", model="Llava", data=2),
     Case("DPOTrainer", model="Llava", lora=True),  # pairs of several images, row by row
-    Case("DPOTrainer", model="Llava", lora=True, data=2),  # a pair at a time
+    pytest.param(Case("DPOTrainer", model="Llava", lora=True, data=2), marks=pytest.mark.slow),  # a pair at a time
 ]
 
 
