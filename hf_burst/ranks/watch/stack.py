@@ -1,5 +1,6 @@
 """Where another thread of this process stands: the user's line, and the collective that holds it up."""
 
+import gc
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -45,10 +46,23 @@ class Stand:
 def stand_of(thread: int) -> Stand:
     """Where a thread stands now.
 
+    No garbage is collected meanwhile. Python 3.11 may begin to collect it while it makes an object of a frame of the
+    running thread; what that calls lets the thread go on and leave the frame, and the interpreter crashes.
+
     Args:
         thread (`int`): As `threading.get_ident` names it.
     """
-    frame: FrameType | None = sys._current_frames().get(thread)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return _stand(sys._current_frames().get(thread))
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _stand(frame: FrameType | None) -> Stand:
+    """Where a thread stands whose innermost frame is given."""
     line = doing = group = ""
     meets, inside = False, True  # only calls of torch.distributed lie further in
     while frame is not None and not line:
