@@ -79,8 +79,9 @@ def is_silent(messages: list[Message]) -> bool:
 def has_words(message: Message) -> bool:
     """Whether a message has text, parts that are not text, a tool call or thoughts."""
     content = message["content"]
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    said = any(part.get("type") != "text" or (part.get("text") or "").strip() for part in parts)
+    parts = [content] if isinstance(content, str) else content
+    parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts]
+    said = any(part.strip() if isinstance(part, str) else part for part in parts)
     return said or any(message.get(key) for key in ("tool_calls", "reasoning_content", "thinking"))
 
 

@@ -200,7 +200,9 @@ def test_empty_answers_are_counted(tmp_path: Path, arguments: Any, capsys: pytes
     call = {"type": "function", "function": {"name": "look", "arguments": {}}}
     silent = [{"role": "assistant", "content": " \n"}, {"role": "assistant", "name": "a"}]
     spoken = [{"role": "assistant", "content": "4"}, {"role": "assistant", "tool_calls": [call]}]
-    assert chats.is_silent([{"role": "assistant", "content": [{"type": "text", "text": ""}]}])
+    for part in ({"type": "text", "text": ""}, {"type": "text", "text": None}, " "):
+        assert chats.is_silent([{"role": "assistant", "content": [part]}])
+        assert not chats.is_silent([{"role": "assistant", "content": [part, "4"]}])
     assert not chats.is_silent([{"role": "assistant", "content": [{"type": "image"}]}, USER | {"content": ""}])
     assert not chats.is_silent([{"role": "assistant", "content": "", "reasoning_content": "4?"}])
     talks = [{"messages": [USER, answer, *rest]} for answer in silent + spoken for rest in ([], [USER, spoken[0]])]
