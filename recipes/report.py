@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -135,10 +134,9 @@ class FewSteps(TrainerCallback):
             steps = f"{state.max_steps} step{'s' * (state.max_steps > 1)} of up to {batches} batches each"
             tqdm.write(f"The whole training has {steps}; gradient_accumulation_steps: 1 makes more steps of them.")
         if args.save_strategy == SaveStrategy.STEPS and every >= state.max_steps > 1:
-            steps = f"{state.max_steps} steps, and save_steps is {every}"
-            tqdm.write(
-                f"The whole training has {steps}: it is saved at its end alone. save_steps: 0.1 saves ten times."
-            )
+            steps = f"{state.max_steps:,} steps, and save_steps is {every:,}"
+            fewer = f"save_steps: {-(-state.max_steps // 4)} saves on the way"
+            tqdm.write(f"The whole training has {steps}: it is saved at its end alone; {fewer}.")
 
 
 def follow(trainer: Trainer) -> None:
@@ -199,13 +197,12 @@ def next_steps(trainer: Trainer, trained: str) -> str:
     launch, config = "python", configs / f"evaluate_{'cpu' if trainer.args.use_cpu else '1gpu'}.yaml"
     if processes > 1 and not trainer.args.use_cpu and (Path(__file__).parents[1] / several).exists():
         launch, config = f"accelerate launch --multi_gpu --num_processes {processes}", several
-    recipe = f"{launch} recipes/evaluate.py --config {config}"
-    measured = ""
-    if Path(sys.argv[0]).name == "sft.py" or isinstance(trainer, DPOTrainer):
-        measured = " --tasks none --ruler none --documents CHATS.jsonl"
-    elif not trainer.args.use_cpu and find_spec("lm_eval") is None:  # which the files for GPUs ask
-        measured = " --ruler none"
-    evaluate = f"evaluate it (minutes): {recipe} --model_name_or_path {folder}{measured}"
+    chats = Path(sys.argv[0]).name == "sft.py" or isinstance(trainer, DPOTrainer)
+    measured = "--tasks none --documents CHATS.jsonl" if chats else "--tasks single --documents TEXTS/"
+    evaluate = (
+        f"evaluate it (minutes): {launch} recipes/evaluate.py --config {config} --model_name_or_path {folder} "
+        f"--output_dir {folder}_evaluation --ruler none {measured}"
+    )
     if (folder / "adapter_config.json").exists():
         merge = f"next: merge it: python recipes/merge_adapter.py {folder} {folder}_merged"
         return merge if rewards else f"{merge}; {evaluate}"

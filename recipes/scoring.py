@@ -135,7 +135,9 @@ def text_windows(
 
     long = list(islice(filter(len, map(pieces, filter(None, texts))), most))
     if not long:
-        raise SystemExit(f"No document has {length:,} tokens, the length to evaluate. Give longer ones.")
+        raise SystemExit(
+            f"No document has {length:,} tokens, the length to evaluate. Give longer ones, or shorter --lengths."
+        )
     turns = (piece for turn in zip_longest(*long) for piece in turn if piece is not None)
     return [[*first, *piece.tolist()] for piece in islice(turns, most)], len(long)
 

@@ -29,10 +29,10 @@ ROOT = Path(__file__).parents[2]
 COLORS = ["#4c78a8", "#e8963e", "#59a37c", "#b5639a"]  # of the ranks, as in the notebooks
 GREY, DARK = "#9aa0a6", "#333333"
 RANKS = 4
-# what is trained, and its result
+# what is trained, and its results
 STEPS = {
-    "LoRA": "training_2xH200_lora_no_more_memory.json",
-    "all weights": "training_2xH200_no_more_memory.json",
+    "LoRA": ["training_2xH100_lora_no_more_memory.json"],
+    "all weights": ["training_2xH100_no_more_memory.json", "training_2xH100_128k_no_more_memory.json"],
 }
 CONTENDERS = {
     "hf_burst, activation_offloading=1.0": ("hf_burst, all kept on the host", COLORS[0]),
@@ -64,9 +64,10 @@ def blank(axes: Axes, x: tuple[float, float], y: tuple[float, float], title: str
 def step_time() -> Figure:
     """Speed and memory of a training step, from the committed results."""
     figure, panels = plt.subplots(1, 4, figsize=(13, 3.6), layout="constrained")
-    for pair, (weights, name) in zip((panels[:2], panels[2:]), STEPS.items(), strict=True):
-        result = json.loads((ROOT / "recipes/benchmarks/results" / name).read_text())
-        rows = {(row["length"], row["contender"]): row for row in result["results"]}
+    for pair, (weights, names) in zip((panels[:2], panels[2:]), STEPS.items(), strict=True):
+        results = [json.loads((ROOT / "recipes/benchmarks/results" / name).read_text()) for name in names]
+        measured = [row for result in results for row in result["results"] if "median_s" in row]
+        rows = {(row["length"], row["contender"]): row for row in measured}
         lengths = sorted({length for length, _ in rows})
         for axes, unit in zip(pair, ("thousand tokens a second", "GiB a GPU"), strict=True):
             for group, length in enumerate(lengths):
@@ -83,7 +84,7 @@ def step_time() -> Figure:
     figure.legend(
         *panels[0].get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside lower center", ncols=4
     )
-    figure.suptitle("A step of an 8B Llama on 2 H200s, 32K to 128K tokens: bf16, every layer checkpointed", fontsize=11)
+    figure.suptitle("A step of an 8B Llama on 2 H100s, 32K to 128K tokens: bf16, every layer checkpointed", fontsize=11)
     return figure
 
 
