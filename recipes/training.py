@@ -137,7 +137,6 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
     import models
     import report
     from peft.helpers import disable_input_dtype_casting
-    from transformers.trainer_utils import has_length
 
     first, training = trainer.is_world_process_zero(), trainer.args
     report.follow(trainer)
@@ -151,9 +150,8 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
         last = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry][-1:]
         done = last == [trainer.state.global_step] and not training.load_best_model_at_end
         if trainer.eval_dataset is not None and not done:
-            rows = len(trainer.eval_dataset) if has_length(trainer.eval_dataset) else None  # no length where it streams
-            on = "" if rows is None else f" on {rows:,} sequence{'s' * (rows > 1)}"
-            trainer.accelerator.print(f"the model is in {training.output_dir}; now it is evaluated{on}")
+            rows = f"{len(trainer.eval_dataset):,} row{'s' * (len(trainer.eval_dataset) > 1)}"
+            trainer.accelerator.print(f"the model is in {training.output_dir}; now it is evaluated on {rows}")
             trainer.evaluate()
         if measure is not None:
             measure()

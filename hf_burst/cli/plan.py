@@ -117,8 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
         limits = f"{gpu:.1f} GiB and {HOST_ROOM:.0%} of the host's {host:.0f}"
         lines.append(f"None fits into {limits}. Give {' or '.join(less)}.")
     if not mask.documents[2:]:
-        beyond = "beyond the model's positions with rope_scaling"
-        lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs; {beyond}.")
+        beyond = "; where these are more than the model's positions, set rope_scaling" if most else ""
+        lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs{beyond}.")
         if all(pattern.causal for pattern, _ in model.patterns):
             lines += _prompts(model, rows[0].fit.training, capacity)
     print("\n".join(lines))
@@ -255,7 +255,7 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
     joined = []
     if training.parents:
         endings = ", ".join(f"{stop - start:,}" for start, stop in pairwise(training.documents[1:]))
-        once = f"continue the first {training.documents[1]:,} of them, which are computed once (share_prefixes)"
+        once = f"continue the first {training.documents[1]:,} of them, which are computed once (share_prefixes=True)"
         joined = [f"texts of {endings} tokens {once}"]
     joined += ["a reference reads all of them, too, which does not count for MFU"] if training.reference else []
     seen = f"{training.images} images of {training.image_tokens:,} tokens among them, towers {{}}"

@@ -17,6 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 from accelerate.state import PartialState
 
 datasets = pytest.importorskip("datasets")
@@ -772,7 +773,7 @@ def test_an_evaluation_set_is_drawn_and_evaluated(
         "kernels: ",
         "hf_burst: 1 process",
         "step 1 of 1,",
-        "the model is in out; now it is evaluated on 2 sequences",
+        "the model is in out; now it is evaluated on 2 rows",
         "step 1: evaluation loss ",
         "loss ",
         "next",
@@ -788,30 +789,43 @@ def test_an_evaluation_set_is_drawn_and_evaluated(
 def test_a_long_evaluation_says_how_long_it_takes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line a minute, from batches of 45 seconds, of one process; a second evaluation begins anew."""
+    """A line a minute, from batches of 45 seconds, of one process, and none of the last batch; a second evaluation
+    begins anew."""
     clock = iter(range(0, 10**6, 45))
     monkeypatch.setattr(report, "perf_counter", lambda: float(next(clock)))
-    said, state = report.Evaluations(), Mock(is_world_process_zero=True)
+    said, others = report.Evaluations(), report.Evaluations(every=0)
     for _ in range(2):
-        for _ in range(6):
-            said.on_prediction_step(None, state, None, eval_dataloader=[0] * 6)
-        said.on_evaluate()
-    said.on_prediction_step(None, state, None, eval_dataloader=iter([0]))
-    report.Evaluations(every=0).on_prediction_step(None, Mock(is_world_process_zero=False), None, eval_dataloader=[0])
-    lines = ["evaluation: batch 3 of 6, 0:02:15 left", "evaluation: batch 5 of 6, 0:00:45 left"]
-    assert capsys.readouterr().out.splitlines() == lines * 2
+        for _ in range(7):
+            said.on_prediction_step(None, Mock(is_world_process_zero=True), None, eval_dataloader=[0] * 7)
+            others.on_prediction_step(None, Mock(is_world_process_zero=False), None, eval_dataloader=[0] * 7)
+    steps = [line.removeprefix("evaluation: batch ") for line in capsys.readouterr().out.splitlines()]
+    assert steps == ["3 of 7, 0:03:00 left", "5 of 7, 0:01:30 left"] * 2
 
 
-@pytest.mark.parametrize(("every", "told"), [("20", True), ("0.5", False), ("1", False)])
+@pytest.mark.parametrize(
+    ("steps", "strategy", "every", "told"),
+    [
+        (5, "steps", "20", "5 steps, and save_steps is 20: it is saved at its end alone, and save_steps: 2 saves"),
+        (2, "steps", "2", "2 steps, and save_steps is 2: it is saved at its end alone, and save_steps: 1 saves"),
+        (2, "steps", "0.9", "2 steps, and save_steps is 2: it is saved at its end alone, and save_steps: 1 saves"),
+        (2, "steps", "0.5", ""),
+        (2, "no", "20", ""),
+        (1, "steps", "20", ""),
+    ],
+)
 def test_a_training_that_is_saved_at_its_end_alone_says_so(
-    recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str], every: str, told: bool
+    capsys: pytest.CaptureFixture[str], steps: int, strategy: str, every: str, told: str
 ) -> None:
-    steps = ["--max_steps", "2", "--save_strategy", "steps", "--save_steps", every]
-    training.train(*recipe(*steps))
-    line = "The whole training has 2 steps, and save_steps is 20: it is saved at its end alone;"
-    said = capsys.readouterr()
-    assert (line in said.out + said.err) is told
-    assert Path("out/checkpoint-1").exists() is not told
+    args = transformers.TrainingArguments("out", save_strategy=strategy, save_steps=float(every), max_steps=steps)
+    state = transformers.TrainerState(max_steps=steps)
+    state.compute_steps(args, steps)
+    report.FewSteps().on_train_begin(args, state, None)
+    said = capsys.readouterr().out
+    assert told in said
+    assert bool(told) == ("saves on the way" in said)
+    state.global_step = steps  # a training that is done goes no further
+    report.FewSteps().on_train_begin(args, state, None)
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("during", [[], ["--eval_strategy", "steps", "--eval_steps", "1"]])

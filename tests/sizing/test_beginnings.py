@@ -111,7 +111,7 @@ def test_the_command_plans_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     report = capsys.readouterr().out
     assert "continue" not in report
     assert "reference" not in report
-    assert "Longest sequence" in report
+    assert "tokens, on all GPUs; where these are more than the model's positions, set rope_scaling." in report
 
 
 @pytest.mark.parametrize(

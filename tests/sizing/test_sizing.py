@@ -369,7 +369,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     report = capsys.readouterr().out
     assert report.count("does not fit") == 4
     assert "None fits into 79.2 GiB and 85% of the host's 128. Give more --gpus" in report
-    assert "Longest sequence that fits: 0 tokens" in report
+    assert "Longest sequence that fits: 0 tokens, on all GPUs.\n" in report
 
 
 @pytest.mark.parametrize(

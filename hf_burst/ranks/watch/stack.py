@@ -3,6 +3,9 @@
 import gc
 import sys
 import sysconfig
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,6 +25,7 @@ _COLLECTIVES = _MEETING | {
 # DistributedDataParallel calls these from C++. A rank may go on alone out of its broadcasts, but nobody sends messages
 # between two ranks over its group, so gloo's numbers tell who has not begun one.
 _OF_DDP = {"_distributed_broadcast_coalesced", "_sync_params_and_buffers", "_verify_param_shape_across_processes"}
+_walking = threading.RLock()
 _LIBRARIES = (f"{Path(__file__).parents[2]}/", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
 
 
@@ -46,19 +50,33 @@ class Stand:
 def stand_of(thread: int) -> Stand:
     """Where a thread stands now.
 
-    No garbage is collected meanwhile. Python 3.11 may begin to collect it while it makes an object of a frame of the
-    running thread; what that calls lets the thread go on and leave the frame, and the interpreter crashes.
-
     Args:
         thread (`int`): As `threading.get_ident` names it.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collections():
         return _stand(sys._current_frames().get(thread))
-    finally:
-        if collects:
-            gc.enable()
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """No garbage is collected by itself meanwhile, in Python 3.11.
+
+    It may begin to collect while it makes an object of a frame of the running thread; what that calls lets the thread
+    go on and leave the frame, and the interpreter crashes. Later versions collect between two instructions alone.
+
+    The thresholds are set, since the running thread may itself switch the collector off and on, as torch does where it
+    saves. One thread walks at a time: the end of its walk would let another one's be interrupted.
+    """
+    if sys.version_info >= (3, 12):
+        yield
+        return
+    with _walking:
+        thresholds = gc.get_threshold()
+        try:
+            gc.set_threshold(0)
+            yield
+        finally:
+            gc.set_threshold(*thresholds)
 
 
 def _stand(frame: FrameType | None) -> Stand:
