@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -123,7 +124,10 @@ def launched_in_a_notebook(folder: Path, processes: int) -> dict[str, torch.Tens
     (cell,) = (cell for cell in cells if "notebook_launcher" in cell)
     assert cell.count("num_processes=2") == 1
     folder.mkdir()
-    (folder / "cell.py").write_text(cell.replace("num_processes=2", f"num_processes={processes}"))
+    with socket.socket() as found:
+        found.bind(("", 0))
+        port = found.getsockname()[1]  # the launcher's own may be taken by another training
+    (folder / "cell.py").write_text(cell.replace("num_processes=2", f'num_processes={processes}, use_port="{port}"'))
     environment = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "RANK")}
     environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
