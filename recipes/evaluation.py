@@ -185,7 +185,8 @@ def evaluate(model_settings: ModelSettings, burst: BurstSettings, wanted: "Evalu
     positions = getattr(config, "max_position_embeddings", None)
     first, say = groups.accelerator.is_main_process, groups.accelerator.print
     say(f"{groups.count} x {groups.size} processes (groups x processes of a text); the model has {positions} positions")
-    title = f"{model_settings.model_name_or_path or config.model_type}, over {groups.size} processes"
+    over = f", over {groups.size} processes" if groups.size > 1 else ""
+    title = f"{model_settings.model_name_or_path or config.model_type}{over}"
     results: dict[str, Any] = {"model": model_settings.model_name_or_path, "positions": positions}
     results |= {"settings": as_set, **report.made_by(groups.accelerator.num_processes)}
 

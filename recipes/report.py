@@ -233,7 +233,9 @@ def write_log(trainer: Trainer) -> None:
     lines = ",\n  ".join(json.dumps(entry) for entry in steps)  # a line a step
     log = json.dumps({**made_by(trainer.accelerator.num_processes), "evaluations": evaluations, "steps": []}, indent=1)
     (folder / "training_log.json").write_text(log.replace('"steps": []', f'"steps": [\n  {lines}\n ]') + "\n")
-    held_out = f"; evaluation {name} {evaluations[-1][f'eval_{name}']:.3f}" if evaluations else ""
+    ends = evaluations if len(evaluations) < 2 else [evaluations[0], evaluations[-1]]
+    values = " -> ".join(f"{entry[f'eval_{name}']:.3f}" for entry in ends)
+    held_out = f"; evaluation {name} {values}" if values else ""
     if not steps:
         print(f"checkpoint in {folder}; no step was logged (logging_steps is {trainer.args.logging_steps}){held_out}")
         return

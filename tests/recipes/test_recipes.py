@@ -835,7 +835,19 @@ def test_evaluations_are_made_once_and_kept_if_no_step_was_logged(
     training.train(*recipe("--eval_share", "0.2", "--logging_steps", "5", *during))
     log = json.loads(Path("out/training_log.json").read_text())
     assert (len(log["evaluations"]), log["steps"]) == (1, [])
-    assert "no step was logged (logging_steps is 5); evaluation loss" in capsys.readouterr().out
+    last = log["evaluations"][0]["eval_loss"]
+    assert f"no step was logged (logging_steps is 5); evaluation loss {last:.3f}\n" in capsys.readouterr().out
+
+
+def test_what_is_held_out_is_compared_with_the_beginning(
+    recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    during = ["--eval_on_start", "true", "--eval_strategy", "steps", "--eval_steps", "1", "--max_steps", "3"]
+    training.train(*recipe("--eval_share", "0.2", *during, "--learning_rate", "0.01"))
+    losses = [entry["eval_loss"] for entry in json.loads(Path("out/training_log.json").read_text())["evaluations"]]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert f"; evaluation loss {losses[0]:.3f} -> {losses[-1]:.3f}; " in capsys.readouterr().out
 
 
 def test_a_model_is_saved_before_its_evaluation(recipe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
