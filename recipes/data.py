@@ -72,7 +72,7 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
         if len(set(map(kind_of, files))) > 1:
             counts = Counter(Path(file).suffix.lower() for file in files)
             found = " and ".join(f"{suffix} ({count})" for suffix, count in sorted(counts.items()))
-            example = " ".join(f"{name.rstrip('/')}/*{suffix}" for suffix in sorted(counts))
+            example = " ".join(sorted({str(Path(file).with_name(f"*{Path(file).suffix}")) for file in files}))
             raise SystemExit(f"dataset {name!r} mixes kinds of files: {found}. Name the files: --dataset {example}")
     if len(kinds) > 1 and (None in kinds or split != "train"):
         raise SystemExit(

@@ -1,5 +1,6 @@
 """Documents and chats as tokens: where a document ends, which tokens are the assistant's, what is packed."""
 
+import glob
 import json
 import random
 import sys
@@ -82,8 +83,14 @@ def test_every_source_gives_the_same_documents(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed" / "README.md").write_text("about the data")
     (tmp_path / "mixed" / "titles.csv").write_text("title,year\nbook,1999\n")
-    with pytest.raises(SystemExit, match=r"mixed' mixes kinds of files: .csv \(1\) and .md \(1\). Name the files: "):
+    (tmp_path / "mixed" / "deep").mkdir()
+    (tmp_path / "mixed" / "deep" / "NOTES.MD").write_text("more about the data")
+    with pytest.raises(SystemExit) as refused:
         data.load_rows([str(tmp_path / "mixed")], "train")
+    said, _, patterns = str(refused.value).partition(". Name the files: --dataset ")
+    assert said.endswith("mixed' mixes kinds of files: .csv (1) and .md (2)")
+    named = sorted(file for pattern in patterns.split() for file in glob.glob(pattern))
+    assert named == sorted(str(path) for path in (tmp_path / "mixed").rglob("*.*"))
     more = datasets.Dataset.from_dict({"source": ["a", "b"], "text": TEXTS[:2]})
     more.to_json(tmp_path / "more.jsonl")
     both = data.load_rows([str(tmp_path / "text/a.txt"), str(tmp_path / "more.jsonl")], "train")
