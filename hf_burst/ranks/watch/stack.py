@@ -65,7 +65,8 @@ def without_collections() -> Iterator[None]:
     go on and leave the frame, and the interpreter crashes. Later versions collect between two instructions alone.
 
     The thresholds are set, since the running thread may itself switch the collector off and on, as torch does where it
-    saves. One thread walks at a time: the end of its walk would let another one's be interrupted.
+    saves; thresholds that it sets meanwhile are lost. One thread walks at a time: the end of its walk would let another
+    one's be interrupted.
     """
     if sys.version_info >= (3, 12):
         yield
