@@ -16,16 +16,7 @@ from ..parts.tokens import check_ranges
 from ..sharded_cache import ShardedCache
 from .each_token import EachToken, NotedStreamer, StreamerBehind
 from .memory import RememberedDocument, with_document
-from .request import (
-    asked,
-    check,
-    copies_of,
-    new_cache,
-    patched,
-    settings_of,
-    tensors_of_prompts,
-    without_positions_of_images,
-)
+from .request import asked, check, copies_of, new_cache, patched, prompt_tensors, settings_of, without_rope_deltas
 from .step_graphs import stepping
 from .weights import gathered_once
 
@@ -108,7 +99,7 @@ def generate(
     graphs = cuda_graphs and asked(base, kwargs, "cuda_graphs") is not False  # trainers give a config
     changing = any(kwargs.get(name) for name in _OF_USERS)
     steps = stepping(base, changing) if graphs else nullcontext()
-    with same_random_numbers(group, base.device), gathered_once(base), steps, without_positions_of_images(base):
+    with same_random_numbers(group, base.device), gathered_once(base), steps, without_rope_deltas(base):
         try:
             found: Any = base.generate(past_key_values=cache, **own)  # type: ignore[operator]
         except BaseException as problem:  # also when the user interrupts
@@ -170,7 +161,7 @@ def _without(memory: RememberedDocument, questions: Tensor, found: Any) -> Any:
 
 def _questions(model: PreTrainedModel, memory: RememberedDocument, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Questions to a memory with its document, and their mask."""
-    others = [name for name in tensors_of_prompts(kwargs) if name not in _QUESTIONS]
+    others = [name for name in prompt_tensors(kwargs) if name not in _QUESTIONS]
     if kwargs.get("input_ids") is None or others:
         given = ", ".join(others) or "no input_ids"
         raise BatchError(f"Questions to a memory are input_ids, an attention_mask and nothing besides, not {given}.")

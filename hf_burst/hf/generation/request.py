@@ -83,7 +83,7 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
         raise ConfigError("generate was given a streamer and beams, whose tokens are known at the end. Leave one out.")
     if not isinstance(kwargs.get("stopping_criteria") or [], list | tuple):
         raise ConfigError(f"stopping_criteria is a {_short(kwargs['stopping_criteria'])}; give a list of them.")
-    others = [name for name in tensors_of_prompts(kwargs) if name not in _TEXT]
+    others = [name for name in prompt_tensors(kwargs) if name not in _TEXT]
     if others:
         raise BatchError(f"generate over ranks takes text, and was given {', '.join(others)}. Use model.generate.")
     batch_shape(kwargs)
@@ -126,13 +126,13 @@ def new_cache(model: PreTrainedModel, group: ContextGroup, copies: int = 1) -> S
     return ShardedCache(group, copies, getattr(config, "number_of_conv_states", 1))
 
 
-def tensors_of_prompts(kwargs: Mapping[str, Any]) -> list[str]:
+def prompt_tensors(kwargs: Mapping[str, Any]) -> list[str]:
     """The names of tensors that hold a value for each prompt, or token."""
     return [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _SETTINGS]
 
 
 @contextmanager
-def without_positions_of_images(model: nn.Module) -> Iterator[None]:
+def without_rope_deltas(model: nn.Module) -> Iterator[None]:
     """Takes from a model what its latest call with images left, and puts it back. Transformers keeps how far images
     moved the positions of later tokens (`rope_deltas`), and adds it wherever a cache is not empty."""
     kept = [(module, module.rope_deltas) for module in model.modules() if "rope_deltas" in vars(module)]
@@ -147,7 +147,7 @@ def without_positions_of_images(model: nn.Module) -> Iterator[None]:
 
 def settings_of(kwargs: Mapping[str, Any]) -> dict[str, str]:
     """Settings that must be equal on all ranks, apart from prompts, and from what only the first rank has."""
-    others = ("streamer", "stopping_criteria", *tensors_of_prompts(kwargs))
+    others = ("streamer", "stopping_criteria", *prompt_tensors(kwargs))
     return {name: _short(value) for name, value in kwargs.items() if name not in others}
 
 
