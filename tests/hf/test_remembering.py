@@ -154,7 +154,7 @@ def after_another_call(rank: int, size: int, family: str) -> None:
             torch.testing.assert_close(own, wanted, rtol=0, atol=3e-6 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("family", [*SAW_IMAGES, *COUNT_BY_THEMSELVES])
+@pytest.mark.parametrize("family", [*SAW_IMAGES, *COUNT_BY_THEMSELVES, "Gemma3n"])
 def test_answers_of_models_that_saw_images_or_heard(family: str) -> None:
     after_another_call(0, 1, family)
 
