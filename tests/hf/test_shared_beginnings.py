@@ -466,6 +466,11 @@ def test_a_cache_is_there_whatever_the_rows() -> None:
     wanted, first = (either(input_ids=ids).past_key_values for either in (plain, model))
     wanted = plain(input_ids=following, past_key_values=wanted).logits
     torch.testing.assert_close(model(input_ids=following, past_key_values=first).logits, wanted)
+    asked = {"input_ids": ids, "labels": ids}
+    own, labelled = (model(**asked, **more) for more in ({}, {"use_cache": True}))
+    assert own.past_key_values is None, "evaluation shares, and reads no cache"
+    torch.testing.assert_close(labelled.loss, own.loss)
+    torch.testing.assert_close(model(input_ids=following, past_key_values=labelled.past_key_values).logits, wanted)
 
 
 def test_numbers_of_a_log_are_those_of_all_texts() -> None:

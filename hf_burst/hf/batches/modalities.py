@@ -108,5 +108,5 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _holds_values(value: Any) -> bool:
-    """Whether an argument is a tensor, or several, and no setting."""
-    return bool(value.ndim) if isinstance(value, torch.Tensor) else isinstance(value, Mapping | list | tuple)
+    """Whether an argument is a tensor, or several, and no setting. Transformers' `generate` gives an empty mapping."""
+    return bool(value.ndim if isinstance(value, torch.Tensor) else isinstance(value, Mapping | list | tuple) and value)

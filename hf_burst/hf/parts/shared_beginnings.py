@@ -128,8 +128,9 @@ def _joinable(run: ForwardPass, labelled: bool) -> bool:
         if labelled:
             return False
     caches = given.get("use_cache")
-    caches = getattr(run.model.config, "use_cache", False) if caches is None else caches
-    return labelled or run.model.training or run.group.size > 1 or not caches
+    if caches is None:  # evaluation reads no cache behind labels
+        caches = not labelled and getattr(run.model.config, "use_cache", False)
+    return run.model.training or run.group.size > 1 or not caches
 
 
 def _content(joined: Joined) -> torch.Tensor:
