@@ -294,7 +294,15 @@ def quick(runs: dict[str, Run]) -> list[Any]:
 
 
 FSDP2 = {"fsdp": "full_shard", "fsdp_config": {"version": 2, "reshard_after_forward": True}}
+TRUNCATED = {  # of micro-batches of one answer, those that are truncated have no label that counts
+    "mask_truncated_completions": True,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 4,
+}
 RUNS = {
+    "truncated": Run(options=TRUNCATED),
+    "truncated, shared": Run(groups=2, lora=True, options={**TRUNCATED, "config": SHARED, "beta": 0.3}),
+    "rloo, truncated": Run("RLOOTrainer", burst=3, rollouts=False, options=TRUNCATED),
     "3 ranks, iterations": Run(burst=3, options={"num_iterations": 2, "steps_per_generation": 2, "num_generations": 4}),
     "2 x 2": Run(
         groups=2,

@@ -3,6 +3,7 @@
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -13,8 +14,14 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback, get_linear_schedule_with_warmup
+from transformers import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    TrainerCallback,
+    get_linear_schedule_with_warmup,
+)
 
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError
@@ -129,6 +136,47 @@ def test_evaluation_and_prediction(
             real = alone["labels"] != -100
             assert np.array_equal(found["labels"], alone["labels"])
             np.testing.assert_allclose(found["logits"][real], alone["logits"][real], rtol=0, atol=1e-6)
+
+
+GATHERED: dict[str, dict[str, Any]] = {
+    "seq2seq": {"include_for_metrics": ["inputs", "loss"]},
+    "seq2seq, generated": {"predict_with_generate": True, "generation_max_length": 40},
+    "objects": {"eval_use_gather_object": True, "include_for_metrics": ["inputs"]},
+    "each batch": {"batch_eval_metrics": True, "include_for_metrics": ["loss"], "eval_accumulation_steps": 1},
+    "lists of batches": {"eval_do_concat_batches": False, "include_for_metrics": ["inputs"]},
+}
+
+
+def as_tensors(parts: Any) -> Any:
+    return tree_map(lambda part: torch.empty(0) if part is None else torch.as_tensor(part), parts)
+
+
+def gather_in_evaluation(rank: int, size: int, folder: str, case: Case, name: str) -> list[Any]:
+    """All that metrics are given, and all that `predict` returns."""
+    seen: list[Any] = []
+
+    def metrics(prediction: Any, compute_result: bool = True) -> dict[str, float]:
+        parts = (prediction.predictions, prediction.label_ids, prediction.inputs, prediction.losses)
+        seen.append(as_tensors(parts))
+        return {"rows": len(prediction.label_ids)}
+
+    options = {"eval_dataset": trainers.samples("padded", 7), **GATHERED[name]}
+    options |= {"compute_metrics": metrics, "processing_class": trainers.tokenizer()}
+    seq2seq = {"Trainer": Seq2SeqTrainer, "TrainingArguments": Seq2SeqTrainingArguments}
+    with mock.patch.multiple(trainers, **seq2seq) if "seq2seq" in name else nullcontext():
+        trainer = make_trainer(case, folder, **options)
+    found = [trainer.evaluate()["eval_rows"], trainer.evaluate()["eval_loss"]]
+    predicted = trainer.predict(trainer.eval_dataset)
+    return [*found, seen, as_tensors(tuple(predicted[:2])), predicted.metrics["test_loss"]]
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_evaluation_gathers_a_group_once(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    """Whatever gathers, in order, and with the rows that plain data parallelism has twice."""
+    case = Case(data=2)
+    wanted = ranks(2).run(gather_in_evaluation, str(tmp_path), replace(case, burst=0), name)[0]
+    for found in ranks(4).run(gather_in_evaluation, str(tmp_path), case, name):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def gather_objects(rank: int, size: int) -> list[Any]:

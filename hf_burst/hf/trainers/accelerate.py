@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -185,6 +186,7 @@ class _Shared:
         self.accelerator, self.size = accelerator, size
         for name in ("prepare", "prepare_model", "prepare_data_loader", "prepare_scheduler", "gather_for_metrics"):
             setattr(accelerator, name, getattr(self, name))
+        accelerator.gather = self.gather_by_caller
         if accelerator.distributed_type is DistributedType.DEEPSPEED:
             _check_deepspeed(accelerator.deepspeed_plugin.deepspeed_config)
             accelerator._prepare_deepspeed = self._prepare_deepspeed
@@ -241,8 +243,7 @@ class _Shared:
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """A group counts once. Only single numbers (counts of tokens) of sharded batches are needed of every rank."""
-        modules = (module for model in self.accelerator._models for module in model.modules())
-        sharded = any(getattr(module, PATCH).explicit for module in modules if hasattr(module, PATCH))
+        sharded = self.holds_shards()
         if sharded and isinstance(input_data, torch.Tensor) and input_data.ndim == 0:
             state, numbers = self.gradient_state, self.accelerator.gather(input_data)
             uneven = state.end_of_dataloader and state.remainder > 0
@@ -256,12 +257,25 @@ class _Shared:
             input_data = []
         return Accelerator.gather_for_metrics(self, input_data, use_gather_object)
 
+    def holds_shards(self) -> bool:
+        """Whether the batch of a model arrived sharded."""
+        modules = (module for model in self.accelerator._models for module in model.modules())
+        return any(getattr(module, PATCH).explicit for module in modules if hasattr(module, PATCH))
+
+    def gather_by_caller(self, tensors: Any) -> Any:
+        """As `Accelerator.gather`. In the loop of an evaluation, where `Seq2SeqTrainer` calls it, a group counts once."""
+        if sys._getframe(1).f_code.co_name != "evaluation_loop":
+            return Accelerator.gather(self.accelerator, tensors)
+        if self.holds_shards():
+            recursively_apply(_check_not_sharded, tensors)
+        return self.gather(tensors)
+
     def gather(self, tensors: Any) -> Any:
         """What `Accelerator.gather_for_metrics` calls: the first rank of each group speaks for it."""
 
         def once(tensor: torch.Tensor) -> torch.Tensor:
             rows = tensor.shape[0] if tensor.ndim else 1
-            return self.accelerator.gather(tensor).unflatten(0, (-1, self.size, rows))[:, 0].flatten(0, 1)
+            return Accelerator.gather(self.accelerator, tensor).unflatten(0, (-1, self.size, rows))[:, 0].flatten(0, 1)
 
         return recursively_apply(once, tensors)
 
