@@ -1,5 +1,6 @@
 """accelerate's mesh: data-parallel x context-parallel, by a subclass of its own `ParallelismConfig`."""
 
+import inspect
 import logging
 import os
 import sys
@@ -193,6 +194,7 @@ class _Shared:
             members = accelerator.torch_device_mesh[CP_DIM].get_group()  # of dimensions, data loaders know this alone
             mesh = DeviceMesh.from_group(members, accelerator.device.type, mesh_dim_names=("tp",))
             accelerator.state.ds_device_mesh = mesh
+        self.trainer = trainer_being_made()
         trainer, pupil = trainer_being_made(SERVED), trainer_being_made(DISTILLING)
         self.generating = trainer and GroupTraining(trainer, accelerator, size)
         self.distilling = pupil and Distillation(pupil, accelerator, size)
@@ -200,6 +202,7 @@ class _Shared:
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         for item in args:
             _check_patched(item, self.size)
+        _warn_of_loss(self.trainer, self.accelerator)
         return Accelerator.prepare(self.accelerator, *args, **kwargs)
 
     def prepare_model(
@@ -298,6 +301,20 @@ class GroupScheduler(AcceleratedScheduler):
             last = getattr(self.scheduler, "total_steps", None) if counted and self.ends else None
             if last is None or self.scheduler._step_count <= last:
                 super().step(*args, **kwargs)
+
+
+def _warn_of_loss(trainer: Any, accelerator: Accelerator) -> None:
+    """Says if a user's loss does not take the number by which `Trainer` expects it to divide."""
+    loss = getattr(trainer, "compute_loss_func", None)
+    if loss is None or not trainer.args.average_tokens_across_devices or not accelerator.is_main_process:
+        return
+    if "num_items_in_batch" not in inspect.signature(getattr(loss, "forward", loss)).parameters:
+        times = accelerator.num_processes
+        logger.warning(
+            f"compute_loss_func has no argument num_items_in_batch, and Trainer multiplies its loss by {times} processes "
+            f"all the same: loss and gradients are {times} times as large, as under DDP. Divide a sum over the batch by "
+            "num_items_in_batch."
+        )
 
 
 def _check_not_sharded(tensor: torch.Tensor) -> torch.Tensor:
