@@ -266,7 +266,7 @@ class _Shared:
         return any(getattr(module, PATCH).explicit for module in modules if hasattr(module, PATCH))
 
     def gather_by_caller(self, tensors: Any) -> Any:
-        """As `Accelerator.gather`. In the loop of an evaluation, where `Seq2SeqTrainer` calls it, a group counts once."""
+        """As `Accelerator.gather`; in the loop of an evaluation, where Seq2SeqTrainer calls it, a group counts once."""
         if sys._getframe(1).f_code.co_name != "evaluation_loop":
             return Accelerator.gather(self.accelerator, tensors)
         if self.holds_shards():
@@ -311,9 +311,9 @@ def _warn_of_loss(trainer: Any, accelerator: Accelerator) -> None:
     if "num_items_in_batch" not in inspect.signature(getattr(loss, "forward", loss)).parameters:
         times = accelerator.num_processes
         logger.warning(
-            f"compute_loss_func has no argument num_items_in_batch, and Trainer multiplies its loss by {times} processes "
-            f"all the same: loss and gradients are {times} times as large, as under DDP. Divide a sum over the batch by "
-            "num_items_in_batch."
+            "compute_loss_func has no argument num_items_in_batch, and Trainer multiplies its loss by the number of "
+            f"processes all the same: loss and gradients are {times} times as large, as they are under DDP. Divide a "
+            "sum over the batch by num_items_in_batch."
         )
 
 
