@@ -633,10 +633,11 @@ def test_what_generate_refuses(kind: str) -> None:
         hf_burst.generate(models.patch(make("llama")), **given, **GREEDY)
 
 
-def test_caches_that_a_config_names_are_not_made() -> None:
+def test_what_a_config_says_of_caches_is_passed_over() -> None:
     model, prompt = make("llama"), prompt_of(19, False)["input_ids"]
     wanted = model.generate(prompt, **GREEDY)
     model.generation_config.cache_implementation, model.generation_config.prefill_chunk_size = "static", 4
+    model.generation_config.use_cache = False
     assert torch.equal(hf_burst.generate(models.patch(model), prompt, **GREEDY), wanted)
 
 

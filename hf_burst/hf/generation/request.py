@@ -77,7 +77,7 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     for name, why in _REFUSED.items():
         if kwargs.get(name):
             raise ConfigError(f"generate over ranks was given {name}={_short(kwargs[name])}. {why} Leave it out.")
-    if asked(model, kwargs, "use_cache") is False:
+    if kwargs.get("use_cache") is False:
         raise ConfigError("generate over ranks was given use_cache=False. It needs its cache: leave that out.")
     if kwargs.get("streamer") is not None and int(asked(model, kwargs, "num_beams") or 1) > 1:
         raise ConfigError("generate was given a streamer and beams, whose tokens are known at the end. Leave one out.")
