@@ -206,8 +206,9 @@ class SequenceLayout:
                 shifts.append(first - (ends[parent] if parent >= 0 else 0) if packed else 0)
                 ends.append(end - shifts[-1])
             sizes = torch.tensor(bounds, device="cpu").diff()
-            rows.append(torch.arange(self.length, device="cpu") - torch.tensor(shifts, device="cpu").repeat_interleave(sizes))
-        return torch.stack(rows)[:, self.indices(rank)]
+            rows.append(torch.tensor(shifts, device="cpu").repeat_interleave(sizes))
+        tokens = self.indices(rank)
+        return tokens - torch.stack(rows)[:, tokens]
 
     def texts(self, rank: int) -> Tensor:
         """How many texts each token of `rank` stands for: as many as go on from its document, by those that continue

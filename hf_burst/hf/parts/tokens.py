@@ -216,7 +216,8 @@ class Tokens(Part):
         joined = run.batch.joined
         row, parents = (run.batch.given, ()) if joined is None else (joined.batch, (joined.parents,))
         run.batch.layout = layout_of(row, run.config, ranks, run.task, patterns, hybrid, parents)
-        if self.cut_point.path and modalities_of(run.model.config):
+        wraps = self.cut_point.path and modalities_of(run.model.config)
+        if wraps or run.batch.given.get("pixel_values") is not None:  # Chameleon has its images within
             held = check_modalities(run.batch.given, type(run.model), self.text_type)
             types = run.batch.given.get("token_type_ids")
             if self.text_type and types is not None:
