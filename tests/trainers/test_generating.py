@@ -811,4 +811,5 @@ def test_prompts_with_images_in_a_list_are_not_given_once() -> None:
     model = models.make_model("llama")
     given = {"input_ids": torch.ones(4, 3, dtype=torch.long), "do_sample": True}
     assert len(answering._each_once(model, given)["input_ids"]) == 1
-    assert answering._each_once(model, {**given, "pixel_values": [torch.ones(3, 2, 2)] * 4})["input_ids"].shape == (4, 3)
+    given["pixel_values"] = [torch.ones(3, 2, 2)] * 4
+    assert len(answering._each_once(model, given)["input_ids"]) == 4
