@@ -856,3 +856,11 @@ def learn_broken(rank: int, size: int, folder: str, run: Run, trap: str) -> dict
 def test_traps_are_noticed(ranks: Ranks, tmp_path: Path, trap: str) -> None:
     with pytest.raises((AssertionError, RankError)):
         compare(ranks, tmp_path, TRAPS[trap][-1], learn_broken, trap)
+
+
+def test_prompts_with_images_in_a_list_are_not_given_once() -> None:
+    model = models.make_model("llama")
+    given = {"input_ids": torch.ones(4, 3, dtype=torch.long), "do_sample": True}
+    assert len(answering._each_once(model, given)["input_ids"]) == 1
+    given["pixel_values"] = [torch.ones(3, 2, 2)] * 4
+    assert len(answering._each_once(model, given)["input_ids"]) == 4
