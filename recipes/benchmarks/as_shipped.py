@@ -47,34 +47,18 @@ KINDS = {  # of the models that the files name
     "ibm-granite/granite-4.0-h-tiny": "granitemoehybrid",
     "google/gemma-3-12b-it": "gemma3",
 }
-ALIKE = (  # settings whose value makes no other combination
-    *("dataset", "eval_dataset", "eval_share", "output_dir", "report_to", "seed", "logging_steps", "burst_size"),
-    *(
-        "max_length",
-        "max_completion_length",
-        "lengths",
-        "depths",
-        "samples",
-        "windows",
-        "batch_size",
-        "num_generations",
-    ),
-    *("num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay"),
-    *("lora_r", "lora_alpha", "gradient_accumulation_steps", "save_strategy", "save_steps", "save_total_limit"),
+ALIKE = (  # patterns of settings whose value makes no other combination
+    *("*dataset", "eval_share", "output_dir", "report_to", "seed", "burst_size", "logging_steps", "max_*", "save_*"),
+    *("num_*", "learning_rate", "lr_*", "warmup_steps", "weight_decay", "gradient_accumulation_steps", "lora_alpha"),
+    *("lora_r", "lengths", "depths", "samples", "windows", "batch_size"),
 )
-ROWS = {
-    "finetune_long_document": "text",
-    "extend_context": "text",
-    "dpo": "pairs",
-    "reward": "pairs",
-    "grpo": "prompts",
-    "evaluate": "none",
-}
+ROWS = {"finetune_long_document": "text", "extend_context": "text", "evaluate": "none"}
+ROWS |= {"dpo": "pairs", "reward": "pairs", "grpo": "prompts"}
 STAND_IN = "sft_4gpu.yaml"  # for wrappings whose file names a script of the user's own
 FULL = {"use_peft": "false", "dtype": "float32"}
 WRAPPINGS = {"2_hosts": "ddp", "2_hosts_fsdp2": "hsdp"}  # of accelerate's files; the others are their own names
-STEPS, LENGTH, POSITIONS = 2, 512, 512
-TIME = 300.0  # seconds that imports and models may take
+LENGTH = 512  # tokens of a sequence, and positions of the small models
+START_S = 300.0  # imports and models may take
 
 
 @dataclass(frozen=True)
@@ -126,7 +110,7 @@ def launches(file: Path) -> Iterator[Run]:
             groups=count > values.get("burst_size", count),
             rows=ROWS.get(recipe, rows),
             model=KINDS[values.pop("model_name_or_path")],
-            settings={name: value for name, value in values.items() if name not in ALIKE},
+            settings={name: value for name, value in values.items() if not any(fnmatch(name, one) for one in ALIKE)},
             more=more,
         )
 
@@ -153,14 +137,14 @@ def command(run: Run, inputs: Path, output: Path, processes: int) -> list[str]:
         small |= {"ruler": "none"} if find_spec("lm_eval") is None else {}
     else:
         values = yaml.safe_load((CONFIGS / run.config).read_text())
-        small |= {"dataset": inputs / f"{run.rows}.jsonl", "max_steps": STEPS, "save_steps": 1, "warmup_steps": 0}
+        small |= {"dataset": inputs / f"{run.rows}.jsonl", "max_steps": 2, "save_steps": 1, "warmup_steps": 0}
         small |= {"max_length": LENGTH, "logging_steps": 1, "report_to": "none", "disable_tqdm": "true"}
         small |= {"gradient_accumulation_steps": min(2, values.get("gradient_accumulation_steps", 1))}
         small |= {"eval_dataset": inputs / "text.jsonl"} if "eval_dataset" in values else {}
         small |= {"eval_share": 0.2} if "eval_share" in values else {}
         small |= {"merge_to": output.with_name(f"{output.name}_merged")} if is_adapter(run) else {}
         small |= {"max_completion_length": 8} if run.recipe == "grpo" else {}
-        small |= {"max_length": 2 * POSITIONS, "windows": 2} if run.recipe == "extend_context" else {}
+        small |= {"max_length": 2 * LENGTH, "windows": 2} if run.recipe == "extend_context" else {}
         small |= {"burst_size": max(1, processes // (1 + run.groups))} if "burst_size" in values else {}
     words = (word for name, value in small.items() for word in (f"--{name}", *str(value).split()))
     return ["--config", str(CONFIGS / run.config), *words]
@@ -189,16 +173,17 @@ def work(folder: Path, numbers: Sequence[int], followed: Sequence[int]) -> None:
     while not (folder / "inputs").exists():
         time.sleep(0.1)
 
-    def note(number: int, event: str, **more: Any) -> None:
+    def note(number: int, status: str, **more: Any) -> None:
         with (folder / "events").open("a") as file:
-            file.write(json.dumps({"run": number, "event": event, "rank": rank, **more}) + "\n")
+            file.write(json.dumps({"run": number, "status": status, **more}) + "\n")
 
     if rank == 0:
         (folder / "machine.json").write_text(json.dumps(shipped_inputs.machine(size)))
     runs = [run for run, _ in combinations()]
     for number in numbers:
         start, done = time.perf_counter(), list[str]()
-        note(number, "begun")
+        if rank == 0:
+            note(number, "begun")
         try:
             for step in steps(runs[number], folder, f"{number}_{size}", size, number in followed):
                 done.append(step)
@@ -269,46 +254,32 @@ def finish(
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
     environment |= {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"} if wrapping == "hsdp" else {}
     environment.setdefault("OMP_NUM_THREADS", "1" if os.environ.get("ACCELERATE_USE_CPU") else "8")
-    events = folder / "events"
     while left:
-        events.write_text("")
+        (folder / "events").write_text("")
         with (folder / "log").open("ab") as log:
             given = job(wrapping, processes, folder, left, sorted(followed & set(left)))
             started = subprocess.Popen(given, env=environment, stdout=log, stderr=log, start_new_session=True)
-        seen, changed, current, late = 0, time.monotonic(), None, False
-        while True:
-            ended, lines = started.poll() is not None, events.read_text().splitlines()
-            for event in map(json.loads, lines[seen:]):
-                seen, changed = seen + 1, time.monotonic()
-                if event["event"] == "begun":
-                    current = event["run"] if event["rank"] == 0 else current
-                elif event["run"] in left:
-                    left.remove(event["run"])
-                    current = None if event["run"] == current else current
-                    yield {"run": event["run"], "status": event.pop("event"), **event}
-            late = time.monotonic() - changed > (TIME if seen == 0 else limit)
-            if ended or late:
-                break
-            time.sleep(0.2)
-        end(started)
+        seen, changed, current, ended, late = 0, time.monotonic(), left[0], False, False
+        try:
+            while not ended and not late:
+                time.sleep(0.2)
+                ended, text = started.poll() is not None, (folder / "events").read_text()
+                for event in map(json.loads, text[: text.rfind("\n") + 1].splitlines()[seen:]):
+                    seen, changed, current = seen + 1, time.monotonic(), event.pop("run")
+                    if event["status"] != "begun" and current in left:
+                        left.remove(current)
+                        yield {"run": current, **event}
+                late = time.monotonic() - changed > (limit if seen else START_S)
+        finally:
+            started.terminate()  # torch's launcher ends its processes, which are in sessions of their own
+            with suppress(subprocess.TimeoutExpired):
+                started.wait(60)
+            with suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
         reason = f"longer than {limit:.0f} s" if late else f"the job ended by {started.returncode}; see the log"
-        for number in [current] if current in left else left if seen == 0 else []:
-            left = [other for other in left if other != number]
+        for number in [current] if seen and current in left else [] if seen else list(left):
+            left.remove(number)
             yield {"run": number, "status": "failed", "reason": reason}
-
-
-def end(started: "subprocess.Popen[bytes]") -> None:
-    """Ends all processes of a job."""
-    with suppress(ProcessLookupError):
-        os.killpg(started.pid, signal.SIGKILL)
-    started.wait()
-
-
-def why_not(wrapping: str, processes: int) -> str | None:
-    """Why a wrapping cannot run here."""
-    if wrapping.startswith("zero") and find_spec("deepspeed") is None:
-        return "deepspeed is not installed"
-    return "needs 4 processes" if wrapping == "hsdp" and processes < 4 else None
 
 
 def main() -> None:
@@ -331,30 +302,32 @@ def main() -> None:
     if not chosen:
         raise SystemExit(f"--only is {args.only}; no file of {CONFIGS} has such a name.")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    followed = {every[at][0].recipe: at for at in reversed(chosen) if is_adapter(every[at][0])}
+    plain = [at for at in chosen if is_adapter(every[at][0]) and every[at][0].model == "llama"]
+    followed = {every[at][0].recipe: at for at in reversed(plain)}
     jobs: dict[tuple[str, int], list[int]] = {}
     for at in chosen:
         alone = args.processes == 1 or every[at][0].wrapping == "none"
         jobs.setdefault(("none", 1) if alone else (every[at][0].wrapping, args.processes), []).append(at)
     held = json.loads(args.out.read_text())["results"] if args.out.exists() else []
-    failed = False
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for (wrapping, processes), numbers in jobs.items():
-            reason = why_not(wrapping, processes)
+            missing = wrapping.startswith("zero") and find_spec("deepspeed") is None
+            reason = (
+                "needs deepspeed" if missing else "needs 4 processes" if wrapping == "hsdp" and processes < 4 else ""
+            )
             skipped = [{"run": at, "status": "not run", "reason": reason} for at in numbers]
             ran = finish(wrapping, processes, folder, numbers, set(followed.values()), args.limit)
-            for result in ran if reason is None else skipped:
+            for result in skipped if reason else ran:
                 run, files = every[result.pop("run")]
                 own = {name: value for name, value in asdict(run).items() if name not in ("file", "more")}
-                row = {"files": files, **own, "wrapped": wrapping, "processes": processes, **result}
+                row = {"files": files, **own, "wrapping": wrapping, "processes": processes, **result}
                 same = [(other["files"], other["processes"]) == (files, processes) for other in held]
                 held = [other for other, old in zip(held, same, strict=True) if not old] + [row]
                 write(args, folder, held)
-                failed |= row["status"] == "failed"
                 said = f"{row['status']:>8} {row.get('seconds', ''):>6}  {processes} x {wrapping:<6} {run.recipe:<23}"
                 print(f"{said} {run.model:<17} {', '.join(files)} {row.get('reason') or ''}", flush=True)
-    sys.exit(failed)
+    sys.exit(any(row["status"] == "failed" for row in held))
 
 
 def write(args: argparse.Namespace, folder: Path, rows: list[Row]) -> None:

@@ -114,7 +114,9 @@ def processor(kind: str, *_: Any) -> ProcessorMixin:
             setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
         pixels = transformers.Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
         return transformers.Gemma3Processor(pixels, tokenizer, template, image_seq_length=4)
-    return OfImages(transformers.Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=56 * 56), tokenizer, template)
+    return OfImages(
+        transformers.Qwen2VLImageProcessorPil(patch_size=16, min_pixels=64**2, max_pixels=64**2), tokenizer, template
+    )
 
 
 class OfImages(transformers.Qwen3VLProcessor):
