@@ -19,6 +19,7 @@ from benchmarks.provenance import SCHEMA_VERSION, git_commit, hardware, versions
 from byte_tokenizer import byte_tokenizer
 from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, ProcessorMixin
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_burst
 
@@ -130,11 +131,14 @@ class OfImages(transformers.Qwen3VLProcessor):
 
 
 def load(folder: Path) -> None:
-    """Loads a model by plain Transformers; its outputs are numbers."""
-    config = AutoConfig.from_pretrained(folder)
-    model = models.auto_class(config).from_pretrained(folder, dtype="auto")
+    """Loads a model by plain Transformers; its outputs are numbers. It is whole, as in a process of its own, and lies on
+    the GPU where there is one: Liger may have replaced layers of its class by now, which need one."""
+    unset_hf_deepspeed_config()
+    config, device = AutoConfig.from_pretrained(folder), "cuda" if torch.cuda.is_available() else "cpu"
+    model = models.auto_class(config).from_pretrained(folder, dtype="auto").to(device)
     with torch.no_grad():
-        assert model(input_ids=torch.arange(4, 68)[None]).logits.isfinite().all(), "its outputs are not finite"
+        logits = model(input_ids=torch.arange(4, 68, device=device)[None]).logits
+    assert logits.isfinite().all(), "its outputs are not finite"
 
 
 def machine(size: int) -> dict[str, Any]:
