@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from byte_tokenizer import byte_tokenizer
 from peft import PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from settings import BurstSettings, ModelSettings, using
 from transformers import (
     CONFIG_MAPPING,
@@ -193,6 +194,24 @@ def adapter_config(settings: ModelSettings, config: PreTrainedConfig) -> PeftCon
         adapter.revision = settings.model_revision
         adapter.exclude_modules = NO_TEXT if has_towers(config) else None
     return adapter
+
+
+class OutsideOfAutocast:
+    """True where a device has no autocast now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.kind = device.type
+
+    def __bool__(self) -> bool:
+        return not torch.is_autocast_enabled(self.kind)
+
+
+def cast_outside_of_autocast(model: torch.nn.Module, device: torch.device) -> None:
+    """Has adapters take their inputs to their own dtype where autocast does not: it would take them back, and what is
+    kept for the gradients of fp32 adapters would be of fp32. TRL generates outside of it."""
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.cast_input_dtype_enabled = OutsideOfAutocast(device)
 
 
 class SaveConfig(TrainerCallback):

@@ -371,6 +371,8 @@ def prepare(
     if held and training.resume_from_checkpoint is None and training.process_index == 0:
         print(f"output_dir {training.output_dir!r} holds {held[0]} that was trained before; this run replaces it.")
     training.parallelism_config = burst.parallelism
+    if training.n_gpu > 1:  # one process takes one GPU; Trainer would copy the model to the others
+        training._n_gpu = 1
     if training.use_liger_kernel and find_spec(LIGER) is None:
         raise SystemExit("use_liger_kernel needs Liger: pip install liger-kernel")
     training.use_liger_kernel = training.use_liger_kernel and on_gpu(training)  # its kernels are those of GPUs

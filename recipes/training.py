@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +60,7 @@ def make(
             **more,
         )
         trainer.loaded_config = loaded  # what training changes, and a saved model is to have
+        models.cast_outside_of_autocast(trainer.model, args.device)
         return trainer
 
 
@@ -131,30 +131,25 @@ def load_from_checkpoint(model: ModelSettings, config: "PreTrainedConfig", args:
 def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] | None = None) -> None:
     """Trains, writes the model, evaluates where there is something to evaluate on, and writes the log.
 
-    The adapters are merged by one process, when the others are done. Those of fp32 leave their inputs in bf16, to which
-    autocast would take them back. All processes call `measure` after the training.
+    The adapters are merged by one process, when the others are done. All processes call `measure` after the training.
     """
     import models
     import report
-    from peft.helpers import disable_input_dtype_casting
 
     first, training = trainer.is_world_process_zero(), trainer.args
     report.follow(trainer)
     trainer.accelerator.print(report.kernels(trainer))
     retry_when_short(trainer)
-    casts = partial(disable_input_dtype_casting, trainer.model, active=training.bf16)
-    with casts():
-        resuming.train(trainer)
+    resuming.train(trainer)
     save(trainer)
-    with casts():
-        last = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry][-1:]
-        done = last == [trainer.state.global_step] and not training.load_best_model_at_end
-        if trainer.eval_dataset is not None and not done:
-            rows = f"{len(trainer.eval_dataset):,} row{'s' * (len(trainer.eval_dataset) > 1)}"
-            trainer.accelerator.print(f"the model is in {training.output_dir}; now it is evaluated on {rows}")
-            trainer.evaluate()
-        if measure is not None:
-            measure()
+    last = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry][-1:]
+    done = last == [trainer.state.global_step] and not training.load_best_model_at_end
+    if trainer.eval_dataset is not None and not done:
+        rows = f"{len(trainer.eval_dataset):,} row{'s' * (len(trainer.eval_dataset) > 1)}"
+        trainer.accelerator.print(f"the model is in {training.output_dir}; now it is evaluated on {rows}")
+        trainer.evaluate()
+    if measure is not None:
+        measure()
     if first:
         report.write_log(trainer)
     settings.end(trainer)

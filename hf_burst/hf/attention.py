@@ -192,9 +192,8 @@ def attention_forward(
             "Set the dropout of its attention to 0 in the config before the model is made."
         )
     pattern = _pattern(module, attention_mask, is_causal, sliding_window, burst_call.causal)
-    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-        own = None if cached is None else burst_call.layout.indices(burst_call.group.rank).to(query.device)[None]
-        query = _at_temperature(module, query, burst_call.positions if own is None else own)
+    if scales_by_place(module):
+        query = _at_temperature(module, query, burst_call.places)
     dtype = value.dtype  # under peft or autocast, norms may leave q and k in fp32
     q, k, v = query.to(dtype).transpose(1, 2), key.to(dtype).transpose(1, 2), value.transpose(1, 2)
     config, layout, group = burst_call.config, burst_call.layout, burst_call.group
@@ -319,16 +318,21 @@ def _masks_prefixes(module: nn.Module) -> bool:
     return getattr(getattr(module, "config", None), "use_bidirectional_attention", None) is True
 
 
-def _at_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """Llama 4's queries, which `Llama4TextAttention` has scaled as if the tokens of the shard were the first of the
-    sequence (arXiv 2501.19399), scaled by their true positions."""
-    assert positions is not None, "known from the cut point on"
+def scales_by_place(module: Any) -> bool:
+    """Whether an attention scales its queries by where tokens stand in the row, whatever their position ids are."""
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not module.use_rope
 
-    def temperature(position: torch.Tensor) -> torch.Tensor:
-        return torch.log1p(torch.floor((position.float() + 1) / module.floor_scale)) * module.attn_scale + 1
+
+def _at_temperature(module: Any, query: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+    """Llama 4's queries, which `Llama4TextAttention` has scaled as if the tokens of the shard were the first of the
+    sequence (arXiv 2501.19399), scaled by their true places."""
+    assert places is not None, "a layer asks for them"
+
+    def temperature(place: torch.Tensor) -> torch.Tensor:
+        return torch.log1p(torch.floor((place.float() + 1) / module.floor_scale)) * module.attn_scale + 1
 
     local = torch.arange(query.shape[2], device=query.device)
-    ratio = (temperature(positions) / temperature(local))[:, None, :, None]
+    ratio = (temperature(places) / temperature(local))[:, None, :, None]
     return (query * ratio).to(query.dtype)
 
 

@@ -1,7 +1,7 @@
 """Who called a model, as far as the stack of this thread tells: a `Trainer`, a checkpoint."""
 
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from types import FrameType
 from typing import Any
 
@@ -27,16 +27,16 @@ def trainer_under_way() -> Any | None:
     return next(filter(None, map(_trainer_of, frames())), None)
 
 
-def trainer_being_made(served: Set[tuple[str, str]]) -> Any | None:
+def trainer_being_made(served: Set[tuple[str, str]] | None = None) -> Any | None:
     """The `Trainer` that is making its accelerator, if it is of a class that is served, or of the user's own that
     inherits from one.
 
     Args:
-        served (set of `tuple[str, str]`): Modules and names of classes.
+        served (set of `tuple[str, str]`, *optional*): Modules and names of classes; any by default.
     """
-    module: Any = sys.modules.get("transformers.trainer")
-    making = (frame.f_locals.get("self") for frame in frames() if frame.f_code.co_name == _MAKING)
-    trainer = next((each for each in making if module is not None and isinstance(each, module.Trainer)), None)
+    trainer = next(filter(None, (_trainer_of(frame, (_MAKING,)) for frame in frames())), None)
+    if served is None:
+        return trainer
     kinds = [(kind.__module__, kind.__name__) for kind in type(trainer).__mro__]
     known = next((place for place, kind in enumerate(kinds) if kind in served), None)
     if known is None or any(module.startswith("trl.") for module, _ in kinds[:known]):  # TRL's own other losses
@@ -50,10 +50,10 @@ def multiplies_losses() -> bool:
     return trainer is None or bool(trainer.args.average_tokens_across_devices)
 
 
-def _trainer_of(frame: FrameType) -> Any | None:
-    """The `Trainer` whose epoch or evaluation a frame is."""
+def _trainer_of(frame: FrameType, methods: Sequence[str] = _ROUNDS) -> Any | None:
+    """The `Trainer` whose epoch or evaluation a frame is, or another method."""
     module: Any = sys.modules.get("transformers.trainer")  # without which none runs
-    if module is None or frame.f_code.co_name not in _ROUNDS:
+    if module is None or frame.f_code.co_name not in methods:
         return None
     own = frame.f_locals.get("self")
     return own if isinstance(own, module.Trainer) else None

@@ -42,7 +42,7 @@ class ForwardCall:
     settings: Memory  # of this pass
     encoded: torch.Tensor  # the layout as the operator takes it
     causal: bool  # whether queries see no later key
-    positions: torch.Tensor | None  # position ids of this rank's tokens, `(batch, n)`; known from the cut point on
+    places: torch.Tensor | None  # of this rank's tokens in their rows or documents, `(batch, n)`, if a layer asks
     fully_masked: torch.Tensor | None  # this rank's tokens that see nothing, `(batch, n)`
     real: torch.Tensor | None  # this rank's tokens that are not padding, `(batch, n)`; `None` if there is no padding
     way: Way = "states"  # how recurrent layers pass what they know

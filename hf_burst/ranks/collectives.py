@@ -1,6 +1,7 @@
 """Messages with a gradient, of the backend of the process group."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from .layout import SequenceLayout
 def all_gather(tensor: Tensor, group: ContextGroup, saved: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
     """The tensors of all ranks, of one shape. The backward pass sums the gradients of all ranks for a tensor. If
     `saved` is given, the result of an earlier call for the same tensor, returns it without communicating."""
-    return _AllGather.apply(tensor, group, saved) if group.size > 1 else (tensor,)
+    if group.size == 1:
+        return (tensor,)
+    with _messages(group) if saved is None else nullcontext():
+        return _AllGather.apply(tensor, group, saved)
 
 
 def gather_stacked(tensor: Tensor, group: ContextGroup) -> Tensor:
@@ -47,7 +51,15 @@ def group_loss(local_sum: Tensor, weight: Tensor | float, group: ContextGroup) -
 def group_sum(tensor: Tensor, group: ContextGroup) -> Tensor:
     """The sum over the ranks of tensors of one shape, the same on every rank, with a gradient as that of
     [`group_loss`]."""
-    return tensor if group.size == 1 else _GroupSum.apply(tensor, group)
+    if group.size == 1:
+        return tensor
+    with _messages(group):
+        return _GroupSum.apply(tensor, group)
+
+
+def _messages(group: ContextGroup) -> AbstractContextManager[None]:
+    """Has an error say which rank was lost, and why; but for graphs, which can tell nobody."""
+    return nullcontext() if torch.compiler.is_compiling() else group.messages()
 
 
 def gather_tokens(tensor: Tensor, layout: SequenceLayout, group: ContextGroup) -> Tensor:

@@ -234,7 +234,7 @@ class ContextGroup:
 
     @contextmanager
     def messages(self) -> Iterator[None]:
-        """The messages of one attention: a failure in their middle is noted down, and lost ranks are named. All ranks
+        """The messages of one exchange: a failure in their middle is noted down, and lost ranks are named. All ranks
         enter it equally often between two calls of [`agree`], which compares how often they did."""
         if self.size == 1:
             yield

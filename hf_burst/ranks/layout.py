@@ -192,6 +192,24 @@ class SequenceLayout:
         tokens = self.indices(rank)
         return (tokens >= starts) & (tokens < stops)
 
+    def places(self, rank: int) -> Tensor:
+        """Where each token of `rank` stands in its row, padding included; where a row has several documents, in its
+        document, and behind those that it continues. `torch.LongTensor` of shape `(batch, length / ranks)`."""
+        rows = []
+        spans, parents = self.real or ((0, self.length - self.padding),) * self.batch_size, self.parents
+        for row, (bounds, (start, stop)) in enumerate(zip(self.documents, spans, strict=True)):
+            packed = sum(start <= bound < stop for bound in bounds) > 1
+            ends = list[int]()  # of each document, counted as its tokens are
+            shifts = list[int]()
+            for document, (first, end) in enumerate(pairwise(bounds)):
+                parent = parents[row][document] if parents else -1
+                shifts.append(first - (ends[parent] if parent >= 0 else 0) if packed else 0)
+                ends.append(end - shifts[-1])
+            sizes = torch.tensor(bounds, device="cpu").diff()
+            rows.append(torch.tensor(shifts, device="cpu").repeat_interleave(sizes))
+        tokens = self.indices(rank)
+        return tokens - torch.stack(rows)[:, tokens]
+
     def texts(self, rank: int) -> Tensor:
         """How many texts each token of `rank` stands for: as many as go on from its document, by those that continue
         it. `torch.LongTensor` of shape `(batch, length / ranks)`."""

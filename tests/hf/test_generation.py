@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import LogitsProcessor, MaxLengthCriteria, PreTrainedModel, StoppingCriteria
+from transformers import GenerationConfig, LogitsProcessor, MaxLengthCriteria, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import hf_burst
@@ -75,6 +75,49 @@ def compare(rank: int, size: int, name: str, length: int, padded: bool, ways: tu
         allowed = 3e-5 if recurrent_modules(model) else 3e-6
         for own, other in zip(found.logits, expected.logits, strict=True):
             torch.testing.assert_close(own, other, rtol=0, atol=allowed * scale)
+
+
+def every_field(rank: int, size: int, padded: bool) -> None:
+    """All that `model.generate` returns but keys, with a row for each beam and return sequence."""
+    model, prompt = make("llama"), prompt_of(23, padded)
+    names = ("output_logits", "output_scores", "output_hidden_states", "return_dict_in_generate")
+    for way in ("greedy", "sampled", "several", "beams"):
+        options = GREEDY | WAYS[way] | dict.fromkeys(names, True)
+        torch.manual_seed(5)
+        wanted = model.generate(**prompt, **options)
+        hf_burst.patch_model(model)
+        torch.manual_seed(5)
+        found = hf_burst.generate(model, **prompt, **options)
+        hf_burst.unpatch_model(model)
+        assert found.keys() == wanted.keys()
+        shown = prompt.get("attention_mask", torch.ones_like(prompt["input_ids"])).bool()  # padding has other states
+        for whole in (found, wanted):
+            read = [state[shown.repeat_interleave(len(state) // 2, 0)] for state in whole.hidden_states[0]]
+            whole.hidden_states = (tuple(read), *whole.hidden_states[1:])
+        for name in wanted.keys() - {"past_key_values", "cache"}:
+            torch.testing.assert_close(found[name], wanted[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("size", "padded"), [(1, True), (2, False), (3, True)])
+def test_every_field_is_that_of_one_process(ranks: Ranks, size: int, padded: bool) -> None:
+    every_field(0, 1, padded) if size == 1 else ranks(size).run(every_field, padded)
+
+
+def test_settings_may_be_tensors() -> None:
+    model, prompt = make("llama"), prompt_of(19, False)["input_ids"]
+    options = {"do_sample": False, "max_new_tokens": 9}
+    ends = model.generate(prompt, **options, eos_token_id=None, pad_token_id=0)[:, [21, 23]].flatten()
+    settings = {"eos_token_id": ends, "pad_token_id": torch.tensor(0)}
+    wanted = model.generate(prompt, **options, **settings)
+    assert wanted.shape[1] < 28, "rows end"
+    models.patch(model)
+    assert torch.equal(hf_burst.generate(model, prompt, **options, **settings), wanted)
+    model.generation_config.update(**settings)
+    assert torch.equal(hf_burst.generate(model, prompt, **options), wanted)
+    config = GenerationConfig(**options, **settings)
+    assert torch.equal(hf_burst.generate(model, prompt, generation_config=config), wanted)
+    memory = hf_burst.remember(model, prompt[:1, :9])
+    assert torch.equal(hf_burst.generate(model, prompt[:1, 9:], memory=memory, **options), wanted[:1, 9:])
 
 
 CASES = [(1, False), (7, True), (64, False), (257, True)]
@@ -590,10 +633,11 @@ def test_what_generate_refuses(kind: str) -> None:
         hf_burst.generate(models.patch(make("llama")), **given, **GREEDY)
 
 
-def test_caches_that_a_config_names_are_not_made() -> None:
+def test_what_a_config_says_of_caches_is_passed_over() -> None:
     model, prompt = make("llama"), prompt_of(19, False)["input_ids"]
     wanted = model.generate(prompt, **GREEDY)
     model.generation_config.cache_implementation, model.generation_config.prefill_chunk_size = "static", 4
+    model.generation_config.use_cache = False
     assert torch.equal(hf_burst.generate(models.patch(model), prompt, **GREEDY), wanted)
 
 

@@ -46,6 +46,8 @@ DIFFERENT: dict[str, Callable[[int], dict[str, Any]]] = {
     "numbers of numpy": lambda rank: {"max_new_tokens": np.int64(5 + 3 * rank)},
     "a penalty of numpy": lambda rank: {"repetition_penalty": np.float32(1 + rank)},
     "arrays": lambda rank: {"eos_token_id": np.arange(5, 9) + 20 * rank},
+    "tensors": lambda rank: {"eos_token_id": torch.arange(5, 9) + 20 * rank},
+    "a config with tensors": lambda rank: {"generation_config": greedy_with(eos_token_id=torch.arange(5 + rank, 9))},
     "beams": lambda rank: {"num_beams": np.int64(2 + rank)},
     "a config": lambda rank: {"generation_config": greedy_with(repetition_penalty=1.0 + rank)},
     "watermarks": lambda rank: {"watermarking_config": WatermarkingConfig(bias=2.0 + rank)},
@@ -61,6 +63,7 @@ HARMLESS: dict[str, Callable[[int], dict[str, Any]]] = {
     "criteria of another rank": lambda rank: {"stopping_criteria": [_Broken()]} if rank else {},
     "a streamer of another rank": lambda rank: {"streamer": BaseStreamer()} if rank else {},
     "a list and a tuple": lambda rank: {"eos_token_id": (5, 6) if rank else [5, 6]},
+    "a list and a tensor": lambda rank: {"eos_token_id": torch.tensor([5, 6]) if rank else [5, 6]},
     "seeds": lambda rank: torch.manual_seed(rank) and SAMPLED,
     "numbers of numpy": lambda rank: {"max_new_tokens": np.int64(9) if rank else 9},
 }

@@ -1,5 +1,6 @@
 """Models that see: loss and all gradients, of towers and projectors too, equal those of one process."""
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import hf_burst
 from hf_burst.check.tiny_pictures import WITH_VIDEO, Batch, seeing_batch
 from hf_burst.check.tiny_seeing import FAMILIES, seeing_model
-from hf_burst.errors import BatchError, UnsupportedModelError
+from hf_burst.errors import BatchError, BurstError, LostRankError, UnsupportedModelError
 from hf_burst.hf.batches import cutting
 from hf_burst.hf.models import cut_point
 from hf_burst.hf.parts import tokens, towers
@@ -333,3 +334,41 @@ def test_attention_of_towers_stays_what_it_was() -> None:
     hf_burst.unpatch_model(model)
     assert model.config.vision_config._attn_implementation == "eager"
     assert model.config.text_config._attn_implementation == "sdpa"
+
+
+def without_pixels(rank: int, size: int, family: str, own: int) -> None:
+    """A batch of text, with pixels of no image on the ranks from `own` on."""
+    batch, seen = seeing_batch(family, "text"), seeing_batch(family, "one image")
+    if rank >= own:
+        batch |= {key: value[:0] for key, value in seen.items() if key not in batch}
+    models.patch(seeing_model(family))(**batch)
+
+
+@pytest.mark.parametrize("family", ["Qwen3VL", "Mistral3", "Llava"])
+def test_pixels_of_no_image_are_refused(ranks: Ranks, family: str) -> None:
+    sentence = r"holds pixels of shape \(0, .*Leave them out"
+    with pytest.raises(BatchError, match=sentence):
+        without_pixels(0, 1, family, 0)
+    for own in (0, 1):
+        with pytest.raises(RankError, match=sentence) as caught:
+            ranks(2).run(without_pixels, family, own)
+        assert all(isinstance(error, BurstError) for error in caught.value.errors)
+
+
+def rank_ends(rank: int, size: int, where: str) -> None:
+    """A rank that ends within a tower, or within a layer behind all attention."""
+    model = models.patch(seeing_model("Qwen3VL")).eval()
+    model(**seeing_batch("Qwen3VL", "text"))
+    if rank == 1:
+        model.get_submodule(where).register_forward_pre_hook(lambda *given: os._exit(1))
+    model(**seeing_batch("Qwen3VL", "images"))
+
+
+@pytest.mark.parametrize("where", ["model.visual", pytest.param("lm_head", marks=pytest.mark.slow)])
+def test_a_rank_that_ends_in_a_tower_or_layer_is_named(where: str) -> None:
+    pool = RankPool(2)
+    with pytest.raises(RankError) as caught:
+        pool.run(rank_ends, where)
+    pool.close()
+    assert isinstance(caught.value.errors[0], LostRankError)
+    assert "Nothing was heard of rank 1" in str(caught.value.errors[0])

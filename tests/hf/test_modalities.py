@@ -142,6 +142,7 @@ def test_images_are_refused_on_every_rank(ranks: Ranks, only: int | None) -> Non
         (QWEN, {"input_features": torch.zeros(1, 9, 128)}, "holds input_features.* text, images and videos are served"),
         (GEMMA, {"pixel_values_videos": torch.zeros(4, 8)}, "holds pixel_values_videos"),
         (GEMMA3N, {"image_grid_thw": torch.ones(1, 3, dtype=torch.long)}, "holds image_grid_thw"),
+        ("ChameleonForConditionalGeneration", IMAGE, r"holds pixel_values\. Of Chameleon\w+ text is served"),
         (GEMMA3N, {"mm_encoder_outputs": {"image": torch.zeros(4, 32)}}, "holds mm_encoder_outputs"),
     ],
 )

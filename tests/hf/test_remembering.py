@@ -12,8 +12,12 @@ from peft.helpers import rescale_adapter_scale
 from torch.distributed.fsdp import fully_shard
 
 import hf_burst
+from hf_burst.check.tiny_hearing import FAMILIES as HEARING
+from hf_burst.check.tiny_hearing import hearing_batch, hearing_model
+from hf_burst.check.tiny_pictures import seeing_batch
+from hf_burst.check.tiny_seeing import seeing_model
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError, UnsupportedModelError
-from tests.hf.test_generation import GREEDY, WAYS, make
+from tests.hf.test_generation import GREEDY, WAYS, _Noted, make
 from tests.support import models
 from tests.support.ranks import RankError, RankPool
 
@@ -71,7 +75,8 @@ def answers(rank: int, size: int, name: str, length: int, ways: tuple[str, ...],
     for way, expected in zip(ways, wanted, strict=True):
         found = ask(model, memory, way)
         assert torch.equal(found[:, QUESTION:], expected[:, QUESTION:]), way
-        assert torch.equal(found[: len(found) // 3, :QUESTION], expected[: len(found) // 3, :QUESTION])
+        given = questions()["input_ids"].repeat_interleave(len(found) // 3, 0)
+        assert torch.equal(found[:, :QUESTION], given), "each row begins with its question, padding included"
     batch = questions()
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     losses = hf_burst.token_losses(model, {**batch, "labels": labels}, memory=memory)
@@ -113,6 +118,65 @@ def test_kinds_of_layers_remember(ranks: Ranks, tmp_path: Path, name: str) -> No
 def run(ranks: Ranks, size: int, name: str, length: int, ways: tuple[str, ...], folder: Path, saves: bool) -> list[int]:
     arguments = (name, length, ways, str(folder), saves)
     return [answers(0, 1, *arguments)] if size == 1 else ranks(size).run(answers, *arguments)
+
+
+SAW_IMAGES = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Glm4v", "Ernie4_5_VLMoe")
+# whose `generate` gives them no positions, so that they count the padding before a question
+COUNT_BY_THEMSELVES = ("Exaone4_5_", "VibeVoiceAsr")
+
+
+def after_another_call(rank: int, size: int, family: str) -> None:
+    """Answers do not follow from what a model keeps of an earlier call, and leave it as it was."""
+    hears = family in HEARING
+    make_model, batch = (hearing_model, hearing_batch(family)) if hears else (seeing_model, seeing_batch(family))
+    model, options = make_model(family).eval(), {**GREEDY, "output_logits": True, "return_dict_in_generate": True}
+    model.generation_config.eos_token_id = None
+    document, asked = document_of(33) % 50 + 1, questions()
+    asked["input_ids"] = (asked["input_ids"] % 50 + 1) * asked["attention_mask"]
+    rows = [ids[mask > 0] for ids, mask in zip(*asked.values(), strict=True)]
+    alone = [model.generate(torch.cat([document[0], row])[None], **options) for row in rows]  # without padding
+    hf_burst.patch_model(model)
+    memory = hf_burst.remember(model, document)
+    with torch.no_grad():
+        model(**batch)
+    inner = model.model
+    if hasattr(inner, "rope_deltas"):
+        inner.rope_deltas = torch.full((1, 1), -3)
+    for count in (3, 2):
+        found = hf_burst.generate(
+            model, **{key: value[:count] for key, value in asked.items()}, memory=memory, **options
+        )
+        assert not hasattr(inner, "rope_deltas") or inner.rope_deltas.tolist() == [[-3]]
+        for number in range(count):
+            assert found.sequences[number, QUESTION:].tolist() == alone[number].sequences[0, -9:].tolist()
+            own = torch.stack([logits[number] for logits in found.logits])
+            wanted = torch.cat(alone[number].logits)
+            torch.testing.assert_close(own, wanted, rtol=0, atol=3e-6 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("family", [*SAW_IMAGES, *COUNT_BY_THEMSELVES, "Gemma3n"])
+def test_answers_of_models_that_saw_images_or_heard(family: str) -> None:
+    after_another_call(0, 1, family)
+
+
+@pytest.mark.parametrize("family", ["Qwen3VL", "Exaone4_5_"])
+def test_answers_over_ranks_of_models_that_saw_images(ranks: Ranks, family: str) -> None:
+    ranks(2).run(after_another_call, family)
+
+
+def streamed(rank: int, size: int) -> list[int]:
+    """What a streamer is given: the question and its answer, without the document."""
+    model, streamer = models.patch(make("llama")), _Noted()
+    memory = hf_burst.remember(model, document_of(9))
+    question = questions()["input_ids"][:1]
+    found = hf_burst.generate(model, question, memory=memory, streamer=streamer, **GREEDY)
+    assert streamer.ended == (rank == 0)
+    assert streamer.tokens == (found.flatten().tolist() if rank == 0 else [])
+    return streamer.tokens
+
+
+def test_streamers_are_given_the_question(ranks: Ranks) -> None:
+    assert ranks(2).run(streamed)[0] == streamed(0, 1)
 
 
 def memory_stays(rank: int, size: int) -> None:
@@ -295,6 +359,8 @@ def test_what_memories_refuse(tmp_path: Path) -> None:
         hf_burst.remember(models.patch(make("llama_dynamic")), document_of(9))
     with pytest.raises(UnsupportedModelError, match="layers with a state"):
         hf_burst.remember(models.patch(make("qwen3_5")), document_of(9))
+    with pytest.raises(UnsupportedModelError, match=r"counts positions from padding_idx \+ 1"):
+        hf_burst.remember(models.patch(make("RobertaForCausalLM")), document_of(9))
     memory = hf_burst.remember(model, document_of(9))
     with pytest.raises(ConfigError, match="memory is of a LlamaForCausalLM"):
         ask(models.patch(make("mistral")), memory, "greedy")

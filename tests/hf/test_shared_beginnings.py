@@ -20,6 +20,7 @@ from hf_burst.errors import BatchError, ConfigError, RankMismatchError
 from hf_burst.hf.batches import joining
 from hf_burst.hf.batches.joining import Joined, join_texts
 from hf_burst.hf.groups import PATCH
+from hf_burst.hf.parts.shared_beginnings import SharedBeginnings
 from hf_burst.hf.trainers.logging import given_tokens, longest_of
 from hf_burst.hf.trainers.logging import tokens_of as tokens_of_layout
 from recipes.tiny_models import tiny_model
@@ -132,13 +133,24 @@ def one_process(name: str, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {"loss": loss.detach(), "gradients": gradients, "logits": one_by_one(model.eval(), batch).detach()}
 
 
+def counted(model: Any) -> list[int]:
+    """The tokens of each call of a model's embeddings, without a hook: hooks of users see every row."""
+    embeddings, tokens = model.get_input_embeddings(), list[int]()
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        tokens.append(ids.numel())
+        return type(embeddings).forward(embeddings, ids)
+
+    embeddings.forward = forward
+    return tokens
+
+
 def shared(rank: int, size: int, name: str, batches: list[Any], settings: dict[str, Any]) -> list[int]:
     """Compares loss, gradients, logits and losses of tokens with one process; how many tokens each batch saved."""
     config = hf_burst.BurstConfig(share_prefixes=True, **settings)
     model = models.patch(make_model(name), config)
     saved = []
-    embeddings, tokens = model.get_input_embeddings(), list[int]()
-    embeddings.register_forward_hook(lambda _, given, out: tokens.append(out.shape[:2].numel()))
+    tokens = counted(model)
     for kind, batch, wanted in batches:
         model.train().zero_grad()
         close = CLOSE if name in models.NAMES else WITH_FP32
@@ -349,12 +361,9 @@ def long_texts(length: int, endings: int = 3) -> dict[str, torch.Tensor]:
 
 def tokens_of(model: Any, batch: dict[str, torch.Tensor]) -> int:
     """How many tokens a model computes for a batch."""
-    counts: list[int] = []
-    handle = model.get_input_embeddings().register_forward_hook(
-        lambda _, given, out: counts.append(out[..., 0].numel())
-    )
+    counts = counted(model)
     model(**batch)
-    handle.remove()
+    del model.get_input_embeddings().forward
     return sum(counts)
 
 
@@ -466,6 +475,11 @@ def test_a_cache_is_there_whatever_the_rows() -> None:
     wanted, first = (either(input_ids=ids).past_key_values for either in (plain, model))
     wanted = plain(input_ids=following, past_key_values=wanted).logits
     torch.testing.assert_close(model(input_ids=following, past_key_values=first).logits, wanted)
+    asked = {"input_ids": ids, "labels": ids}
+    own, labelled = (model(**asked, **more) for more in ({}, {"use_cache": True}))
+    assert own.past_key_values is None, "evaluation shares, and reads no cache"
+    torch.testing.assert_close(labelled.loss, own.loss)
+    torch.testing.assert_close(model(input_ids=following, past_key_values=labelled.past_key_values).logits, wanted)
 
 
 def test_numbers_of_a_log_are_those_of_all_texts() -> None:
@@ -606,3 +620,39 @@ def test_random_texts_are_exact(name: str) -> None:
         if (models.shifted(batch["labels"]) != IGNORED).any():
             batches.append(("random", batch, one_process(name, batch)))
     assert sum(saved > 0 for saved in shared(0, 1, name, batches, {})) > 5
+
+
+def an_adapter_a_row(rank: int, size: int) -> None:
+    """Rows of one beginning, each by an adapter of its own, or by a hook that has a value for it."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    batch, names = texts(*BATCHES["pairs"]), ["first", "second"]
+    settings = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = get_peft_model(make_model("llama"), settings, "first").double()
+    model.add_adapter("second", settings)
+    model.double().eval()
+    scales = torch.tensor([2.0, 3.0], dtype=torch.float64)[:, None, None]
+    with torch.no_grad():
+        by_adapters = model(**batch, adapter_names=names)
+        layer = model.base_model.model.model.layers[0]
+        handle = layer.register_forward_hook(lambda module, given, out: out * scales)
+        by_hook = model(**batch)
+        handle.remove()
+        models.patch(model, hf_burst.BurstConfig(share_prefixes=True))
+        one = model(**batch)
+        found = model(**batch, adapter_names=names)
+        layer.register_forward_hook(lambda module, given, out: out * scales)
+        hooked = model(**batch)
+    part = next(part for part in getattr(model.base_model.model, PATCH).parts if isinstance(part, SharedBeginnings))
+    assert "joined" in part.told, "without either they are shared"
+    real = batch["attention_mask"].bool()
+    for output, wanted in ((found, by_adapters), (hooked, by_hook)):
+        torch.testing.assert_close(output.loss, wanted.loss.double(), **WITH_FP32)
+        torch.testing.assert_close(output.logits[real], wanted.logits[real], **CLOSE)
+    assert not torch.isclose(one.loss, found.loss)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_values_of_rows_see_every_row(ranks: Ranks, size: int) -> None:
+    ranks(2).run(an_adapter_a_row) if size == 2 else an_adapter_a_row(0, 1)

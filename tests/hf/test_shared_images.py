@@ -11,7 +11,7 @@ import hf_burst
 from hf_burst.check.tiny_pictures import Batch, seeing_batch
 from hf_burst.check.tiny_seeing import FAMILIES, seeing_model
 from hf_burst.hf.batches.joining import Joined
-from hf_burst.hf.batches.modalities import same_for_every_row
+from hf_burst.hf.batches.modalities import same_for_every_text
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts.shared_beginnings import SharedBeginnings
 from tests.support import models
@@ -22,9 +22,12 @@ Ranks = Callable[[int], RankPool]
 ROWS = 3
 
 
-def rows_alike(family: str, same_images: bool = True) -> Batch:
+PER_TOKEN = ("input_ids", "labels", "mm_token_type_ids", "position_ids")
+
+
+def rows_alike(family: str, same_images: bool = True, length: int = 53) -> Batch:
     """Three rows with the same images, whose last tokens are others."""
-    batch = seeing_batch(family, "images")
+    batch = seeing_batch(family, "images", length)
     length = batch["input_ids"].shape[1]
     rows = {}
     for key in ("input_ids", "labels", "mm_token_type_ids"):
@@ -41,6 +44,43 @@ def rows_alike(family: str, same_images: bool = True) -> Batch:
         more["pixel_values"] = more["pixel_values"].clone()
         more["pixel_values"][-1] += 1
     return {**rows, **more}
+
+
+def documents(family: str, same_images: bool, length: int = 53) -> list[Batch]:
+    """Those rows, each by itself, with positions that are given."""
+    whole = rows_alike(family, same_images, length)
+    rows = [{key: value[row : row + 1] for key, value in whole.items() if key in PER_TOKEN} for row in range(ROWS)]
+    for row, batch in enumerate(rows):
+        for key in whole.keys() - {*PER_TOKEN}:
+            each = len(whole[key]) // ROWS
+            batch[key] = whole[key][row * each : (row + 1) * each]
+        batch["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None]
+        batch["labels"][:, 0] = -100
+    return rows
+
+
+def packed(family: str, same_images: bool, length: int = 53, rows: int = 1) -> Batch:
+    """The documents in one row, or in several that hold as many of them again."""
+    parts = documents(family, same_images, length)
+    batch = {key: torch.cat([part[key] for part in parts], int(key in PER_TOKEN)) for key in parts[0]}
+    return {key: torch.cat([value] * rows) for key, value in batch.items()}
+
+
+def one_by_one(family: str, same_images: bool, length: int = 53) -> Result:
+    """The mean over documents that have as many labels each, of an unpatched model."""
+    model = seeing_model(family)
+    found = [loss_and_gradients(model, batch)[0] for batch in documents(family, same_images, length)]
+    gradients = {name: weight.grad / ROWS for name, weight in model.named_parameters() if weight.grad is not None}
+    return sum(found) / ROWS, gradients
+
+
+def on_packed(
+    rank: int, size: int, family: str, same: bool, length: int = 53, rows: int = 1, share: Any = True
+) -> tuple[Result, set[str]]:
+    model = models.patch(seeing_model(family), hf_burst.BurstConfig(share_prefixes=share))
+    found = loss_and_gradients(model, packed(family, same, length, rows))
+    part = next(part for part in getattr(model, PATCH).parts if isinstance(part, SharedBeginnings))
+    return found, part.told
 
 
 def train(family: str, same_images: bool = True) -> Result:
@@ -73,6 +113,29 @@ def test_rows_with_the_same_images_share_their_tokens(ranks: Ranks, family: str)
     assert all(told == {"joined"} for _, told in found)
 
 
+PACKED = ("InternVL", "Lfm2Vl", "Llama4", "Llava", "Mistral3", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5")
+
+
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("family", PACKED)
+def test_documents_of_a_packed_row_share_no_images_of_others(ranks: Ranks, family: str, same: bool) -> None:
+    """Beginnings are shared where all documents have the same images, and only there."""
+    wanted = one_by_one(family, same)
+    alone, told = on_packed(0, 1, family, same)
+    found = ranks(2).run(on_packed, family, same)
+    assert_equal([alone], wanted)
+    assert_equal([result for result, _ in found], wanted)
+    assert ("joined" in told) == same
+
+
+@pytest.mark.parametrize(("length", "rows", "share"), [(300, 1, "auto"), (53, 2, True)])
+def test_rows_of_documents_and_the_default(length: int, rows: int, share: Any) -> None:
+    found, told = on_packed(0, 1, "Qwen3VL", False, length, rows, share)
+    assert_equal([found], one_by_one("Qwen3VL", False, length))
+    assert "joined" not in told
+    assert "joined" in on_packed(0, 1, "Qwen3VL", True, length, rows, share)[1]
+
+
 def test_one_process(ranks: Ranks) -> None:
     result, told = on_ranks(0, 1, "Qwen3VL")
     assert_equal([result], train("Qwen3VL"))
@@ -82,7 +145,7 @@ def test_one_process(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("family", "same", "why"),
     [
-        ("Qwen3VL", False, "are not the same for every row"),
+        ("Qwen3VL", False, "are not the same for every text"),
         ("Gemma3", True, "tokens of images may see later ones"),
     ],
 )
@@ -118,11 +181,14 @@ def test_parts_that_belong_to_no_row() -> None:
     batch: Batch = {"pixel_values": torch.tensor([[1.0], [2.0], [1.0], [2.0]])}
     for row, same in (([image, image, 5, 5], True), ([image, 5, 5, 5], False)):
         batch["input_ids"] = torch.tensor([row, [image, image, 5, 6]])
-        assert same_for_every_row(batch, config) == same
-    assert not same_for_every_row(batch | {"pixel_values": torch.ones(3, 1)}, config)
-    assert not same_for_every_row(batch | {"pixel_values": [1, 2]}, config)
-    assert not same_for_every_row(batch, models.make_model("llama").config)
-    assert same_for_every_row({"input_ids": batch["input_ids"], "num_items_in_batch": torch.ones(1)}, config)
+        assert same_for_every_text(batch, config) == same
+    film = config.video_token_id  # of which one row has two, and another one image more
+    batch["input_ids"] = torch.tensor([[image, image, image, 5], [image, film, film, 5]])
+    assert not same_for_every_text(batch | {"pixel_values_videos": torch.ones(2, 1)}, config)
+    assert not same_for_every_text(batch | {"pixel_values": torch.ones(3, 1)}, config)
+    assert not same_for_every_text(batch | {"pixel_values": [1, 2]}, config)
+    assert not same_for_every_text(batch, models.make_model("llama").config)
+    assert same_for_every_text({"input_ids": batch["input_ids"], "num_items_in_batch": torch.ones(1)}, config)
 
 
 def without_embeddings_of_others(rank: int, size: int, family: str) -> tuple[Result, set[str]]:

@@ -94,3 +94,13 @@ def test_the_hash_of_a_layout_holds_in_other_processes():
         for seed in "12"
     }
     assert len(hashes) == 1
+
+
+def test_places_count_padding_in_rows_and_begin_anew_in_documents():
+    layout = SequenceLayout.for_batch([(0, 2, 7), (0, 7)], 1, real=((2, 7), (0, 7)))
+    assert layout.places(0).tolist() == [list(range(7))] * 2
+    layout = SequenceLayout.for_batch([(0, 3, 5, 6, 9)], 1, parents=[(-1, 0, 1, -1)])
+    assert layout.places(0).tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2]]
+    layout = SequenceLayout.for_batch([(0, 3, 7)], 2)
+    whole = layout.unshard([layout.places(rank) for rank in range(2)])
+    assert whole.tolist() == [[0, 1, 2, 0, 1, 2, 3]]

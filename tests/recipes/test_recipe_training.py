@@ -135,6 +135,26 @@ def test_what_generates_reports_its_reward(files: Path, tmp_path: Path, capsys: 
     assert (tmp_path / "out/reward.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_adapters_answer_outside_of_autocast(files: Path, tmp_path: Path) -> None:
+    """As in the settings for GPUs: fp32 adapters beside a base of bf16. TRL generates outside of autocast, where they
+    take their inputs to fp32; under it they keep inputs of bf16."""
+    reset_accelerate()
+    more = {"max_steps": 1, "eval_share": 0.3, "dtype": "bfloat16", "bf16": "true", "output_dir": tmp_path / "out"}
+    given = [*options(files, "questions", "lora", **more), "--gradient_checkpointing", "true"]
+    given += ["--num_generations", "4", "--per_device_train_batch_size", "4", "--max_completion_length", "9"]
+    trainer, burst = import_module("grpo").make_trainer(given)
+    seen = set()
+
+    def note(adapter: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        seen.add((torch.is_autocast_enabled("cpu"), adapter.weight.dtype, inputs[0].dtype))
+
+    adapters = [module for path, module in trainer.model.named_modules() if path.endswith(".lora_A.default")]
+    for adapter in adapters:
+        adapter.register_forward_pre_hook(note)
+    import_module("training").train(trainer, burst)
+    assert seen == {(False, torch.float32, torch.float32), (True, torch.float32, torch.bfloat16)}
+
+
 def test_a_merged_reward_model_gives_the_same_rewards(files: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 

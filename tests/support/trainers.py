@@ -25,7 +25,8 @@ from tests.support import models
 from tests.support.ranks import reset_accelerate
 
 STEPS, ACCUMULATION, CLIP = 3, 2, 0.5
-_GIVEN = ("callbacks", "compute_loss_func", "eval_dataset", "processing_class")  # to the trainer itself
+# to the trainer itself
+_GIVEN = ("callbacks", "compute_loss_func", "compute_metrics", "eval_dataset", "processing_class")
 LITTLE = hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=5, head_groups=2, activation_offloading=1.0))
 Row = dict[str, torch.Tensor]
 

@@ -294,7 +294,15 @@ def quick(runs: dict[str, Run]) -> list[Any]:
 
 
 FSDP2 = {"fsdp": "full_shard", "fsdp_config": {"version": 2, "reshard_after_forward": True}}
+TRUNCATED = {  # of micro-batches of one answer, those that are truncated have no label that counts
+    "mask_truncated_completions": True,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 4,
+}
 RUNS = {
+    "truncated": Run(options=TRUNCATED),
+    "truncated, shared": Run(groups=2, lora=True, options={**TRUNCATED, "config": SHARED, "beta": 0.3}),
+    "rloo, truncated": Run("RLOOTrainer", burst=3, rollouts=False, options=TRUNCATED),
     "3 ranks, iterations": Run(burst=3, options={"num_iterations": 2, "steps_per_generation": 2, "num_generations": 4}),
     "2 x 2": Run(
         groups=2,
@@ -426,6 +434,13 @@ def seeing() -> dict[str, Any]:
     return {"model": seeing_model("Llava"), "processing_class": processor, "rows": rows}
 
 
+def uncached() -> dict[str, Any]:
+    """A model whose checkpoint says that it was trained without a cache."""
+    model: Any = models.make_model("llama")
+    model.config.use_cache = model.generation_config.use_cache = False
+    return {"model": model}
+
+
 class Environment:
     """A world that is random, and counts how often it is reset."""
 
@@ -480,6 +495,7 @@ MORE = {
     "rollouts by threads": Run(groups=2, options={"given": rollouts_by_threads, "max_steps": 1}),
     "reward model": Run(options={"given": reward_model}),
     "images": Run(rollouts=False, options={"given": seeing, "config": SHARED, "top_k": 20}),
+    "a checkpoint without a cache": Run(rollouts=False, options={"given": uncached, "max_steps": 1}),
     "images, rloo": Run("RLOOTrainer", groups=2, rollouts=False, options={"given": seeing, "beta": 0.0}),
     "tools": Run(groups=2, rollouts=False, options={"given": tools, "max_completion_length": 16, "min_p": 0.001}),
 }
@@ -512,6 +528,12 @@ def reward_fails(completions: list[Any], **_: Any) -> list[float]:
     raise FloatingPointError("no reward today")
 
 
+def reward_fails_in_one_group(completions: list[Any], trainer_state: Any, **_: Any) -> list[float]:
+    if dist.get_rank() == 2 and trainer_state.global_step == 1:
+        raise FloatingPointError("no reward today")
+    return [0.0] * len(completions)
+
+
 def roll_out_strangely(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return roll_out(prompts, trainer) | {"tag": [lambda: 1 for _ in prompts]}
 
@@ -524,6 +546,20 @@ def roll_out_alone(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 def failing_reward() -> dict[str, Any]:
     return {"reward_funcs": [reward_fails]}
+
+
+def reward_that_fails_in_one_group() -> dict[str, Any]:
+    return {"reward_funcs": [reward_fails_in_one_group]}
+
+
+def roll_out_in_one_group(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    if dist.get_rank() == 0:
+        raise FloatingPointError("no rollout today")
+    return roll_out(prompts, trainer)
+
+
+def rollouts_that_fail_in_one_group() -> dict[str, Any]:
+    return {"rollout_func": roll_out_in_one_group}
 
 
 def strange_rollouts() -> dict[str, Any]:
@@ -616,6 +652,21 @@ WRONG: dict[str, tuple[Run, type[Exception], str]] = {
         "the others would not take part",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("given", "first", "words"),
+    [(reward_that_fails_in_one_group, 2, "no reward today"), (rollouts_that_fail_in_one_group, 0, "no rollout today")],
+)
+def test_errors_of_one_group_are_those_of_all(
+    ranks: Ranks, tmp_path: Path, given: Callable[..., Any], first: int, words: str
+) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(4).run(learn, str(tmp_path), Run(groups=2, options={"given": given}))
+    for rank, error in enumerate(caught.value.errors):
+        assert isinstance(error, FloatingPointError if rank == first else RankMismatchError), (rank, error)
+        assert words in str(error)
+        assert rank // 2 == first // 2 or f"Group {first // 2} of the ranks met FloatingPointError" in str(error)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -805,3 +856,11 @@ def learn_broken(rank: int, size: int, folder: str, run: Run, trap: str) -> dict
 def test_traps_are_noticed(ranks: Ranks, tmp_path: Path, trap: str) -> None:
     with pytest.raises((AssertionError, RankError)):
         compare(ranks, tmp_path, TRAPS[trap][-1], learn_broken, trap)
+
+
+def test_prompts_with_images_in_a_list_are_not_given_once() -> None:
+    model = models.make_model("llama")
+    given = {"input_ids": torch.ones(4, 3, dtype=torch.long), "do_sample": True}
+    assert len(answering._each_once(model, given)["input_ids"]) == 1
+    given["pixel_values"] = [torch.ones(3, 2, 2)] * 4
+    assert len(answering._each_once(model, given)["input_ids"]) == 4

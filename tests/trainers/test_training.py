@@ -3,6 +3,7 @@
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -13,12 +14,19 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback, get_linear_schedule_with_warmup
+from transformers import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    TrainerCallback,
+    get_linear_schedule_with_warmup,
+)
 
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError
 from hf_burst.hf.parts import head
+from hf_burst.hf.trainers import accelerate as hf_accelerate
 from tests.support import models, trainers
 from tests.support.ranks import RankError, RankPool, reset_accelerate
 from tests.support.trainers import Case, make_trainer
@@ -129,6 +137,47 @@ def test_evaluation_and_prediction(
             real = alone["labels"] != -100
             assert np.array_equal(found["labels"], alone["labels"])
             np.testing.assert_allclose(found["logits"][real], alone["logits"][real], rtol=0, atol=1e-6)
+
+
+GATHERED: dict[str, dict[str, Any]] = {
+    "seq2seq": {"include_for_metrics": ["inputs", "loss"]},
+    "seq2seq, generated": {"predict_with_generate": True, "generation_max_length": 40},
+    "objects": {"eval_use_gather_object": True, "include_for_metrics": ["inputs"]},
+    "each batch": {"batch_eval_metrics": True, "include_for_metrics": ["loss"], "eval_accumulation_steps": 1},
+    "lists of batches": {"eval_do_concat_batches": False, "include_for_metrics": ["inputs"]},
+}
+
+
+def as_tensors(parts: Any) -> Any:
+    return tree_map(lambda part: torch.empty(0) if part is None else torch.as_tensor(part), parts)
+
+
+def gather_in_evaluation(rank: int, size: int, folder: str, case: Case, name: str) -> list[Any]:
+    """All that metrics are given, and all that `predict` returns."""
+    seen: list[Any] = []
+
+    def metrics(prediction: Any, compute_result: bool = True) -> dict[str, float]:
+        parts = (prediction.predictions, prediction.label_ids, prediction.inputs, prediction.losses)
+        seen.append(as_tensors(parts))
+        return {"rows": len(prediction.label_ids)}
+
+    options = {"eval_dataset": trainers.samples("padded", 7), **GATHERED[name]}
+    options |= {"compute_metrics": metrics, "processing_class": trainers.tokenizer()}
+    seq2seq = {"Trainer": Seq2SeqTrainer, "TrainingArguments": Seq2SeqTrainingArguments}
+    with mock.patch.multiple(trainers, **seq2seq) if "seq2seq" in name else nullcontext():
+        trainer = make_trainer(case, folder, **options)
+    found = [trainer.evaluate()["eval_rows"], trainer.evaluate()["eval_loss"]]
+    predicted = trainer.predict(trainer.eval_dataset)
+    return [*found, seen, as_tensors(tuple(predicted[:2])), predicted.metrics["test_loss"]]
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_evaluation_gathers_a_group_once(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    """Whatever gathers, in order, and with the rows that plain data parallelism has twice."""
+    case = Case(data=2)
+    wanted = ranks(2).run(gather_in_evaluation, str(tmp_path), replace(case, burst=0), name)[0]
+    for found in ranks(4).run(gather_in_evaluation, str(tmp_path), case, name):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def gather_objects(rank: int, size: int) -> list[Any]:
@@ -276,6 +325,30 @@ def test_losses_on_the_logits(ranks: Ranks, tmp_path: Path, trainer: str, loss: 
         assert pytest.RaisesExc(BatchError, match="labels were taken out of a sharded batch").matches(error)
 
 
+def squared_mean(outputs: Any, labels: torch.Tensor, **rest: Any) -> torch.Tensor:
+    return squared(outputs, labels)
+
+
+class SquaredMean(torch.nn.Module):
+    def forward(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        return squared(outputs, labels)
+
+
+def train_by_a_mean(rank: int, size: int, folder: str, case: Case, loss: Any) -> tuple[list[float], list[float], str]:
+    with mock.patch.object(hf_accelerate.logger, "warning") as warned:
+        found = trainers.finish(make_trainer(case, folder, compute_loss_func=loss, max_steps=1))
+    return found["losses"], found["norms"], str(warned.mock_calls)
+
+
+def test_a_loss_that_is_a_mean_is_warned_of(ranks: Ranks, tmp_path: Path) -> None:
+    """As many times too large as there are processes, as under DDP; what a signature does not tell is not known."""
+    *wanted, _ = train_by_a_mean(0, 1, str(tmp_path), Case().alone, squared_mean)
+    for loss, says in ((squared_mean, True), (SquaredMean(), False)):
+        for rank, (losses, norms, told) in enumerate(ranks(2).run(train_by_a_mean, str(tmp_path), Case(), loss)):
+            assert [*losses, *norms] == pytest.approx([2 * wanted[0][0], 2 * wanted[1][0]], rel=1e-6)
+            assert ("2 times as large" in told) == (says and rank == 0)
+
+
 def test_a_loss_that_mixes_tokens_names_what_is_served(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
         ranks(2).run(train_otherwise, str(tmp_path), Case(), "median", 1e-9)
@@ -417,8 +490,25 @@ def train_on_faults(rank: int, size: int, folder: str, trainer: str) -> dict[str
 def test_bad_batches_are_refused_on_every_rank(ranks: Ranks, tmp_path: Path, trainer: str) -> None:
     for found in ranks(2).run(train_on_faults, str(tmp_path), trainer):
         for fault, (kind, message) in FAULTS.items():
+            if fault == "labels" and trainer not in ("raw", "Trainer"):
+                assert fault not in found, "TRL goes on"
+                continue
             assert isinstance(found.get(fault), kind), (fault, found.get(fault))
             assert message in str(found[fault])
+
+
+def train_without_labels(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
+    made = make_trainer(case, folder)
+    made.data_collator = Faulty(made.data_collator, "labels", rank)
+    return trainers.finish(made)
+
+
+@pytest.mark.parametrize("trainer", ["SFTTrainer", "DPOTrainer", "KTOTrainer"])
+def test_trl_goes_on_where_no_label_counts(ranks: Ranks, tmp_path: Path, trainer: str) -> None:
+    case = Case(trainer)
+    wanted = train_without_labels(0, 1, str(tmp_path), case.alone)
+    for found in ranks(2).run(train_without_labels, str(tmp_path), case):
+        trainers.compare(found, wanted)
 
 
 def prepare_unpatched(rank: int, size: int, evaluation: bool) -> None:

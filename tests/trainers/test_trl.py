@@ -66,7 +66,9 @@ def fused(rank: int, size: int, kind: str) -> None:
     from trl.trainer.utils import add_fused_lm_head
 
     fields = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-    batch = models.make_batch(kind)
+    batch = models.make_batch("right" if kind == "without labels" else kind)
+    if kind == "without labels":
+        batch["labels"].fill_(-100)
     model = make_experts().train()
     add_fused_lm_head(model, outputs=fields)
     torch.manual_seed(0)
@@ -92,7 +94,7 @@ def fused(rank: int, size: int, kind: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["packed", "right"])
+@pytest.mark.parametrize("kind", ["packed", "right", "without labels"])
 @pytest.mark.parametrize("size", [1, 3])
 def test_per_token_outputs(ranks: Ranks, kind: str, size: int) -> None:
     if size == 1:

@@ -1,7 +1,8 @@
 """What a batch says of itself: its tokens, its padding, and where its documents begin."""
 
 from collections.abc import Mapping
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,6 +12,18 @@ from ..models.task import CAUSAL, Task
 TOKEN_KEYS = ("input_ids", "inputs_embeds")
 # the keys of packing collators; folded into the layout
 BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+class Text(NamedTuple):
+    """Tokens `[start, stop)` of a row."""
+
+    row: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
 
 
 def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
@@ -104,6 +117,17 @@ def real_tokens(batch: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
             raise BatchError(f"attention_mask of row {row} has holes; only padding at an end of a sequence is served.")
         spans.append((first, last + 1))
     return tuple(spans)
+
+
+def texts_of(batch: Mapping[str, Any]) -> list[Text]:
+    """The documents of a batch, without padding."""
+    rows, length = batch_shape(batch)
+    real = real_tokens(batch) or ((0, length),) * rows
+    texts = []
+    for row, (bounds, (first, last)) in enumerate(zip(documents_of(batch), real, strict=True)):
+        inside = [first, *(bound for bound in bounds if first < bound < last), last]
+        texts += [Text(row, start, stop) for start, stop in pairwise(inside)]
+    return texts
 
 
 def _explicit_starts(batch: Mapping[str, Any], rows: int, length: int) -> list[set[int]] | None:

@@ -12,8 +12,7 @@ predicts one other. Endings may be beginnings of others, so this is a tree, whos
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch import Tensor
 from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX, shift_labels
 from ..models.cut_point import MaskedRows, TokenInput
-from .documents import BOUNDARY_KEYS, batch_shape, documents_of, real_tokens
+from .documents import BOUNDARY_KEYS, Text, batch_shape, texts_of
 from .sharded import longest_position
 
 _TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -133,23 +132,13 @@ class Joined:
         return self.places[:, list(columns)].clamp(min=0).flatten()
 
 
-class _Text(NamedTuple):
-    row: int
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-
 @dataclass
 class _Piece:
     """Tokens `[start, stop)` that texts share, counted from where these begin."""
 
     start: int
     stop: int
-    texts: list[_Text]
+    texts: list[Text]
     parent: int
 
 
@@ -162,7 +151,7 @@ class _Tree:
     least: int  # tokens of a beginning
     pieces: list[_Piece] = field(default_factory=list)
 
-    def grow(self, groups: Sequence[list[_Text]]) -> None:
+    def grow(self, groups: Sequence[list[Text]]) -> None:
         """Adds the pieces of texts, each before those that continue it. Only texts of one group share any."""
         # texts, how many tokens of them are in pieces, and the last one of these
         open_groups = [(texts, 0, -1) for texts in reversed(groups)]
@@ -177,9 +166,9 @@ class _Tree:
                 start, parent = common - 1, len(self.pieces) - 1
             open_groups += [(own, start, parent) for own in reversed(self._apart(group, common))]
 
-    def _apart(self, group: Sequence[_Text], place: int) -> list[list[_Text]]:
+    def _apart(self, group: Sequence[Text], place: int) -> list[list[Text]]:
         """Texts by the token at a place. One whose label does not count goes with those whose label does."""
-        apart = dict[tuple[int, ...], list[tuple[int, list[_Text]]]]()
+        apart = dict[tuple[int, ...], list[tuple[int, list[Text]]]]()
         for index, text in enumerate(group):
             ends = place == text.size
             key = (index,) if ends else tuple(self._values(text, place, place + 1).flatten().tolist())
@@ -193,7 +182,7 @@ class _Tree:
                 known.append((label, [text]))
         return [texts for known in apart.values() for _, texts in known]
 
-    def _common(self, texts: Sequence[_Text], start: int) -> int:
+    def _common(self, texts: Sequence[Text], start: int) -> int:
         """How many tokens all of them have in common. A label that counts in some of them only is no difference."""
         shortest = min(text.size for text in texts)
         first = texts[0]
@@ -208,10 +197,10 @@ class _Tree:
         different = (~same).nonzero()
         return start + int(different[0]) if len(different) else shortest
 
-    def _values(self, text: _Text, start: int, stop: int) -> Tensor:
+    def _values(self, text: Text, start: int, stop: int) -> Tensor:
         return self.keys[:, text.row, text.start + start : text.start + stop]
 
-    def _labels(self, text: _Text, start: int, stop: int) -> Tensor:
+    def _labels(self, text: Text, start: int, stop: int) -> Tensor:
         """Labels that are predicted inside of the text: not that of its first token."""
         if self.labels is None:
             return torch.full((stop - start,), IGNORE_INDEX, device="cpu")
@@ -233,7 +222,7 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
     Returns:
         The row; `None` if no texts begin alike for so many tokens, or the batch predicts what it should not.
     """
-    texts = _texts(batch)
+    texts = texts_of(batch)
     rows, length = batch_shape(batch)
     ids, labels = batch["input_ids"], batch.get("labels")
     given = batch.get("position_ids")
@@ -287,18 +276,7 @@ def fit(batch: Mapping[str, Any], labels: Any) -> bool:
     return all(isinstance(value, Tensor) and tuple(value.shape) == shape for value in values)
 
 
-def _texts(batch: Mapping[str, Any]) -> list[_Text]:
-    """The documents of a batch, without padding."""
-    rows, length = batch_shape(batch)
-    real = real_tokens(batch) or ((0, length),) * rows
-    texts = []
-    for row, (bounds, (first, last)) in enumerate(zip(documents_of(batch), real, strict=True)):
-        inside = [first, *(bound for bound in bounds if first < bound < last), last]
-        texts += [_Text(row, start, stop) for start, stop in pairwise(inside)]
-    return texts
-
-
-def _groups(kinds: Sequence[Tensor], texts: Sequence[_Text], least: int) -> list[list[_Text]]:
+def _groups(kinds: Sequence[Tensor], texts: Sequence[Text], least: int) -> list[list[Text]]:
     """Texts that may begin alike for so many tokens and one more: those with equal sums of these tokens, each times a
     number of its place. Thousands of packed documents are not compared one by one."""
     long = [text for text in texts if text.size > least]
@@ -309,7 +287,7 @@ def _groups(kinds: Sequence[Tensor], texts: Sequence[_Text], least: int) -> list
     for kind in kinds:
         factors = torch.randint(-(2**62), 2**62, (least + 1,), generator=draws, device="cpu").to(device)
         sums += (kind.long().flatten()[places] * factors).sum(1)  # modulo 2**64
-    found, groups = iter(sums.tolist()), dict[Any, list[_Text]]()
+    found, groups = iter(sums.tolist()), dict[Any, list[Text]]()
     for text in texts:
         groups.setdefault(next(found) if text.size > least else text, []).append(text)
     return [*groups.values()]

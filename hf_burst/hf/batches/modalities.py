@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from ...errors import BatchError
 from ..models.cut_point import TOKEN_INPUTS, needs_positions, served_modalities
-from .documents import BOUNDARY_KEYS, tokens_of
+from .documents import BOUNDARY_KEYS, texts_of
 
 SAME_MODALITIES = "Each rank that shares a batch needs all of its images and sound: give all of them the same batch."
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # not 0 where a token stands for an image or sound
@@ -76,23 +76,24 @@ def values_besides_text(batch: Mapping[str, Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(batch[key])
 
 
-def same_for_every_row(batch: Mapping[str, Any], config: PreTrainedConfig) -> bool:
-    """Whether all rows of a full batch have the same images and sound, or none.
+def same_for_every_text(batch: Mapping[str, Any], config: PreTrainedConfig) -> bool:
+    """Whether all texts of a full batch have the same images and sound, or none.
 
-    All values besides text are then as many equal parts as there are rows, and rows have as many tokens that stand for
-    these. A number of tokens that differs would mean that parts and rows do not belong together.
+    All values besides text are then as many equal parts as there are texts, and texts have as many tokens of each kind
+    that stand for these. A number of tokens that differs would mean that parts and texts do not belong together.
     """
-    rows, names = tokens_of(batch).shape[0], [key for key in batch if key not in _TEXT and _holds_values(batch[key])]
+    names = [key for key in batch if key not in _TEXT and _holds_values(batch[key])]
     values = [batch[name] for name in names if name not in _OF_BATCHES]
     if not values:
         return True
     known = (value for name, value in config.to_dict().items() if _TOKEN_ID.search(name))
-    ids = [number for number in known if isinstance(number, int)]
-    if not ids or not all(map(_is_tensor, values)) or any(len(value) % rows for value in values):
+    ids, texts = {number for number in known if isinstance(number, int)}, texts_of(batch)
+    if not ids or not all(map(_is_tensor, values)) or any(len(value) % len(texts) for value in values):
         return False
-    counts = torch.isin(batch["input_ids"], torch.tensor(ids, device=batch["input_ids"].device)).sum(1)
-    parts = [value.unflatten(0, (rows, -1)) for value in values]
-    return bool((counts == counts[0]).all()) and all(bool((part == part[:1]).all()) for part in parts)
+    kinds = torch.tensor(sorted(ids), device=batch["input_ids"].device)[:, None]
+    counts = [(batch["input_ids"][text.row, text.start : text.stop] == kinds).sum(1) for text in texts]
+    parts = [value.unflatten(0, (len(texts), -1)) for value in values]
+    return all(map(counts[0].equal, counts)) and all(bool((part == part[:1]).all()) for part in parts)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -108,5 +109,5 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _holds_values(value: Any) -> bool:
-    """Whether an argument is a tensor, or several, and no setting."""
-    return bool(value.ndim) if isinstance(value, torch.Tensor) else isinstance(value, Mapping | list | tuple)
+    """Whether an argument is a tensor, or several, and no setting. Transformers' `generate` gives an empty mapping."""
+    return bool(value.ndim if isinstance(value, torch.Tensor) else isinstance(value, Mapping | list | tuple) and value)

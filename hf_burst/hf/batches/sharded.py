@@ -14,7 +14,7 @@ from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
 from ..models.cut_point import TOKEN_INPUTS, TokenInput
 from ..models.task import CAUSAL, Task
-from .documents import batch_shape
+from .documents import batch_shape, real_tokens
 
 LAYOUT_KEY = "burst_batch"
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -33,6 +33,7 @@ class ShardedBatch:
     fingerprint: int  # checksum of the whole batch
     positions: int  # checksum of the position ids of this part
     longest: int  # the longest position of the whole batch
+    padded: bool  # whether rows of the whole batch begin with padding
     labelled: bool  # whether the batch had labels
     task: Task  # of the model for which it was cut
 
@@ -48,7 +49,8 @@ def describe_shard(
     """The companion of a shard, with the checksums by which the model finds shards that do not belong together."""
     labelled = shard.get("labels") is not None
     positions = _number({"position_ids": shard["position_ids"]})
-    return ShardedBatch(layout, rank, _number(full), positions, longest_position(full), labelled, task)
+    padded = any(start for start, _ in real_tokens(full))
+    return ShardedBatch(layout, rank, _number(full), positions, longest_position(full), padded, labelled, task)
 
 
 def longest_position(full: Mapping[str, Any]) -> int:

@@ -106,3 +106,22 @@ class NotedStreamer(BaseStreamer):
                 self.streamer.end()
             except BaseException as problem:  # also when the user interrupts
                 self.each.error = problem
+
+
+class StreamerBehind(BaseStreamer):
+    """A streamer that is given a question in the place of the document and the question, which `generate` hands first.
+
+    Args:
+        streamer (`BaseStreamer`): That of the user.
+        question (`torch.LongTensor` of shape `(1, tokens)`): The question.
+    """
+
+    def __init__(self, streamer: BaseStreamer, question: Tensor) -> None:
+        self.streamer, self.question, self.begun = streamer, question.cpu(), False
+
+    def put(self, value: Tensor) -> None:
+        self.streamer.put(value if self.begun else self.question)
+        self.begun = True
+
+    def end(self) -> None:
+        self.streamer.end()

@@ -14,9 +14,9 @@ from ..batches.sharded import checksum
 from ..groups import PATCH
 from ..parts.tokens import check_ranges
 from ..sharded_cache import ShardedCache
-from .each_token import EachToken, NotedStreamer
+from .each_token import EachToken, NotedStreamer, StreamerBehind
 from .memory import RememberedDocument, with_document
-from .request import asked, check, copies_of, new_cache, patched, settings_of
+from .request import asked, check, copies_of, new_cache, patched, prompt_tensors, settings_of, without_rope_deltas
 from .step_graphs import stepping
 from .weights import gathered_once
 
@@ -52,7 +52,7 @@ def generate(
         inputs (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): The prompts, as `input_ids`. Pad them on the
             left, with an `attention_mask`. With a memory they are questions to its document.
         memory ([`RememberedDocument`], *optional*): A document that stands before each prompt, and is read once for
-            all. Lengths (`max_length`) and logits processors count it; what is returned does not hold it.
+            all. Lengths (`max_length`) and logits processors count it; what is returned begins with the question.
         cuda_graphs (`bool`, defaults to `True`): Whether to record a step of one token as CUDA graphs on a GPU, and to
             play them for later ones. Scores are the same up to rounding. Steps that cannot be recorded run as they are,
             and the log (`INFO`) says why: weights of several ranks (FSDP2) or on several GPUs, autocast,
@@ -93,11 +93,13 @@ def generate(
     cache.compares = each is not None and memory is None  # questions are compared before their pass
     if memory is not None:
         own |= zip(("input_ids", "attention_mask"), asked_with, strict=True)
+        if own.get("streamer") is not None:
+            own["streamer"] = StreamerBehind(own["streamer"], kwargs["input_ids"])
     passes = patch.passes
     graphs = cuda_graphs and asked(base, kwargs, "cuda_graphs") is not False  # trainers give a config
     changing = any(kwargs.get(name) for name in _OF_USERS)
     steps = stepping(base, changing) if graphs else nullcontext()
-    with same_random_numbers(group, base.device), gathered_once(base), steps:
+    with same_random_numbers(group, base.device), gathered_once(base), steps, without_rope_deltas(base):
         try:
             found: Any = base.generate(past_key_values=cache, **own)  # type: ignore[operator]
         except BaseException as problem:  # also when the user interrupts
@@ -107,7 +109,7 @@ def generate(
     cache.compares = False
     if each is not None:
         each.end()
-    return found if memory is None else _without(memory, found)
+    return found if memory is None else _without(memory, kwargs["input_ids"], found)
 
 
 def _agree(
@@ -134,7 +136,7 @@ def _agree(
         check(model, kwargs)
         facts = {
             "generate": settings_of({**kwargs, "cuda_graphs": cuda_graphs}) if group.size > 1 else {},
-            "generation_config": str(model.generation_config),
+            **settings_of({"generation_config": model.generation_config}),
         }
         content = checksum(kwargs)
         checksums = {} if content is None else {"prompt (checksum)": content}
@@ -148,17 +150,18 @@ def _agree(
     return asked_with
 
 
-def _without(memory: RememberedDocument, found: Any) -> Any:
-    """What `model.generate` returned, without the document."""
-    if isinstance(found, Tensor):
-        return found[:, len(memory) :]
-    found.sequences = found.sequences[:, len(memory) :]
-    return found
+def _without(memory: RememberedDocument, questions: Tensor, found: Any) -> Any:
+    """What `model.generate` returned, without the document: behind the padding of a row, its question."""
+    if not isinstance(found, Tensor):
+        found.sequences = _without(memory, questions, found.sequences)
+        return found
+    given = questions.to(found).repeat_interleave(len(found) // len(questions), 0)
+    return torch.cat([given, found[:, len(memory) + given.shape[1] :]], 1)
 
 
 def _questions(model: PreTrainedModel, memory: RememberedDocument, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Questions to a memory with its document, and their mask."""
-    others = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _QUESTIONS]
+    others = [name for name in prompt_tensors(kwargs) if name not in _QUESTIONS]
     if kwargs.get("input_ids") is None or others:
         given = ", ".join(others) or "no input_ids"
         raise BatchError(f"Questions to a memory are input_ids, an attention_mask and nothing besides, not {given}.")
@@ -176,7 +179,7 @@ def on_ranks(
 ) -> tuple[dict[str, Any], EachToken | None]:
     """The arguments of `model.generate` on this rank, where what only the first rank may know is asked of it; and what
     asks it."""
-    own = dict(kwargs)
+    own = dict(kwargs) | {"use_cache": True}  # configs of checkpoints may say otherwise
     own |= {name: None for name in _OF_OTHER_CACHES if asked(model, kwargs, name)}
     if group.size == 1:
         return own, None

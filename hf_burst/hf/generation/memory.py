@@ -206,7 +206,8 @@ def remember(model: nn.Module, input_ids: Tensor) -> RememberedDocument:
 
     Raises:
         BatchError: If the document is empty, or more than one.
-        UnsupportedModelError: As [`generate`], and if rotary positions depend on the longest one.
+        UnsupportedModelError: As [`generate`], and if layers have a state, or positions depend on the longest one or on
+            the token that pads.
 
     Example:
 
@@ -231,6 +232,11 @@ def remember(model: nn.Module, input_ids: Tensor) -> RememberedDocument:
             raise UnsupportedModelError(
                 f"Rotary positions of this {type(base).__name__} depend on the longest one, so keys of a document "
                 "would be others beside a question. Generate with document and question as one prompt."
+            )
+        if any(map(numbers_tokens, base.modules())):
+            raise UnsupportedModelError(
+                f"{type(base).__name__} counts positions from padding_idx + 1 where it reads a document, and generate "
+                "counts a question behind it from 0. Generate with document and question as one prompt."
             )
         checksums = {"document (checksum)": checksum({"input_ids": input_ids}) or torch.zeros((), dtype=torch.int64)}
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
@@ -291,9 +297,8 @@ def about(model: PreTrainedModel) -> dict[str, Any]:
         whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
         whole = torch.view_as_real(whole) if whole.is_complex() else whole
         total = total * 31 + sum_of_octets(whole).to(total.device)
-    config = dict(_entries(model.config.to_dict()))
-    if not any(map(numbers_tokens, model.modules())):  # by the token that pads
-        config = {name: value for name, value in config.items() if not name.endswith("pad_token_id")}
+    entries = _entries(model.config.to_dict())
+    config = {name: value for name, value in entries if not name.endswith("pad_token_id")}
     return {"model": type(model).__name__.removeprefix("FSDP"), "weights": int(total), "config": config}
 
 

@@ -2,7 +2,9 @@
 
 import inspect
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from ..models.recurrent import functions_of, recurrent_modules
 from ..parts.expert_ranks import check_same_passes
 from ..sharded_cache import ShardedCache
 
+_SETTINGS = frozenset(vars(GenerationConfig()))  # which may be tensors, such as eos_token_id
 _TEXT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
 # arguments of `model.generate`, and what to do without them
 _REFUSED = {
@@ -74,13 +77,13 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     for name, why in _REFUSED.items():
         if kwargs.get(name):
             raise ConfigError(f"generate over ranks was given {name}={_short(kwargs[name])}. {why} Leave it out.")
-    if asked(model, kwargs, "use_cache") is False:
+    if kwargs.get("use_cache") is False:
         raise ConfigError("generate over ranks was given use_cache=False. It needs its cache: leave that out.")
     if kwargs.get("streamer") is not None and int(asked(model, kwargs, "num_beams") or 1) > 1:
         raise ConfigError("generate was given a streamer and beams, whose tokens are known at the end. Leave one out.")
     if not isinstance(kwargs.get("stopping_criteria") or [], list | tuple):
         raise ConfigError(f"stopping_criteria is a {_short(kwargs['stopping_criteria'])}; give a list of them.")
-    others = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _TEXT]
+    others = [name for name in prompt_tensors(kwargs) if name not in _TEXT]
     if others:
         raise BatchError(f"generate over ranks takes text, and was given {', '.join(others)}. Use model.generate.")
     batch_shape(kwargs)
@@ -123,17 +126,38 @@ def new_cache(model: PreTrainedModel, group: ContextGroup, copies: int = 1) -> S
     return ShardedCache(group, copies, getattr(config, "number_of_conv_states", 1))
 
 
+def prompt_tensors(kwargs: Mapping[str, Any]) -> list[str]:
+    """The names of tensors that hold a value for each prompt, or token."""
+    return [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _SETTINGS]
+
+
+@contextmanager
+def without_rope_deltas(model: nn.Module) -> Iterator[None]:
+    """Takes from a model what its latest call with images left, and puts it back. Transformers keeps how far images
+    moved the positions of later tokens (`rope_deltas`), and adds it wherever a cache is not empty."""
+    kept = [(module, module.rope_deltas) for module in model.modules() if "rope_deltas" in vars(module)]
+    for module, _ in kept:
+        module.rope_deltas = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module, deltas in kept:
+            module.rope_deltas = deltas
+
+
 def settings_of(kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """Settings that must be equal on all ranks, apart from tensors, and from what only the first rank has."""
-    own = ("streamer", "stopping_criteria")
-    settings = {name: value for name, value in kwargs.items() if not isinstance(value, Tensor) and name not in own}
-    return {name: _short(value) for name, value in settings.items()}
+    """Settings that must be equal on all ranks, apart from prompts, and from what only the first rank has."""
+    others = ("streamer", "stopping_criteria", *prompt_tensors(kwargs))
+    return {name: _short(value) for name, value in kwargs.items() if name not in others}
 
 
 def _short(value: Any) -> str:
     """A value as ranks compare it: plain ones, configs and tokenizers by content, other objects by their class."""
-    if isinstance(value, np.generic | np.ndarray):
+    if isinstance(value, np.generic | np.ndarray | Tensor):
         return _short(value.tolist())
+    if isinstance(value, GenerationConfig):  # JSON has no tensors
+        value = copy(value)
+        vars(value).update({name: each.tolist() for name, each in vars(value).items() if isinstance(each, Tensor)})
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_short, value))}]"
     if hasattr(value, "get_vocab"):  # by which stop_strings are found

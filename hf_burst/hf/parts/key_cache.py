@@ -51,10 +51,10 @@ class KeyCache(Part):
     def end(self) -> None:
         self.cache = None
 
-    def repeated(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits of prompts, those of a prompt as often as it stands in the batch."""
+    def repeated(self, values: torch.Tensor) -> torch.Tensor:
+        """The logits or states of prompts, those of a prompt as often as it stands in the batch."""
         copies = 1 if self.cache is None else self.cache.copies
-        return logits if copies == 1 else logits.repeat_interleave(copies, 0)
+        return values if copies == 1 else values.repeat_interleave(copies, 0)
 
 
 def once(cache: ShardedCache, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,7 +98,10 @@ def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> CachedPass:
     group = cache.tokens.group
     if not cache.compares and not same_tokens(group, batch):
         group.agree({}, None, tokens_of(batch).device, doing="generate")  # raises what another rank says
-    return CachedPass(cache, cache.begin_step(rows, new, shown))
+    positions = cache.begin_step(rows, new, shown)
+    if batch.get("position_ids") is None and not cache.tokens.unpadded:
+        batch["position_ids"] = positions.clamp(min=0)  # by itself a model would count the padding of other questions
+    return CachedPass(cache, positions)
 
 
 def same_tokens(group: ContextGroup, batch: Mapping[str, Any], failed: bool = False) -> bool:

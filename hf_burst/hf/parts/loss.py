@@ -86,7 +86,8 @@ class Loss(Part):
             )
         if items is not None and self.averages and targets is not None:
             items = run.batch.inputs["num_items_in_batch"] = self._items_of_batch(run, items)
-        if run.model.training and targets is not None and tokens == 0 and not items:
+        fused = run.batch.inputs.get("fused_lm_head")  # TRL's trainers go on, with log_probs that are all 0
+        if run.model.training and targets is not None and tokens == 0 and not items and not fused:
             raise BatchError(
                 f"All labels of the batch are {IGNORE_INDEX}{run.task.shifted}, so there is nothing to learn from. "
                 "Drop such batches, or check how the labels are masked."
@@ -104,7 +105,7 @@ class Loss(Part):
             if self.weights is not None:
                 parts = (weight * scores.index_select(0, index) for weight, index in self.weights.items())
                 scores = torch.cat([scores[:0], *parts])
-            loss = batch_loss(-scores.sum(), run, run.batch.items)
+            loss = batch_loss(-scores.sum(), run, run.batch.items if run.batch.tokens else 1)  # as TRL, 0 and not nan
             if "aux_loss" in outputs:  # that of the whole batch already
                 factor = run.model.config.get_text_config().router_aux_loss_coef * balance_share(run)
                 loss = loss + factor * outputs["aux_loss"]

@@ -44,6 +44,8 @@ class Outputs(Part):
             self._decide_logits(run, outputs)
         if "hidden_states" in outputs and not run.batch.sharded and group.size > 1:
             outputs["hidden_states"] = tuple(gather_tokens(state, layout, group) for state in outputs["hidden_states"])
+        if "hidden_states" in outputs:
+            outputs["hidden_states"] = tuple(map(self.key_cache.repeated, outputs["hidden_states"]))
         if run.batch.joined is not None:
             _restore(run.batch.joined, outputs, self.head.asked, alone=group.size == 1)
 

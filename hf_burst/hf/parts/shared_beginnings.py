@@ -2,16 +2,18 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ...errors import BatchError
+from ..attention import scales_by_place
 from ..batches.cutting import kept_tokens
-from ..batches.documents import batch_shape
+from ..batches.documents import batch_shape, real_tokens
 from ..batches.joining import Joined, fit, join_texts, obstacle_in
-from ..batches.modalities import same_for_every_row
+from ..batches.modalities import same_for_every_text
 from ..batches.sharded import is_sharded, sum_of_bits
 from ..forward_pass import ForwardPass
 from ..models.cut_point import CutPoint, needs_positions, sees_blocks
@@ -23,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 _LEAST = 256  # tokens of a beginning, by "auto": kernels take as many at a time, or half of it
 _SAVED = 0.25  # the share of the tokens that is saved, by "auto", at least
+
+_LIBRARIES = {"hf_burst", "torch", "transformers", "accelerate", "deepspeed", "peft", "trl"}  # whose hooks know no rows
+_OF_ROWS = {"adapter_names", "alora_offsets"}  # but for these of peft
 
 
 class SharedBeginnings(Part):
@@ -45,7 +50,7 @@ class SharedBeginnings(Part):
         positions: Callable[[Mapping[str, Any]], torch.Tensor | None],
     ) -> None:
         self.cut_point, self.recurrence, self.positions = cut_point, recurrence, positions
-        self.sees_blocks = sees_blocks(model)
+        self.sees_blocks, self.by_place = sees_blocks(model), any(map(scales_by_place, model.modules()))
         self.told: set[str] = set()  # what the log says once
 
     def prepare(self, run: ForwardPass) -> None:
@@ -66,6 +71,7 @@ class SharedBeginnings(Part):
         joined = join_texts(given, self.positions(given), least)
         if joined is None or (asked == "auto" and joined.tokens > (1 - _SAVED) * joined.given_tokens):
             return
+        obstacle = obstacle or _hooked(run.model)
         if obstacle:
             self._tell(obstacle, f"Rows that begin alike are computed one by one: {obstacle}.")
             return
@@ -88,8 +94,10 @@ class SharedBeginnings(Part):
             return NO_FORKS
         if found := obstacle_in(run.batch.given, bool(self.cut_point.path)):
             return found
-        if self.cut_point.path and not same_for_every_row(run.batch.given, run.model.config):
-            return "images and sound are not the same for every row"
+        if self.by_place and any(start for start, _ in real_tokens(run.batch.given)):
+            return "queries are scaled by places that count padding"
+        if self.cut_point.path and not same_for_every_text(run.batch.given, run.model.config):
+            return "images and sound are not the same for every text"
         if run.config.share_prefixes == "auto" and run.compiled:
             return "every batch would be compiled anew"
         rates = run.random_rates if run.config.share_prefixes == "auto" else []
@@ -113,6 +121,22 @@ class SharedBeginnings(Part):
             logger.info("hf_burst: %s", sentence)
 
 
+def _hooked(model: PreTrainedModel) -> str:
+    """Why hooks hinder: they would see one row, and may have a value for each row of the batch."""
+    for path, module in model.named_modules():
+        kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+        if path and any(_may_know_rows(hook) for hooks in kinds for hook in hooks.values()):
+            return f"a hook of {path} may have a value for each row"
+    return ""
+
+
+def _may_know_rows(hook: Any) -> bool:
+    """Whether a hook is of the user's, or holds what peft was given for each row."""
+    if isinstance(hook, partial):
+        return bool(_OF_ROWS & hook.keywords.keys()) or _may_know_rows(hook.func)
+    return hook.__module__.partition(".")[0] not in _LIBRARIES
+
+
 def _joinable(run: ForwardPass, labelled: bool) -> bool:
     """Whether a pass returns nothing that needs the rows one by one: a cache to go on with, or some logits and a loss
     of them."""
@@ -128,8 +152,9 @@ def _joinable(run: ForwardPass, labelled: bool) -> bool:
         if labelled:
             return False
     caches = given.get("use_cache")
-    caches = getattr(run.model.config, "use_cache", False) if caches is None else caches
-    return labelled or run.model.training or run.group.size > 1 or not caches
+    if caches is None:  # evaluation reads no cache behind labels
+        caches = not labelled and getattr(run.model.config, "use_cache", False)
+    return run.model.training or run.group.size > 1 or not caches
 
 
 def _content(joined: Joined) -> torch.Tensor:

@@ -14,7 +14,7 @@ from ...layers.loss import IGNORE_INDEX
 from ...plan import Segments
 from ...plan.recurrence import Way
 from ...ranks.blocks import check_prefixes
-from ..attention import masks_with_blocks
+from ..attention import masks_with_blocks, scales_by_place
 from ..batches.cutting import bound_arguments, cut_inputs, cut_masked_rows, cut_targets, layout_of
 from ..batches.documents import tokens_of
 from ..batches.modalities import SAME_MODALITIES, check_modalities, values_besides_text
@@ -161,7 +161,7 @@ class Tokens(Part):
             settings=run.settings,
             encoded=encoded,
             causal=run.task.causal,
-            positions=run.batch.inputs.get("position_ids"),
+            places=layout.places(run.group.rank).to(device) if self.by_place else None,
             fully_masked=None if fully_masked is None else fully_masked.to(device),
             real=None if real is None else real.to(device),
             way=self.way,
@@ -179,6 +179,7 @@ class Tokens(Part):
         reader: Any = model.get_submodule(self.cut_point.path)  # the tables of towers are of images
         self.learned = LearnedPositions.of(reader)
         self.segments = segment_count(reader)
+        self.by_place = any(map(scales_by_place, reader.modules()))
 
     def _take_shard(self, run: ForwardPass) -> None:
         """A batch that arrived sharded is passed on."""
@@ -187,9 +188,11 @@ class Tokens(Part):
             raise BatchError(f"{name} reads whole sequences before they are cut. Give full batches (no BurstCollator).")
         made_for = task_named(run.task.causal)  # models without a head have no shards of their own
         run.batch.layout = layout_of_shard(run.batch.given, run.config, run.group, made_for)
-        if run.batch.layout.parents and not self.recurrence.forks:
+        why = "queries are scaled by places that count padding" if self.by_place and about and about.padded else ""
+        why = why if self.recurrence.forks else NO_FORKS
+        if run.batch.layout.parents and why:
             raise BatchError(
-                f"The texts of the batch were joined, and in {name} {NO_FORKS}. Leave share_prefixes=True out of the "
+                f"The texts of the batch were joined, and in {name} {why}. Leave share_prefixes=True out of the "
                 "config of BurstCollator."
             )
         if self.learned.padding_idx is not None:
@@ -213,7 +216,8 @@ class Tokens(Part):
         joined = run.batch.joined
         row, parents = (run.batch.given, ()) if joined is None else (joined.batch, (joined.parents,))
         run.batch.layout = layout_of(row, run.config, ranks, run.task, patterns, hybrid, parents)
-        if self.cut_point.path and modalities_of(run.model.config):
+        wraps = self.cut_point.path and modalities_of(run.model.config)
+        if wraps or run.batch.given.get("pixel_values") is not None:  # Chameleon has its images within
             held = check_modalities(run.batch.given, type(run.model), self.text_type)
             types = run.batch.given.get("token_type_ids")
             if self.text_type and types is not None:
@@ -250,7 +254,7 @@ class Tokens(Part):
         row = whole if joined is None else joined.inputs(whole, self.run.batch.token_inputs, self.cut_point.masked)
         inputs = self._cut_inputs(self.run, row)
         masks = masks_with_blocks(whole.get("attention_mask"), self.run.batch.layout)
-        call = replace(self.run.call, positions=inputs["position_ids"], masks=masks)
+        call = replace(self.run.call, masks=masks)
         change_call(call)
         return (), {**inputs, CALL_KEY: call}
 

@@ -8,14 +8,13 @@ from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from ...errors import BatchError, UnsupportedModelError
-from ...ranks.collectives import all_gather
+from ...ranks.collectives import all_gather, group_sum
 from ...ranks.group import ContextGroup
 from ..context import current
 from ..forward_pass import ForwardPass, random_rates
@@ -235,6 +234,11 @@ class _SharedEncoder(ForwardOverride):
         others = {name for name in arguments if name.startswith(("image_", "video_"))} - {*_EACH}
         if not self.how or not isinstance(pixels, Tensor) or any(arguments[name] is not None for name in others):
             return None
+        if not len(pixels):
+            raise BatchError(
+                f"The batch holds pixels of shape {tuple(pixels.shape)}, which are of no image. Leave them out, and "
+                "their grids and sizes, where a batch has none."
+            )
         if self.how in _BY_GRID:
             costs: list[int] | None = None if grids is None else grids.prod(-1).tolist()
             if costs is not None and sum(costs) != len(pixels):
@@ -294,7 +298,7 @@ class _SharedClips(_SharedEncoder):
         encoded: Tensor = output.last_hidden_state if output.get("pooler_output") is None else output.pooler_output
         totals = torch.zeros(group.size, dtype=torch.long, device=encoded.device)
         totals[group.rank] = len(encoded) if shares[group.rank] else 0
-        dist.all_reduce(totals, group=group.process_group)
+        totals = group_sum(totals, group)
         whole = torch.cat(_gather_rows(encoded, totals.tolist(), group))
         for name in [name for name, value in output.items() if value is encoded]:  # wrappers read either name
             output[name] = whole
@@ -349,8 +353,7 @@ def _put_together(output: Any, shares: Sequence[Sequence[int]], group: ContextGr
     sizes = torch.zeros(count, dtype=torch.long, device=rows[0].device)
     for place, features in zip(shares[group.rank], output.pooler_output, strict=False):
         sizes[place] = len(features)
-    dist.all_reduce(sizes, group=group.process_group)
-    lengths: list[int] = sizes.tolist()
+    lengths: list[int] = group_sum(sizes, group).tolist()
     totals = [sum(lengths[place] for place in share) for share in shares]
     found: dict[int, Tensor] = {}
     for gathered, share in zip(_gather_rows(torch.cat(rows, dim=-1), totals, group), shares, strict=True):

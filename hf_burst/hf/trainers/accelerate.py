@@ -1,7 +1,9 @@
 """accelerate's mesh: data-parallel x context-parallel, by a subclass of its own `ParallelismConfig`."""
 
+import inspect
 import logging
 import os
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -185,12 +187,14 @@ class _Shared:
         self.accelerator, self.size = accelerator, size
         for name in ("prepare", "prepare_model", "prepare_data_loader", "prepare_scheduler", "gather_for_metrics"):
             setattr(accelerator, name, getattr(self, name))
+        accelerator.gather = self.gather_by_caller
         if accelerator.distributed_type is DistributedType.DEEPSPEED:
             _check_deepspeed(accelerator.deepspeed_plugin.deepspeed_config)
             accelerator._prepare_deepspeed = self._prepare_deepspeed
             members = accelerator.torch_device_mesh[CP_DIM].get_group()  # of dimensions, data loaders know this alone
             mesh = DeviceMesh.from_group(members, accelerator.device.type, mesh_dim_names=("tp",))
             accelerator.state.ds_device_mesh = mesh
+        self.trainer = trainer_being_made()
         trainer, pupil = trainer_being_made(SERVED), trainer_being_made(DISTILLING)
         self.generating = trainer and GroupTraining(trainer, accelerator, size)
         self.distilling = pupil and Distillation(pupil, accelerator, size)
@@ -198,6 +202,7 @@ class _Shared:
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         for item in args:
             _check_patched(item, self.size)
+        _warn_of_loss(self.trainer, self.accelerator)
         return Accelerator.prepare(self.accelerator, *args, **kwargs)
 
     def prepare_model(
@@ -241,8 +246,7 @@ class _Shared:
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """A group counts once. Only single numbers (counts of tokens) of sharded batches are needed of every rank."""
-        modules = (module for model in self.accelerator._models for module in model.modules())
-        sharded = any(getattr(module, PATCH).explicit for module in modules if hasattr(module, PATCH))
+        sharded = self.holds_shards()
         if sharded and isinstance(input_data, torch.Tensor) and input_data.ndim == 0:
             state, numbers = self.gradient_state, self.accelerator.gather(input_data)
             uneven = state.end_of_dataloader and state.remainder > 0
@@ -256,12 +260,25 @@ class _Shared:
             input_data = []
         return Accelerator.gather_for_metrics(self, input_data, use_gather_object)
 
+    def holds_shards(self) -> bool:
+        """Whether the batch of a model arrived sharded."""
+        modules = (module for model in self.accelerator._models for module in model.modules())
+        return any(getattr(module, PATCH).explicit for module in modules if hasattr(module, PATCH))
+
+    def gather_by_caller(self, tensors: Any) -> Any:
+        """As `Accelerator.gather`; in the loop of an evaluation, where Seq2SeqTrainer calls it, a group counts once."""
+        if sys._getframe(1).f_code.co_name != "evaluation_loop":
+            return Accelerator.gather(self.accelerator, tensors)
+        if self.holds_shards():
+            recursively_apply(_check_not_sharded, tensors)
+        return self.gather(tensors)
+
     def gather(self, tensors: Any) -> Any:
         """What `Accelerator.gather_for_metrics` calls: the first rank of each group speaks for it."""
 
         def once(tensor: torch.Tensor) -> torch.Tensor:
             rows = tensor.shape[0] if tensor.ndim else 1
-            return self.accelerator.gather(tensor).unflatten(0, (-1, self.size, rows))[:, 0].flatten(0, 1)
+            return Accelerator.gather(self.accelerator, tensor).unflatten(0, (-1, self.size, rows))[:, 0].flatten(0, 1)
 
         return recursively_apply(once, tensors)
 
@@ -284,6 +301,20 @@ class GroupScheduler(AcceleratedScheduler):
             last = getattr(self.scheduler, "total_steps", None) if counted and self.ends else None
             if last is None or self.scheduler._step_count <= last:
                 super().step(*args, **kwargs)
+
+
+def _warn_of_loss(trainer: Any, accelerator: Accelerator) -> None:
+    """Says if a user's loss does not take the number by which `Trainer` expects it to divide."""
+    loss = getattr(trainer, "compute_loss_func", None)
+    if loss is None or not trainer.args.average_tokens_across_devices or not accelerator.is_main_process:
+        return
+    if "num_items_in_batch" not in inspect.signature(getattr(loss, "forward", loss)).parameters:
+        times = accelerator.num_processes
+        logger.warning(
+            "compute_loss_func has no argument num_items_in_batch, and Trainer multiplies its loss by the number of "
+            f"processes all the same: loss and gradients are {times} times as large, as they are under DDP. Divide a "
+            "sum over the batch by num_items_in_batch."
+        )
 
 
 def _check_not_sharded(tensor: torch.Tensor) -> torch.Tensor:

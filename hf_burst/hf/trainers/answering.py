@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, PreTrainedModel
 
 from ...errors import BatchError, ConfigError, UnsupportedModelError
@@ -105,7 +106,7 @@ def _each_once(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `generate`, where prompts that come several times in a row are given once: what is sampled stays
     the same, and return sequences share the keys of their prompt."""
     rows = [given[name] for name in ("input_ids", "attention_mask") if isinstance(given.get(name), Tensor)]
-    tensors = sum(isinstance(value, Tensor) for value in given.values())
+    tensors = sum(isinstance(value, Tensor) for value in tree_leaves(given))  # images may come in lists
     if not asked(model, given, "do_sample") or copies_of(model, given) > 1 or tensors > len(rows) or not rows:
         return given
     _, repeats = torch.unique_consecutive(torch.cat(rows, 1), dim=0, return_counts=True)

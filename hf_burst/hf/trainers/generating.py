@@ -137,13 +137,16 @@ class GroupTraining:
 
     def score(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Completions and their rewards. An environment that fails to be reset does so on the first rank alone, before
-        it leads."""
-        self.begun = False
+        it leads. What one group meets ends the others, too."""
+        self.begun, self.groups.parted = False, None
         try:
             return method(*args, **kwargs)
         except BaseException as problem:  # also when the user interrupts
-            if not self.begun:
-                self._tell(None, problem, "generation")
+            try:
+                if not self.begun:
+                    self._tell(None, problem, "generation")
+            finally:
+                self.groups.tell(problem)
             raise
 
     def generate(self, method: Callable[..., Any], prompts: list[Any]) -> Any:
@@ -217,10 +220,9 @@ class GroupTraining:
             if self.parted is not None:  # and the user's code went on
                 raise self.parted
             told = _packed((result, torch.get_rng_state()))
-        except (RankMismatchError, LostRankError):  # the others waited, and have met it by now
-            raise
         except BaseException as problem:  # also when the user interrupts
-            if self.parted is not None:
+            met = isinstance(problem, RankMismatchError | LostRankError) and problem is not self.groups.parted
+            if self.parted is not None or met:  # the others waited, and have met it by now
                 raise
             error = problem
         finally:

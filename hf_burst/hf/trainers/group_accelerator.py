@@ -1,5 +1,7 @@
 """An accelerator to whose users a group of ranks is one process."""
 
+import logging
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -8,7 +10,10 @@ from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor
 
+from ...errors import BurstError, RankMismatchError
 from ...ranks.group import CP_DIM, ContextGroup
+
+logger = logging.getLogger(__name__)
 
 
 class Groups:
@@ -24,16 +29,36 @@ class Groups:
         self.num_processes = accelerator.num_processes // size
         self.process_index = accelerator.process_index // size
         self.peers = _peers(accelerator) if self.num_processes > 1 else ContextGroup()
+        self.parted: BaseException | None = None  # what this rank has met in the place of a collective
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.accelerator, name)
+
+    def meet(self) -> bool:
+        """Whether there are other groups. They have come to the same collective then, or one has met an error."""
+        try:
+            self.peers.agree({}, None, self.accelerator.device, doing="a collective over groups of ranks")
+        except BaseException as problem:
+            self.parted = problem
+            raise
+        return self.peers.size > 1
+
+    def tell(self, problem: BaseException) -> None:
+        """Has the other groups, which wait for this one in their next collective, raise an error as well."""
+        if self.parted is not None or self.peers.size == 1 or not isinstance(problem, Exception):
+            return
+        error = RankMismatchError(f"Group {self.process_index} of the ranks met {type(problem).__name__}: {problem}")
+        if not isinstance(problem, BurstError):  # at once: other groups may be long in coming
+            logger.error("hf_burst: %s", error)
+        with suppress(BurstError):
+            self.peers.agree({}, error, self.accelerator.device, doing="the end of a step")
 
     def gather(self, tensors: Any) -> Any:
         """As `Accelerator.gather`, over the ranks that have this one's place in their groups."""
 
         def over_groups(tensor: Tensor) -> Tensor:
             tensor = (tensor[None] if tensor.ndim == 0 else tensor).contiguous()
-            if self.peers.size == 1:
+            if not self.meet():
                 return tensor
             every = [torch.empty_like(tensor) for _ in range(self.peers.size)]
             dist.all_gather(every, tensor, group=self.peers.process_group)
@@ -46,7 +71,7 @@ class Groups:
 
         def over_groups(tensor: Tensor) -> Tensor:
             total = tensor.clone()
-            if self.peers.size > 1:
+            if self.meet():
                 dist.all_reduce(total, group=self.peers.process_group)
             return total / self.peers.size * scale if reduction == "mean" else total * scale
 
@@ -54,12 +79,12 @@ class Groups:
 
     def wait_for_everyone(self) -> None:
         """As `Accelerator.wait_for_everyone`."""
-        if self.peers.size > 1:
+        if self.meet():
             dist.barrier(group=self.peers.process_group)
 
     def gather_object(self, objects: Any) -> Any:
         """As `accelerate.utils.gather_object`."""
-        if self.peers.size == 1:
+        if not self.meet():
             return objects
         every: list[Any] = [None] * self.peers.size
         dist.all_gather_object(every, objects, group=self.peers.process_group)
@@ -67,7 +92,7 @@ class Groups:
 
     def broadcast_object_list(self, objects: list[Any], from_process: int = 0) -> list[Any]:
         """As `accelerate.utils.broadcast_object_list`."""
-        if self.peers.size > 1:
+        if self.meet():
             dist.broadcast_object_list(objects, src=self.peers.members[from_process], group=self.peers.process_group)
         return objects
 

@@ -109,12 +109,12 @@ class Watch:
 
     @contextmanager
     def messaging(self, group: dist.ProcessGroup) -> Iterator[None]:
-        """The messages of one attention. If they end in the middle, no rank is sure any more of what was sent: the
-        others are told, and calls over these ranks are refused."""
+        """The messages of one attention, or of another exchange. If they end in the middle, no rank is sure any more of
+        what was sent: the others are told, and calls over these ranks are refused."""
         before, counts = begun_over(group), self.counts.setdefault(group, Counts())
         counts.exchanges += 1
         try:
-            with self._under_way("messages", group, f"the attention after {self.latest}"):
+            with self._under_way("messages", group, f"the messages after {self.latest}"):
                 yield
         finally:
             counts.own += begun_over(group) - before
