@@ -515,6 +515,14 @@ def test_a_folder_is_trained_in_once_at_a_time(recipe: Callable[..., Any], wrong
     recipe("--output_dir", "other")
 
 
+def test_one_process_takes_one_of_several_gpus(recipe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the files for one GPU are launched. Trainer would copy the model to all of them, over which nothing runs."""
+    monkeypatch.setattr(settings, "keep_time_limit", lambda training: setattr(training, "_n_gpu", 2))
+    trainer, _ = recipe()
+    assert trainer.args.n_gpu == 1
+    assert not isinstance(trainer._wrap_model(trainer.model), torch.nn.DataParallel)
+
+
 def test_defaults_suit_long_sequences(recipe: Callable[..., Any]) -> None:
     arguments = recipe()[0].args
     assert arguments.per_device_train_batch_size == arguments.per_device_eval_batch_size == 1
