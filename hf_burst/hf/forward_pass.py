@@ -75,11 +75,13 @@ class Agreement:
         facts (`dict`): Values by name.
         checksums (`dict`): Scalars on the device, by name; nobody waits for them before the ranks compare.
         advice (`dict`): What to do if the ranks differ in a fact or a checksum.
+        seed (`int`, defaults to 0): Of dropout; that of the first rank counts, from `begin` on.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
     checksums: dict[str, torch.Tensor] = field(default_factory=dict)
     advice: dict[str, str] = field(default_factory=dict)
+    seed: int = 0
 
     def add(self, name: str, value: Any, advice: str = "") -> None:
         """Adds a fact or, if it is a tensor, a checksum, and what to do if the ranks differ in it."""
