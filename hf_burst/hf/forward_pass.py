@@ -17,6 +17,7 @@ from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
 from .batches.joining import Joined
 from .context import ForwardCall
+from .groups import device_of
 from .models.cut_point import TokenInput
 from .models.task import Task
 
@@ -128,7 +129,7 @@ class ForwardPass:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return device_of(self.model)
 
     @property
     def targets(self) -> torch.Tensor | None:
