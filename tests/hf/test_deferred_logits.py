@@ -87,6 +87,45 @@ def test_losses_on_logits_equal_one_process(ranks: Ranks, name: str, kind: str, 
     assert_equal(ranks(size).run(deferred, name, kind), expected(name, kind), tolerance)
 
 
+def accuracy(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+    """What a `compute_loss` logs, and a loss of all logits: they are gathered."""
+    right = logits[:, :-1].detach().argmax(-1) == labels[:, 1:]
+    return torch.where((labels[:, 1:] != -100)[..., None], logits[:, :-1], 0).square().sum() + right.sum()
+
+
+def beside_labels(rank: int, size: int, kind: str) -> list[Result]:
+    results, batch = [], batch_of(kind)
+    for loss in (cross_entropy, selected, accuracy):
+        model = models.patch(
+            models.make_model("llama", torch.float64).train(), hf_burst.BurstConfig(share_prefixes=True)
+        )
+        logits = model(**batch)["logits"]
+        assert isinstance(logits, DeferredLogits), "of which a training by the loss alone computes nothing"
+        value = loss(logits, batch["labels"])
+        value.backward()
+        results.append((value.item(), {name: weight.grad for name, weight in model.named_parameters()}))
+    with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9):
+        outputs = model(**batch)
+        assert outputs.logits.logsumexp(-1).shape == batch["labels"].shape
+        with pytest.raises(BatchError, match="while a model trains with labels in the batch, and argmax was asked of"):
+            outputs.logits.argmax(-1)
+    assert model.eval()(**batch).logits.shape == (*batch["labels"].shape, models.VOCABULARY)
+    return results
+
+
+@pytest.mark.parametrize("kind", ["right", "alike"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_logits_of_a_batch_with_labels(ranks: Ranks, size: int, kind: str) -> None:
+    """As `compute_loss` of a `Trainer` reads them, whose batch keeps its labels."""
+    found = ranks(size).run(beside_labels, kind)
+    for number, loss in enumerate((cross_entropy, selected, accuracy)):
+        batch, model = batch_of(kind), models.make_model("llama", torch.float64).train()
+        value = loss(models.plain_logits(model, batch), batch["labels"])
+        value.backward()
+        wanted = value.item(), {name: weight.grad for name, weight in model.named_parameters()}
+        assert_equal([results[number] for results in found], wanted, 1e-9)
+
+
 def wrapped(rank: int, size: int, how: str) -> Result:
     batch, model = batch_of("right"), models.patch(models.make_model("llama", torch.float64).train())
     with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9):

@@ -38,7 +38,8 @@ class Head(Part):
         self.token_losses = token_losses
         self.lazy: LazyHead | None = None
         self.logits: Fate = "keep"
-        self.too_large = ""  # why logits are not gathered
+        self.fits = False  # whether those of a batch with labels may be gathered
+        self.about = ""  # why logits are not gathered
         self.asked = False  # whether there are `logits_to_keep`
         self.kept: KeptRows | None = None  # of these
         self.rows: torch.Tensor | None = None  # this rank's rows of them
@@ -94,25 +95,27 @@ class Head(Part):
         fused = bool(run.batch.inputs.get("fused_lm_head"))
         if labels and run.model.training and not fused:
             _check_unread("are never in memory while the model trains with labels")
-        if labels and (run.model.training or (run.group.size > 1 and fused)):
-            return "drop"
-        if run.batch.sharded or run.group.size == 1:
-            return "keep"
         rows = layout.length - layout.padding if self.kept is None else sum(map(len, self.kept))
         tokens = layout.batch_size * rows
         if run.batch.joined is not None and self.kept is None:
             tokens = run.batch.joined.places.numel()  # of all texts
         values = tokens * run.model.config.get_text_config().vocab_size
         gib = values * run.model.dtype.itemsize / 2**30
+        output = run.model.get_output_embeddings()
+        defers = run.model.training and self.kept is None and output is not None and not is_partitioned(output)
+        if labels and (run.model.training or (run.group.size > 1 and fused)):
+            self.about = "Logits are not in memory while a model trains with labels in the batch"
+            self.fits = gib <= LOGITS_LIMIT_GIB
+            return "defer" if defers and not fused and not run.batch.sharded else "drop"
+        if run.batch.sharded or run.group.size == 1:
+            return "keep"
         if gib <= LOGITS_LIMIT_GIB:
             return "gather"
-        sentence = self.too_large = (
+        sentence = self.about = (
             f"The logits of {tokens:,} tokens take {gib:.1f} GiB on every rank, and up to "
             f"{LOGITS_LIMIT_GIB:g} GiB are gathered"
         )
-        output = run.model.get_output_embeddings()
-        learns = run.model.training and torch.is_grad_enabled() and self.kept is None
-        if not labels and learns and output is not None and not is_partitioned(output):
+        if not labels and defers and torch.is_grad_enabled():
             return "defer"
         if not labels:
             raise BatchError(f"{sentence}. {_way_out(run.model.training)}")

@@ -315,7 +315,9 @@ def training_of(run: ForwardPass, size: ModelSize) -> Training:
         length=rows * length,  # as one document, whose exchange takes the most
         gpus=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         burst_size=run.group.size,
-        sharded="fsdp2" if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in weights) else "ddp",
+        sharded="fsdp2"
+        if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in weights)
+        else "ddp",
         weights="4bit" if quantised else "fp32" if wide else "bf16",
         lora=lora,
         checkpointing=run.checkpoints.layers > 0,
