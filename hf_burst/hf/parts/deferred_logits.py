@@ -162,12 +162,16 @@ class DeferredLogits:
     def __iter__(self) -> Iterator["DeferredLogits"]:
         return (self[index] for index in range(len(self)))
 
-    def __getitem__(self, key: Any) -> "DeferredLogits":
+    def __getitem__(self, key: Any) -> Any:
         keys = key if isinstance(key, tuple) else (key,)
         keys = tuple(each.cpu() if isinstance(each, Tensor) else each for each in keys)
-        if any(each is Ellipsis for each in keys) or len(keys) == self.ndim:
+        masks = sum(each.ndim - 1 for each in keys if isinstance(each, Tensor) and each.dtype == torch.bool)
+        if (
+            any(each is Ellipsis for each in keys)
+            or len(keys) + masks - sum(each is None for each in keys) == self.ndim
+        ):
             if not isinstance(keys[-1], slice) or keys[-1] != slice(None):
-                self.refuse("some words")
+                return self.whole("some words")[key]
             keys = keys[:-1]
         return replace(self, places=self.places[keys])
 

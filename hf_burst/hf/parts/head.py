@@ -148,8 +148,13 @@ def _way_out(training: bool) -> str:
 
 def keep_rows(keep: int | torch.Tensor, layout: SequenceLayout, rank: int) -> tuple[KeptRows, torch.Tensor]:
     """For `logits_to_keep`: for each rank, the places of its rows in the result; and this rank's rows."""
-    wanted = kept_tokens(keep, layout.length - layout.padding)
-    tokens = [layout.indices(holder).tolist() for holder in range(layout.ranks)]
-    row_of = [{token: row for row, token in enumerate(held)} for held in tokens]
-    places = tuple(tuple(place for place, token in enumerate(wanted) if token in held) for held in row_of)
-    return places, torch.tensor([row_of[rank][wanted[place]] for place in places[rank]], dtype=torch.int64)
+    wanted = torch.tensor(kept_tokens(keep, layout.length - layout.padding), dtype=torch.int64, device="cpu")
+    rows = []
+    for holder in range(layout.ranks):
+        held, passed = torch.full_like(wanted, -1), 0
+        for run in layout.sharding.runs(holder):
+            held = torch.where((wanted >= run.start) & (wanted < run.stop), wanted - run.start + passed, held)
+            passed += run.stop - run.start
+        rows.append(held)
+    places = tuple(tuple(torch.nonzero(held >= 0).flatten().tolist()) for held in rows)
+    return places, rows[rank][rows[rank] >= 0]
