@@ -25,7 +25,7 @@ from ..models.recurrent import recurrent_modules
 from ..parts.rope import follows_length
 from ..parts.tokens import numbers_tokens
 from ..sharded_cache import ShardedCache
-from .request import adapted_modules, adapters_at_work, check, patched
+from .request import adapted_modules, adapters_at_work, check, idle_weights, patched
 
 _ABOUT, _DOCUMENT = "memory.json", "document.safetensors"
 _REMEMBER_ANEW = "Call hf_burst.remember anew."
@@ -286,9 +286,13 @@ def about(model: PreTrainedModel) -> dict[str, Any]:
     that are at work and the precision of autocast. All ranks that share weights call it."""
     device = device_of(model)
     precision = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    adapters = [(path, adapters_at_work(module)) for path, module in adapted_modules(model)]
+    adapted = adapted_modules(model)
+    adapters = [(path, work) for path, module in adapted if (work := adapters_at_work(module))]
+    idle = {weight for _, module in adapted for weight in idle_weights(module)}
     total = torch.tensor(zlib.crc32(str((adapters, precision)).encode()), device=device)
     for weight in chain(model.parameters(), model.buffers()):  # rotary frequencies and routers' biases are buffers
+        if id(weight) in idle:
+            continue
         whole = weight.to(device).full_tensor() if isinstance(weight, DTensor) else weight
         whole = torch.view_as_real(whole) if whole.is_complex() else whole
         total = total * 31 + sum_of_octets(whole).to(total.device)
