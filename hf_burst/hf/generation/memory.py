@@ -293,7 +293,8 @@ def about(model: PreTrainedModel) -> dict[str, Any]:
     for weight in chain(model.parameters(), model.buffers()):  # rotary frequencies and routers' biases are buffers
         if id(weight) in idle:
             continue
-        whole = weight.to(device).full_tensor() if isinstance(weight, DTensor) else weight
+        there: Any = weight.to(device) if isinstance(weight, DTensor) else weight
+        whole = there.full_tensor() if isinstance(there, DTensor) else there
         whole = torch.view_as_real(whole) if whole.is_complex() else whole
         total = total * 31 + sum_of_octets(whole).to(total.device)
     config = dict(_entries(model.config.to_dict()))

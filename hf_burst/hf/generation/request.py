@@ -131,7 +131,7 @@ def _active(module: Any) -> list[str]:
 def _of_adapters(module: Any) -> list[tuple[str, Any]]:
     """What a module has of each adapter, by its name."""
     names = (*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ()))
-    every = (getattr(module, name, None) for name in names)
+    every: list[Any] = [getattr(module, name, None) for name in names]
     return [item for held in every if hasattr(held, "items") for item in held.items()]
 
 

@@ -11,6 +11,7 @@ from ..forward_pass import ForwardPass
 from ..lazy_head import logits_of_some
 from .base import Part
 from .deferred_logits import DeferredLogits
+from .experts import RouterLogits
 from .head import Head
 from .key_cache import KeyCache
 from .loss import Loss
@@ -25,8 +26,8 @@ _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_
 class Outputs(Part):
     """Gathers outputs in sequence order. Those of a batch that arrived sharded stay sharded."""
 
-    # the latter three read logits before they are gathered or dropped, or put states off
-    needs = (SharedBeginnings, Loss, TokenLosses, States)
+    # RouterLogits adds to the loss; the latter three read logits before they are gathered or dropped, or put states off
+    needs = (SharedBeginnings, RouterLogits, Loss, TokenLosses, States)
 
     def __init__(self, head: Head, key_cache: KeyCache) -> None:
         self.head, self.key_cache = head, key_cache
