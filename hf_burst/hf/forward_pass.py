@@ -17,6 +17,7 @@ from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
 from .batches.joining import Joined
 from .context import ForwardCall
+from .groups import device_of
 from .models.cut_point import TokenInput
 from .models.task import Task
 
@@ -75,11 +76,13 @@ class Agreement:
         facts (`dict`): Values by name.
         checksums (`dict`): Scalars on the device, by name; nobody waits for them before the ranks compare.
         advice (`dict`): What to do if the ranks differ in a fact or a checksum.
+        seed (`int`, defaults to 0): Of dropout; that of the first rank counts, from `begin` on.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
     checksums: dict[str, torch.Tensor] = field(default_factory=dict)
     advice: dict[str, str] = field(default_factory=dict)
+    seed: int = 0
 
     def add(self, name: str, value: Any, advice: str = "") -> None:
         """Adds a fact or, if it is a tensor, a checksum, and what to do if the ranks differ in it."""
@@ -126,7 +129,7 @@ class ForwardPass:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return device_of(self.model)
 
     @property
     def targets(self) -> torch.Tensor | None:

@@ -352,8 +352,9 @@ class _Patch:
                 part.prepare(run)
         except Exception as problem:
             error = problem
-        labels, compared = run.batch.labels, (run.agreement.checksums, run.agreement.advice)
-        run.batch.tokens = run.group.agree(facts, error, run.device, labels, *compared, doing)
+        labels, agreement = run.batch.labels, run.agreement
+        compared = agreement.checksums, agreement.advice, doing, agreement.seed
+        run.batch.tokens, agreement.seed = run.group.agree(facts, error, run.device, labels, *compared)
         self.run, self.explicit = run, run.batch.sharded
         for part in self.parts:
             part.begin(run)

@@ -110,9 +110,32 @@ def adapted_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def adapters_at_work(module: nn.Module) -> list[str]:
-    """Which adapters of a module are active, switched off or merged, and their scales."""
-    names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-    return [str(getattr(module, name, None)) for name in names]
+    """Which adapters of a module are active or merged, and their scales; nothing if none is."""
+    active, merged, scales = _active(module), getattr(module, "merged_adapters", []), getattr(module, "scaling", None)
+    if not active and not merged:
+        return []
+    scales = {name: scales.get(name) for name in active} if isinstance(scales, Mapping) else scales
+    return [str(active), str(merged), str(scales)]
+
+
+def idle_weights(module: nn.Module) -> set[int]:
+    """The ids of weights and buffers of a module's adapters that are not active."""
+    held = [(name, value) for name, value in _of_adapters(module) if name not in _active(module)]
+    modules = [value for _, value in held if isinstance(value, nn.Module)]
+    inside = (weight for value in modules for weight in (*value.parameters(), *value.buffers()))
+    return {*map(id, inside), *(id(value) for _, value in held)}
+
+
+def _active(module: Any) -> list[str]:
+    names = {name for name, _ in _of_adapters(module)}
+    return [] if module.disable_adapters else [name for name in module.active_adapters if name in names]
+
+
+def _of_adapters(module: Any) -> list[tuple[str, Any]]:
+    """What a module has of each adapter, by its name."""
+    names = (*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ()))
+    every: list[Any] = [getattr(module, name, None) for name in names]
+    return [item for held in every if hasattr(held, "items") for item in held.items()]
 
 
 def copies_of(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> int:

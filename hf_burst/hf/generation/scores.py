@@ -13,7 +13,7 @@ from ...errors import BatchError, ConfigError
 from ...layers import loss
 from ..batches.documents import batch_shape
 from ..batches.sharded import checksum, sum_of_bits
-from ..groups import PATCH, resolve_group
+from ..groups import PATCH, device_of, resolve_group
 from ..lazy_head import is_partitioned, logits_of_some, values_of_tokens
 from ..parts.token_losses import Question, Scores, TokenLosses, check_weights, is_sharded_head
 from ..parts.tokens import check_ranges
@@ -208,7 +208,7 @@ def _behind(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None, 
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = problem
     facts = {"document": memory.number, "weights": weights is not None}
-    group.agree(facts, error, base.device, 0, checksums, doing="token_losses behind a memory")
+    group.agree(facts, error, device_of(base), 0, checksums, doing="token_losses behind a memory")
     memory.check(base, group)
     new = labels.shape[1]
     positions = (shown.cumsum(1) - 1).clamp(min=0)[:, -new:]

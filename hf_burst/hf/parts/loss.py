@@ -154,7 +154,7 @@ class Loss(Part):
         counts the labels of all accumulated batches."""
         mine = run.batch.labels if run.batch.sharded else run.batch.tokens
         doing = "a count of the labels of all ranks"  # also of groups that have not agreed on this pass
-        total = ContextGroup.from_mesh(None).agree({}, None, run.device, mine, doing=doing)
+        total, _ = ContextGroup.from_mesh(None).agree({}, None, run.device, mine, doing=doing)
         if not run.model.training:
             return total
         begun = self.accumulated[0] == items and any(parameter.grad is not None for parameter in run.model.parameters())
