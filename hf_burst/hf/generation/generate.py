@@ -99,7 +99,7 @@ def generate(
     steps = stepping(base, changing) if graphs else nullcontext()
     with same_random_numbers(group, base.device), gathered_once(base), steps:
         try:
-            found: Any = base.generate(**{cache_key(base): cache}, **own)  # type: ignore[operator]
+            found: Any = base.generate(**own | {cache_key(base): cache})  # type: ignore[operator]
         except BaseException as problem:  # also when the user interrupts
             if each is not None:
                 each.tell(problem, patch.passes > passes)
