@@ -218,7 +218,7 @@ def of_class(rank: int, size: int, name: str, padded: bool) -> None:
 
 # what is not compared: classes that are refused, and those whose cached generation in one process is not exact (Moshi),
 # fails (HRM) or is NaN where rows are padded, as Transformers' eager attention makes it
-REFUSED_CLASSES = {"DiffLlama", "JetMoe", "FalconMamba", "Jamba", "Mamba", "Mamba2", "Zamba", "Moshi", "HrmText"}
+REFUSED_CLASSES = {"DiffLlama", "Dory", "JetMoe", "FalconMamba", "Jamba", "Mamba", "Zamba", "Moshi", "HrmText"}
 NAN_IF_PADDED = {"Gemma2", "GraniteMoeSWA", "GraniteSWA", "VaultGemma"}
 EXACT = re.findall(r"\| (\w+) \| exact", (Path(__file__).parents[2] / "recipes/results/coverage.md").read_text())
 
@@ -663,6 +663,10 @@ def test_models_that_generate_refuses() -> None:
         hf_burst.generate(models.patch(models.make_model("bert").eval()), prompt)
     with pytest.raises(UnsupportedModelError, match="no state behind a prompt"):
         hf_burst.generate(models.patch(make("zamba")), prompt)
+    looped = models.patch(make("llama"))
+    looped.config.n_recurrent_loops = 2
+    with pytest.raises(UnsupportedModelError, match="layers in loops"):
+        hf_burst.generate(looped, prompt, **GREEDY)
     with pytest.raises(UnsupportedModelError, match="cannot go back"):
         hf_burst.generate(models.patch(make("qwen3_5")), prompt, prompt_lookup_num_tokens=3)
     with pytest.raises(UnsupportedModelError, match="changes the keys or values"):

@@ -57,6 +57,11 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
             "lies over ranks. model.generate holds the whole prompt on each rank."
         )
     cache_key(model)
+    if getattr(model.config.get_text_config(), "n_recurrent_loops", 1) > 1:  # Dory's
+        raise UnsupportedModelError(
+            f"{type(model).__name__} runs layers in loops, each of which would need a cache of its own over the ranks. "
+            "model.generate holds the whole prompt on each rank."
+        )
     if asked(model, kwargs, "prompt_lookup_num_tokens") and recurrent_modules(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} has layers with a state, which cannot go back to before tokens that were refused. "
