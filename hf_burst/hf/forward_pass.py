@@ -15,6 +15,7 @@ from ..config import BurstConfig, Memory
 from ..layers.loss import IGNORE_INDEX
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
+from .batches.documents import cache_of
 from .batches.joining import Joined
 from .context import ForwardCall
 from .groups import device_of
@@ -49,6 +50,11 @@ class Batch:
     def items(self) -> torch.Tensor | float | None:
         """`num_items_in_batch`."""
         return self.inputs.get("num_items_in_batch")
+
+    @property
+    def cache(self) -> Any:
+        """The cache that was given."""
+        return cache_of(self.given)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,17 @@ from ..parts.tokens import check_ranges
 from ..sharded_cache import ShardedCache
 from .each_token import EachToken, NotedStreamer, StreamerBehind
 from .memory import RememberedDocument, with_document
-from .request import asked, check, copies_of, new_cache, patched, prompt_tensors, settings_of, without_rope_deltas
+from .request import (
+    asked,
+    cache_key,
+    check,
+    copies_of,
+    new_cache,
+    patched,
+    prompt_tensors,
+    settings_of,
+    without_rope_deltas,
+)
 from .step_graphs import stepping
 from .weights import gathered_once
 
@@ -65,8 +75,8 @@ def generate(
 
     Raises:
         ConfigError: If the model is not patched, is in training, or an argument is not served.
-        UnsupportedModelError: If the model has Mamba1 layers, or takes no `past_key_values`, or DeepSpeed ZeRO-3 shards
-            its weights.
+        UnsupportedModelError: If the model has Mamba1 layers, or takes no cache, or DeepSpeed ZeRO-3 shards its
+            weights.
         BatchError: If the prompt is empty, or holds more than text.
         RankMismatchError: If the ranks were given different prompts or settings.
 
@@ -101,7 +111,7 @@ def generate(
     steps = stepping(base, changing) if graphs else nullcontext()
     with same_random_numbers(group, device_of(base)), gathered_once(base), steps, without_rope_deltas(base):
         try:
-            found: Any = base.generate(past_key_values=cache, **own)  # type: ignore[operator]
+            found: Any = base.generate(**own | {cache_key(base): cache})  # type: ignore[operator]
         except BaseException as problem:  # also when the user interrupts
             if each is not None:
                 each.tell(problem, patch.passes > passes)

@@ -25,7 +25,7 @@ from ..models.recurrent import recurrent_modules
 from ..parts.rope import follows_length
 from ..parts.tokens import numbers_tokens
 from ..sharded_cache import ShardedCache
-from .request import adapted_modules, adapters_at_work, check, idle_weights, patched
+from .request import adapted_modules, adapters_at_work, cache_key, check, idle_weights, patched
 
 _ABOUT, _DOCUMENT = "memory.json", "document.safetensors"
 _REMEMBER_ANEW = "Call hf_burst.remember anew."
@@ -248,7 +248,7 @@ def remember(model: nn.Module, input_ids: Tensor) -> RememberedDocument:
     config = {f"config.{name}": value for name, value in known["config"].items()}
     group.agree({**known, **config, "config": None}, None, device_of(base), doing="remember")
     cache, input_ids = ShardedCache(group), input_ids.to(device_of(base))
-    logits = base(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:]
+    logits = base(input_ids=input_ids, **{cache_key(base): cache}, use_cache=True, logits_to_keep=1).logits[:, -1:]
     layers = tuple(layer.document for layer in cache.layers)
     return RememberedDocument(input_ids, logits.clone(), layers, group, {**known, "layers": len(layers)})
 

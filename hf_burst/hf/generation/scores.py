@@ -18,7 +18,7 @@ from ..lazy_head import is_partitioned, logits_of_some, values_of_tokens
 from ..parts.token_losses import Question, Scores, TokenLosses, check_weights, is_sharded_head
 from ..parts.tokens import check_ranges
 from .memory import RememberedDocument, with_document
-from .request import check, patched
+from .request import cache_key, check, patched
 
 # tensors as wide as the vocabulary, of the tokens that a divergence takes at a time
 _WIDE = {"forward_kl": 6, "reverse_kl": 6, "jsd": 12}
@@ -216,7 +216,7 @@ def _behind(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None, 
         input_ids=whole[:, -new:],
         attention_mask=shown,
         position_ids=positions,
-        past_key_values=memory.cache(),
+        **{cache_key(base): memory.cache()},
         use_cache=True,
     ).logits
     padding = shown.shape[1] - shown.sum(1)  # the first token of a row is predicted by the document alone

@@ -50,7 +50,7 @@ class Head(Part):
             return
         keep = run.batch.given.get("logits_to_keep", 0)
         asked = self.asked = isinstance(keep, torch.Tensor) or bool(keep)
-        cached = run.batch.given.get("past_key_values") is not None  # a number would have Gemma 4 slice its mask
+        cached = run.batch.cache is not None  # a number would have Gemma 4 slice its mask
         if asked and (run.group.size > 1 or cached or not run.task.generates):
             self.kept, self.rows = keep_rows(keep, run.batch.layout, run.group.rank)
             self.by_model = run.task.generates

@@ -83,7 +83,7 @@ class MemoryRule(Part):
         elif self.chosen:  # an evaluation is to take no more than training
             most = max(self.chosen.values(), key=lambda choice: choice.level).training
             run.settings = Memory(tiled_mlp=most.tiled_mlp, head_groups=most.head_groups)
-        if isinstance(run.batch.given.get("past_key_values"), ShardedCache) and not run.settings.tiled_mlp:
+        if isinstance(run.batch.cache, ShardedCache) and not run.settings.tiled_mlp:
             run.settings = replace(run.settings, tiled_mlp=_PROMPT_TILE)
 
     def end(self) -> None:
