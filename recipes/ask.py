@@ -20,14 +20,15 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import settings
-import torch
-from accelerate import Accelerator
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 import hf_burst
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
 
 TEMPLATE = "\n\nQuestion: {question}\nAnswer:"
 
@@ -42,7 +43,7 @@ class Answer:
     log_likelihood: float  # the mean of its tokens, in nats
 
 
-def frame(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str], chat: bool) -> tuple[str, list[str]]:
+def frame(tokenizer: "PreTrainedTokenizerBase", questions: Sequence[str], chat: bool) -> tuple[str, list[str]]:
     """What stands before a text, and behind it for each question.
 
     Args:
@@ -60,7 +61,7 @@ def frame(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str], chat: bo
     return parts[0][0], [behind for _, _, behind in parts]
 
 
-def ends_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def ends_of(model: Any, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """The tokens that end an answer: those of the model, such as the end of a turn, and that of the tokenizer."""
     own = model.generation_config.eos_token_id
     ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
@@ -68,7 +69,7 @@ def ends_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def answers_from(
-    model: Any, tokenizer: PreTrainedTokenizerBase, document: torch.Tensor, questions: Sequence[str], tokens: int
+    model: Any, tokenizer: "PreTrainedTokenizerBase", document: "torch.Tensor", questions: Sequence[str], tokens: int
 ) -> list[tuple[str, float]]:
     """The answers of a text to all questions, each with the mean log-likelihood of its tokens.
 
@@ -79,6 +80,8 @@ def answers_from(
         questions (sequence of `str`): The questions, as they stand behind it.
         tokens (`int`): Most tokens of an answer.
     """
+    import torch
+
     memory = hf_burst.remember(model, document.to(model.device))
     asked = tokenizer(list(questions), return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
     ids, mask, ends = asked.input_ids, asked.attention_mask, ends_of(model, tokenizer)
@@ -96,7 +99,7 @@ def answers_from(
 
 def ask(
     model: Any,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     texts: dict[str, str],
     questions: Sequence[str],
     tokens: int,
@@ -165,6 +168,12 @@ def main(given: list[str]) -> None:
     questions = [line.strip() for line in read(arguments.questions).splitlines() if line.strip()]
     if not texts or not questions:
         raise SystemExit(f"{len(texts)} texts and {len(questions)} questions were found; give at least one of each.")
+    if settings.is_path(arguments.model) and not Path(arguments.model).exists():
+        missing = settings.nearby(Path(arguments.model))
+        raise SystemExit(f"model is {arguments.model!r}, a folder that does not exist; {missing}")
+    from accelerate import Accelerator  # the arguments are right; these take seconds
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     accelerator = Accelerator(parallelism_config=hf_burst.BurstParallelismConfig.from_env())
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

@@ -4,6 +4,7 @@ one process.
     python recipes/coverage.py                             # all classes
     python recipes/coverage.py --classes LlamaForCausalLM  # some of them
     python recipes/coverage.py --write                     # and writes the table, and the list of served classes
+    python recipes/coverage.py --classes LlamaForCausalLM --write  # some of their rows; the others stay
     python recipes/coverage.py --wrappers --write          # the same for models of images and sound, on text
     python recipes/coverage.py --images --write            # and on images and videos
     python recipes/coverage.py --heads --write             # the same for classes that judge sequences or tokens
@@ -11,6 +12,8 @@ one process.
 A class is compared as by `hf-burst check`, which says what is compared (`hf_burst/check/compare.py`), on a config that
 switches on what the class can do (`recipes/tiny_models.py`, `recipes/tiny_wrappers.py`). Images are those of
 `hf_burst/check/tiny_pictures.py`, and compared by `recipes/image_verdicts.py`.
+
+A table, and the list, is of the oldest Transformers of its rows; rows that a newer one made say so.
 """
 
 import argparse
@@ -25,6 +28,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from packaging.version import Version
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -138,19 +142,43 @@ def _cell(row: Verdict, kind: str) -> str:
     return row.result if row.result != "exact" else "refused" if row.note else "-"
 
 
-def write(table: Table, rows: dict[str, Verdict]) -> None:
-    """The table as json and markdown."""
-    versions = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
+def written(table: Table) -> dict[str, tuple[Verdict, str]]:
+    """The rows of the table as it lies there, each with the Transformers that made it."""
+    known = json.loads((RESULTS / f"{table.name}.json").read_text())
+    return {
+        name: (
+            Verdict(row["result"], row.get("errors", {}), row["note"]),
+            row.get("transformers", known["transformers"]),
+        )
+        for name, row in known["classes"].items()
+    }
+
+
+def write(table: Table, new: dict[str, Verdict]) -> None:
+    """The table as json and markdown: rows that are new, and as they were those of the other classes."""
+    made = {name: row for name, row in written(table).items() if name in table.classes}
+    made |= {name: (row, transformers.__version__) for name, row in new.items()}
+    made = {name: made[name] for name in table.classes if name in made}
+    oldest = min((version for _, version in made.values()), key=Version)
+    later = Counter(version for _, version in made.values() if version != oldest)
+    versions = {"transformers": oldest, "torch": torch.__version__.partition("+")[0]}
+    rows = {name: row for name, (row, _) in made.items()}
     classes = {
-        name: {"result": row.result, **({"errors": row.errors} if row.errors else {}), "note": row.note}
-        for name, row in rows.items()
+        name: {
+            "result": row.result,
+            **({"errors": row.errors} if row.errors else {}),
+            "note": row.note,
+            **({} if version == oldest else {"transformers": version}),
+        }
+        for name, (row, version) in made.items()
     }
     text = json.dumps({**versions, "ranks": RANKS, "tolerance": TOLERANCE, "classes": classes}, indent=1)
     (RESULTS / f"{table.name}.json").write_text(text + "\n")
+    besides = "".join(f", {count} of them of {version}" for version, count in sorted(later.items()))
     lines = [
         "# Coverage",
         "",
-        f"{table.about} of Transformers {versions['transformers']}, tiny, on {RANKS} ranks "
+        f"{table.about} of Transformers {oldest}{besides}, tiny, on {RANKS} ranks "
         f"beside one process (torch {versions['torch']}, fp64). Made by `{table.command} --write`, whose "
         "first lines say what is compared; an error is relative to the greatest entry of the loss or gradient.",
     ]
@@ -164,12 +192,18 @@ def write(table: Table, rows: dict[str, Verdict]) -> None:
 
 
 def write_served() -> None:
-    """The list of served classes: those that a table found exact."""
-    tables = [json.loads((RESULTS / f"{table.name}.json").read_text()) for table in (LANGUAGE, WRAPPERS, HEADS)]
-    rows = {name: row for table in tables for name, row in table["classes"].items()}
-    exact = sorted(name for name, row in rows.items() if row["result"] == "exact")
-    hashes = {name: source_hash(getattr(transformers, name).__module__) for name in exact}
-    SERVED.write_text(json.dumps({"transformers": tables[0]["transformers"], "classes": hashes}, indent=1) + "\n")
+    """The list of served classes: those that a table found exact, with the source of the Transformers that did."""
+    made = written(LANGUAGE) | written(WRAPPERS) | written(HEADS)
+    known = json.loads(SERVED.read_text())["classes"]
+    hashes = {
+        name: source_hash(getattr(transformers, name).__module__)
+        if version == transformers.__version__
+        else known[name]
+        for name, (row, version) in sorted(made.items())
+        if row.result == "exact"
+    }
+    oldest = min((version for _, version in made.values()), key=Version)
+    SERVED.write_text(json.dumps({"transformers": oldest, "classes": hashes}, indent=1) + "\n")
 
 
 def main() -> None:
@@ -188,8 +222,6 @@ def main() -> None:
     if unknown := sorted(set(names) - set(table.classes)):
         kinds = {LANGUAGE.name: "causal-LM or masked-LM", HEADS.name: "judging"}.get(table.name, "multimodal-LM")
         parser.error(f"Transformers has no {kinds} class {', '.join(unknown)}")
-    if arguments.write and set(names) != set(table.classes):
-        parser.error("--write needs the rows of all classes; leave --classes out")
     rows: dict[str, Verdict] = {}
     parts = [names[start : start + BATCH] for start in range(0, len(names), BATCH)]
     for name, row in chain.from_iterable(compare_all(table, part) for part in parts):

@@ -15,7 +15,7 @@ Four GPUs, Llama-3.1-8B-Instruct with LoRA:
         --dataset pairs.jsonl --output_dir outputs/dpo
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import settings
 import training
@@ -27,13 +27,18 @@ if TYPE_CHECKING:
 DEFAULTS = {"output_dir": "outputs/dpo", "learning_rate": 1e-6}
 
 
+def check(model: ModelSettings, pairs: DataSettings, burst: BurstSettings, args: Any) -> None:
+    """Checks the settings before torch is imported."""
+    settings.check(model, pairs, burst, args)
+    if args.precompute_ref_log_probs:
+        raise SystemExit("precompute_ref_log_probs would compute sequences before they are sharded; leave it out.")
+
+
 def make_trainer(arguments: list[str]) -> "tuple[DPOTrainer, BurstSettings]":
     """The trainer that the command line and its YAML files describe."""
     kinds = (ModelSettings, DataSettings, BurstSettings, "DPOConfig")
-    model, pairs, burst, args = settings.parse(arguments, kinds, DEFAULTS)
+    model, pairs, burst, args = settings.parse(arguments, kinds, DEFAULTS, check)
     run = settings.prepare(args, model, pairs, burst)
-    if args.precompute_ref_log_probs:
-        raise SystemExit("precompute_ref_log_probs would compute sequences before they are sharded; leave it out.")
     import models  # the settings are right; these take seconds
     import preferences
     import report

@@ -113,12 +113,19 @@ def write(curves: Mapping[str, "PositionLosses"], old: int, args: "SFTConfig", m
         print(f"perplexity {label:>24}: " + ", ".join(f"{value:8.3f} {part}" for part, value in values.items()))
 
 
-def main(arguments: list[str]) -> None:
-    kinds = (ModelSettings, DataSettings, BurstSettings, "SFTConfig", Extension)
-    model, documents, burst, args, extension = settings.parse(arguments, kinds, DEFAULTS)
-    run = settings.prepare(args, model, documents, burst)
+def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, args: Any, extension: Extension) -> None:
+    """Checks the settings before torch is imported."""
+    settings.check(model, documents, burst, args)
     if extension.pretraining_steps and model.model_name_or_path is not None:
         raise SystemExit("pretraining_steps trains a model from nothing: set model_config, not model_name_or_path.")
+    if not (documents.eval_dataset or documents.eval_share):
+        raise SystemExit("Set eval_share, or eval_dataset, for the text of the perplexity.")
+
+
+def main(arguments: list[str]) -> None:
+    kinds = (ModelSettings, DataSettings, BurstSettings, "SFTConfig", Extension)
+    model, documents, burst, args, extension = settings.parse(arguments, kinds, DEFAULTS, check)
+    run = settings.prepare(args, model, documents, burst)
     import data  # the settings are right; these take seconds
     import models
     import report
@@ -135,8 +142,7 @@ def main(arguments: list[str]) -> None:
             f"max_length is {args.max_length:,}, and the model has {old:,} positions; set max_length higher."
         )
     train, held_out = data.load_tokens(documents, tokenizer, args, ends=False)
-    if held_out is None:
-        raise SystemExit("Set eval_share, or eval_dataset, for the text of the perplexity.")
+    assert held_out is not None, "checked before"
     long = (ids for ids in held_out["input_ids"] if len(ids) == args.max_length)
     windows = list(islice(long, extension.windows))
     if not windows:

@@ -17,7 +17,7 @@ Four GPUs, Llama-3.1-8B-Instruct with LoRA:
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import settings
 import training
@@ -53,17 +53,23 @@ class Rewards:
                 raise SystemExit(f"reward has {name!r}; give 'answer', or a function of a file: rewards.py:name.")
 
 
-def make_trainer(arguments: list[str]) -> "tuple[GRPOTrainer, BurstSettings]":
-    """The trainer that the command line and its YAML files describe."""
-    kinds = (ModelSettings, DataSettings, BurstSettings, Rewards, "GRPOConfig")
-    model, documents, burst, rewards, args = settings.parse(arguments, kinds, DEFAULTS)
+def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, rewards: Rewards, args: Any) -> None:
+    """Checks the settings before torch is imported."""
     args.max_length = rewards.max_length
-    run = settings.prepare(args, model, documents, burst)
+    settings.check(model, documents, burst, args)
     if not 0 < args.max_completion_length < rewards.max_length:
         raise SystemExit(
             f"max_completion_length is {args.max_completion_length}, and max_length {rewards.max_length} holds a "
             "prompt, too; set one of them."
         )
+
+
+def make_trainer(arguments: list[str]) -> "tuple[GRPOTrainer, BurstSettings]":
+    """The trainer that the command line and its YAML files describe."""
+    kinds = (ModelSettings, DataSettings, BurstSettings, Rewards, "GRPOConfig")
+    model, documents, burst, rewards, args = settings.parse(arguments, kinds, DEFAULTS, check)
+    args.max_length = rewards.max_length
+    run = settings.prepare(args, model, documents, burst)
     import models  # the settings are right; these take seconds
     import prompts
     import report

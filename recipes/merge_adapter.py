@@ -6,11 +6,9 @@ The folder of the adapter may be a checkpoint of a training. RoPE settings that 
 """
 
 import argparse
+import json
 from pathlib import Path
 
-import beginning  # noqa: F401 (before peft)
-from models import merge_adapter
-from peft import PeftConfig
 from settings import probe_merged, using
 
 
@@ -23,8 +21,10 @@ def main() -> None:
     if not (arguments.adapter / "adapter_config.json").exists():
         raise SystemExit(f"{arguments.adapter} holds no adapter_config.json; give the folder of an adapter.")
     with using(f"adapter {arguments.adapter}"):
-        base = PeftConfig.from_pretrained(arguments.adapter).base_model_name_or_path
+        base = json.loads((arguments.adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
         probe_merged("to", str(arguments.to), str(arguments.adapter), base)
+        from models import merge_adapter  # the arguments are right; this takes seconds
+
         merge_adapter(arguments.adapter, arguments.to, arguments.dtype)
     print(f"the full model is in {arguments.to}")
 

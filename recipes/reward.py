@@ -15,7 +15,7 @@ Four GPUs, Llama-3.1-8B-Instruct with LoRA:
         --dataset pairs.jsonl --output_dir outputs/reward
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import settings
 import training
@@ -27,15 +27,20 @@ if TYPE_CHECKING:
 DEFAULTS = {"output_dir": "outputs/reward", "learning_rate": 1e-5, "lora_task_type": "SEQ_CLS"}
 
 
-def make_trainer(arguments: list[str]) -> "tuple[RewardTrainer, BurstSettings]":
-    """The trainer that the command line and its YAML files describe."""
-    kinds = (ModelSettings, DataSettings, BurstSettings, "RewardConfig")
-    model, pairs, burst, args = settings.parse(arguments, kinds, DEFAULTS)
-    run = settings.prepare(args, model, pairs, burst)
+def check(model: ModelSettings, pairs: DataSettings, burst: BurstSettings, args: Any) -> None:
+    """Checks the settings before torch is imported."""
+    settings.check(model, pairs, burst, args)
     if model.use_peft and model.lora_task_type != "SEQ_CLS":
         raise SystemExit(
             f"lora_task_type is {model.lora_task_type!r}, by which the head would not learn; leave it out."
         )
+
+
+def make_trainer(arguments: list[str]) -> "tuple[RewardTrainer, BurstSettings]":
+    """The trainer that the command line and its YAML files describe."""
+    kinds = (ModelSettings, DataSettings, BurstSettings, "RewardConfig")
+    model, pairs, burst, args = settings.parse(arguments, kinds, DEFAULTS, check)
+    run = settings.prepare(args, model, pairs, burst)
     import models  # the settings are right; these take seconds
     import preferences
     import report

@@ -25,7 +25,9 @@ import beginning  # noqa: F401 (before torch)
 import resuming
 import yaml
 from huggingface_hub.errors import StrictDataclassError
+from stand_ins import stand_in
 from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
 from trl import ModelConfig
 
 import hf_burst
@@ -228,17 +230,25 @@ class Parser(HfArgumentParser):
     """A parser whose errors are a sentence too."""
 
     def error(self, message: str) -> NoReturn:
-        raise SystemExit(f"{message}; see --help.")
+        option = message.removeprefix("argument ").partition("/")[0].partition(":")[0]
+        switch = any(one.type is string_to_bool for one in self._actions if option in one.option_strings)
+        raise SystemExit(f"{message}{f', such as {option} true' if switch else ''}; see --help.")
 
 
-def parse(arguments: list[str], kinds: tuple[type | str, ...], defaults: dict[str, Any]) -> tuple[Any, ...]:
-    """Reads the settings.
+def parse(
+    arguments: list[str],
+    kinds: tuple[type | str, ...],
+    defaults: dict[str, Any],
+    check: Callable[..., None] = lambda *values: None,
+) -> tuple[Any, ...]:
+    """Reads the settings, and checks them before torch is imported.
 
     Args:
         arguments (`list[str]`): The command line. Of several YAML files (`--config`) later ones overrule.
         kinds (`tuple[type | str, ...]`): The dataclasses whose fields are the settings. Those of TRL may be names: they
-            take seconds to import, before which the others are checked.
+            take seconds to import, before which stand-ins with their fields are read and checked.
         defaults (`dict[str, Any]`): Defaults that overrule `DEFAULTS` and those of the dataclasses.
+        check (`Callable`): Is called with the values, or with stand-ins for those of TRL; raises for wrong ones.
 
     Returns:
         One value of each dataclass, in their order.
@@ -251,13 +261,20 @@ def parse(arguments: list[str], kinds: tuple[type | str, ...], defaults: dict[st
         libraries = ", ".join(kind for kind in kinds if isinstance(kind, str))
         more = f"Settings of TRL's {libraries} are taken, too: --help_all lists all of them."
         read(arguments, own, defaults, more=more)
+    early = [stand_in(kind) if isinstance(kind, str) else kind for kind in kinds]
+    whole = None not in early  # otherwise TRL's files lie elsewhere now
     if "--help_all" in arguments:
         arguments = ["--help"]
     else:
-        read(arguments, own, defaults, alone=False)
+        values = read(arguments, tuple(filter(None, early)), defaults, alone=whole)
+        if whole:
+            check(*values)
     import trl
 
-    return read(arguments, tuple(getattr(trl, kind) if isinstance(kind, str) else kind for kind in kinds), defaults)
+    values = read(arguments, tuple(getattr(trl, kind) if isinstance(kind, str) else kind for kind in kinds), defaults)
+    if not whole:
+        check(*values)
+    return values
 
 
 def read(
@@ -336,31 +353,41 @@ def similar(name: str, known: dict[str, Any]) -> str:
     return f"; did you mean {matches[0]}?" if matches else "; see --help."
 
 
-def prepare(
-    training: "TrainingArguments", model: ModelSettings, documents: DataSettings, burst: BurstSettings
-) -> dict[str, Any]:
-    """Checks the training arguments, and gives them the groups of processes and the checkpoint to resume from.
-
-    Returns:
-        The settings that checkpoints remember.
-    """
+def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, training: Any, *_: Any) -> None:
+    """Checks what is known before torch is imported: the training arguments may be a stand-in's."""
     if type(length := training.max_length) is not int or length < 2:
         raise SystemExit(f"max_length is {length!r}; give a whole number of tokens, at least 2.")
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         if type(value := getattr(training, name)) is not int or value < 1:
             raise SystemExit(f"{name} is {value!r}; give a whole number, at least 1.")
-    if (strategy := training.eval_strategy) != "no" and not (documents.eval_dataset or documents.eval_share):
-        raise SystemExit(f"eval_strategy is {strategy.value!r}, but there are no rows for it; set eval_share.")
+    rows = documents.eval_dataset or documents.eval_share
+    if (strategy := training.eval_strategy) in ("steps", "epoch") and not rows:
+        raise SystemExit(f"eval_strategy is {strategy!r}, but there are no rows for it; set eval_share.")
     probe("output_dir", training.output_dir)
-    kinds = {"adapter_config.json": "an adapter", "model.safetensors*": "a full model"}
-    held = [kind for pattern, kind in kinds.items() if any(Path(training.output_dir).glob(pattern))]
-    for kind in held:
+    for kind in held_in(training.output_dir):
         if (kind == "an adapter") != model.use_peft:
             raise SystemExit(f"output_dir {training.output_dir!r} holds {kind} of another run; set another folder.")
     if burst.merge_to is not None and not model.use_peft:
         raise SystemExit("merge_to is set without use_peft; what is trained in full is a full model already.")
     if burst.merge_to is not None:
         probe_merged("merge_to", burst.merge_to, training.output_dir, model.model_name_or_path)
+    check_groups(burst.burst_size)
+
+
+def held_in(folder: str) -> list[str]:
+    """What a folder holds of an earlier run."""
+    kinds = {"adapter_config.json": "an adapter", "model.safetensors*": "a full model"}
+    return [kind for pattern, kind in kinds.items() if any(Path(folder).glob(pattern))]
+
+
+def prepare(
+    training: "TrainingArguments", model: ModelSettings, documents: DataSettings, burst: BurstSettings
+) -> dict[str, Any]:
+    """Gives the training arguments the groups of processes and the checkpoint to resume from.
+
+    Returns:
+        The settings that checkpoints remember.
+    """
     check_groups(burst.parallelism.burst_size)
     resuming.end_together(resuming.hold(training.output_dir) if training.process_index == 0 else None)
     if training.process_index == 0 and (warning := overruled(burst.burst_size)):
@@ -368,6 +395,7 @@ def prepare(
     keep_time_limit(training)
     run = resuming.settings_of(training, model, documents)
     training.resume_from_checkpoint = resuming.checkpoint(training, run)
+    held = held_in(training.output_dir)
     if held and training.resume_from_checkpoint is None and training.process_index == 0:
         print(f"output_dir {training.output_dir!r} holds {held[0]} that was trained before; this run replaces it.")
     training.parallelism_config = burst.parallelism
@@ -390,7 +418,7 @@ def on_gpu(training: "TrainingArguments") -> bool:
 def check_groups(size: int | None) -> None:
     """Refuses groups that do not divide the processes that a launcher has started, before the data is read."""
     processes = int(os.environ.get("WORLD_SIZE", "0"))
-    if size is not None and processes % size:
+    if size is not None and size > 0 and processes % size:
         fitting = max(smaller for smaller in range(1, size + 1) if processes % smaller == 0)
         raise SystemExit(
             f"burst_size is {size}, which does not divide the processes that were launched: {processes}. Pass "

@@ -89,7 +89,7 @@ def sft_trainer(
     refused where text alone is trained on."""
     kinds = (ModelSettings, DataSettings, BurstSettings, "SFTConfig")
     defaults = {"use_liger_kernel": find_spec(settings.LIGER) is not None, **defaults}  # on GPUs
-    model, documents, burst, args = settings.parse(arguments, kinds, defaults)
+    model, documents, burst, args = settings.parse(arguments, kinds, defaults, settings.check)
     run = settings.prepare(args, model, documents, burst)
     import data  # the settings are right; these take seconds
     import images

@@ -70,8 +70,10 @@ class LazyMask:
             "or it masks by itself, which is not served."
         )
 
-    def __getitem__(self, index: tuple[slice, ...]) -> "LazyMask | torch.Tensor":
+    def __getitem__(self, index: Any) -> "LazyMask | torch.Tensor":
         """The rows of some queries, as Gemma 4 asks for them where layers share keys; of all queries, the mask."""
+        if not isinstance(index, tuple):
+            index = (index,) if not self.sharded else getattr(self, f"[{index}]")  # raises
         if all(part in (slice(None), slice(0, None)) for part in index):
             return self
         return self.whole[index]

@@ -15,8 +15,10 @@ from ..config import BurstConfig, Memory
 from ..layers.loss import IGNORE_INDEX
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
+from .batches.documents import cache_of
 from .batches.joining import Joined
 from .context import ForwardCall
+from .groups import device_of
 from .models.cut_point import TokenInput
 from .models.task import Task
 
@@ -49,6 +51,11 @@ class Batch:
         """`num_items_in_batch`."""
         return self.inputs.get("num_items_in_batch")
 
+    @property
+    def cache(self) -> Any:
+        """The cache that was given."""
+        return cache_of(self.given)
+
 
 @dataclass(frozen=True)
 class Checkpoints:
@@ -75,11 +82,13 @@ class Agreement:
         facts (`dict`): Values by name.
         checksums (`dict`): Scalars on the device, by name; nobody waits for them before the ranks compare.
         advice (`dict`): What to do if the ranks differ in a fact or a checksum.
+        seed (`int`, defaults to 0): Of dropout; that of the first rank counts, from `begin` on.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
     checksums: dict[str, torch.Tensor] = field(default_factory=dict)
     advice: dict[str, str] = field(default_factory=dict)
+    seed: int = 0
 
     def add(self, name: str, value: Any, advice: str = "") -> None:
         """Adds a fact or, if it is a tensor, a checksum, and what to do if the ranks differ in it."""
@@ -126,7 +135,7 @@ class ForwardPass:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return device_of(self.model)
 
     @property
     def targets(self) -> torch.Tensor | None:

@@ -25,6 +25,7 @@ from ..ranks.group import ContextGroup
 from ..ranks.watch import watch_of_process
 from ..ring.resources import resources_of
 from .batches.cutting import bound_arguments
+from .batches.documents import cache_of
 from .batches.sharded import is_sharded
 from .callers import frames
 from .context import CALL_KEY, CachedPass, LayerContext, PassContext, current
@@ -198,7 +199,7 @@ def _generates(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     """Whether a pass is a step of `generate`, in which every rank holds the whole prompt, with Transformers' own
     attention."""
     learns = model.training and torch.is_grad_enabled()
-    cached = batch.get("past_key_values") is not None or bool(batch.get("use_cache"))
+    cached = cache_of(batch) is not None or bool(batch.get("use_cache"))
     return cached and not learns and batch.get("labels") is None and not is_sharded(batch)
 
 
@@ -312,7 +313,7 @@ class _Patch:
         cache: Any = None
         try:
             batch = bound_arguments(module, args, kwargs)
-            cache = batch.get("past_key_values")
+            cache = cache_of(batch)
             if isinstance(cache, ShardedCache) and not cache.is_read:
                 batch = once(cache, batch)
         except Exception as problem:  # whatever it is, the other ranks must not wait for this one
@@ -352,8 +353,9 @@ class _Patch:
                 part.prepare(run)
         except Exception as problem:
             error = problem
-        labels, compared = run.batch.labels, (run.agreement.checksums, run.agreement.advice)
-        run.batch.tokens = run.group.agree(facts, error, run.device, labels, *compared, doing)
+        labels, agreement = run.batch.labels, run.agreement
+        compared = agreement.checksums, agreement.advice, doing, agreement.seed
+        run.batch.tokens, agreement.seed = run.group.agree(facts, error, run.device, labels, *compared)
         self.run, self.explicit = run, run.batch.sharded
         for part in self.parts:
             part.begin(run)

@@ -177,8 +177,10 @@ class ContextGroup:
         checksums: Mapping[str, Tensor] | None = None,
         advice: Mapping[str, str] | None = None,
         doing: str = "a comparison of what ranks hold",
-    ) -> int:
-        """Lets all ranks go on together, with the sum of their tallies, or raises an error on all of them.
+        seed: int = 0,
+    ) -> tuple[int, int]:
+        """Lets all ranks go on together, with the sum of their tallies and the seed of the first of them, or raises an
+        error on all of them.
 
         Every rank calls it at the same time: one small all-gather on the [`ControlGroup`], never on the users' own.
         Facts are only exchanged where something differs. A rank that calls something else meanwhile is found out by the
@@ -194,6 +196,7 @@ class ContextGroup:
                 ranks, on any device. The host reads one sum of them.
             advice (mapping from `str` to `str`, *optional*): What to do if a fact or a checksum of this name differs.
             doing (`str`, *optional*): What the ranks are about to do, for errors of other ranks.
+            seed (`int`, defaults to 0): A number of which that of the first rank counts.
 
         Raises:
             ConfigError: If the process group has come to an end, or was made anew with other ranks, or if a pass over
@@ -204,7 +207,7 @@ class ContextGroup:
         if self.size == 1:
             if error is not None:
                 raise error
-            return tally
+            return tally, seed
         process_group = group_by_name(self.name)
         limit = _limit_of(process_group, device)
         error = error if _interrupts(error) else self._refusal(process_group) or error
@@ -214,16 +217,16 @@ class ContextGroup:
         contents = torch.zeros((), dtype=torch.int64, device=device)
         for name, checksum in (checksums or {}).items():
             contents += checksum.to(device) * (zlib.crc32(name.encode()) | 1)
-        numbers = [digest, int(error is not None), tally, int(contents) if checksums else 0]
+        numbers = [digest, int(error is not None), tally, int(contents) if checksums else 0, seed]
         mine = torch.tensor(numbers, device="cpu")  # whatever the default device is
         with _raised_anyway(error), watch_of_process().calling(process_group, doing) as watch:
             control = control_of(process_group, watch, limit)
-            digests, flags, tallies, sums = control.gather(mine, limit).unbind(1)
+            digests, flags, tallies, sums, seeds = control.gather(mine, limit).unbind(1)
             if not flags.any() and (digests == digest).all() and (sums == sums[0]).all():
                 if device.type not in control.opened:
                     _open(process_group, device)
                     control.opened.add(device.type)
-                return int(tallies.sum())
+                return int(tallies.sum()), int(seeds[0])
             facts = facts | {name: f"{int(checksum) % 2**64:x}" for name, checksum in (checksums or {}).items()}
             said = repr(error) if _interrupts(error) else str(error) or repr(error)
             report = {"facts": facts, "error": said if error is not None else None}

@@ -55,11 +55,11 @@ def scan_by_states(
         for index, piece in enumerate(own):
             if index in exports | wanted or not piece.opens:
                 x_own, b_own, step = joined((x, b, steps), [piece])
-                log = (step * decay).cumsum(0)
-                decays[index] = log.exp()
+                log = (step * decay).double().cumsum(0)  # in fp32, differences of long sums have few digits
+                decays[index] = log.exp().to(step.dtype)
             if index in exports | wanted:
-                weighted = x_own.to(log.dtype) * (step * (log[-1] - log).exp())[..., None]
-                end = torch.einsum("tghp,tgn->ghpn", weighted.unflatten(1, (groups, -1)), b_own.to(log.dtype))
+                weighted = x_own.to(step.dtype) * (step * (log[-1] - log).exp().to(step.dtype))[..., None]
+                end = torch.einsum("tghp,tgn->ghpn", weighted.unflatten(1, (groups, -1)), b_own.to(step.dtype))
                 handed[index] = end.flatten(0, 1), decays[index][-1]
         incoming, slots = incoming_states(handed, by_number, shards) if segments.slots else ({}, ())
         if last is not None:

@@ -251,7 +251,11 @@ def finish(
     wrapping: str, processes: int, folder: Path, left: list[int], followed: set[int], limit: float
 ) -> Iterator[Row]:
     """Runs combinations in as few jobs as their failures allow; yields what became of each."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
+    }
     environment |= {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"} if wrapping == "hsdp" else {}
     environment.setdefault("OMP_NUM_THREADS", "1" if os.environ.get("ACCELERATE_USE_CPU") else "8")
     while left:

@@ -131,8 +131,8 @@ class OfImages(transformers.Qwen3VLProcessor):
 
 
 def load(folder: Path) -> None:
-    """Loads a model by plain Transformers; its outputs are numbers. It is whole, as in a process of its own, and lies on
-    the GPU where there is one: Liger may have replaced layers of its class by now, which need one."""
+    """Loads a model by plain Transformers; its outputs are numbers. It is whole, as in a process of its own, and on the
+    GPU where there is one: Liger may have replaced layers of its class, which need it."""
     unset_hf_deepspeed_config()
     config, device = AutoConfig.from_pretrained(folder), "cuda" if torch.cuda.is_available() else "cpu"
     model = models.auto_class(config).from_pretrained(folder, dtype="auto").to(device)

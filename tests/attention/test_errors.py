@@ -401,7 +401,7 @@ def test_without_a_check_a_rank_still_validates_its_own_input(ask):
 def agree(rank: int, size: int, facts: list[dict], errors: list[BurstError | None], tallies: list[int]):
     group = ContextGroup.from_mesh(None) if size > 1 else ContextGroup()
     try:
-        return group.agree(facts[rank], errors[rank], torch.device("cpu"), tallies[rank])
+        return group.agree(facts[rank], errors[rank], torch.device("cpu"), tallies[rank], seed=100 + rank)
     except BurstError as error:
         return type(error), str(error)
 
@@ -410,11 +410,11 @@ def agree(rank: int, size: int, facts: list[dict], errors: list[BurstError | Non
 def test_agreeing_sums_the_tallies(ask, size):
     facts = [{"a": 1, "b": [2, None, "c"]}] * size
     tallies = [7, -3, 10**12][:size]
-    assert ask(size, agree, facts, [None] * size, tallies) == [sum(tallies)] * size
+    assert ask(size, agree, facts, [None] * size, tallies) == [(sum(tallies), 100)] * size, "the first rank's seed"
 
 
 def test_one_process_agrees_with_itself():
-    assert agree(0, 1, [{"a": 1}], [None], [5]) == 5
+    assert agree(0, 1, [{"a": 1}], [None], [5]) == (5, 100)
     assert agree(0, 1, [{"a": 1}], [BatchError("no")], [5]) == (BatchError, "no")
 
 

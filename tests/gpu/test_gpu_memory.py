@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -37,7 +40,7 @@ from tests.hf.test_wrappers import flat
 from tests.layers import test_adapters
 from tests.layers.test_tiled import results
 from tests.support import models
-from tests.support.ranks import gpu_of
+from tests.support.ranks import gpu_of, reset_accelerate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 Settings = dict[str, Any]
@@ -322,3 +325,38 @@ def test_adapters_beside_weights_in_4_bits(tiles: bool) -> None:
     theirs = test_adapters.results(module, x, autocast=True)
     ours = test_adapters.results(test_adapters.joined(module), x, tiles, True, autocast=True)
     assert all(relative(own, other) < 2e-2 for own, other in zip(ours, theirs, strict=True))
+
+
+def losses_with_weights_on_the_host(rank: int, size: int, burst: bool) -> tuple[list[float], bool]:
+    """Losses of two steps under FSDP2 whose weights wait on the host, and whether layers left the GPU."""
+    reset_accelerate()
+    model = models.make_model("llama", layers=4).train()
+    if burst:
+        memory = hf_burst.Memory(activation_offloading=1.0)
+        hf_burst.patch_model(model, hf_burst.BurstConfig(memory=memory))
+    model.gradient_checkpointing_enable()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True, auto_wrap_policy="transformer_based_wrap")
+    mesh = hf_burst.BurstParallelismConfig(burst_size=size) if burst else None
+    accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=mesh)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert isinstance(model, FSDPModule)
+    assert {weight.device.type for weight in model.parameters()} == {"cpu"}
+    losses = []
+    for seed in range(2):
+        batch = {key: value.to(accelerator.device) for key, value in models.make_batch("plain", seed=seed).items()}
+        loss = model(**batch, **({} if burst else {"use_cache": False})).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    parts = model._hf_burst.parts if burst else ()
+    hosts = [part.host for part in parts if getattr(part, "host", None) is not None]
+    return losses, any(host.device == accelerator.device for host in hosts)
+
+
+def test_weights_that_fsdp2_keeps_on_the_host_of_a_gpu(gpus: Ranks) -> None:  # noqa: F811
+    """NCCL alone, as `accelerate launch` starts it where FSDP2 is asked for in Python."""
+    (wanted, _), *_ = gpus(2).run(losses_with_weights_on_the_host, False)
+    for losses, left in gpus(2).run(losses_with_weights_on_the_host, True):
+        assert losses == pytest.approx(wanted, rel=1e-4)
+        assert left, "layers leave for the host, too"

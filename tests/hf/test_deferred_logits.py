@@ -9,8 +9,10 @@ import torch
 from torch.nn import functional
 
 import hf_burst
+from hf_burst.attention import SequenceLayout
 from hf_burst.errors import BatchError, RankMismatchError
 from hf_burst.hf.parts.deferred_logits import DeferredLogits
+from hf_burst.hf.parts.head import keep_rows
 from tests.hf.test_token_losses import Batch, Width, batch_of, whole_gradients, wrap
 from tests.support import models
 from tests.support.gradients import Result, assert_equal
@@ -29,6 +31,7 @@ def selected(logits: Any, labels: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of labels by two ways, and the entropy, of some rows."""
     index = labels[1:, 1:].clamp(min=0)[..., None]
     some = logits[1:, :-1]
+    assert logits[labels != -100, :].shape == logits[labels != -100].shape == ((labels != -100).sum(), logits.size(-1))
     first = torch.gather(some, dim=-1, index=index)[..., 0] - torch.stack([row.logsumexp(-1) for row in some])
     second = functional.log_softmax(some / 2, dim=-1).gather(-1, index).squeeze(-1)
     counted = labels[1:, 1:] != -100
@@ -85,6 +88,46 @@ CASES.remove(("of_one_token", "alike"))  # padding has other logits there, and i
 def test_losses_on_logits_equal_one_process(ranks: Ranks, name: str, kind: str, size: int) -> None:
     tolerance = 2e-6 if name == "smoothed" else 1e-9  # which rounds to fp32
     assert_equal(ranks(size).run(deferred, name, kind), expected(name, kind), tolerance)
+
+
+def accuracy(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+    """What a `compute_loss` logs, and a loss of all logits: they are gathered."""
+    right = logits[:, :-1].detach().argmax(-1) == labels[:, 1:]
+    return torch.where((labels[:, 1:] != -100)[..., None], logits[:, :-1], 0).square().sum() + right.sum()
+
+
+def beside_labels(rank: int, size: int, kind: str) -> list[Result]:
+    results, batch = [], batch_of(kind)
+    for loss in (cross_entropy, selected, accuracy):
+        model = models.patch(
+            models.make_model("llama", torch.float64).train(), hf_burst.BurstConfig(share_prefixes=True)
+        )
+        logits = model(**batch)["logits"]
+        assert isinstance(logits, DeferredLogits), "of which a training by the loss alone computes nothing"
+        value = loss(logits, batch["labels"])
+        value.backward()
+        results.append((value.item(), {name: weight.grad for name, weight in model.named_parameters()}))
+    assert torch.equal(logits[..., 3], logits[:, :, 3])
+    with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9):
+        outputs = model(**batch)
+        assert outputs.logits.logsumexp(-1).shape == batch["labels"].shape
+        with pytest.raises(BatchError, match="while a model trains with labels in the batch, and argmax was asked of"):
+            outputs.logits.argmax(-1)
+    assert model.eval()(**batch).logits.shape == (*batch["labels"].shape, models.VOCABULARY)
+    return results
+
+
+@pytest.mark.parametrize("kind", ["right", "alike"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_logits_of_a_batch_with_labels(ranks: Ranks, size: int, kind: str) -> None:
+    """As `compute_loss` of a `Trainer` reads them, whose batch keeps its labels."""
+    found = ranks(size).run(beside_labels, kind)
+    for number, loss in enumerate((cross_entropy, selected, accuracy)):
+        batch, model = batch_of(kind), models.make_model("llama", torch.float64).train()
+        value = loss(models.plain_logits(model, batch), batch["labels"])
+        value.backward()
+        wanted = value.item(), {name: weight.grad for name, weight in model.named_parameters()}
+        assert_equal([results[number] for results in found], wanted, 1e-9)
 
 
 def wrapped(rank: int, size: int, how: str) -> Result:
@@ -211,3 +254,15 @@ def of_no_token(rank: int, size: int) -> tuple[float, torch.dtype, float]:
 
 def test_no_token_counts_nothing(ranks: Ranks) -> None:
     assert ranks(2).run(of_no_token) == [(0.0, torch.float32, 0.0)] * 2
+
+
+@pytest.mark.parametrize("documents", [(0, 97), (0, 30, 33, 97)])
+@pytest.mark.parametrize("keep", [1, 5, torch.tensor([-1, 3, 96, 3, 50])])
+def test_tokens_that_are_kept_are_found_by_runs(documents: tuple[int, ...], keep: Any) -> None:
+    layout = SequenceLayout.for_batch([documents], 3, "balanced")
+    wanted = [token % 97 for token in keep.tolist()] if isinstance(keep, torch.Tensor) else list(range(97 - keep, 97))
+    found = {}
+    for rank in range(3):
+        places, rows = keep_rows(keep, layout, rank)
+        found |= zip(places[rank], layout.indices(rank)[rows].tolist(), strict=True)
+    assert [found[place] for place in range(len(wanted))] == wanted

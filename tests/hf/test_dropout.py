@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import hf_burst
 from hf_burst.attention import ContextGroup
 from hf_burst.errors import RankMismatchError, UnsupportedModelError
-from hf_burst.hf.forward_pass import random_rates
+from hf_burst.hf.forward_pass import Agreement, random_rates
 from hf_burst.hf.parts.dropout import DropoutStreams, check_shared_dropout
 from tests.support import models
 from tests.support.ranks import RankPool
@@ -112,7 +112,7 @@ def leave_the_stream_alone(rank: int, size: int) -> None:
     model = models.patch(gpt2_with(RATE))
     model.transformer.ln_f = Broken()
     torch.manual_seed(3)
-    torch.randint(2**63 - 1, (size,))
+    torch.randint(2**63 - 1, ())
     state = torch.get_rng_state()
     for compiled in (False, True):
         if compiled:
@@ -174,7 +174,8 @@ class Functional(nn.Module):
 
 def drop_by_function(rank: int, size: int, name: str) -> None:
     module, part = Functional(name), DropoutStreams()
-    run = SimpleNamespace(random_rates=list(random_rates(module)), group=ContextGroup.from_mesh(None))
+    rates, group = list(random_rates(module)), ContextGroup.from_mesh(None)
+    run = SimpleNamespace(random_rates=rates, group=group, agreement=Agreement())
     torch.manual_seed(1)
     x = torch.ones(200)
     part.begin(run)

@@ -1,5 +1,6 @@
 """Tokens that are generated over ranks equal those of `model.generate` in one process."""
 
+import inspect
 import os
 import re
 import time
@@ -13,7 +14,16 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, LogitsProcessor, MaxLengthCriteria, PreTrainedModel, StoppingCriteria
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteria,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import hf_burst
@@ -252,7 +262,7 @@ def of_class(rank: int, size: int, name: str, padded: bool) -> None:
 
 # what is not compared: classes that are refused, and those whose cached generation in one process is not exact (Moshi),
 # fails (HRM) or is NaN where rows are padded, as Transformers' eager attention makes it
-REFUSED_CLASSES = {"DiffLlama", "JetMoe", "FalconMamba", "Jamba", "Mamba", "Mamba2", "Zamba", "Moshi", "HrmText"}
+REFUSED_CLASSES = {"DiffLlama", "Dory", "JetMoe", "FalconMamba", "Jamba", "Mamba", "Zamba", "Moshi", "HrmText"}
 NAN_IF_PADDED = {"Gemma2", "GraniteMoeSWA", "GraniteSWA", "VaultGemma"}
 EXACT = re.findall(r"\| (\w+) \| exact", (Path(__file__).parents[2] / "recipes/results/coverage.md").read_text())
 
@@ -263,6 +273,55 @@ def test_classes_of_the_coverage_table(ranks: Ranks, name: str) -> None:
     if name.removesuffix("ForCausalLM") in REFUSED_CLASSES:
         pytest.skip("refused, or not exact in one process")
     ranks(2).run(of_class, name, name.removesuffix("ForCausalLM") not in NAN_IF_PADDED)
+
+
+NAMES = ("cache", "past_key_values", "cache_params")  # of a cache, in Transformers 5.17 to 5.24
+
+
+def renamed(name: str) -> type[LlamaForCausalLM]:
+    """A class that takes its cache by this name alone, whatever name the installed Transformers has."""
+    own = next(each for each in NAMES if each in inspect.signature(LlamaForCausalLM.forward).parameters)
+
+    class Renamed(LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+            return super().forward(input_ids, **{own if key == name else key: kwargs[key] for key in kwargs})
+
+        def generate(self, **kwargs: Any) -> Any:
+            return super().generate(**{own if key == name else key: kwargs[key] for key in kwargs})
+
+    known = inspect.signature(Renamed.forward)
+    taken = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+    first, last = list(known.parameters.values())[:2], list(known.parameters.values())[2:]
+    Renamed.forward.__signature__ = known.replace(parameters=[*first, taken, *last])  # type: ignore[attr-defined]
+    return Renamed
+
+
+def answer_by_name(rank: int, size: int, name: str) -> None:
+    settings = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(3)
+    model = renamed(name)(LlamaConfig(vocab_size=models.VOCABULARY, num_hidden_layers=2, **settings)).double().eval()
+    model.generation_config.eos_token_id = None
+    document, question = prompt_of(23, padded=False)["input_ids"][:1].split((16, 7), 1)
+    whole = torch.cat([document, question], 1)
+    with torch.no_grad():
+        wanted = model.generate(input_ids=whole, **GREEDY)
+        logits = model(whole).logits[:, 15:-1].log_softmax(-1)
+    losses = -logits.gather(2, question[..., None])[..., 0]
+    hf_burst.patch_model(model)
+    assert hf_burst.generate(model, input_ids=whole, **GREEDY).equal(wanted)
+    memory = hf_burst.remember(model, input_ids=document)
+    assert hf_burst.generate(model, memory=memory, input_ids=question, **GREEDY).equal(wanted[:, 16:])
+    found = hf_burst.token_losses(model, {"input_ids": question, "labels": question}, memory=memory)
+    torch.testing.assert_close(found, losses, rtol=1e-9, atol=1e-9)
+    with pytest.raises(ConfigError, match=f"was given {name}=DynamicCache"):
+        hf_burst.generate(model, input_ids=whole, **{name: DynamicCache()}, **GREEDY)
+    with pytest.raises(BatchError, match="DynamicCache"):
+        model.train()(whole, **{name: DynamicCache()})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_caches_by_the_names_of_all_versions(ranks: Ranks, name: str) -> None:
+    ranks(2).run(answer_by_name, name)
 
 
 class _Noted(BaseStreamer):
@@ -649,6 +708,10 @@ def test_models_that_generate_refuses() -> None:
         hf_burst.generate(models.patch(models.make_model("bert").eval()), prompt)
     with pytest.raises(UnsupportedModelError, match="no state behind a prompt"):
         hf_burst.generate(models.patch(make("zamba")), prompt)
+    looped = models.patch(make("llama"))
+    looped.config.n_recurrent_loops = 2
+    with pytest.raises(UnsupportedModelError, match="layers in loops"):
+        hf_burst.generate(looped, prompt, **GREEDY)
     with pytest.raises(UnsupportedModelError, match="cannot go back"):
         hf_burst.generate(models.patch(make("qwen3_5")), prompt, prompt_lookup_num_tokens=3)
     with pytest.raises(UnsupportedModelError, match="changes the keys or values"):

@@ -134,11 +134,11 @@ def test_outputs_are_of_the_whole_batch(ranks: Ranks, name: str) -> None:
             torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-9)
 
 
-def dropout_masks(rank: int, size: int) -> tuple[float, torch.Tensor]:
+def dropout_masks(rank: int, size: int, seeds: tuple[int, ...] = (7, 7, 7)) -> tuple[float, torch.Tensor]:
     """The loss with dropout behind pooling, and this rank's random numbers afterwards."""
-    torch.manual_seed(7)
     model = models.patch(make("ModernBertForSequenceClassification"))
     model.drop.p = 0.5
+    torch.manual_seed(seeds[rank])
     loss = judgement(model, make_batch("one sequence", model))
     return loss.item(), torch.rand(3)
 
@@ -148,6 +148,9 @@ def test_dropout_behind_pooling_draws_the_same_masks_on_all_ranks(ranks: Ranks) 
     for other, numbers in others:
         assert other == loss
         assert torch.equal(numbers, after)
+    own = ranks(3).run(dropout_masks, (7, 8, 9))
+    assert {other for other, _ in own} == {loss}, "device_specific=True, or a callback that draws on one rank"
+    assert len({tuple(numbers.tolist()) for _, numbers in own}) == 3, "each goes on with its own numbers"
 
 
 def given(rank: int, size: int, name: str, changes: dict[str, Any]) -> None:

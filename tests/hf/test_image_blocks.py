@@ -120,6 +120,9 @@ def test_masks_of_other_kinds_are_not_lost() -> None:
     with pytest.raises(UnsupportedModelError, match=r"a mask of shape \(1, 1, 4, 4\)"):
         masks_with_blocks({"full_attention": torch.ones(1, 1, 4, 4, dtype=torch.bool)}, layout)
     odd = LazyMask({}, frozenset({"causal_mask_function", "or_masks", "of_ones_own"}), sharded=True)
+    for index in (0, None, slice(2)):
+        with pytest.raises(UnsupportedModelError, match=r"reads the attribute '\[.*\]' of its attention mask"):
+            odd[index]
     with pytest.raises(UnsupportedModelError, match="of_ones_own"):
         masks_with_blocks(odd, layout)
     assert masks_with_blocks(torch.ones(1, 4), layout) == masks_with_blocks(None, layout) == ()

@@ -1,6 +1,7 @@
 """Answers to questions about a remembered document equal those of one process that reads document and question."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -207,6 +208,25 @@ def test_weights_that_changed() -> None:
         next(weight for weight in model.parameters() if weight.requires_grad).add_(1e-3)
     with pytest.raises(ConfigError, match="remember anew"):
         ask(model, memory, "greedy")
+
+
+@pytest.mark.parametrize("first", ["none", "lora"])
+def test_an_adapter_that_is_added_and_stays_inactive(first: str) -> None:
+    settings = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    plain = make("llama").eval()
+    model = hf_burst.patch_model(plain if first == "none" else get_peft_model(plain, settings).eval())
+    memory = hf_burst.remember(model, document_of(9))
+    wanted = ask(model, memory, "greedy")
+    if first == "none":
+        model = get_peft_model(model, settings, adapter_name="other").eval()
+    else:
+        model.add_adapter("other", settings)
+    switched = model.disable_adapter() if first == "none" else nullcontext()
+    with switched:
+        assert torch.equal(ask(model, memory, "greedy"), wanted)
+    model.set_adapter("other")
+    with pytest.raises(ConfigError, match="weights of the model have changed"):
+        ask(model.eval(), memory, "greedy")
 
 
 def test_what_keys_follow_from_besides_weights() -> None:

@@ -35,6 +35,7 @@ import resuming  # noqa: E402
 import reward  # noqa: E402
 import settings  # noqa: E402
 import sft  # noqa: E402
+import stand_ins  # noqa: E402
 import training  # noqa: E402
 
 from recipes import recall_across_shards  # noqa: E402
@@ -283,12 +284,19 @@ def test_a_chat_template_may_have_any_name(recipe: Callable[..., Any]) -> None:
     assert trainer.processing_class.chat_template == template
 
 
-IMPORTS = """
-import importlib, sys
-for script in ("sft", "finetune_long_document", "dpo", "reward", "grpo", "evaluate", "extend_context"):
-    importlib.import_module(script)
-    for name in ("torch", "trl.trainer.sft_config", "datasets", "peft"):
-        assert name not in sys.modules, f"{script} imports {name}"
+REFUSES = """
+import importlib, json, sys
+for script, arguments, told in json.loads(sys.argv[1]):
+    module, sys.argv = importlib.import_module(script), [f"{script}.py", *arguments]
+    try:
+        main = vars(module).get("make_trainer") or module.main
+        main() if script == "merge_adapter" else main(arguments)
+    except SystemExit as end:
+        assert told in str(end.code), (told, end.code)
+    else:
+        raise AssertionError(f"{script} takes {arguments}")
+    for name in ("torch", "accelerate", "datasets", "peft"):
+        assert name not in sys.modules, f"{script} {arguments}: {name} was imported before"
 """
 
 
@@ -300,17 +308,54 @@ def test_a_file_for_gpus_names_those_for_cpus(sentence: Sentence, monkeypatch: p
     assert "take a file there whose name ends in _cpu.yaml" in said
 
 
-def test_settings_are_checked_before_what_takes_seconds_to_import() -> None:
-    """Names of TRL's settings alone need its trainer's arguments, and with them torch."""
+def test_settings_are_checked_before_what_takes_seconds_to_import(tmp_path: Path) -> None:
+    """All recipes refuse wrong arguments before torch is imported, those of TRL's classes too."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "typo.yaml").write_text("learning_rat: 3\n")
+    (tmp_path / "text.txt").write_text("A text.")
+    base, text = ["--model_name_or_path", str(tmp_path / "base")], ["--dataset", str(tmp_path / "text.txt")]
+    out = [*base, *text, "--output_dir", str(tmp_path / "out")]
+    cases: list[tuple[str, list[str], str]] = [
+        ("sft", [*text, "--learning_rat", "3"], "No setting is called learning_rat; did you mean learning_rate?"),
+        ("sft", [*text, "--config", str(tmp_path / "typo.yaml")], "typo.yaml: no setting is called learning_rat; did"),
+        ("sft", [*text, "--learning_rate", "much"], "--learning_rate/--learning-rate: invalid float value: 'much'"),
+        ("sft", [*text, "--bf16"], "argument --bf16: expected one argument, such as --bf16 true; see --help."),
+        ("sft", [*text, "--max_steps"], "argument --max_steps/--max-steps: expected one argument; see --help."),
+        ("sft", ["--dataset", "missing.jsonl"], "dataset has 'missing.jsonl', which does not exist"),
+        ("sft", [*out, "--burst_size", "2"], "burst_size is 2, which does not divide the processes"),
+        ("finetune_long_document", [*out, "--max_length", "1"], "max_length is 1; give a whole number of tokens"),
+        ("dpo", [*out, "--precompute_ref_log_probs"], "precompute_ref_log_probs would compute sequences"),
+        ("reward", [*out, "--use_peft", "--lora_task_type", "CAUSAL_LM"], "lora_task_type is 'CAUSAL_LM', by which"),
+        ("grpo", [*out, "--max_completion_length", "20000"], "max_completion_length is 20000, and max_length 16384"),
+        ("grpo", [*out, "--reward", "none.py:one"], "reward has 'none.py:one'; give 'answer'"),
+        ("extend_context", out, "Set eval_share, or eval_dataset, for the text of the perplexity."),
+        ("evaluate", [*base, "--lengths", "1"], "lengths is [1]; give whole numbers of tokens"),
+        ("evaluate", [*base, "--lenghts", "512"], "No setting is called lenghts; did you mean lengths?"),
+        ("ask", ["./none", str(tmp_path), "--questions", text[1]], "model is './none', a folder that does not exist"),
+        ("merge_adapter", [str(tmp_path), "merged"], "holds no adapter_config.json; give the folder of an adapter"),
+    ]
     paths = os.pathsep.join([str(ROOT / "recipes"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**CPU, "PYTHONPATH": paths}
-    subprocess.run([sys.executable, "-c", IMPORTS], env=environment, check=True, timeout=60)
+    command = [sys.executable, "-c", REFUSES, json.dumps(cases)]
+    environment = {**CPU, "PYTHONPATH": paths, "WORLD_SIZE": "3"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
 
 
-def test_our_settings_are_checked_before_those_of_trl(sentence: Sentence, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trl, "SFTConfig", None)  # which is not looked at
-    said = sentence(lambda: sft.make_trainer(["--dataset", "missing.jsonl", "--learning_rat", "3"]))
-    assert "dataset has 'missing.jsonl', which does not exist" in said
+@pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "RewardConfig", "GRPOConfig"])
+def test_stand_ins_take_what_trl_takes(name: str) -> None:
+    """The same names, each with as many values."""
+    own, theirs = (settings.Parser((kind,))._actions for kind in (stand_ins.stand_in(name), getattr(trl, name)))
+    options = [{tuple(action.option_strings): action.nargs for action in actions} for actions in (own, theirs)]
+    assert options[0] == options[1]
+    assert len(options[0]) > 100
+
+
+def test_where_trl_keeps_its_arguments_elsewhere(wrong: Sentence, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stand_ins.stand_in("NoConfig") is None
+    monkeypatch.setattr(settings, "stand_in", stand_ins.stand_in)
+    monkeypatch.setattr(stand_ins, "find_spec", lambda name: None)
+    assert "did you mean learning_rate?" in wrong("--learning_rat", "3")
+    assert "max_length is 0; give a whole number" in wrong("--max_length", "0")
 
 
 def test_two_ways_to_name_a_model(recipe: Callable[..., Any], wrong: Sentence, tmp_path: Path) -> None:
@@ -468,6 +513,14 @@ def test_a_folder_is_trained_in_once_at_a_time(recipe: Callable[..., Any], wrong
         assert said.startswith(f"Process {other.pid} of {platform.node()} trains in output_dir 'other'. Wait for it")
         other.kill()
     recipe("--output_dir", "other")
+
+
+def test_one_process_takes_one_of_several_gpus(recipe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the files for one GPU are launched. Trainer would copy the model to all of them, over which nothing runs."""
+    monkeypatch.setattr(settings, "keep_time_limit", lambda training: setattr(training, "_n_gpu", 2))
+    trainer, _ = recipe()
+    assert trainer.args.n_gpu == 1
+    assert not isinstance(trainer._wrap_model(trainer.model), torch.nn.DataParallel)
 
 
 def test_defaults_suit_long_sequences(recipe: Callable[..., Any]) -> None:

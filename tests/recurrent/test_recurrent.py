@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -45,6 +45,8 @@ class Case:
     documents: tuple[tuple[int, ...], ...]
     chunking: str | tuple[int, ...] = "balanced"
     parents: tuple[tuple[int, ...], ...] = ()
+    dtype: torch.dtype = torch.float64
+    uneven: bool = False  # whether states are forgotten at once by some tokens, and last for others
 
 
 CASES = {
@@ -115,7 +117,7 @@ def make(case: Case) -> dict[str, Tensor]:
         return torch.randn(rows, tokens, *shape, dtype=torch.float64)
 
     keys = functional.normalize(normal(HEADS // 2, KEYS), dim=-1)
-    return {
+    tensors = {
         "q": normal(HEADS // 2, KEYS),
         "k": keys,
         "v": normal(HEADS, WIDTH),
@@ -131,6 +133,11 @@ def make(case: Case) -> dict[str, Tensor]:
         "weight": torch.randn(HEADS, REACH + 1, dtype=torch.float64),
         "a": -torch.rand(HEADS + 1, STATE, dtype=torch.float64),
     }
+    if case.uneven:
+        rates = torch.tensor([0.02, 30.0]).repeat_interleave(16).repeat(tokens)[:tokens]
+        for name in ("g", "channel g", "dt", "channel dt"):
+            tensors[name] *= rates.view(-1, *[1] * (tensors[name].ndim - 2))
+    return {name: tensor.float().to(case.dtype) for name, tensor in tensors.items()}
 
 
 NAMES = {
@@ -157,7 +164,7 @@ def whole(kind: str, *tensors: Tensor) -> Tensor:
         return selective_scan(x, dt, b[:, :, 0], c[:, :, 0], a)
     if kind.startswith("Mamba2"):
         return scan(*tensors[:4], tensors[4][:HEADS, 0])
-    state = torch.zeros(1, HEADS, KEYS, WIDTH, dtype=torch.float64)
+    state = tensors[2].new_zeros(1, HEADS, KEYS, WIDTH)
     return token_by_token(*tensors, state)[0]
 
 
@@ -209,7 +216,7 @@ def weights_of(kind: str, case: Case) -> Tensor:
     torch.manual_seed(1)
     rows, tokens = len(case.documents), case.documents[0][-1]
     shape = {"convolution": (HEADS,), "Mamba1": (HEADS + 1,)}.get(kind, (HEADS, WIDTH))
-    return torch.randn(rows, tokens, *shape, dtype=torch.float64)
+    return torch.randn(rows, tokens, *shape).to(case.dtype)
 
 
 WHOLE = [name for name, case in CASES.items() if not case.parents]
@@ -258,6 +265,19 @@ def text_of(row: tuple[int, ...], parents: tuple[int, ...], document: int) -> li
 
 def compare(ranks: Ranks, kind: str, case: Case, compute: Callable[..., Any] = compute) -> None:
     """Outputs and gradients of 1 to 4 ranks, beside those of one process that holds all tokens."""
+    expected, *gradients = alone(kind, case)
+    for size in (4,) if isinstance(case.chunking, tuple) else (1, 2, 3, 4):
+        layout = SequenceLayout.for_batch(case.documents, size, case.chunking, parents=case.parents)
+        results = ranks(size).run(compute, kind, case) if size > 1 else [compute(0, 1, kind, case)]
+        output = layout.unshard([out for out, *_ in results])
+        torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-11)
+        for place, gradient in enumerate(gradients, start=1):
+            total = sum(result[place] for result in results)
+            torch.testing.assert_close(total, gradient, rtol=1e-9, atol=1e-10)
+
+
+def alone(kind: str, case: Case) -> list[Tensor]:
+    """The output of one process that holds all tokens, and the gradients of what went in."""
     leaves = {name: tensor.requires_grad_() for name, tensor in make(case).items()}
     rows = []
     for row, bounds in enumerate(case.documents):
@@ -270,14 +290,30 @@ def compare(ranks: Ranks, kind: str, case: Case, compute: Callable[..., Any] = c
         rows.append(torch.cat(documents, dim=1))
     expected = torch.cat(rows)
     (expected * weights_of(kind, case)).sum().backward()
-    for size in (4,) if isinstance(case.chunking, tuple) else (1, 2, 3, 4):
-        layout = SequenceLayout.for_batch(case.documents, size, case.chunking, parents=case.parents)
+    return [expected.detach(), *(leaves[name].grad for name in NAMES[kind])]
+
+
+IN_FP32 = {
+    "one document": Case(((0, 211),), "contiguous", dtype=torch.float32, uneven=True),
+    "documents": Case(((0, 1, 8, 150, 211),), "zigzag", dtype=torch.float32, uneven=True),
+}
+
+
+@pytest.mark.parametrize("name", IN_FP32)
+@pytest.mark.parametrize("kind", NAMES)
+def test_errors_in_fp32_are_about_those_of_one_process(ranks: Ranks, kind: str, name: str) -> None:
+    """Beside fp64, also where the logarithms of decays add up to thousands: their differences would have no digits
+    left."""
+    case = IN_FP32[name]
+    exact, single = alone(kind, replace(case, dtype=torch.float64)), alone(kind, case)
+    for size in (1, 2, 3):
+        layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
         results = ranks(size).run(compute, kind, case) if size > 1 else [compute(0, 1, kind, case)]
         output = layout.unshard([out for out, *_ in results])
-        torch.testing.assert_close(output, expected.detach(), rtol=1e-10, atol=1e-11)
-        for place, leaf in enumerate(NAMES[kind], start=1):
-            total = sum(result[place] for result in results)
-            torch.testing.assert_close(total, leaves[leaf].grad, rtol=1e-9, atol=1e-10)
+        found = [output, *(sum(own) for own in list(zip(*results, strict=True))[1:])]
+        for wanted, one, own in zip(exact, single, found, strict=True):
+            errors = [float((tensor - wanted).norm() / wanted.norm()) for tensor in (one, own)]
+            assert errors[1] <= 2 * errors[0] + 1e-6, size
 
 
 def test_edges_are_made_once_for_a_batch() -> None:

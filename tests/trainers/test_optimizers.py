@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from transformers.optimization import Adafactor
 
 import hf_burst
+from hf_burst.hf.groups import device_of
 from recipes.benchmarks.training_job import quantise
 from tests.support import models, trainers
 from tests.support.ranks import RankPool
@@ -120,6 +121,17 @@ def test_weights_of_four_bits_over_ranks(ranks: Ranks, size: int) -> None:
     for found in ranks(size).run(adapters_on_four_bits, True):
         for value, expected in zip(found, wanted, strict=True):
             torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+
+
+def weights_elsewhere(rank: int, size: int) -> None:
+    with torch.device("meta"):
+        model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (size,)))
+    assert model.weight.device.type == "meta", "where they wait, as on the host of a GPU"
+    assert device_of(model) == torch.device("cpu"), "where the mesh computes and communicates"
+
+
+def test_weights_wait_elsewhere_than_their_ranks_communicate(ranks: Ranks) -> None:
+    ranks(2).run(weights_elsewhere)
 
 
 def weights_on_the_host(rank: int, size: int) -> None:

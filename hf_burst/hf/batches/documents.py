@@ -12,6 +12,8 @@ from ..models.task import CAUSAL, Task
 TOKEN_KEYS = ("input_ids", "inputs_embeds")
 # the keys of packing collators; folded into the layout
 BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+# by which models take a cache: from Transformers 5.24 on by the first
+CACHE_KEYS = ("cache", "past_key_values", "cache_params")
 
 
 class Text(NamedTuple):
@@ -43,6 +45,11 @@ def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
     raise BatchError(
         f"The batch holds {sorted(batch)}; it needs input_ids (or inputs_embeds) of shape (batch, tokens)."
     )
+
+
+def cache_of(batch: Mapping[str, Any]) -> Any:
+    """The cache in a batch, by whichever name; `None` if it has none."""
+    return next((batch[key] for key in CACHE_KEYS if batch.get(key) is not None), None)
 
 
 def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:

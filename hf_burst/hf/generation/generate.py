@@ -11,12 +11,22 @@ from transformers import GenerationConfig, MaxTimeCriteria, PreTrainedModel, Sto
 from ...errors import BatchError, ConfigError
 from ...ranks.group import ContextGroup
 from ..batches.sharded import checksum
-from ..groups import PATCH
+from ..groups import PATCH, device_of
 from ..parts.tokens import check_ranges
 from ..sharded_cache import ShardedCache
 from .each_token import EachToken, NotedStreamer, StreamerBehind
 from .memory import RememberedDocument, with_document
-from .request import asked, check, copies_of, new_cache, patched, prompt_tensors, settings_of, without_rope_deltas
+from .request import (
+    asked,
+    cache_key,
+    check,
+    copies_of,
+    new_cache,
+    patched,
+    prompt_tensors,
+    settings_of,
+    without_rope_deltas,
+)
 from .step_graphs import stepping
 from .weights import gathered_once
 
@@ -65,8 +75,8 @@ def generate(
 
     Raises:
         ConfigError: If the model is not patched, is in training, or an argument is not served.
-        UnsupportedModelError: If the model has Mamba1 layers, or takes no `past_key_values`, or DeepSpeed ZeRO-3 shards
-            its weights.
+        UnsupportedModelError: If the model has Mamba1 layers, or takes no cache, or DeepSpeed ZeRO-3 shards its
+            weights.
         BatchError: If the prompt is empty, or holds more than text.
         RankMismatchError: If the ranks were given different prompts or settings.
 
@@ -99,9 +109,9 @@ def generate(
     graphs = cuda_graphs and asked(base, kwargs, "cuda_graphs") is not False  # trainers give a config
     changing = any(kwargs.get(name) for name in _OF_USERS)
     steps = stepping(base, changing) if graphs else nullcontext()
-    with same_random_numbers(group, base.device), gathered_once(base), steps, without_rope_deltas(base):
+    with same_random_numbers(group, device_of(base)), gathered_once(base), steps, without_rope_deltas(base):
         try:
-            found: Any = base.generate(past_key_values=cache, **own)  # type: ignore[operator]
+            found: Any = base.generate(**own | {cache_key(base): cache})  # type: ignore[operator]
         except BaseException as problem:  # also when the user interrupts
             if each is not None:
                 each.tell(problem, patch.passes > passes)
@@ -146,7 +156,7 @@ def _agree(
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = problem
     advice = dict.fromkeys(("generate", "generation_config", "memory", "prompt (checksum)"), _SAME_PROMPTS)
-    group.agree(facts, error, model.device, 0, checksums, advice, "generate")
+    group.agree(facts, error, device_of(model), 0, checksums, advice, "generate")
     return asked_with
 
 
@@ -190,7 +200,7 @@ def on_ranks(
         own["max_time"] = None
         if own.get("generation_config") is not None:
             own["generation_config"] = GenerationConfig(**{**own["generation_config"].to_dict(), "max_time": None})
-    each = EachToken(criteria, group, model.device, cache)
+    each = EachToken(criteria, group, device_of(model), cache)
     own["stopping_criteria"] = StoppingCriteriaList([each])
     streamer = own.pop("streamer", None)
     if streamer is not None and group.rank == 0:

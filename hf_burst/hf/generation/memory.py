@@ -20,11 +20,12 @@ from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..batches.documents import batch_shape, real_tokens
 from ..batches.sharded import checksum, sum_of_octets
+from ..groups import device_of
 from ..models.recurrent import recurrent_modules
 from ..parts.rope import follows_length
 from ..parts.tokens import numbers_tokens
 from ..sharded_cache import ShardedCache
-from .request import adapted_modules, adapters_at_work, check, patched
+from .request import adapted_modules, adapters_at_work, cache_key, check, idle_weights, patched
 
 _ABOUT, _DOCUMENT = "memory.json", "document.safetensors"
 _REMEMBER_ANEW = "Call hf_burst.remember anew."
@@ -86,7 +87,7 @@ class RememberedDocument:
             self._compare(about(model), group)
         except Exception as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
-        group.agree({}, error, model.device, doing="a comparison of weights with a memory")
+        group.agree({}, error, device_of(model), doing="a comparison of weights with a memory")
 
     def _compare(self, now: Mapping[str, Any], group: ContextGroup) -> None:
         if self.about["model"] != now["model"]:
@@ -161,7 +162,7 @@ class RememberedDocument:
             memory = cls._read(base, group, Path(folder))
         except BaseException as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
-        group.agree({"folder": str(folder)}, error, base.device, doing="loading a memory")
+        group.agree({"folder": str(folder)}, error, device_of(base), doing="loading a memory")
         assert memory is not None, "there was no error"
         memory.check(base, group)
         return memory
@@ -178,7 +179,7 @@ class RememberedDocument:
     @classmethod
     def _read_files(cls, model: PreTrainedModel, group: ContextGroup, folder: Path) -> "RememberedDocument":
         known = json.loads((folder / _ABOUT).read_text())
-        ranks, device = known.pop("ranks"), str(model.device)
+        ranks, device = known.pop("ranks"), str(device_of(model))
         parts = [safe_open(folder / _file(rank, ranks), framework="pt", device=device) for rank in range(ranks)]
         layers = list[Keys | None]()
         for number in range(known["layers"]):
@@ -242,12 +243,12 @@ def remember(model: nn.Module, input_ids: Tensor) -> RememberedDocument:
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = problem
     advice = dict.fromkeys(("document (checksum)",), "Give remember the same document on all ranks.")
-    group.agree({}, error, base.device, 0, checksums, advice, "remember")
+    group.agree({}, error, device_of(base), 0, checksums, advice, "remember")
     known = about(base)  # sharded weights are gathered, so all ranks must have come here
     config = {f"config.{name}": value for name, value in known["config"].items()}
-    group.agree({**known, **config, "config": None}, None, base.device, doing="remember")
-    cache, input_ids = ShardedCache(group), input_ids.to(base.device)
-    logits = base(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:]
+    group.agree({**known, **config, "config": None}, None, device_of(base), doing="remember")
+    cache, input_ids = ShardedCache(group), input_ids.to(device_of(base))
+    logits = base(input_ids=input_ids, **{cache_key(base): cache}, use_cache=True, logits_to_keep=1).logits[:, -1:]
     layers = tuple(layer.document for layer in cache.layers)
     return RememberedDocument(input_ids, logits.clone(), layers, group, {**known, "layers": len(layers)})
 
@@ -289,12 +290,17 @@ def _entries(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, A
 def about(model: PreTrainedModel) -> dict[str, Any]:
     """The class of a model, its config, and a checksum of what else its keys follow from: weights, buffers, adapters
     that are at work and the precision of autocast. All ranks that share weights call it."""
-    kind = model.device.type
-    precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    adapters = [(path, adapters_at_work(module)) for path, module in adapted_modules(model)]
-    total = torch.tensor(zlib.crc32(str((adapters, precision)).encode()), device=model.device)
+    device = device_of(model)
+    precision = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    adapted = adapted_modules(model)
+    adapters = [(path, work) for path, module in adapted if (work := adapters_at_work(module))]
+    idle = {weight for _, module in adapted for weight in idle_weights(module)}
+    total = torch.tensor(zlib.crc32(str((adapters, precision)).encode()), device=device)
     for weight in chain(model.parameters(), model.buffers()):  # rotary frequencies and routers' biases are buffers
-        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if id(weight) in idle:
+            continue
+        there: Any = weight.to(device) if isinstance(weight, DTensor) else weight
+        whole = there.full_tensor() if isinstance(there, DTensor) else there
         whole = torch.view_as_real(whole) if whole.is_complex() else whole
         total = total * 31 + sum_of_octets(whole).to(total.device)
     entries = _entries(model.config.to_dict())

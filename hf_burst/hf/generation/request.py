@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
-from ..batches.documents import batch_shape
+from ..batches.documents import CACHE_KEYS, batch_shape
 from ..groups import PATCH, resolve_group
 from ..lazy_head import is_partitioned
 from ..models.recurrent import functions_of, recurrent_modules
@@ -24,7 +24,7 @@ _SETTINGS = frozenset(vars(GenerationConfig()))  # which may be tensors, such as
 _TEXT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
 # arguments of `model.generate`, and what to do without them
 _REFUSED = {
-    "past_key_values": "The cache over ranks is made here.",
+    **dict.fromkeys(CACHE_KEYS, "The cache over ranks is made here."),
     "cache_implementation": "The cache over ranks is made here.",
     "prefill_chunk_size": "The prompt is cut over the ranks instead.",
     "assistant_model": "Ranks would have to hold its whole prompt; prompt_lookup_num_tokens needs no second model.",
@@ -59,10 +59,11 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
             f"{type(model).__name__} has {', '.join(scans)}, whose kernels return no state behind a prompt that "
             "lies over ranks. model.generate holds the whole prompt on each rank."
         )
-    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+    cache_key(model)
+    if getattr(model.config.get_text_config(), "n_recurrent_loops", 1) > 1:  # Dory's
         raise UnsupportedModelError(
-            f"{type(model).__name__} takes no past_key_values, by which its keys would be shared. model.generate holds "
-            "the whole prompt on each rank."
+            f"{type(model).__name__} runs layers in loops, each of which would need a cache of its own over the ranks. "
+            "model.generate holds the whole prompt on each rank."
         )
     if asked(model, kwargs, "prompt_lookup_num_tokens") and recurrent_modules(model):
         raise UnsupportedModelError(
@@ -75,7 +76,7 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
         )
     check_same_passes(model, resolve_group(getattr(model, PATCH).group))
     for name, why in _REFUSED.items():
-        if kwargs.get(name):
+        if kwargs.get(name) is not None and kwargs[name] is not False:  # an empty cache is false, too
             raise ConfigError(f"generate over ranks was given {name}={_short(kwargs[name])}. {why} Leave it out.")
     if kwargs.get("use_cache") is False:
         raise ConfigError("generate over ranks was given use_cache=False. It needs its cache: leave that out.")
@@ -87,6 +88,18 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     if others:
         raise BatchError(f"generate over ranks takes text, and was given {', '.join(others)}. Use model.generate.")
     batch_shape(kwargs)
+
+
+def cache_key(model: PreTrainedModel) -> str:
+    """The name by which a model takes a cache; raises if it takes none."""
+    taken = inspect.signature(type(model).forward).parameters
+    for key in CACHE_KEYS:
+        if key in taken:
+            return key
+    raise UnsupportedModelError(
+        f"{type(model).__name__} takes no cache, by which its keys would be shared. model.generate holds the whole "
+        "prompt on each rank."
+    )
 
 
 def _is_mamba1(module: nn.Module) -> bool:
@@ -110,9 +123,32 @@ def adapted_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def adapters_at_work(module: nn.Module) -> list[str]:
-    """Which adapters of a module are active, switched off or merged, and their scales."""
-    names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-    return [str(getattr(module, name, None)) for name in names]
+    """Which adapters of a module are active or merged, and their scales; nothing if none is."""
+    active, merged, scales = _active(module), getattr(module, "merged_adapters", []), getattr(module, "scaling", None)
+    if not active and not merged:
+        return []
+    scales = {name: scales.get(name) for name in active} if isinstance(scales, Mapping) else scales
+    return [str(active), str(merged), str(scales)]
+
+
+def idle_weights(module: nn.Module) -> set[int]:
+    """The ids of weights and buffers of a module's adapters that are not active."""
+    held = [(name, value) for name, value in _of_adapters(module) if name not in _active(module)]
+    modules = [value for _, value in held if isinstance(value, nn.Module)]
+    inside = (weight for value in modules for weight in (*value.parameters(), *value.buffers()))
+    return {*map(id, inside), *(id(value) for _, value in held)}
+
+
+def _active(module: Any) -> list[str]:
+    names = {name for name, _ in _of_adapters(module)}
+    return [] if module.disable_adapters else [name for name in module.active_adapters if name in names]
+
+
+def _of_adapters(module: Any) -> list[tuple[str, Any]]:
+    """What a module has of each adapter, by its name."""
+    names = (*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ()))
+    every: list[Any] = [getattr(module, name, None) for name in names]
+    return [item for held in every if hasattr(held, "items") for item in held.items()]
 
 
 def copies_of(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> int:

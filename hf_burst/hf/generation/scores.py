@@ -13,12 +13,12 @@ from ...errors import BatchError, ConfigError
 from ...layers import loss
 from ..batches.documents import batch_shape
 from ..batches.sharded import checksum, sum_of_bits
-from ..groups import PATCH, resolve_group
+from ..groups import PATCH, device_of, resolve_group
 from ..lazy_head import is_partitioned, logits_of_some, values_of_tokens
 from ..parts.token_losses import Question, Scores, TokenLosses, check_weights, is_sharded_head
 from ..parts.tokens import check_ranges
 from .memory import RememberedDocument, with_document
-from .request import check, patched
+from .request import cache_key, check, patched
 
 # tensors as wide as the vocabulary, of the tokens that a divergence takes at a time
 _WIDE = {"forward_kl": 6, "reverse_kl": 6, "jsd": 12}
@@ -208,7 +208,7 @@ def _behind(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None, 
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = problem
     facts = {"document": memory.number, "weights": weights is not None}
-    group.agree(facts, error, base.device, 0, checksums, doing="token_losses behind a memory")
+    group.agree(facts, error, device_of(base), 0, checksums, doing="token_losses behind a memory")
     memory.check(base, group)
     new = labels.shape[1]
     positions = (shown.cumsum(1) - 1).clamp(min=0)[:, -new:]
@@ -216,7 +216,7 @@ def _behind(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None, 
         input_ids=whole[:, -new:],
         attention_mask=shown,
         position_ids=positions,
-        past_key_values=memory.cache(),
+        **{cache_key(base): memory.cache()},
         use_cache=True,
     ).logits
     padding = shown.shape[1] - shown.sum(1)  # the first token of a row is predicted by the document alone

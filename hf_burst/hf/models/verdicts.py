@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 from contextlib import suppress
@@ -15,13 +14,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from filelock import FileLock
 from packaging.version import Version
 from transformers import PreTrainedModel
 
 from ...errors import ConfigError, UnsupportedModelError
 from ...version import __version__
-from ..groups import tells_of_launch
 from .cut_point import has_language_head
 
 logger = logging.getLogger(__name__)
@@ -37,7 +34,6 @@ _LIBRARIES = re.compile(
     r"transformer_engine|bitsandbytes|gptqmodel|awq|hqq|eetq|aqlm|optimum|compressed_tensors|auto_round|spqr_quant|"
     r"vptq|quark|sinq|fouroversix|fp_quant"
 )
-_SECONDS = 120  # that a comparison of a class may take
 _NORMS = re.compile(r"fla\.modules\.[\w.]*Norm\w*")  # of flash-linear-attention, which has convolutions there, too
 
 
@@ -132,11 +128,7 @@ def served_by(model: PreTrainedModel) -> str:
     newer = Version(transformers.__version__).release[:2] > Version(TESTED).release[:2]
     unchanged = shipped is not None and (not newer or source_hash(shipped.__module__) == SERVED[shipped.__name__])
     stock = (shipped is type(model) or (bare and shipped is not None)) and not own_classes(model)
-    found_for, failure = fingerprint(model), ""
-    verdict = _verdict_for(found_for)
-    if verdict is None and stock and not unchanged and found_for is not None:
-        failure = _compare_anew(model, found_for)
-        verdict = _verdict_for(found_for)
+    verdict = _verdict_for(fingerprint(model))
     if verdict is not None and verdict.result != "exact":
         reasons = ", ".join(f"{kind}: {error:.0e}" for kind, error in verdict.errors.items()) or verdict.note
         raise UnsupportedModelError(
@@ -160,10 +152,9 @@ def served_by(model: PreTrainedModel) -> str:
         )
     if not unchanged:
         logger.warning(
-            "The source of %s in transformers %s differs from that in %s, the newest that hf_burst was tested with%s. "
+            "The source of %s in transformers %s differs from that in %s, the newest that hf_burst was tested with. "
             "To compare it with one process, run on every node: %s",
-            *(shipped.__name__, transformers.__version__, TESTED),
-            *(f", and comparing it by itself failed ({failure})" if failure else "", command),
+            *(shipped.__name__, transformers.__version__, TESTED, command),
         )
     return "shipped"
 
@@ -173,45 +164,6 @@ def _with_heads(kind: type) -> list[type[PreTrainedModel]]:
     config, names = getattr(kind, "config_class", None), vars(sys.modules[kind.__module__])
     classes = [own for own in names.values() if isinstance(own, type) and issubclass(own, PreTrainedModel)]
     return [own for own in classes if own.config_class is config and own.__module__ == kind.__module__]
-
-
-def _compare_anew(model: PreTrainedModel, found_for: str) -> str:
-    """Compares a class whose source a newer Transformers has changed, by `hf-burst check` in a process of its own. It
-    runs once on a machine, and other processes wait for it. Returns why there is no verdict, if it failed."""
-    path = _remembered(found_for)
-    failed = path.with_suffix(".failed")
-    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    config.pop("auto_map", None)  # the class is Transformers' own
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")), tempfile.TemporaryDirectory() as folder:
-            if not path.exists() and not failed.exists():
-                logger.warning(
-                    "Transformers %s has another %s than %s, with which hf_burst was tested. It is compared with one "
-                    "process now, on the CPU, once on this machine; other processes wait for it, some minutes at most.",
-                    *(transformers.__version__, type(model).__name__, TESTED),
-                )
-                Path(folder, "config.json").write_text(json.dumps(config, default=str))
-                reason = _run_check(folder)
-                if not path.exists():
-                    failed.write_text(reason)
-        return failed.read_text() if failed.exists() else ""
-    except (OSError, NotImplementedError) as problem:  # a folder that cannot be written, a file system without locks
-        return str(problem)
-
-
-def _run_check(folder: str) -> str:
-    """Runs `hf-burst check` on a folder, and returns its last line."""
-    environment = {name: value for name, value in os.environ.items() if not tells_of_launch(name)}
-    command = [sys.executable, "-m", "hf_burst.cli", "check", folder, "--limit", str(_SECONDS)]
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=2 * _SECONDS, check=False
-        )
-    except subprocess.SubprocessError as problem:
-        return str(problem)
-    said = [line for line in (*done.stdout.splitlines(), *done.stderr.splitlines()) if line.strip()]
-    return said[-1] if said else f"exit code {done.returncode}"
 
 
 def _verdict_for(found_for: str | None) -> Verdict | None:

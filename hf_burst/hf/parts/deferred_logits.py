@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from ...errors import BatchError
-from ...ranks.collectives import group_sum
+from ...ranks.collectives import gather_tokens, group_sum
 from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
 from ..batches.joining import Joined
@@ -41,6 +41,7 @@ class DeferredLogits:
         anchor (`torch.Tensor`): Scores of a token, by which DDP finds the weights that gradients are to come for.
         steps (tuple of `Step`): What is done with the scores of each token first.
         learns (`bool`, defaults to `True`): Whether gradients flow back.
+        fits (`bool`, defaults to `False`): Whether they may be gathered for what is not computed where tokens lie.
     """
 
     own: Tensor | LazyLogits
@@ -53,6 +54,7 @@ class DeferredLogits:
     anchor: Tensor
     steps: tuple[Step, ...] = ()
     learns: bool = True
+    fits: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -113,6 +115,21 @@ class DeferredLogits:
             whole = found.new_zeros(len(flat)).index_copy(0, own, found)
             return group_sum(whole, self.group).view(self.places.shape)
 
+    def whole(self, name: str) -> Tensor:
+        """The logits themselves, on every rank, for an operation of this name; raises if they do not fit."""
+        if not self.fits:
+            self.refuse(name)
+        if isinstance(self.own, LazyLogits):
+            check_head_again(self.own.head.module)
+        self._agree(name, None, None)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
+            own = (
+                replace(self.own).whole if isinstance(self.own, LazyLogits) else self.own
+            )  # anew: one without gradients stays
+            every = gather_tokens(own, self.layout, self.group) if self.group.size > 1 else own
+            every = every if self.joined is None else self.joined.restored(every)
+            return self.steps_on(every.flatten(0, 1)[self.places.to(every.device)])
+
     def _agree(self, name: str, words: Tensor | None, ignored: int | None) -> None:
         """Raises on every rank if one asks for something else, or for a word that there is not."""
         error, checksums = None, {"tokens whose logits are asked for (checksum)": sum_of_bits(self.places)}
@@ -145,12 +162,16 @@ class DeferredLogits:
     def __iter__(self) -> Iterator["DeferredLogits"]:
         return (self[index] for index in range(len(self)))
 
-    def __getitem__(self, key: Any) -> "DeferredLogits":
+    def __getitem__(self, key: Any) -> Any:
         keys = key if isinstance(key, tuple) else (key,)
         keys = tuple(each.cpu() if isinstance(each, Tensor) else each for each in keys)
-        if any(each is Ellipsis for each in keys) or len(keys) == self.ndim:
+        masks = sum(each.ndim - 1 for each in keys if isinstance(each, Tensor) and each.dtype == torch.bool)
+        if (
+            any(each is Ellipsis for each in keys)
+            or len(keys) + masks - sum(each is None for each in keys) == self.ndim
+        ):
             if not isinstance(keys[-1], slice) or keys[-1] != slice(None):
-                self.refuse("some words")
+                return self.whole("some words")[key]
             keys = keys[:-1]
         return replace(self, places=self.places[keys])
 
@@ -177,17 +198,22 @@ class DeferredLogits:
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(name)
         if name not in _METHODS:
-            self.refuse(name)
+            return getattr(self.whole(name), name)
         return lambda *args, **kwargs: _METHODS[name](self, *args, **kwargs)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, given = getattr(function, "__name__", str(function)), dict(kwargs or {})
         logits, *others = args or (given.pop("input", None),)
-        if not isinstance(logits, cls):  # elsewhere among the arguments
-            logits = next(each for each in pytree.tree_leaves((args, kwargs), cls.is_one) if cls.is_one(each))
-            return logits.refuse(name)
-        return _METHODS[name](logits, *others, **given) if name in _METHODS else logits.refuse(name)
+        if isinstance(logits, cls) and name in _METHODS:
+            return _METHODS[name](logits, *others, **given)
+        leaves, form = pytree.tree_flatten(
+            (args, kwargs or {}), cls.is_one
+        )  # they may be elsewhere among the arguments
+        tensors, options = pytree.tree_unflatten(
+            [each.whole(name) if cls.is_one(each) else each for each in leaves], form
+        )
+        return function(*tensors, **options)
 
     @classmethod
     def is_one(cls, value: Any) -> bool:

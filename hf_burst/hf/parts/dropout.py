@@ -1,8 +1,9 @@
 """Dropout inside sharded activations: each rank of a group draws masks of its own.
 
 Trainers seed all ranks alike, so the masks of one shard would repeat on all others. While a model with dropout runs
-forward, a rank's generators are therefore seeded by a number of its own, drawn from the default CPU generator. That
-advances alike on all ranks: data order stays in step, and a resumed run draws the same masks.
+forward, a rank's generators are therefore seeded by a number of its own. It follows from one that the first rank drew
+from its default CPU generator, which advances alike on all ranks: data order stays in step, and a resumed run draws the
+same masks. Ranks that were seeded differently share it, too.
 """
 
 from collections.abc import Iterable
@@ -27,11 +28,15 @@ class DropoutStreams(Part):
     def prepare(self, run: ForwardPass) -> None:
         if run.group.size > 1:
             check_shared_dropout(run.random_rates)
+        if run.group.size > 1 and run.random_rates:  # drawn once all ranks go on
+            run.agreement.seed = _draw(torch.default_generator.clone_state())
 
     def begin(self, run: ForwardPass) -> None:
         if run.group.size == 1 or not run.random_rates:
             return
-        seeds = torch.randint(2**63 - 1, (run.group.size,), device="cpu").tolist()
+        _draw(torch.default_generator)
+        drawn = torch.Generator("cpu").manual_seed(run.agreement.seed)
+        seeds = [_draw(drawn) for _ in range(run.group.size)]
         self.seed, self.shared = seeds[run.group.rank], sum(seeds) % 2**63
         accelerator = torch.accelerator.current_accelerator()
         devices = () if accelerator is None else getattr(torch.get_device_module(accelerator), "default_generators", ())
@@ -51,6 +56,10 @@ class DropoutStreams(Part):
             if generator.initial_seed() == self.seed:  # else seeded anew, after a pass that was interrupted
                 generator.set_state(state)
         self.outer = []
+
+
+def _draw(generator: torch.Generator) -> int:
+    return int(torch.randint(2**63 - 1, (), generator=generator, device="cpu"))
 
 
 def check_shared_dropout(rates: Iterable[tuple[str, float]]) -> None:

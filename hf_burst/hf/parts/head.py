@@ -38,7 +38,8 @@ class Head(Part):
         self.token_losses = token_losses
         self.lazy: LazyHead | None = None
         self.logits: Fate = "keep"
-        self.too_large = ""  # why logits are not gathered
+        self.fits = False  # whether those of a batch with labels may be gathered
+        self.about = ""  # why logits are not gathered
         self.asked = False  # whether there are `logits_to_keep`
         self.kept: KeptRows | None = None  # of these
         self.rows: torch.Tensor | None = None  # this rank's rows of them
@@ -49,7 +50,7 @@ class Head(Part):
             return
         keep = run.batch.given.get("logits_to_keep", 0)
         asked = self.asked = isinstance(keep, torch.Tensor) or bool(keep)
-        cached = run.batch.given.get("past_key_values") is not None  # a number would have Gemma 4 slice its mask
+        cached = run.batch.cache is not None  # a number would have Gemma 4 slice its mask
         if asked and (run.group.size > 1 or cached or not run.task.generates):
             self.kept, self.rows = keep_rows(keep, run.batch.layout, run.group.rank)
             self.by_model = run.task.generates
@@ -94,25 +95,27 @@ class Head(Part):
         fused = bool(run.batch.inputs.get("fused_lm_head"))
         if labels and run.model.training and not fused:
             _check_unread("are never in memory while the model trains with labels")
-        if labels and (run.model.training or (run.group.size > 1 and fused)):
-            return "drop"
-        if run.batch.sharded or run.group.size == 1:
-            return "keep"
         rows = layout.length - layout.padding if self.kept is None else sum(map(len, self.kept))
         tokens = layout.batch_size * rows
         if run.batch.joined is not None and self.kept is None:
             tokens = run.batch.joined.places.numel()  # of all texts
         values = tokens * run.model.config.get_text_config().vocab_size
         gib = values * run.model.dtype.itemsize / 2**30
+        output = run.model.get_output_embeddings()
+        defers = run.model.training and self.kept is None and output is not None and not is_partitioned(output)
+        if labels and (run.model.training or (run.group.size > 1 and fused)):
+            self.about = "Logits are not in memory while a model trains with labels in the batch"
+            self.fits = gib <= LOGITS_LIMIT_GIB
+            return "defer" if defers and not fused and not run.batch.sharded else "drop"
+        if run.batch.sharded or run.group.size == 1:
+            return "keep"
         if gib <= LOGITS_LIMIT_GIB:
             return "gather"
-        sentence = self.too_large = (
+        sentence = self.about = (
             f"The logits of {tokens:,} tokens take {gib:.1f} GiB on every rank, and up to "
             f"{LOGITS_LIMIT_GIB:g} GiB are gathered"
         )
-        output = run.model.get_output_embeddings()
-        learns = run.model.training and torch.is_grad_enabled() and self.kept is None
-        if not labels and learns and output is not None and not is_partitioned(output):
+        if not labels and defers and torch.is_grad_enabled():
             return "defer"
         if not labels:
             raise BatchError(f"{sentence}. {_way_out(run.model.training)}")
@@ -145,8 +148,13 @@ def _way_out(training: bool) -> str:
 
 def keep_rows(keep: int | torch.Tensor, layout: SequenceLayout, rank: int) -> tuple[KeptRows, torch.Tensor]:
     """For `logits_to_keep`: for each rank, the places of its rows in the result; and this rank's rows."""
-    wanted = kept_tokens(keep, layout.length - layout.padding)
-    tokens = [layout.indices(holder).tolist() for holder in range(layout.ranks)]
-    row_of = [{token: row for row, token in enumerate(held)} for held in tokens]
-    places = tuple(tuple(place for place, token in enumerate(wanted) if token in held) for held in row_of)
-    return places, torch.tensor([row_of[rank][wanted[place]] for place in places[rank]], dtype=torch.int64)
+    wanted = torch.tensor(kept_tokens(keep, layout.length - layout.padding), dtype=torch.int64, device="cpu")
+    rows = []
+    for holder in range(layout.ranks):
+        held, passed = torch.full_like(wanted, -1), 0
+        for run in layout.sharding.runs(holder):
+            held = torch.where((wanted >= run.start) & (wanted < run.stop), wanted - run.start + passed, held)
+            passed += run.stop - run.start
+        rows.append(held)
+    places = tuple(tuple(torch.nonzero(held >= 0).flatten().tolist()) for held in rows)
+    return places, rows[rank][rows[rank] >= 0]

@@ -32,13 +32,13 @@ class KeyCache(Part):
 
     def prepare(self, run: ForwardPass) -> None:
         layout = run.batch.layout
-        held = isinstance(run.batch.given.get("past_key_values"), ShardedCache)
+        held = isinstance(run.batch.cache, ShardedCache)
         if held and any(stop < layout.length - layout.padding for _, stop in layout.real):
             raise BatchError("Prompts are padded on the right. Pad on the left: tokenizer.padding_side = 'left'.")
         run.agreement.add("a cache over ranks", held)
 
     def begin(self, run: ForwardPass) -> None:
-        cache = run.batch.given.get("past_key_values")
+        cache = run.batch.cache
         if not isinstance(cache, ShardedCache):
             return
         self.cache = cache

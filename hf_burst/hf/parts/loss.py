@@ -96,7 +96,7 @@ class Loss(Part):
         self.weights = None if run.scored is None else rows_by_weight(run.scored, run.device)
         self.targets = None if run.task.loss_in_model else targets
         whole = run.group.size == 1 and run.batch.joined is None
-        cached = isinstance(run.batch.given.get("past_key_values"), ShardedCache)  # or some return none
+        cached = isinstance(run.batch.cache, ShardedCache)  # or some return none
         run.batch.inputs |= run.task.overrides(use_cache=cached or (whole and not run.model.training))
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ class Loss(Part):
         counts the labels of all accumulated batches."""
         mine = run.batch.labels if run.batch.sharded else run.batch.tokens
         doing = "a count of the labels of all ranks"  # also of groups that have not agreed on this pass
-        total = ContextGroup.from_mesh(None).agree({}, None, run.device, mine, doing=doing)
+        total, _ = ContextGroup.from_mesh(None).agree({}, None, run.device, mine, doing=doing)
         if not run.model.training:
             return total
         begun = self.accumulated[0] == items and any(parameter.grad is not None for parameter in run.model.parameters())

@@ -83,7 +83,7 @@ class MemoryRule(Part):
         elif self.chosen:  # an evaluation is to take no more than training
             most = max(self.chosen.values(), key=lambda choice: choice.level).training
             run.settings = Memory(tiled_mlp=most.tiled_mlp, head_groups=most.head_groups)
-        if isinstance(run.batch.given.get("past_key_values"), ShardedCache) and not run.settings.tiled_mlp:
+        if isinstance(run.batch.cache, ShardedCache) and not run.settings.tiled_mlp:
             run.settings = replace(run.settings, tiled_mlp=_PROMPT_TILE)
 
     def end(self) -> None:
@@ -305,8 +305,9 @@ def training_of(run: ForwardPass, size: ModelSize) -> Training:
     rows, length = run.batch.layout.batch_size, run.batch.layout.length
     weights = list(run.model.parameters())
     trained = [weight for weight in weights if weight.requires_grad]
-    count = sum(weight.numel() for weight in trained)
-    lora = 0 if count > size.weights / 2 else max(1, round(count / max(1, size.adapted)))
+    count = sum(getattr(weight, "ds_numel", weight.numel()) for weight in trained)  # whole, also under ZeRO-3
+    whole = count > size.weights / 2 or len(trained) == len(weights)
+    lora = 0 if whole else max(1, round(count / max(1, size.adapted)))
     quantised = lora and any(type(weight).__name__ == "Params4bit" for weight in weights)
     wide = any(weight.dtype == torch.float32 for weight in trained)
     modules = (getattr(module.forward, "__module__", "") for module in run.model.modules())
@@ -314,7 +315,9 @@ def training_of(run: ForwardPass, size: ModelSize) -> Training:
         length=rows * length,  # as one document, whose exchange takes the most
         gpus=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         burst_size=run.group.size,
-        sharded="fsdp2" if any(isinstance(weight, DTensor) for weight in weights) else "ddp",
+        sharded="fsdp2"
+        if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in weights)
+        else "ddp",
         weights="4bit" if quantised else "fp32" if wide else "bf16",
         lora=lora,
         checkpointing=run.checkpoints.layers > 0,

@@ -1,5 +1,6 @@
 """The outputs of a pass: from this rank's tokens to the whole batch."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from ..forward_pass import ForwardPass
 from ..lazy_head import logits_of_some
 from .base import Part
 from .deferred_logits import DeferredLogits
+from .experts import RouterLogits
 from .head import Head
 from .key_cache import KeyCache
 from .loss import Loss
@@ -24,8 +26,8 @@ _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_
 class Outputs(Part):
     """Gathers outputs in sequence order. Those of a batch that arrived sharded stay sharded."""
 
-    # the latter three read logits before they are gathered or dropped, or put states off
-    needs = (SharedBeginnings, Loss, TokenLosses, States)
+    # RouterLogits adds to the loss; the latter three read logits before they are gathered or dropped, or put states off
+    needs = (SharedBeginnings, RouterLogits, Loss, TokenLosses, States)
 
     def __init__(self, head: Head, key_cache: KeyCache) -> None:
         self.head, self.key_cache = head, key_cache
@@ -62,18 +64,19 @@ class Outputs(Part):
         elif head.logits == "keep":
             outputs["logits"] = logits
         elif head.logits == "defer":
-            outputs["logits"] = _deferred(run, logits, head.too_large)
+            outputs["logits"] = replace(_deferred(run, logits, head.about, outputs.get("loss")), fits=head.fits)
         if "logits" in outputs and head.logits != "defer":
             outputs["logits"] = self.key_cache.repeated(outputs["logits"])
 
 
-def _deferred(run: ForwardPass, logits: Any, about: str) -> DeferredLogits:
-    check_head_again(run.model.get_output_embeddings())
+def _deferred(run: ForwardPass, logits: Any, about: str, loss: torch.Tensor | None) -> DeferredLogits:
+    if loss is None:
+        check_head_again(run.model.get_output_embeddings())
     layout, joined = run.batch.layout, run.batch.joined
     shape = (layout.batch_size, layout.length - layout.padding) if joined is None else tuple(joined.places.shape)
     places = torch.arange(shape[0] * shape[1], device="cpu").view(shape)
     vocabulary = run.model.config.get_text_config().vocab_size
-    anchor = logits_of_some(logits, slice(0, 1))
+    anchor = logits_of_some(logits, slice(0, 1)) if loss is None else loss
     return DeferredLogits(logits, layout, run.group, joined, places, vocabulary, about, anchor)
 
 

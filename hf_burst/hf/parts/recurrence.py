@@ -13,6 +13,7 @@ from ...errors import ConfigError
 from ...plan import Hybrid, RecurrentSize
 from ...plan.recurrence import Way
 from ...recurrent import fla_kernels
+from ..batches.documents import CACHE_KEYS
 from ..context import CALL_KEY, LayerContext, current, refuse_blind_run
 from ..forward_pass import ForwardPass
 from ..models.bypassed import check_recurrent_sources, function_name
@@ -28,7 +29,6 @@ _ON_GPUS = {
     *("mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"),
 }
 NO_FORKS = "the kernels of its recurrent layers begin with no state"
-_CACHES = ("cache_params", "past_key_values")
 _REPLACED = (
     "The forward of a {} was replaced by {}, so its state would not pass from rank to rank. Put its own back. If the "
     "model is patched by then, call hf_burst.unpatch_model(model), and patch it anew."
@@ -130,7 +130,7 @@ class RecurrentForward(ForwardOverride):
         if self.masks:
             kwargs["attention_mask"] = context.call.real
         if context.cached is None:  # a cache of Transformers would hold the states of a shard
-            kwargs |= {name: None for name in _CACHES if name in kwargs}
+            kwargs |= {name: None for name in CACHE_KEYS if name in kwargs}
         return self.sharded(self.module, *args, **kwargs)
 
 

@@ -1,5 +1,6 @@
 """The weights that the ranks of a group hold: equal at the first pass, and after the first update."""
 
+import logging
 import zlib
 from collections.abc import Mapping
 
@@ -19,6 +20,8 @@ from ..batches.sharded import sum_of_octets
 from ..forward_pass import ForwardPass
 from ..lazy_head import is_partitioned
 from .base import Part
+
+logger = logging.getLogger(__name__)
 
 _SEEN = "_hf_burst_trained"  # the attribute of a DDP that has the parameters that were trained under it
 PARAMETERS, WEIGHTS = "parameters", "weights (checksum)"
@@ -62,6 +65,7 @@ class Replicas(Part):
         if key != self.key:
             if learns and run.model.training and not self.manual:
                 check_known_to_ddp(run.model)
+                _tell_of_hooks(trained)
             self.key, self.parameters, self.settled = key, "", False
         if self.settled or (self.parameters and not learns) or has_fsdp1(run.model):
             return
@@ -134,6 +138,18 @@ def check_known_to_ddp(model: nn.Module) -> None:
             "ddp_find_unused_parameters=True. FSDP2 needs neither."
         )
     seen |= new
+
+
+def _tell_of_hooks(trained: list[nn.Parameter]) -> None:
+    """Warns of hooks on gradients that DDP averages afterwards."""
+    hooked = sum(bool(weight._backward_hooks) for weight in trained)
+    if hooked and DistributedDataParallel._get_active_ddp_module() is not None:
+        logger.warning(
+            "%d trained parameters have hooks (register_hook). Under DDP they are given what this rank's tokens add to "
+            "a gradient, times the ranks, before it is averaged: clamping that is not clamping the gradient. Change "
+            "parameter.grad after the backward pass, such as in on_pre_optimizer_step of a TrainerCallback.",
+            hooked,
+        )
 
 
 def _is_hooked(parameter: nn.Parameter) -> bool:

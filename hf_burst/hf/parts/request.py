@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ...errors import BatchError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX
-from ..batches.documents import batch_shape
+from ..batches.documents import batch_shape, cache_of
 from ..callers import is_checkpointed
 from ..forward_pass import ForwardPass
 from ..models.peft_methods import check_adapters
@@ -73,10 +73,10 @@ def _check_backward(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
 
 def _check_arguments(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
     """Raises for arguments of a forward pass that are not served over several ranks."""
-    if batch.get("past_key_values") is not None and not isinstance(batch["past_key_values"], ShardedCache):
+    if cache_of(batch) is not None and not isinstance(cache_of(batch), ShardedCache):
         raise BatchError(
-            "past_key_values in training or with labels: a cache cannot be sharded. Leave it out; to generate, switch "
-            "the model to evaluation first (model.eval())."
+            f"A cache ({type(cache_of(batch)).__name__}) in training or with labels cannot be sharded. Leave it out; "
+            "to generate, switch the model to evaluation first (model.eval())."
         )
     if batch.get("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:
         raise BatchError(

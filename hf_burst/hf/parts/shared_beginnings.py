@@ -141,7 +141,7 @@ def _joinable(run: ForwardPass, labelled: bool) -> bool:
     """Whether a pass returns nothing that needs the rows one by one: a cache to go on with, or some logits and a loss
     of them."""
     given = run.batch.given
-    if given.get("past_key_values") is not None:
+    if run.batch.cache is not None:
         return False
     keep = given.get("logits_to_keep", 0)
     if isinstance(keep, torch.Tensor) or keep:

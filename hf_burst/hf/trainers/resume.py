@@ -12,7 +12,6 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -21,6 +20,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from ...errors import ConfigError
+from ...ranks.group import ContextGroup
 from ..callers import frames
 from .accelerate import BurstParallelismConfig
 from .identity import are_others, frozen_values, known_of
@@ -339,9 +339,11 @@ class BurstResume(TrainerCallback, ExportableState):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Makes room for a checkpoint, which all ranks write if any rank wants one."""
         if args.world_size > 1:  # a callback may ask on one rank alone, such as one that looks at the clock
-            asked = torch.tensor(int(control.should_save), device=args.device)
-            dist.all_reduce(asked, dist.ReduceOp.MAX)
-            control.should_save = bool(asked)
+            group, doing = ContextGroup.from_mesh(None), "the question whether a step is saved"
+            askers, _ = group.agree(
+                {}, None, args.device, int(control.should_save), doing=doing
+            )  # no GPU is waited for
+            control.should_save = askers > 0
         if not control.should_save:
             return
         if args.should_save:
