@@ -16,7 +16,7 @@ from .torch_flash import TorchFlashKernel
 
 logger = logging.getLogger(__name__)
 # of a layer of Gemma 4 by plain torch on an H200, forward and backward, with 16 query heads of 512 elements and 32,768
-# tokens: half of what two layers take of 6.37 s, by 1.92 s at 16,384; at the rates of other kernels they would take 0.3 s
+# tokens: half of what two layers take of 6.37 s, by 1.92 s at 16,384; at rates of other kernels they would take 0.3 s
 _PLAIN_SECONDS = 2.5
 
 
@@ -87,8 +87,8 @@ def _cost(request: KernelRequest) -> str:
     """The end of a sentence: what plain torch takes of a step on a GPU."""
     seconds = _PLAIN_SECONDS * (request.head_dim + request.value_dim) / 1024
     return (
-        f". Plain torch takes some 17 times as long as a kernel: on an H200 about {seconds:.2g} s of a step for each such "
-        "layer with 16 query heads and 32,768 tokens, and four times that for twice as many"
+        f". Plain torch takes some 17 times as long as a kernel: on an H200 about {seconds:.2g} s of a step for each "
+        "such layer with 16 query heads and 32,768 tokens, and four times that for twice as many"
     )
 
 
