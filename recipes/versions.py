@@ -5,14 +5,15 @@ that is not patched and holds whole sequences, on tiny models that need no downl
     python recipes/versions.py --torch 2.13.0 --transformers 5.24.0       # of versions of your own
     python recipes/versions.py --python /path/to/bin/python --doors GRPO  # in an environment that exists
 
-`oldest` and `tested` are the extras `oldest` and `test` of setup.cfg, `newest` what pip takes for `.[trl]` today. Each
-environment takes several GB for its time, in a temporary folder. `--write` writes recipes/results/versions.json and
-versions.md; environments that did not run this time stay there as they were.
+`oldest` and `tested` are the extras `oldest` and `test` of setup.cfg, the latter with the torch of CONTRIBUTING.md, and
+`newest` what pip takes for `.[trl]` today. Each environment takes several GB for its time, in a temporary folder.
+`--write` writes recipes/results/versions.json and versions.md; environments that did not run this time stay there.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -172,6 +173,7 @@ def packages_of(preset: str) -> list[str]:
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
     pins = setup["options.extras_require"][EXTRAS[preset]].split("\n") if preset in EXTRAS else []
+    pins += re.findall(r"torch==[\d.]+", (ROOT / "CONTRIBUTING.md").read_text())[:1] if preset == "tested" else []
     return [".[trl]", *(pin for pin in pins if pin.partition("==")[0] in NEEDED)]
 
 

@@ -295,10 +295,9 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
 def _experts(model: ModelSize, training: Training) -> list[str]:
     """What experts take of a GPU, in lines."""
     number = 2 if training.lora else training.number
-    held, dtype, why = number * model.experts, "bf16" if number == 2 else "fp32", ""
+    held, dtype, why = float(number * model.experts), "bf16" if number == 2 else "fp32", ""
     if training.weights == "4bit":
-        held = 2 * model.fused + NF4 * (model.experts - model.fused)
-        dtype = "bf16" if model.fused else "4bit"
+        held, dtype = 2 * model.fused + NF4 * (model.experts - model.fused), "bf16" if model.fused else "4bit"
         why = ": bitsandbytes makes 4 bits of linear layers alone" if model.fused else ""
     return [
         f"experts: {rounded(model.experts)} weights in {dtype}, {held / training.shards / 2**30:.1f} GiB a GPU{why}"
