@@ -7,6 +7,7 @@ follows them; otherwise an error says so.
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -43,7 +44,8 @@ def clean(messages: list[Message]) -> list[Message]:
     in the API of OpenAI, become mappings. `from` and `value`, as in ShareGPT, become `role` and `content`.
 
     Raises:
-        ValueError: If a role is none that chat templates know, or a content neither text nor a list.
+        ValueError: If a role is none that chat templates know, or a content neither text nor a list, or one with parts
+            that are not text.
     """
     cleaned = []
     if not messages or not all(isinstance(message, dict) for message in messages):
@@ -63,6 +65,13 @@ def clean(messages: list[Message]) -> list[Message]:
         if not isinstance(message.setdefault("content", ""), str | list):  # datasets reads text among lists as JSON
             said = f"message {number} has the content {message['content']!r}; it must be text or a list of parts"
             raise ValueError(f"{said}, of the same kind in all rows")
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            kinds = (str(part.get("type")), *part) if isinstance(part, dict) else ()
+            if kind := next((kind for kind in kinds if re.search("image|video|audio", kind)), None):
+                raise ValueError(
+                    f"message {number} has a part {kind!r}, and text alone is read here; images are a column beside "
+                    "the messages, for recipes/sft.py and models that see"
+                )
         if "tool_calls" in message:
             message["tool_calls"] = [parse_arguments(call) for call in message["tool_calls"]]
             if not message["tool_calls"]:

@@ -43,6 +43,7 @@ SOURCES = (__file__, chats.__file__, str(Path(__file__).with_name("preferences.p
 WRITTEN = 64  # long rows that are in memory together
 SHOWN, MANY = 10, 100  # wrong rows that an error shows, and that are looked for
 STRINGS = ("string", "large_string", "string_view", "null")
+BESIDES_TEXT = ("images", "image", "videos", "video", "audios", "audio")  # columns of chats, as TRL names them
 
 
 def load_rows(names: list[str], split: str, text_column: str = "text") -> Dataset:
@@ -286,11 +287,6 @@ def load_tokens(
             fitting.append(None)
             continue
         name = f"{kind} {names}"
-        if "images" in rows.column_names and answer_columns(rows):
-            raise SystemExit(
-                f"{name} has the column images, which is for recipes/sft.py and models that see. Remove the column, or "
-                "set such a model."
-            )
         if text_alone and (keys := answer_columns(rows)):
             raise SystemExit(
                 f"{name} has the columns {', '.join(keys)}, and this recipe trains on text, which it may cut. Train "
@@ -360,6 +356,7 @@ def tokenizer_of(rows: Dataset, tokenizer: PreTrainedTokenizerBase, settings: An
     columns, text_column = rows.column_names, settings.dataset_text_field
     only = settings.completion_only_loss is not False
     if keys := answer_columns(rows):
+        refuse_besides_text(rows)
         if keys[0] != "prompt" or not is_text(rows, "prompt"):
             chat = ChatTokenizer(tokenizer, settings.assistant_only_loss)
             return partial(tokenize_chat, chat=chat, keys=keys, only=only), chat.warning
@@ -372,6 +369,16 @@ def tokenizer_of(rows: Dataset, tokenizer: PreTrainedTokenizerBase, settings: An
     if not is_text(rows, text_column):
         raise ValueError(f"the column {text_column!r} holds {rows.features[text_column]}; it must hold text")
     return partial(tokenize_text, tokenizer=tokenizer, column=text_column), None
+
+
+def refuse_besides_text(rows: Dataset, served: str | None = None) -> None:
+    """Raises where chats, prompts or pairs have images, videos or sound beside them, which a reader of text would leave
+    out; one column may be `served`."""
+    if found := [name for name in BESIDES_TEXT if name in rows.column_names and name != served]:
+        raise ValueError(
+            f"it has the column {found[0]}, which is not read here: recipes/sft.py alone reads one, images, for models "
+            "that see. Remove the column if text is enough, or train by that recipe on such a model"
+        )
 
 
 def is_text(rows: Dataset, column: str) -> bool:

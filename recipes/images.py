@@ -31,6 +31,8 @@ def opened(rows: Dataset, names: list[str]) -> Dataset:
     """Rows of these files, or of a hub name, whose images are read as they are needed."""
     if "images" not in rows.column_names:
         raise SystemExit(f"dataset {names} has no column images, and the other one has: {rows.column_names}.")
+    with using(f"dataset {names}"):
+        data.refuse_besides_text(rows, served="images")
     if isinstance(getattr(rows.features["images"], "feature", None), Image):
         return rows
     folder, files = Path(names[0]) if Path(names[0]).is_dir() else Path(names[0]).parent, rows["images"]

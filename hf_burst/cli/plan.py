@@ -14,8 +14,9 @@ from ..errors import ConfigError, ShardingError
 from ..layers.host_limits import gpus_of_host, host_memory
 from ..plan import Mask, name_of
 from ..sizing.gpus import DATA_SHEETS, Capacity, DataSheet, capacity_of, data_sheet, gpu_named
+from ..sizing.memory import NF4
 from ..sizing.memory_rule import HOST_ROOM, SETTINGS, Fit, fit, longest
-from ..sizing.model import ModelSize, Sharded, Training, Weights
+from ..sizing.model import ModelSize, Sharded, Training, Weights, rounded
 from ..sizing.prompts import cached_bytes, longest_prompt, memory_of_prompt
 from ..sizing.seconds import StepSeconds, estimate_seconds, step_flops
 from ..sizing.shapes import NAMES
@@ -92,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--model needs --length, the tokens of a sequence, or --documents.")
     mask = _mask(length, documents, arguments.endings)
     sheet, capacity, gpus = find_gpus(arguments)
-    model = find_model(arguments.model, arguments.trust_remote_code)
+    model, config = find_model(arguments.model, arguments.trust_remote_code)
     if arguments.images and model.tower is None:
         raise ConfigError(
             f"--images is {arguments.images}, and of {model.name} no tower is known whose images can be counted: it is "
@@ -106,18 +107,25 @@ def run(arguments: argparse.Namespace) -> int:
     fastest = max((row.tokens_per_second for row in fitting), default=0.0)
     alike = [row for row in fitting if row.tokens_per_second > (1 - _TIE) * fastest]
     best = min(alike, key=lambda row: row.fit.memory.total, default=None)
-    lines = [*_assumptions(model, training, sheet, capacity), "", *_table(rows, best, sheet), *_LEGEND]
+    lines = [
+        *_assumptions(model, training, sheet, capacity),
+        *_positions(config, mask),
+        "",
+        *_table(rows, best, sheet),
+        *_LEGEND,
+    ]
     lines += ["", *_details(best or rows[0], capacity)]
     most = longest(model, rows[0].fit.training, capacity, fixed)
     if best is None:
         gpu, host = capacity.gpu_memory / 2**30, capacity.host_memory / 2**30
         less = ["more --gpus", *(["fewer tokens"] if most else [])]
         less += [] if training.lora else ["--lora"]
-        less += [] if training.weights == "4bit" else ["--qlora"]
+        less += ["--lora, which shards weights"] if training.weights == "4bit" else ["--qlora"]
         limits = f"{gpu:.1f} GiB and {HOST_ROOM:.0%} of the host's {host:.0f}"
         lines.append(f"None fits into {limits}. Give {' or '.join(less)}.")
     if not mask.documents[2:]:
-        beyond = "; where these are more than the model's positions, set rope_scaling" if most else ""
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None) or most
+        beyond = f"; the model has {positions:,} positions, and more need rope_scaling" if most > positions else ""
         lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs{beyond}.")
         if all(pattern.causal for pattern, _ in model.patterns):
             lines += _prompts(model, rows[0].fit.training, capacity)
@@ -155,8 +163,8 @@ def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: di
     return Training(mask.length, gpus, gpus, **options, **settings)
 
 
-def find_model(name: str, trust_remote_code: bool) -> ModelSize:
-    """The sizes of a model by its config. A named shape is found before any network is asked."""
+def find_model(name: str, trust_remote_code: bool) -> tuple[ModelSize, Any]:
+    """The sizes of a model, and its config. A named shape is found before any network is asked."""
     from ..check.run import find_target  # which takes seconds to import
     from ..hf.models.model_size import model_size, shape_named
 
@@ -166,7 +174,19 @@ def find_model(name: str, trust_remote_code: bool) -> ModelSize:
         near = "".join(f" Did you mean {match}?" for match in get_close_matches(name.lower(), NAMES, n=1))
         raise ConfigError(f"{problem}{near} Shapes that need no hub: {', '.join(NAMES)}.") from problem
     size = model_size(target.model_class, target.config, name)
-    return replace(size, name=f"{name} (default config of the class)") if name == target.model_class.__name__ else size
+    own = f"{name} (default config of the class)" if name == target.model_class.__name__ else name
+    return replace(size, name=own), target.config
+
+
+def _positions(config: Any, mask: Mask) -> list[str]:
+    """A warning where a text is longer than what the model has positions for, in lines."""
+    from ..hf.models.positions import beyond_positions  # which takes seconds to import
+
+    first, *others = [stop - start for start, stop in pairwise(mask.documents)]
+    longest = first + max(others) if mask.parents else max([first, *others])
+    setting = "rope_scaling in a recipe, or rope_parameters in the config"
+    warning = beyond_positions(config, longest, f"WARNING: a text has {longest:,} tokens", setting)
+    return [warning] if warning else []
 
 
 def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:
@@ -259,14 +279,28 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
         joined = [f"texts of {endings} tokens {once}"]
     joined += ["a reference reads all of them, too, which does not count for MFU"] if training.reference else []
     seen = f"{training.images} images of {training.image_tokens:,} tokens among them, towers {{}}"
+    experts = _experts(model, training) if model.experts else []
     images = [seen.format("learn" if training.learns_to_see else "do not learn")] if training.images else []
     return [
         str(model),
+        *experts,
         *images,
         f"{training.gpus} x {sheet.device}, {capacity.gpu_memory / 2**30:.1f} GiB; {sheet.rates}",
         f"{training.length:,} tokens a sequence, {what} weights, AdamW, {spread}, {again}",
         *joined,
         (_PRECISION | _OF_ADAPTERS if training.lora else _PRECISION)[training.weights],
+    ]
+
+
+def _experts(model: ModelSize, training: Training) -> list[str]:
+    """What experts take of a GPU, in lines."""
+    number = 2 if training.lora else training.number
+    held, dtype, why = float(number * model.experts), "bf16" if number == 2 else "fp32", ""
+    if training.weights == "4bit":
+        held, dtype = 2 * model.fused + NF4 * (model.experts - model.fused), "bf16" if model.fused else "4bit"
+        why = ": bitsandbytes makes 4 bits of linear layers alone" if model.fused else ""
+    return [
+        f"experts: {rounded(model.experts)} weights in {dtype}, {held / training.shards / 2**30:.1f} GiB a GPU{why}"
     ]
 
 

@@ -8,7 +8,7 @@ from .model import ModelSize, Training, keeping
 from .spread import Spread, buffer_bytes, spread_of, state_bytes
 from .towers import backward_of_towers, forward_of_towers, kept_by_towers, whole_embeddings
 
-_NF4 = 4.127 / 8  # bytes of a weight of 4 bits and of its scales (QLoRA, arXiv 2305.14314)
+NF4 = 4.127 / 8  # bytes of a weight of 4 bits and of its scales (QLoRA, arXiv 2305.14314)
 _LOGITS, _MOST_LOGITS, _PLAIN_LOGITS = 2**29, 2**31, 2**27  # at a time, as in linear_loss.py
 # bytes of a GPU outside of torch's allocator: CUDA's context and the code of kernels; NCCL; and the local memory of
 # kernels that spill registers, for which the driver provides while Triton tunes those of recurrent layers
@@ -232,7 +232,13 @@ def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: b
         one += 2.0 * tokens * 5 * model.hidden + 4 * (model.weights - model.unused) / model.layers
     if training.in_tiles:  # a tile, the gradient of all of its input, and weights of 4 bits or gradients of others
         one -= 2 * (tokens - training.tiled_mlp) * inner - 2 * tokens * model.hidden
-        one += 2 * model.mlp if training.weights == "4bit" else 0 if training.lora else 4 * model.mlp
+        one += (
+            2 * min(model.mlp, model.linear // model.layers)
+            if training.weights == "4bit"
+            else 0
+            if training.lora
+            else 4 * model.mlp
+        )
         if training.wide_states:  # a tile's gradients next to their sums, and casts of weights and gradients
             one += 8 * model.mlp
     if model.routed and fused and training.lora:  # Liger computes gradients of experts that are frozen
@@ -278,8 +284,7 @@ def kept_by_layer(model: ModelSize, fused: bool, mixing: float | None = None) ->
 
 
 def whole_weights(model: ModelSize, training: Training) -> float:
-    """Bytes of all weights, those of a second model for reference among them. With 4 bits only layers are quantised."""
+    """Bytes of all weights, those of a second model for reference among them. Only linear layers become 4 bits."""
     held = training.trained(model) * training.number + (2.0 * model.weights if training.lora else 0.0)
     held += model.weights * training.number if training.reference and not training.lora else 0.0
-    apart = model.vocabulary * model.hidden * (1 if model.tied else 2)
-    return held - (2 - _NF4) * (model.weights - apart) if training.weights == "4bit" else held
+    return held - (2 - NF4) * model.linear if training.weights == "4bit" else held

@@ -57,6 +57,7 @@ class ModelSize:
             experts that it is not sent to.
         head (`int`): Those of them in the language-model head.
         tied (`bool`): Whether the head shares its weights with the embeddings.
+        linear (`int`): Weights of linear layers but the head, of which bitsandbytes makes 4 bits.
         adapted (`int`): Rows and columns of all linear layers but the head: weights of adapters of rank 1.
         patterns (`tuple[tuple[MaskPattern, float], ...]`): How many layers see how far. A layer with heads of twice
             the mean size counts as two. Empty for a model without attention; its heads are 0.
@@ -65,6 +66,8 @@ class ModelSize:
         norms (`float`, defaults to 0): Elements of a token that the norms of a layer are given, but torch's own norms,
             which keep nothing in fp32.
         routed (`int`, defaults to 0): Elements of a token's copies for the experts that it is sent to.
+        experts (`int`, defaults to 0): Weights of all experts that tokens are sent to.
+        fused (`int`, defaults to 0): Those of them that are in no linear layer, as Transformers has them.
         tower ([`TowerSize`], *optional*): Its tower for images, if it is served with them.
         latent (`int`, defaults to 0): Elements of a token that a layer caches, and makes keys and values of; 0 if it
             caches these.
@@ -83,12 +86,15 @@ class ModelSize:
     used: int
     head: int
     tied: bool
+    linear: int
     adapted: int
     patterns: tuple[tuple[MaskPattern, float], ...]
     recurrent: tuple[RecurrentSize, ...] = ()
     unused: int = 0
     norms: float = 0.0
     routed: int = 0
+    experts: int = 0
+    fused: int = 0
     tower: TowerSize | None = None
     latent: int = 0
 

@@ -19,10 +19,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hf_burst.cli
 from tests.support import models, trainers
-from tests.support.ranks import RankPool, reset_accelerate
+from tests.support.ranks import RankPool, forked, reset_accelerate
 
 ROOT = Path(__file__).parents[2]
 MADE = [ROOT / "docs/reference" / f"{name}.md" for name in ("python", "errors", "command-line", "recipes", "versions")]
@@ -199,6 +200,28 @@ def test_scripts_of_the_pages(block: Block, ranks: Callable[[int], RankPool], fo
     ranks(1 if "save_pretrained" in block.source else 2).run(
         launch, str(folder), "script.py", arguments_of(block.source)
     )
+
+
+def run_alone(folder: str, name: str, arguments: list[str]) -> None:
+    """A process that no launcher has started: it is in no process group."""
+    assert not dist.is_initialized()
+    assert not {"RANK", "WORLD_SIZE"} & set(os.environ)
+    run_script(0, 1, folder, name, arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the process is a fork, which can use no GPU")
+@pytest.mark.parametrize("block", SCRIPTS, ids=str)
+@pytest.mark.slow
+def test_scripts_run_without_a_launcher(block: Block, folder: Path) -> None:
+    """As `python script.py` runs them, on one GPU or none."""
+    pytest.importorskip("trl")
+    (folder / "script.py").write_text(block.source)
+    shutil.rmtree(folder / "outputs", ignore_errors=True)
+    process = forked().Process(target=run_alone, args=(str(folder), "script.py", arguments_of(block.source)))
+    process.start()
+    process.join(180)
+    process.kill()
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize("block", [each for each in BLOCKS if re.search(r"\.train\(|Trainer\(", each.source)], ids=str)

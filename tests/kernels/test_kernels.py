@@ -872,6 +872,17 @@ def test_auto_says_why_the_faster_kernel_was_not_taken(chosen):
     assert "cpu_flash knows no soft-capping of scores" in log
 
 
+def test_plain_torch_on_a_gpu_is_warned_of_with_its_seconds(chosen, caplog):
+    """As for the full layers of Gemma 4, whose heads of 512 no kernel takes."""
+    kernel, log = chosen("auto", "cuda", torch.bfloat16, 512, 512)
+    assert kernel.capabilities.name == "reference"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "the kernel reference (cuda, torch.bfloat16, head size 512): " in log
+    assert "on an H200 about 2.5 s of a step for each such layer with 16 query heads and 32,768 tokens" in log
+    for requested, *kind in (("reference", "cuda", torch.bfloat16), ("auto", "cpu", torch.float64)):
+        assert "Plain torch" not in chosen(requested, *kind, 512, 512)[1], "asked for, or no slower than others"
+
+
 @pytest.mark.parametrize("kernel", kernels(CPU_KERNELS))
 def test_a_kernel_asked_for_is_the_one_taken(kernel, chosen):
     taken, log = chosen(kernel.capabilities.name, "cpu", torch.bfloat16, 16, 16)

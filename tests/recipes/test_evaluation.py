@@ -303,6 +303,7 @@ def test_answers_of_chats_are_scored_as_sft_labels_them(
         (["--lengths", "20"], "length 20 is too short"),
         (["--tasks", "none", "--lengths", "900000"], "No document has 900,000 tokens"),
         (["--documents", "{rows}"], r"documents \[.*\] cannot be used: its columns are \['words'\]; it needs messages"),
+        (["--documents", "{images}"], "it has the column images, which is not read here: recipes/sft.py alone"),
         (["--output_dir", "/proc"], "output_dir '/proc' cannot be used"),
         (["--chat", "true"], "the tokenizer has no chat template"),
         (["--lenghts", "20"], "No setting is called lenghts; did you mean lengths"),
@@ -313,7 +314,9 @@ def test_settings_of_an_evaluation_that_are_wrong(
 ) -> None:
     """All but what a library says of them is found before the weights are loaded."""
     (tmp_path / "rows.jsonl").write_text('{"words": "none"}\n')
-    options = [option.format(rows=tmp_path / "rows.jsonl") for option in options]
+    chat = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "4"}]
+    images = conversations.write(tmp_path / "images.jsonl", [{"messages": chat, "images": ["nowhere.png"]}])
+    options = [option.format(rows=tmp_path / "rows.jsonl", images=images) for option in options]
     loads = mock.patch.object(evaluation, "load_model", side_effect=AssertionError)
     with loads, pytest.raises(SystemExit, match=told):
         evaluated(0, 1, ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path), *options])

@@ -25,6 +25,7 @@ import data  # noqa: E402
 import models  # noqa: E402
 import numpy  # noqa: E402
 import preferences  # noqa: E402
+import prompts  # noqa: E402
 import report  # noqa: E402
 from settings import DataSettings  # noqa: E402
 
@@ -144,6 +145,21 @@ def pairs_of(path: Path, rows: list[Any]) -> list[dict[str, Any]]:
     conversations.write(path / "pairs.jsonl", rows)
     training = DPOConfig(output_dir=str(path), use_cpu=True, bf16=False)
     return list(preferences.load_pairs(DataSettings(dataset=[str(path / "pairs.jsonl")]), training)[0])
+
+
+def test_pairs_and_prompts_with_images_are_refused(tmp_path: Path) -> None:
+    """Their readers would leave the images out, and the answers be to what the model has not seen."""
+    from trl import GRPOConfig
+
+    told = "it has the column images, which is not read here"
+    row, images = {"prompt": TURN[:1], "chosen": TURN[1:], "rejected": TURN[1:]}, {"images": ["nowhere.png"]}
+    with pytest.raises(SystemExit, match=told):
+        pairs_of(tmp_path, [row | images])
+    training = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, max_completion_length=8)
+    training.max_length = 64
+    path = conversations.write(tmp_path / "prompts.jsonl", [{"prompt": row["prompt"], **images}])
+    with pytest.raises(SystemExit, match=told):
+        prompts.load_prompts(DataSettings(dataset=[str(path)]), models.byte_tokenizer(), training)
 
 
 @pytest.mark.parametrize("columns", [{}, {"prompt": "Hi"}])
@@ -380,6 +396,7 @@ def test_messages_of_every_kind_become_the_same() -> None:
 
 USER = {"role": "user", "content": "Hi"}
 PARTS = [{"type": "text", "text": "Hi"}]
+SHOWN = [{"type": "image_url", "image_url": {"url": "nowhere.png"}}, {"type": "text", "text": "What is it?"}]
 TURN = [USER, {"role": "assistant", "content": "5"}]
 
 
@@ -400,6 +417,12 @@ TURN = [USER, {"role": "assistant", "content": "5"}]
         ),
         ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "rows.jsonl:2: completion is null; it must be text"),
         ([{"messages": [{**USER, "content": PARTS}]}], "rows.jsonl:1: the chat template cannot write it"),
+        ([{"messages": TURN, "videos": ["nowhere.mp4"]}], "it has the column videos, which is not read here: recipes"),
+        ([{"prompt": "a", "completion": "b", "image": "nowhere.png"}], "it has the column image, which is not read"),
+        (
+            [{"messages": [{**USER, "content": SHOWN}, *TURN]}],
+            "message 1 has a part 'image_url', and text alone is read here",
+        ),
         (
             [{"messages": TURN}, {"messages": [{**USER, "content": PARTS}]}],
             "message 2 has the content 5; it must be text",

@@ -111,7 +111,7 @@ def test_the_command_plans_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     report = capsys.readouterr().out
     assert "continue" not in report
     assert "reference" not in report
-    assert "tokens, on all GPUs; where these are more than the model's positions, set rope_scaling." in report
+    assert "tokens, on all GPUs; the model has 8,192 positions, and more need rope_scaling." in report
 
 
 @pytest.mark.parametrize(
@@ -131,13 +131,13 @@ def test_endings_that_cannot_be(words: list[str], said: str, capsys: pytest.Capt
 
 def test_states_and_towers_of_a_reference() -> None:
     sheet = SHEET._replace(bandwidth=1e30)
-    hybrid = find_model("qwen3.5-9b", trust_remote_code=False)
+    hybrid = find_model("qwen3.5-9b", trust_remote_code=False)[0]
     alone = Training(65536, 1, 1, lora=16, reference=True)
     with_states, without = (
         estimate_seconds(model, alone, sheet).reference for model in (hybrid, replace(hybrid, recurrent=()))
     )
     assert with_states - without == pytest.approx(65536 * hybrid.recurrence_flops / 989e12 / 0.052)
-    seeing = find_model("Qwen2_5_VLForConditionalGeneration", trust_remote_code=False)
+    seeing = find_model("Qwen2_5_VLForConditionalGeneration", trust_remote_code=False)[0]
     images = replace(alone, lora=0, images=4, image_tokens=1024)
     assert images.learns_to_see
     assert seeing.tower is not None

@@ -84,7 +84,7 @@ def test_keys_of_windows_and_latent_keys(name: str) -> None:
 
 
 def test_the_longest_prompt_fits() -> None:
-    model = find_model("llama-3-8b", False)
+    model = find_model("llama-3-8b", False)[0]
     capacity = capacity_of(DATA_SHEETS["h100"])
     lengths = []
     for gpus in (1, 2, 4, 8):
@@ -98,4 +98,4 @@ def test_the_longest_prompt_fits() -> None:
         assert at.weights == 2 * model.weights, "whole on every GPU"
         lengths.append(most)
     assert lengths == sorted(lengths)
-    assert longest_prompt(find_model("llama-3-70b", False), Training(2**17, 8, 8), capacity) == 0
+    assert longest_prompt(find_model("llama-3-70b", False)[0], Training(2**17, 8, 8), capacity) == 0

@@ -173,12 +173,12 @@ def test_named_shapes_are_those_of_their_models(name: str, billions: float) -> N
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        *(("llama-3.1-8b", "llama-3-8b"), ("meta-llama/Llama-3.1-8B", "llama-3-8b"), ("LLAMA-3-8B", "llama-3-8b")),
-        *(("meta-llama/Llama-3.1-8B-Instruct", "llama-3-8b"), ("meta-llama/Meta-Llama-3-8B", "llama-3-8b")),
-        *(("meta-llama/Llama-3.3-70B-Instruct", "llama-3-70b"), ("meta-llama/Llama-3.2-1B", "llama-3.2-1b")),
+        *(("llama-3.1-8b", "llama-3.1-8b"), ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"), ("LLAMA-3-8B", "llama-3-8b")),
+        *(("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"), ("meta-llama/Meta-Llama-3-8B", "llama-3-8b")),
+        *(("meta-llama/Llama-3.3-70B-Instruct", "llama-3.3-70b"), ("meta-llama/Llama-3.2-1B", "llama-3.2-1b")),
         *(("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"), ("qwen2.5-32b", "qwen2.5-32b")),
-        *(("Qwen/Qwen3-8B-Base", "qwen3-8b"), ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b")),
-        *(("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"), ("google/gemma-3-12b-it", "gemma-3-12b")),
+        *(("Qwen/Qwen3-8B-Base", "qwen3-8b"), ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b-2507")),
+        *(("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"), ("google/gemma-3-12b-it", "gemma-3-12b")),
         *(
             (name, None)
             for name in ("llama", "", "mistralai/Mistral-7B-v0.1", "someone/Llama-3.1-8B", "llama-3.1-405b")
@@ -187,6 +187,65 @@ def test_named_shapes_are_those_of_their_models(name: str, billions: float) -> N
 )
 def test_shapes_are_found_as_people_type_them(name: str, shape: str | None) -> None:
     assert shape_name(name) == shape
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "said"),
+    [
+        ("llama-3-8b", "8k", ""),
+        ("llama-3-8b", "9k", "embeddings 8,192: it has not learned later positions. .*: yarn, factor: 2.0}"),
+        ("llama-3.1-8b", "128k", ""),
+        ("Qwen/Qwen3-8B", "256k", "a text has 262,144 tokens, but .* 40,960: .* set rope_scaling .* factor: 7.0}"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "256k", ""),
+        ("gemma-3-12b", "256k", "131,072: it has not learned later positions.$"),  # YaRN would undo its factor
+        ("GPT2LMHeadModel", "2k", "embeddings 1,024: it has not learned later positions.$"),
+    ],
+)
+def test_positions_that_a_model_has_not_are_told(
+    name: str, length: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--model", name, "--gpus", "8", "--machine", "h200"]
+    main([*words, "--length", length])
+    report = capsys.readouterr().out
+    warnings = [line for line in report.splitlines() if line.startswith("WARNING")]
+    assert len(warnings) == bool(said)
+    assert all(re.search(said, line) for line in warnings)
+    assert "positions, and more need rope_scaling" in report
+    main([*words, "--documents", "1000", "24", "1000"])
+    assert "WARNING" not in capsys.readouterr().out, "each has positions of its own"
+    main([*words, "--length", "7k", "--endings", "300000", "1000"])
+    assert "WARNING: a text has 307,168 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "JetMoeForCausalLM", "GPT2LMHeadModel"])
+def test_four_bits_are_made_of_what_bitsandbytes_replaces(name: str) -> None:
+    """Not of experts, which are one tensor a layer."""
+    bnb = pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    model_class = getattr(transformers, name)
+    size = model_size(model_class, model_class.config_class())
+    with torch.device("meta"):
+        model = model_class(model_class.config_class())
+    whole = get_keys_to_not_convert(model)
+    model = replace_with_bnb_linear(model, whole, BitsAndBytesConfig(load_in_4bit=True))
+    layers = [module for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]
+    assert size.linear == sum(layer.in_features * layer.out_features for layer in layers)
+    assert size.fused == size.experts, "so it is in all of Transformers"
+    assert (size.experts > 0) == ("Moe" in name)
+
+
+def test_experts_of_a_base_in_4_bits_are_counted_as_they_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "qwen3-30b-a3b", "--length", "16k", "--gpus", "2"]
+    assert main([*words, "--machine", "rtx4090", "--qlora", "8"]) == 1
+    report = capsys.readouterr().out
+    assert "\nexperts: 28.99e9 weights in bf16, 54.0 GiB a GPU: bitsandbytes makes 4 bits of linear layers" in report
+    assert 54.0 < float(re.search(r"weights (\d+\.\d+), gradients", report)[1]) < 57
+    assert "or --lora, which shards weights.\n" in report
+    assert main([*words, "--machine", "h200", "--lora"]) == 0
+    assert "\nexperts: 28.99e9 weights in bf16, 27.0 GiB a GPU\n" in capsys.readouterr().out
 
 
 def test_no_network_is_asked_for_a_named_shape(
@@ -324,7 +383,7 @@ def test_trainings_that_cannot_be(changes: dict, said: str) -> None:
 
 
 def test_the_command_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--model", "llama-3-8b", "--length", "131072", "--gpus", "4", "--machine", "h200"]
+    words = ["plan", "--model", "llama-3.1-8b", "--length", "131072", "--gpus", "4", "--machine", "h200"]
     assert main(words) == 0
     page = predictions.PAGE.read_text()
     assert "hf-burst " + " ".join(words) in page
@@ -536,7 +595,8 @@ def test_towers_do_not_count_for_text(name: str) -> None:
     assert 0 < whole.unused == whole.weights - read
     causal = {"Mistral3": "MistralForCausalLM"}.get(name, f"{name}ForCausalLM")
     text = model_size(getattr(transformers, causal), config.get_text_config())
-    assert replace(whole, name=text.name, weights=text.weights, tied=text.tied, unused=0, tower=None) == text
+    counted = {"weights": text.weights, "tied": text.tied, "linear": text.linear}
+    assert replace(whole, name=text.name, unused=0, tower=None, **counted) == text
     assert Training(64, 1, 1).trained(whole) == read
     assert whole.flops(10, 100) == text.flops(10, 100)
 

@@ -83,12 +83,15 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         used=round(counts.used),
         head=counts.head,
         tied=counts.tied,
+        linear=counts.linear,
         adapted=sum(inputs + outputs for inputs, outputs in rows),
         patterns=tuple((pattern, total / mean) for pattern, total in patterns.items()),
         recurrent=recurrent,
         unused=counts.unused,
         norms=_normed(model, counts, shapes) / text.num_hidden_layers,
         routed=counts.chosen * text.hidden_size,
+        experts=counts.experts,
+        fused=counts.fused,
         tower=tower_size(model),
         latent=_latent(model),
     )
@@ -120,7 +123,7 @@ class _Weights:
 
     `used` are those that a token is multiplied with, `head` and `mixing` those of them in the language-model head and
     in layers that mix tokens (attention, recurrent ones), and `unused` those beside the language model. A token is sent
-    to as many experts as `chosen`.
+    to as many experts as `chosen`. Of `linear` ones bitsandbytes makes 4 bits; `fused` are `experts` that are none.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -135,6 +138,9 @@ class _Weights:
         self.head = 0 if self.weight is None else self.weight.numel()
         self.used, self.mixing, self.unused = 0.0, 0, 0
         self.used += self.head
+        layers = [module for module in model.modules() if type(module) is nn.Linear or isinstance(module, Conv1D)]
+        linear = {id(layer.weight): layer.weight.numel() for layer in layers if layer.weight is not self.weight}
+        self.linear, self.experts, self.fused = sum(linear.values()), 0, 0
         for path, weight in model.named_parameters(remove_duplicate=False):  # layers that share weights use them each
             if weight is self.weight or any(weight is table for table in tables):
                 self.unused += 0 if self.reads(path) or weight is self.weight else weight.numel()
@@ -146,6 +152,8 @@ class _Weights:
                 weight.ndim == 3 and len(weight) == experts and id(weight) not in mixers
             )
             self.used += weight.numel() * (share if routed else 1)
+            self.experts += weight.numel() if routed else 0
+            self.fused += weight.numel() if routed and id(weight) not in linear else 0
             mixes = "attn" in path or "attention" in path or id(weight) in mixers
             self.mixing += weight.numel() if mixes else 0
 

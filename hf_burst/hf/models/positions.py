@@ -35,9 +35,16 @@ def beyond_positions(config: PreTrainedConfig, length: int, what: str, setting: 
     most, rope = getattr(config, "max_position_embeddings", None), scaled_rope(config) or {}
     if most is None:
         return None
-    scaled = rope.get("factor", 1.0) * pretrained_length(config) if rope.get("rope_type") in _SCALED else 0
+    # of Gemma 3, whose positions have the factor in them
+    counted = rope.get("rope_type") == "linear" and rope is not config.rope_parameters
+    reaches = rope.get("rope_type") in _SCALED and not counted
+    scaled = rope.get("factor", 1.0) * pretrained_length(config) if reaches else 0
     if length <= max(most, scaled):
         return None
     said = f"{what}, but the model has max_position_embeddings {most:,}: it has not learned later positions."
     factor = -(-length // pretrained_length(config))
-    return f"{said} To extend it, set {setting}: {{rope_type: yarn, factor: {factor}.0}}." if rope else said
+    return (
+        f"{said} To extend it, set {setting}: {{rope_type: yarn, factor: {factor}.0}}."
+        if rope and not counted
+        else said
+    )

@@ -1,0 +1,257 @@
+"""Runs the doors of hf_burst under other versions of torch, Transformers and TRL: two processes over gloo beside one
+that is not patched and holds whole sequences, on tiny models that need no download.
+
+    python recipes/versions.py oldest tested newest --write               # each in an environment that it makes
+    python recipes/versions.py --torch 2.13.0 --transformers 5.24.0       # of versions of your own
+    python recipes/versions.py --python /path/to/bin/python --doors GRPO  # in an environment that exists
+
+`oldest` and `tested` are the extras `oldest` and `test` of setup.cfg, the latter with the torch of CONTRIBUTING.md, and
+`newest` what pip takes for `.[trl]` today. Each environment takes several GB for its time, in a temporary folder.
+`--write` writes recipes/results/versions.json and versions.md; environments that did not run this time stay there.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from configparser import ConfigParser
+from datetime import date
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT)]  # runs from a checkout too
+RESULT, PAGE = (ROOT / "recipes/results" / f"versions.{kind}" for kind in ("json", "md"))
+EXTRAS = {"oldest": "oldest", "tested": "test"}
+NEEDED = ("torch", "transformers", "accelerate", "trl", "peft", "datasets")
+LIMIT = 600  # seconds of a door
+TOLERANCE = 1e-6  # of losses and weights in fp64, which logs round
+
+
+def make_model(patched: bool) -> Any:
+    """A tiny Llama in fp64, the same in every process, that knows the tokens of `byte_tokenizer`."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import hf_burst
+
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    config = LlamaConfig(vocab_size=260, hidden_size=32, intermediate_size=48, pad_token_id=0, eos_token_id=1, **heads)
+    model = LlamaForCausalLM(config).double()
+    return hf_burst.patch_model(model) if patched else model
+
+
+def learned(kind: str, rows: Any, patched: bool, more: dict[str, Any], **given: Any) -> list[float]:
+    """Losses and norms of weights after three steps of a trainer of Transformers or TRL."""
+    import transformers
+    import trl
+    from datasets import Dataset
+
+    import hf_burst
+    from recipes.byte_tokenizer import byte_tokenizer
+
+    settings = {"max_steps": 3, "use_cpu": True, "bf16": False, "logging_steps": 1, "save_strategy": "no"}
+    settings |= {"report_to": "none", "disable_tqdm": True, "learning_rate": 1e-2, "per_device_train_batch_size": 2}
+    if patched:
+        settings["parallelism_config"] = hf_burst.BurstParallelismConfig(burst_size=2)
+    make, config = transformers.Trainer, transformers.TrainingArguments
+    if kind != "Trainer":
+        make, config = getattr(trl, kind), getattr(trl, kind.replace("Trainer", "Config"))
+        given["processing_class"] = byte_tokenizer()
+    else:
+        given["data_collator"] = transformers.default_data_collator
+    with TemporaryDirectory() as folder:
+        args = config(output_dir=folder, **settings, **more)
+        trainer = make(make_model(patched), args=args, train_dataset=Dataset.from_list(rows), **given)
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses + [float(weight.norm()) for weight in trainer.model.parameters()]
+
+
+def train(patched: bool) -> list[float]:
+    rows = [[4 + (place * (row + 3)) % 256 for place in range(37)] for row in range(6)]
+    return learned("Trainer", [{"input_ids": row, "labels": row} for row in rows], patched, {})
+
+
+def prefer(patched: bool) -> list[float]:
+    rows = [{"prompt": "a" * (5 + size), "chosen": "bcd" * size, "rejected": "e"} for size in range(1, 7)]
+    return learned("DPOTrainer", rows, patched, {"max_length": 64}, ref_model=make_model(patched))
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(completion.encode()) % 17) for completion in completions]
+
+
+def reinforce(patched: bool) -> list[float]:
+    rows = [{"prompt": "ab" * size} for size in range(3, 9)]
+    return learned(
+        "GRPOTrainer", rows, patched, {"num_generations": 2, "max_completion_length": 6}, reward_funcs=reward
+    )
+
+
+def generate(patched: bool) -> list[float]:
+    """Tokens behind a prompt, and behind a text that is remembered."""
+    import torch
+
+    import hf_burst
+
+    ids = torch.randint(4, 260, (1, 45), generator=torch.Generator().manual_seed(1))
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    model = make_model(patched).eval()
+    if not patched:
+        whole = model.generate(ids, **options)[0, 38:]
+        return [float(token) for token in (*whole, *whole)]
+    whole = hf_burst.generate(model, input_ids=ids, **options)[0, 38:]
+    memory = hf_burst.remember(model, ids[:, :38])
+    asked = hf_burst.generate(model, input_ids=ids[:, 38:], memory=memory, **options)[0]
+    return [float(token) for token in (*whole, *asked)]
+
+
+def compared(name: str, kind: str | None, patched: bool) -> list[float]:
+    """The errors of a class, as `hf-burst check` and recipes/coverage.py compare it, which do so on all processes."""
+    from hf_burst.check.compare import compare
+    from recipes.image_verdicts import compare_images
+    from recipes.tiny_models import tiny_model
+
+    if not patched:
+        return []
+    verdict = compare_images(name) if kind == "images" else compare(partial(tiny_model, name))
+    if verdict.result != "exact":
+        raise RuntimeError(f"{name} is {verdict.result}: {verdict.errors} {verdict.note}")
+    return [verdict.errors[kind]] if kind in verdict.errors else list(verdict.errors.values())
+
+
+DOORS: dict[str, Callable[[bool], list[float]]] = {
+    "train": train,
+    "packed": partial(compared, "LlamaForCausalLM", "packed"),
+    "generate": generate,
+    "GRPO": reinforce,
+    "images": partial(compared, "Qwen2_5_VLForConditionalGeneration", "images"),
+    "hybrid": partial(compared, "Qwen3_5ForCausalLM", None),
+    "DPO": prefer,
+}
+
+
+def joined(door: str) -> list[float]:
+    """A door on a process of two, which are joined already."""
+    import torch.distributed as dist
+
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}  # as launchers say it
+    os.environ |= {"LOCAL_RANK": os.environ["RANK"], "MASTER_ADDR": "127.0.0.1"}
+    return DOORS[door](True)
+
+
+def open_door(door: str) -> None:
+    """Prints the greatest error of a door, and the versions."""
+    import importlib.metadata
+
+    from hf_burst.check.ranks import run_on_ranks
+
+    found = run_on_ranks(joined, door, limit=LIMIT)
+    pairs = zip(found, DOORS[door](False) or [0.0] * len(found), strict=True)
+    error = max(abs(one - other) / max(abs(other), 1.0) for one, other in pairs)
+    print(json.dumps({"error": error, "versions": {name: importlib.metadata.version(name) for name in NEEDED}}))
+
+
+def install(folder: Path, packages: Sequence[str]) -> Path:
+    """A new environment with these packages, and this checkout; its interpreter."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python = folder / "bin/python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-cache-dir", *packages], cwd=ROOT, check=True)
+    return python
+
+
+def packages_of(preset: str) -> list[str]:
+    """What pip is given for a preset."""
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    pins = setup["options.extras_require"][EXTRAS[preset]].split("\n") if preset in EXTRAS else []
+    pins += re.findall(r"torch==[\d.]+", (ROOT / "CONTRIBUTING.md").read_text())[:1] if preset == "tested" else []
+    return [".[trl]", *(pin for pin in pins if pin.partition("==")[0] in NEEDED)]
+
+
+def run(python: Path, doors: Sequence[str]) -> dict[str, Any]:
+    """The doors, each in a process of its own."""
+    from recipes.benchmarks.provenance import git_commit
+
+    made: dict[str, Any] = {"date": str(date.today()), "git_commit": git_commit(ROOT), "versions": {}, "doors": {}}
+    own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1"}
+    for door in doors:
+        begun = time.monotonic()
+        command = [str(python), __file__, "--door", door]
+        try:
+            done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=2 * LIMIT)
+            told, failed = (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1], done.returncode
+        except subprocess.TimeoutExpired:
+            told, failed = f"no end within {2 * LIMIT} s", 1
+        answer = {"error": None} if failed else json.loads(told)
+        made["versions"] |= answer.pop("versions", {})
+        exact = answer["error"] is not None and answer["error"] <= TOLERANCE  # false for nan
+        made["doors"][door] = {"result": "exact" if exact else "fails" if failed else "wrong", **answer}
+        made["doors"][door] |= {"seconds": round(time.monotonic() - begun, 1), "said": told[:300] if failed else ""}
+        print(door, made["doors"][door], flush=True)
+    return made
+
+
+def write(environments: dict[str, Any], command: list[str]) -> None:
+    """Puts environments into the result, and writes its table."""
+    known = json.loads(RESULT.read_text())["environments"] if RESULT.exists() else {}
+    newest, known = next(reversed(environments.values())), known | environments
+    made = {"command": command, "git_commit": newest["git_commit"], "device": f"CPU, {os.cpu_count()} cores"}
+    made |= {"versions": newest["versions"], "environments": known}
+    RESULT.write_text(json.dumps(made, indent=1) + "\n")
+    lines = [
+        "# The doors under other versions",
+        "",
+        "Made by `python recipes/versions.py`; seconds include imports.",
+        "",
+    ]
+    heads = ["environment", "date", *NEEDED[:4], *DOORS]
+    lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, each in known.items():
+        doors = [each["doors"].get(door) for door in DOORS]
+        cells = [f"{door['result']}, {door['seconds']:.0f} s" if door else "-" for door in doors]
+        versions = [each["versions"].get(package, "-") for package in NEEDED[:4]]
+        lines.append(f"| {' | '.join([name, each['date'], *versions, *cells])} |")
+    said = [(name, door, each["said"]) for name, one in known.items() for door, each in one["doors"].items()]
+    lines += [f"\n{name}, {door}: {told}" for name, door, told in said if told]
+    PAGE.write_text("\n".join(lines) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("presets", nargs="*", choices=[[], *EXTRAS, "newest"], help="which environments to make")
+    for package in ("torch", "transformers", "trl"):
+        parser.add_argument(f"--{package}", help="its version, in an environment that is made")
+    parser.add_argument("--python", type=Path, help="the interpreter of an environment that exists")
+    parser.add_argument("--doors", nargs="+", choices=DOORS, default=list(DOORS), help="(default all)")
+    parser.add_argument("--write", action="store_true", help="write the result and its table")
+    parser.add_argument("--door", choices=DOORS, help=argparse.SUPPRESS)  # in the environment
+    given = parser.parse_args()
+    if given.door:
+        open_door(given.door)
+        return 0
+    pins = [f"{name}=={version}" for name in NEEDED if (version := getattr(given, name, None))]
+    wanted: dict[str, list[str] | None] = {preset: packages_of(preset) for preset in given.presets}
+    wanted |= {" ".join(pins): [".[trl]", *pins]} if pins else {}
+    wanted |= {"an environment that exists": None} if given.python else {}
+    if not wanted:
+        parser.error("name oldest, tested or newest, or versions, or --python")
+    made = {}
+    for name, packages in wanted.items():
+        with TemporaryDirectory() as folder:
+            made[name] = run(given.python if packages is None else install(Path(folder), packages), given.doors)
+    if given.write:
+        write(made, [Path(sys.argv[0]).name, *sys.argv[1:]])
+    return int(any(door["result"] != "exact" for each in made.values() for door in each["doors"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
