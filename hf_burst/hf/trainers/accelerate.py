@@ -305,10 +305,11 @@ class GroupScheduler(AcceleratedScheduler):
 
 def _warn_of_loss(trainer: Any, accelerator: Accelerator) -> None:
     """Says if a user's loss does not take the number by which `Trainer` expects it to divide."""
-    loss = getattr(trainer, "compute_loss_func", None)
-    if loss is None or not trainer.args.average_tokens_across_devices or not accelerator.is_main_process:
+    loss = getattr(trainer, "compute_loss_func", None)  # trainers of TRL that have losses of their own set a string
+    if not callable(loss) or not trainer.args.average_tokens_across_devices or not accelerator.is_main_process:
         return
-    if "num_items_in_batch" not in inspect.signature(getattr(loss, "forward", loss)).parameters:
+    arguments = inspect.signature(getattr(loss, "forward", loss)).parameters.values()
+    if not any(own.name == "num_items_in_batch" or own.kind is own.VAR_KEYWORD for own in arguments):
         times = accelerator.num_processes
         logger.warning(
             "compute_loss_func has no argument num_items_in_batch, and Trainer multiplies its loss by the number of "
