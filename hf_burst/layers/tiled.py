@@ -114,7 +114,7 @@ class _Call:
     surroundings: Sequence[Surrounding] = ()  # in which the forward pass runs
     runs: list[tuple[set[int], int]] = field(default_factory=list)  # of each tile: ids of leaves, and how it ended
     leaves: dict[int, Tensor] = field(default_factory=dict)  # of all tiles
-    versions: list[int] = field(default_factory=list)
+    versions: list[int | None] = field(default_factory=list)
 
     def compute(self, inputs: Sequence[Tensor]) -> Tensor:
         """The output. With gradients, it is not connected with what it depends on, which is noted."""
@@ -137,7 +137,8 @@ class _Call:
 
     def differentiate(self, gradient: Tensor) -> list[Tensor | None]:
         """The gradients of inputs that `learn`, and of the leaves."""
-        if self.versions != self._versions():
+        versions = zip(self.versions, self._versions(), strict=True)
+        if any(before != now for before, now in versions if None not in (before, now)):
             raise KernelError(
                 f"Weights of a {type(self.module).__name__} changed between its forward and backward pass, which "
                 "computes its tiles again. Update weights after the backward pass."
@@ -186,10 +187,12 @@ class _Call:
             )
         return _Run(inputs, out, leaves, products.count if products.latest is out else 0)
 
-    def _versions(self) -> list[int]:
+    def _versions(self) -> list[int | None]:
+        """How often each weight was written to; `None` for frozen ones, which peft's ParamWrapper puts aside and back
+        whenever a layer runs."""
         # by what the module has now: a wrapper may have put others of the same shapes in their place
-        weights = (weight for weight in self.module.parameters() if weight.is_floating_point())
-        return [weight._version for weight in (*weights, *self.leaves.values())]
+        weights = [weight for weight in self.module.parameters() if weight.is_floating_point()]
+        return [weight._version if weight.requires_grad else None for weight in (*weights, *self.leaves.values())]
 
 
 class _Products(TorchFunctionMode):
