@@ -133,24 +133,12 @@ def one_process(name: str, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {"loss": loss.detach(), "gradients": gradients, "logits": one_by_one(model.eval(), batch).detach()}
 
 
-def counted(model: Any) -> list[int]:
-    """The tokens of each call of a model's embeddings, without a hook: hooks of users see every row."""
-    embeddings, tokens = model.get_input_embeddings(), list[int]()
-
-    def forward(ids: torch.Tensor) -> torch.Tensor:
-        tokens.append(ids.numel())
-        return type(embeddings).forward(embeddings, ids)
-
-    embeddings.forward = forward
-    return tokens
-
-
 def shared(rank: int, size: int, name: str, batches: list[Any], settings: dict[str, Any]) -> list[int]:
     """Compares loss, gradients, logits and losses of tokens with one process; how many tokens each batch saved."""
     config = hf_burst.BurstConfig(share_prefixes=True, **settings)
     model = models.patch(make_model(name), config)
     saved = []
-    tokens = counted(model)
+    tokens = models.counted(model)
     for kind, batch, wanted in batches:
         model.train().zero_grad()
         close = CLOSE if name in models.NAMES else WITH_FP32
@@ -361,7 +349,7 @@ def long_texts(length: int, endings: int = 3) -> dict[str, torch.Tensor]:
 
 def tokens_of(model: Any, batch: dict[str, torch.Tensor]) -> int:
     """How many tokens a model computes for a batch."""
-    counts = counted(model)
+    counts = models.counted(model)
     model(**batch)
     del model.get_input_embeddings().forward
     return sum(counts)

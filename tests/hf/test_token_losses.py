@@ -188,10 +188,10 @@ class Width(TorchDispatchMode):
 
 def gradients_of(rank: int, size: int, what: str, kind: str, shard: bool) -> Result:
     """A loss of one's own and its gradients; 7 tokens are scored at a time, and what rows share is computed once."""
-    batch, tokens, share = batch_of(kind), list[int](), hf_burst.BurstConfig(share_prefixes=True)
+    batch, share = batch_of(kind), hf_burst.BurstConfig(share_prefixes=True)
     model = models.patch(models.make_model("llama", torch.float64), share)
     teacher = models.patch(models.make_model("llama", torch.float64, seed=5), share)
-    model.model.embed_tokens.register_forward_hook(lambda _, given, out: tokens.append(out.shape[:2].numel()))
+    tokens = models.counted(model)
     few = mock.patch("hf_burst.layers.linear_loss._LOGITS", 7 * models.VOCABULARY)
     with few, Width(model.config.hidden_size) as width:
         loss = loss_by(what, model, batch, teacher, shard)

@@ -278,7 +278,10 @@ def compare(case: Case, run: Callable[..., list[Any]]) -> str:
     Raises:
         AssertionError: If it is wrong, or not refused by all ranks.
     """
-    loss, gradients, batch = wanted(case)
+    try:
+        loss, gradients, batch = wanted(case)
+    except Exception as problem:
+        return f"one process cannot: {type(problem).__name__}: {problem}"
     try:
         found = run(on_ranks, case, batch)
     except RankError as problem:

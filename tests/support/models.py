@@ -250,3 +250,15 @@ def plain_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.
     logits = plain_logits(model, batch)
     targets = batch["labels"] if is_masked(model) else shifted(batch["labels"])
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def counted(model: Any) -> list[int]:
+    """The tokens of each call of a model's embeddings, without a hook: hooks of users see every row."""
+    embeddings, tokens = model.get_input_embeddings(), list[int]()
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        tokens.append(ids.numel())
+        return type(embeddings).forward(embeddings, ids)
+
+    embeddings.forward = forward
+    return tokens
