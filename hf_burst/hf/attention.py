@@ -72,11 +72,10 @@ class LazyMask:
 
     def __getitem__(self, index: Any) -> "LazyMask | torch.Tensor":
         """The rows of some queries, as Gemma 4 asks for them where layers share keys; of all queries, the mask."""
-        if not isinstance(index, tuple):
-            index = (index,) if not self.sharded else getattr(self, f"[{index}]")  # raises
-        if all(part in (slice(None), slice(0, None)) for part in index):
+        parts = index if isinstance(index, tuple) else (index,)
+        if all(part in (slice(None), slice(0, None)) for part in parts):
             return self
-        return self.whole[index]
+        return self.whole[index] if isinstance(index, tuple) or not self.sharded else getattr(self, f"[{index}]")
 
     @property
     def pattern(self) -> MaskPattern:

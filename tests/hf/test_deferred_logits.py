@@ -130,6 +130,40 @@ def test_logits_of_a_batch_with_labels(ranks: Ranks, size: int, kind: str) -> No
         assert_equal([results[number] for results in found], wanted, 1e-9)
 
 
+def by_all_means(rank: int, size: int) -> None:
+    """What is not computed where tokens lie is that of the logits; behind an update there are none."""
+    batch = models.make_batch("plain")
+    model = models.patch(models.make_model("llama", torch.float64).train())
+    with torch.no_grad():
+        plain = models.make_model("llama", torch.float64)(**inputs_of(batch)).logits
+    outputs = model(**batch)
+    logits, mask = outputs.logits, batch["labels"] != -100
+    facts = logits.requires_grad, logits.is_floating_point(), logits.is_cuda
+    assert facts == (True, True, False), "without messages"
+    for found, wanted in (
+        (logits * mask[..., None], plain * mask[..., None]),
+        (logits + 1, plain + 1),
+        (abs(logits), abs(plain)),
+        (logits.sum(), plain.sum()),
+        (logits.softmax(1), plain.softmax(1)),
+        (logits.view(-1), plain.view(-1)),
+    ):
+        torch.testing.assert_close(found.detach(), wanted)
+    outputs.loss.backward()
+    logits.argmax(-1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight -= 0.1 * weight.grad
+    for ask in (lambda: logits.argmax(-1), lambda: logits.logsumexp(-1)):
+        with pytest.raises(BatchError, match="behind an update of the head"):
+            ask()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_all_that_tensors_do_is_done_where_logits_fit(ranks: Ranks, size: int) -> None:
+    ranks(size).run(by_all_means)
+
+
 def wrapped(rank: int, size: int, how: str) -> Result:
     batch, model = batch_of("right"), models.patch(models.make_model("llama", torch.float64).train())
     with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9):

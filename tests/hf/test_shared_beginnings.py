@@ -644,3 +644,15 @@ def an_adapter_a_row(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_values_of_rows_see_every_row(ranks: Ranks, size: int) -> None:
     ranks(2).run(an_adapter_a_row) if size == 2 else an_adapter_a_row(0, 1)
+
+
+def hooked_on_one(rank: int, size: int) -> None:
+    model = models.patch(make_model("llama").eval(), hf_burst.BurstConfig(share_prefixes=True))
+    if rank == 0:
+        model.model.layers[0].register_forward_hook(lambda module, given, out: None)
+    model(**texts(*BATCHES["pairs"]))
+
+
+def test_a_hook_on_one_rank_is_named(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"hooks that may have a value for each row.*Register the same hooks inside"):
+        ranks(2).run(hooked_on_one)

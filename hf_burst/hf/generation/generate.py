@@ -189,7 +189,9 @@ def on_ranks(
 ) -> tuple[dict[str, Any], EachToken | None]:
     """The arguments of `model.generate` on this rank, where what only the first rank may know is asked of it; and what
     asks it."""
-    own = dict(kwargs) | {"use_cache": True}  # configs of checkpoints may say otherwise
+    own = dict(kwargs)
+    if asked(model, kwargs, "use_cache") is False:  # a checkpoint's config says so
+        own["use_cache"] = True
     own |= {name: None for name in _OF_OTHER_CACHES if asked(model, kwargs, name)}
     if group.size == 1:
         return own, None

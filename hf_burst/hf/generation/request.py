@@ -76,7 +76,8 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
         )
     check_same_passes(model, resolve_group(getattr(model, PATCH).group))
     for name, why in _REFUSED.items():
-        if kwargs.get(name) is not None and kwargs[name] is not False:  # an empty cache is false, too
+        given = kwargs.get(name)
+        if given is not None if name in CACHE_KEYS else given:  # an empty cache is false, too
             raise ConfigError(f"generate over ranks was given {name}={_short(kwargs[name])}. {why} Leave it out.")
     if kwargs.get("use_cache") is False:
         raise ConfigError("generate over ranks was given use_cache=False. It needs its cache: leave that out.")

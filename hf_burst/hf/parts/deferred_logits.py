@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
@@ -26,6 +28,16 @@ Step = tuple[str, Callable[[Tensor], Tensor]]  # its name, and from scores of so
 Value = Callable[[Tensor, Tensor], Tensor]  # from these and the places of the tokens that were asked for to `(m,)`
 
 
+class _NotByTokensError(BatchError):
+    """An operation that takes more than the scores of one token."""
+
+
+def writes(logits: Tensor | LazyLogits) -> tuple[int, ...]:
+    """How often weights were written to with which logits are still to be computed; FSDP2's are looked at elsewhere."""
+    weights = logits.head.module.parameters() if isinstance(logits, LazyLogits) else ()
+    return tuple(weight._version for weight in weights if not isinstance(weight, DTensor))
+
+
 @dataclass(frozen=True, eq=False)
 class DeferredLogits:
     """Stands for logits of all tokens, `(..., vocabulary)`. All ranks of the group ask it alike.
@@ -42,6 +54,7 @@ class DeferredLogits:
         steps (tuple of `Step`): What is done with the scores of each token first.
         learns (`bool`, defaults to `True`): Whether gradients flow back.
         fits (`bool`, defaults to `False`): Whether they may be gathered for what is not computed where tokens lie.
+        written (tuple of `int`): How often the weights of the head had been written to.
     """
 
     own: Tensor | LazyLogits
@@ -55,6 +68,7 @@ class DeferredLogits:
     steps: tuple[Step, ...] = ()
     learns: bool = True
     fits: bool = False
+    written: tuple[int, ...] = ()
 
     @property
     def shape(self) -> torch.Size:
@@ -123,16 +137,23 @@ class DeferredLogits:
             check_head_again(self.own.head.module)
         self._agree(name, None, None)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
-            own = (
-                replace(self.own).whole if isinstance(self.own, LazyLogits) else self.own
-            )  # anew: one without gradients stays
+            own = self.own
+            if isinstance(own, LazyLogits):
+                casts, own = own.autocast[0], replace(own).whole  # anew: one without gradients stays
+                own = own.float() if casts else own  # as values() has them
             every = gather_tokens(own, self.layout, self.group) if self.group.size > 1 else own
             every = every if self.joined is None else self.joined.restored(every)
             return self.steps_on(every.flatten(0, 1)[self.places.to(every.device)])
 
     def _agree(self, name: str, words: Tensor | None, ignored: int | None) -> None:
         """Raises on every rank if one asks for something else, or for a word that there is not."""
-        error, checksums = None, {"tokens whose logits are asked for (checksum)": sum_of_bits(self.places)}
+        error: BatchError | None = None
+        if self.written != writes(self.own):
+            error = BatchError(
+                f"{name} was asked of logits behind an update of the head, by which they would be others. Read "
+                "outputs.logits before the optimizer's step."
+            )
+        checksums = {"tokens whose logits are asked for (checksum)": sum_of_bits(self.places)}
         if words is not None:
             checksums["words whose logits are asked for (checksum)"] = sum_of_bits(words)
             outside = (words < 0) | (words >= self.vocabulary)
@@ -175,38 +196,48 @@ class DeferredLogits:
             keys = keys[:-1]
         return replace(self, places=self.places[keys])
 
+    def by_tokens(self, name: str, otherwise: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """An operation where the tokens lie, or else of the logits themselves, if they fit."""
+        try:
+            return _METHODS[name](self, *args, **kwargs)
+        except _NotByTokensError:
+            if not self.fits:
+                raise
+        return otherwise(self.whole(name), *args, **kwargs)
+
     def __neg__(self) -> "DeferredLogits":
         return self.then("neg", torch.neg)
 
-    def __truediv__(self, other: Any) -> "DeferredLogits":
-        number = self.number(other)
-        return self.then(f"1/{number!r}", lambda scores: scores / number)
+    def __truediv__(self, other: Any) -> Any:
+        if not isinstance(other, int | float):
+            return self.whole("a product with a tensor") / other
+        return self.then(f"1/{float(other)!r}", lambda scores: scores / other)
 
-    def __mul__(self, other: Any) -> "DeferredLogits":
-        number = self.number(other)
-        return self.then(f"{number!r} times", lambda scores: scores * number)
+    def __mul__(self, other: Any) -> Any:
+        if not isinstance(other, int | float):
+            return self.whole("a product with a tensor") * other
+        return self.then(f"{float(other)!r} times", lambda scores: scores * other)
 
     __rmul__ = __mul__
 
-    def number(self, value: Any) -> float:
-        return float(value) if isinstance(value, int | float) else self.refuse("a product with a tensor")
-
     def refuse(self, what: str) -> Any:
-        raise BatchError(f"{self.about}, and {what} was asked of them. {_SERVED}")
+        raise _NotByTokensError(f"{self.about}, and {what} was asked of them. {_SERVED}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(name)
+        if name in _FACTS:
+            return getattr(self.anchor, name)
         if name not in _METHODS:
             return getattr(self.whole(name), name)
-        return lambda *args, **kwargs: _METHODS[name](self, *args, **kwargs)
+        return partial(self.by_tokens, name, getattr(Tensor, name))
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, given = getattr(function, "__name__", str(function)), dict(kwargs or {})
         logits, *others = args or (given.pop("input", None),)
         if isinstance(logits, cls) and name in _METHODS:
-            return _METHODS[name](logits, *others, **given)
+            return logits.by_tokens(name, function, *others, **given)
         leaves, form = pytree.tree_flatten(
             (args, kwargs or {}), cls.is_one
         )  # they may be elsewhere among the arguments
@@ -218,6 +249,11 @@ class DeferredLogits:
     @classmethod
     def is_one(cls, value: Any) -> bool:
         return isinstance(value, cls)
+
+
+for _operator in ("add", "radd", "sub", "rsub", "pow", "rtruediv", "abs", "gt", "ge", "lt", "le", "matmul"):
+    _name = f"__{_operator}__"
+    setattr(DeferredLogits, _name, lambda logits, *args, _name=_name: getattr(logits.whole(_name), _name)(*args))
 
 
 def _over_words(logits: DeferredLogits, dim: Any, name: str) -> None:
@@ -296,6 +332,7 @@ def _size(logits: DeferredLogits, dim: int | None = None) -> Any:
     return logits.shape if dim is None else logits.shape[dim]
 
 
+_FACTS = ("requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta")
 _METHODS: dict[str, Callable[..., Any]] = {
     **{name: _normalized(name) for name in ("log_softmax", "softmax")},
     **{name: _reduced(name) for name in ("logsumexp", "sum", "mean")},
@@ -309,6 +346,9 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "neg": lambda logits: -logits,
     "size": _size,
     "dim": lambda logits: logits.ndim,
+    "numel": lambda logits: logits.shape.numel(),
+    "element_size": lambda logits: logits.dtype.itemsize,
+    "is_floating_point": lambda logits: True,
     "stride": lambda logits, dim: 0,  # it lies nowhere
 }
 

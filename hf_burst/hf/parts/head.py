@@ -85,6 +85,7 @@ class Head(Part):
     def _fate(self, run: ForwardPass) -> Fate:
         """What becomes of the logits."""
         labels, layout = run.batch.inputs.get("labels") is not None, run.batch.layout
+        self.fits = False
         if self.token_losses.asked is not None:
             return "drop"
         if self.kept is not None and (labels or run.batch.sharded):

@@ -18,7 +18,9 @@ def bytes_to_come(model: nn.Module, device: torch.device) -> int:
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizers = list(_optimizers())
     if any(hasattr(weight, "_hp_mapping") or hasattr(weight, "ds_id") for weight in trained):
-        trained = [weight for known in optimizers for group in known["param_groups"] for weight in group["params"]]
+        trained = [
+            weight for known in optimizers for group in known.get("param_groups", ()) for weight in group["params"]
+        ]
     local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained]
     stated = {id(weight) for known in optimizers for weight, state in known["state"].items() if state}
     pairs = zip(trained, local, strict=True)

@@ -10,7 +10,7 @@ from ..batches.joining import Joined
 from ..forward_pass import ForwardPass
 from ..lazy_head import logits_of_some
 from .base import Part
-from .deferred_logits import DeferredLogits
+from .deferred_logits import DeferredLogits, writes
 from .experts import RouterLogits
 from .head import Head
 from .key_cache import KeyCache
@@ -77,7 +77,7 @@ def _deferred(run: ForwardPass, logits: Any, about: str, loss: torch.Tensor | No
     places = torch.arange(shape[0] * shape[1], device="cpu").view(shape)
     vocabulary = run.model.config.get_text_config().vocab_size
     anchor = logits_of_some(logits, slice(0, 1)) if loss is None else loss
-    return DeferredLogits(logits, layout, run.group, joined, places, vocabulary, about, anchor)
+    return DeferredLogits(logits, layout, run.group, joined, places, vocabulary, about, anchor, written=writes(logits))
 
 
 def _restore(joined: Joined, outputs: dict[str, Any], chosen: bool, alone: bool) -> None:

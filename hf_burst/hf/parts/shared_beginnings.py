@@ -24,6 +24,7 @@ from .request import Request
 logger = logging.getLogger(__name__)
 
 _LEAST = 256  # tokens of a beginning, by "auto": kernels take as many at a time, or half of it
+_HOOKS = "Register the same hooks inside of the model on all ranks, or set BurstConfig(share_prefixes=False)."
 _SAVED = 0.25  # the share of the tokens that is saved, by "auto", at least
 
 _LIBRARIES = {"hf_burst", "torch", "transformers", "accelerate", "deepspeed", "peft", "trl"}  # whose hooks know no rows
@@ -71,7 +72,9 @@ class SharedBeginnings(Part):
         joined = join_texts(given, self.positions(given), least)
         if joined is None or (asked == "auto" and joined.tokens > (1 - _SAVED) * joined.given_tokens):
             return
-        obstacle = obstacle or _hooked(run.model)
+        hooked = _hooked(run.model)
+        run.agreement.add("hooks that may have a value for each row", hooked, _HOOKS)
+        obstacle = obstacle or hooked
         if obstacle:
             self._tell(obstacle, f"Rows that begin alike are computed one by one: {obstacle}.")
             return
@@ -134,7 +137,7 @@ def _may_know_rows(hook: Any) -> bool:
     """Whether a hook is of the user's, or holds what peft was given for each row."""
     if isinstance(hook, partial):
         return bool(_OF_ROWS & hook.keywords.keys()) or _may_know_rows(hook.func)
-    return hook.__module__.partition(".")[0] not in _LIBRARIES
+    return str(hook.__module__).partition(".")[0] not in _LIBRARIES
 
 
 def _joinable(run: ForwardPass, labelled: bool) -> bool:

@@ -202,7 +202,8 @@ class _Shared:
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         for item in args:
             _check_patched(item, self.size)
-        _warn_of_loss(self.trainer, self.accelerator)
+        if any(isinstance(item, torch.nn.Module) for item in args):
+            _warn_of_loss(self.trainer, self.accelerator)
         return Accelerator.prepare(self.accelerator, *args, **kwargs)
 
     def prepare_model(
@@ -308,8 +309,7 @@ def _warn_of_loss(trainer: Any, accelerator: Accelerator) -> None:
     loss = getattr(trainer, "compute_loss_func", None)  # trainers of TRL that have losses of their own set a string
     if not callable(loss) or not trainer.args.average_tokens_across_devices or not accelerator.is_main_process:
         return
-    arguments = inspect.signature(getattr(loss, "forward", loss)).parameters.values()
-    if not any(own.name == "num_items_in_batch" or own.kind is own.VAR_KEYWORD for own in arguments):
+    if "num_items_in_batch" not in inspect.signature(getattr(loss, "forward", loss)).parameters:
         times = accelerator.num_processes
         logger.warning(
             "compute_loss_func has no argument num_items_in_batch, and Trainer multiplies its loss by the number of "
