@@ -156,9 +156,11 @@ def written(table: Table) -> dict[str, tuple[Verdict, str]]:
 
 def write(table: Table, new: dict[str, Verdict]) -> None:
     """The table as json and markdown: rows that are new, and as they were those of the other classes."""
-    made = {name: row for name, row in written(table).items() if name in table.classes}
-    made |= {name: (row, transformers.__version__) for name, row in new.items()}
-    made = {name: made[name] for name in table.classes if name in made}
+    here = Version(transformers.__version__)
+    made = {name: row for name, row in written(table).items() if name in table.classes or Version(row[1]) > here}
+    newer = {name for name, (_, version) in made.items() if Version(version) > here}  # stay as they are
+    made |= {name: (row, transformers.__version__) for name, row in new.items() if name not in newer}
+    made = {name: made[name] for name in {**dict.fromkeys(table.classes), **made} if name in made}
     oldest = min((version for _, version in made.values()), key=Version)
     later = Counter(version for _, version in made.values() if version != oldest)
     versions = {"transformers": oldest, "torch": torch.__version__.partition("+")[0]}

@@ -52,7 +52,6 @@ DEFAULTS = {  # where long sequences want others than TRL
     "resume_from_checkpoint": resuming.AUTO,  # the same command goes on
     "lora_dropout": 0.0,
     "lora_target_modules": ["all-linear"],
-    # as accelerate reads it: Transformers would refuse bf16 otherwise
     "use_cpu": os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("y", "yes", "t", "true", "on", "1"),
 }
 LIGER = "liger_kernel"
@@ -231,7 +230,8 @@ class Parser(HfArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         option = message.removeprefix("argument ").partition("/")[0].partition(":")[0]
-        switch = any(one.type is string_to_bool for one in self._actions if option in one.option_strings)
+        named = (one for one in self._actions if option in one.option_strings)
+        switch = "one argument" in message and any(one.type is string_to_bool for one in named)
         raise SystemExit(f"{message}{f', such as {option} true' if switch else ''}; see --help.")
 
 

@@ -287,7 +287,6 @@ def test_recurrent_models_are_as_close_as_one_gpu(
 ) -> None:
     exact, ulp = without_kernels(name, kind, tmp_path), torch.finfo(dtype).eps
     for errors in gpus(2).run(recurrent_errors, "cuda", name, kind, dtype, *exact, timeout=1800):
-        print(name, kind, dtype, errors)
         alone = errors.pop("alone")
         for way, (loss, gradients, decays) in errors.items():
             assert loss <= 2 * alone[0] + ulp / 4, (way, loss, alone)

@@ -15,10 +15,13 @@ OTHER_IMAGES = 18
 def test_what_is_drawn_is_exact() -> None:
     runs = Runs()
     try:
-        for seed in (OTHER_IMAGES, *range(30)):
+        exact = 0
+        for seed in range(30):
             case = draw(seed)
             sentence = compare(case, runs.of(case))
             assert sentence == "exact" or "cannot be had" in sentence, (case, sentence)
+            exact += sentence == "exact"
+        assert exact >= 25
     finally:
         runs.close()
 

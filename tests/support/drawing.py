@@ -294,6 +294,7 @@ def compare(case: Case, run: Callable[..., list[Any]]) -> str:
     for own, _ in found:
         assert abs(own - loss) <= loose * abs(loss), f"loss {own} for {loss}"
     largest = max(float(gradient.norm()) for gradient in gradients.values())
+    assert not {name for _, own in found for name in own} - gradients.keys(), "weights learn that should not"
     for name, gradient in gradients.items():
         mean = sum(own.get(name, torch.zeros(())) for _, own in found) / len(found)
         error = float((mean - gradient).norm()) / max(float(gradient.norm()), small * largest)
