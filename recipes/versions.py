@@ -1,5 +1,6 @@
-"""Runs the doors of hf_burst under other versions of torch, Transformers and TRL: two processes over gloo beside one
-that is not patched and holds whole sequences, on tiny models that need no download.
+"""Runs the doors of hf_burst, which are what users begin with (training, packed rows, answers, GRPO, ...), under other
+versions of torch, Transformers and TRL: two processes over gloo beside one that is not patched and holds whole
+sequences, on tiny models that need no download.
 
     python recipes/versions.py oldest tested newest --write               # each in an environment that it makes
     python recipes/versions.py --torch 2.13.0 --transformers 5.24.0       # of versions of your own
@@ -7,13 +8,15 @@ that is not patched and holds whole sequences, on tiny models that need no downl
 
 `oldest` and `tested` are the extras `oldest` and `test` of setup.cfg, the latter with the torch of CONTRIBUTING.md, and
 `newest` what pip takes for `.[trl]` today. Each environment takes several GB for its time, in a temporary folder.
-`--write` writes recipes/results/versions.json and versions.md; environments that did not run this time stay there.
+`--write` writes recipes/results/versions.json and versions.md after each environment. What did not run this time stays
+there: other environments, and other doors of one whose versions are the same.
 """
 
 import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -161,7 +164,11 @@ def open_door(door: str) -> None:
 
 
 def install(folder: Path, packages: Sequence[str]) -> Path:
-    """A new environment with these packages, and this checkout; its interpreter."""
+    """A new environment with these packages, and this checkout; its interpreter.
+
+    Raises:
+        subprocess.CalledProcessError: If pip finds no versions that fit, or the network or the disk fails.
+    """
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin/python"
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-cache-dir", *packages], cwd=ROOT, check=True)
@@ -177,35 +184,47 @@ def packages_of(preset: str) -> list[str]:
     return [".[trl]", *(pin for pin in pins if pin.partition("==")[0] in NEEDED)]
 
 
+def last_words(command: Sequence[str], limit: float = 2 * LIMIT) -> tuple[bool, str]:
+    """Whether a command ended well within `limit` seconds, and its last line: on stdout then, else on stderr. All its
+    processes have ended by then."""
+    own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, env=os.environ | own, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            out, problem = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the ranks, too
+            return False, f"no end within {limit:.0f} s"
+    well = process.returncode == 0
+    lines = (out if well else problem).strip().splitlines()
+    return well and bool(lines), lines[-1] if lines else f"no output; exit code {process.returncode}"
+
+
 def run(python: Path, doors: Sequence[str]) -> dict[str, Any]:
     """The doors, each in a process of its own."""
     from recipes.benchmarks.provenance import git_commit
 
     made: dict[str, Any] = {"date": str(date.today()), "git_commit": git_commit(ROOT), "versions": {}, "doors": {}}
-    own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1"}
     for door in doors:
         begun = time.monotonic()
-        command = [str(python), __file__, "--door", door]
-        try:
-            done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=2 * LIMIT)
-            told, failed = (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1], done.returncode
-        except subprocess.TimeoutExpired:
-            told, failed = f"no end within {2 * LIMIT} s", 1
-        answer = {"error": None} if failed else json.loads(told)
+        well, told = last_words([str(python), __file__, "--door", door])
+        answer: dict[str, Any] = json.loads(told) if well else {"error": None}
         made["versions"] |= answer.pop("versions", {})
-        exact = answer["error"] is not None and answer["error"] <= TOLERANCE  # false for nan
-        made["doors"][door] = {"result": "exact" if exact else "fails" if failed else "wrong", **answer}
-        made["doors"][door] |= {"seconds": round(time.monotonic() - begun, 1), "said": told[:300] if failed else ""}
+        exact = well and answer["error"] <= TOLERANCE  # false for nan
+        made["doors"][door] = {"result": "exact" if exact else "wrong" if well else "fails", **answer}
+        made["doors"][door] |= {"seconds": round(time.monotonic() - begun, 1), "said": "" if well else told[:300]}
         print(door, made["doors"][door], flush=True)
     return made
 
 
-def write(environments: dict[str, Any], command: list[str]) -> None:
-    """Puts environments into the result, and writes its table."""
+def write(name: str, new: dict[str, Any], command: list[str]) -> None:
+    """Puts an environment into the result, and writes its table."""
     known = json.loads(RESULT.read_text())["environments"] if RESULT.exists() else {}
-    newest, known = next(reversed(environments.values())), known | environments
-    made = {"command": command, "git_commit": newest["git_commit"], "device": f"CPU, {os.cpu_count()} cores"}
-    made |= {"versions": newest["versions"], "environments": known}
+    before = known.get(name, {"versions": None, "doors": {}})
+    same = before["versions"] == new["versions"]
+    known[name] = new | {"doors": (before["doors"] if same else {}) | new["doors"]}
+    made = {"command": command, "git_commit": new["git_commit"], "device": f"CPU, {os.cpu_count()} cores"}
+    made |= {"versions": new["versions"], "environments": known}
     RESULT.write_text(json.dumps(made, indent=1) + "\n")
     lines = [
         "# The doors under other versions",
@@ -227,7 +246,8 @@ def write(environments: dict[str, Any], command: list[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("presets", nargs="*", choices=[[], *EXTRAS, "newest"], help="which environments to make")
+    presets = (*EXTRAS, "newest")
+    parser.add_argument("presets", nargs="*", metavar="|".join(presets), help="which environments to make")
     for package in ("torch", "transformers", "trl"):
         parser.add_argument(f"--{package}", help="its version, in an environment that is made")
     parser.add_argument("--python", type=Path, help="the interpreter of an environment that exists")
@@ -238,19 +258,30 @@ def main() -> int:
     if given.door:
         open_door(given.door)
         return 0
+    if unknown := sorted({*given.presets} - {*presets}):
+        parser.error(f"{', '.join(unknown)} is none of {', '.join(presets)}")
+    if given.python and not os.access(given.python, os.X_OK):
+        parser.error(f"{given.python} is no interpreter that can be run")
     pins = [f"{name}=={version}" for name in NEEDED if (version := getattr(given, name, None))]
     wanted: dict[str, list[str] | None] = {preset: packages_of(preset) for preset in given.presets}
     wanted |= {" ".join(pins): [".[trl]", *pins]} if pins else {}
     wanted |= {"an environment that exists": None} if given.python else {}
     if not wanted:
         parser.error("name oldest, tested or newest, or versions, or --python")
-    made = {}
+    exact = True
     for name, packages in wanted.items():
         with TemporaryDirectory() as folder:
-            made[name] = run(given.python if packages is None else install(Path(folder), packages), given.doors)
-    if given.write:
-        write(made, [Path(sys.argv[0]).name, *sys.argv[1:]])
-    return int(any(door["result"] != "exact" for each in made.values() for door in each["doors"].values()))
+            try:
+                python = given.python if packages is None else install(Path(folder), packages)
+            except subprocess.CalledProcessError as problem:
+                print(f"{name} was not made: {problem}", file=sys.stderr)
+                exact = False
+                continue
+            made = run(python, given.doors)
+        exact &= all(door["result"] == "exact" for door in made["doors"].values())
+        if given.write:
+            write(name, made, [Path(sys.argv[0]).name, *sys.argv[1:]])
+    return int(not exact)
 
 
 if __name__ == "__main__":
