@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import command_line
 import settings
 from needles import KEYS, TASKS
 from settings import BurstSettings, ModelSettings
@@ -105,7 +106,7 @@ class Evaluation:
 
 def evaluate(arguments: list[str]) -> "Groups":
     """Evaluates what the settings say; the processes stay joined."""
-    chosen = settings.parse(arguments, (ModelSettings, BurstSettings, Evaluation), {})
+    chosen = command_line.parse(arguments, (ModelSettings, BurstSettings, Evaluation), {})
     if chosen[1].merge_to is not None:
         raise SystemExit("merge_to is for training; recipes/merge_adapter.py merges an adapter that was saved.")
     if chosen[2].ruler and find_spec("lm_eval") is None:

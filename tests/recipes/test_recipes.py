@@ -25,6 +25,7 @@ trl = pytest.importorskip("trl")
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
 import byte_tokenizer  # noqa: E402
+import command_line  # noqa: E402
 import dpo  # noqa: E402
 import finetune_long_document  # noqa: E402
 import grpo  # noqa: E402
@@ -344,7 +345,7 @@ def test_settings_are_checked_before_what_takes_seconds_to_import(tmp_path: Path
 @pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "RewardConfig", "GRPOConfig"])
 def test_stand_ins_take_what_trl_takes(name: str) -> None:
     """The same names, each with as many values."""
-    own, theirs = (settings.Parser((kind,))._actions for kind in (stand_ins.stand_in(name), getattr(trl, name)))
+    own, theirs = (command_line.Parser((kind,))._actions for kind in (stand_ins.stand_in(name), getattr(trl, name)))
     options = [{tuple(action.option_strings): action.nargs for action in actions} for actions in (own, theirs)]
     assert options[0] == options[1]
     assert len(options[0]) > 100
@@ -352,7 +353,7 @@ def test_stand_ins_take_what_trl_takes(name: str) -> None:
 
 def test_where_trl_keeps_its_arguments_elsewhere(wrong: Sentence, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stand_ins.stand_in("NoConfig") is None
-    monkeypatch.setattr(settings, "stand_in", stand_ins.stand_in)
+    monkeypatch.setattr(command_line, "stand_in", stand_ins.stand_in)
     monkeypatch.setattr(stand_ins, "find_spec", lambda name: None)
     assert "did you mean learning_rate?" in wrong("--learning_rat", "3")
     assert "max_length is 0; give a whole number" in wrong("--max_length", "0")
@@ -376,7 +377,7 @@ def test_paths_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "rows.txt").write_text("A document.")
     kinds = (settings.ModelSettings, settings.DataSettings, settings.BurstSettings)
     (tmp_path / "home.yaml").write_text("model_name_or_path: ~/base\ndataset: [~/rows.txt]\nmerge_to: ~/merged\n")
-    model, documents, burst = settings.parse(["--config=~/home.yaml", "--tokenizer=~/base"], kinds, {})
+    model, documents, burst = command_line.parse(["--config=~/home.yaml", "--tokenizer=~/base"], kinds, {})
     base = str(tmp_path / "base")
     assert (model.model_name_or_path, model.tokenizer, documents.dataset, burst.merge_to) == (
         base,
@@ -450,7 +451,7 @@ def test_every_file_of_settings_is_one(tmp_path: Path, name: str) -> None:
     more = (grpo.Rewards,) if script is grpo else ()
     kinds = (settings.ModelSettings, settings.DataSettings, settings.BurstSettings, trainer, *more)
     machine = ["--use_cpu", "true", "--output_dir", str(tmp_path), "--dataset", "python_topics"]
-    found = settings.parse(["--config", str(file), *machine], kinds, script.DEFAULTS)
+    found = command_line.parse(["--config", str(file), *machine], kinds, script.DEFAULTS)
     model, documents, burst, arguments = found[:4]
     arguments.max_length = found[-1].max_length
     settings.prepare(arguments, model, documents, burst)
@@ -544,7 +545,7 @@ class OlderArguments:
 @pytest.mark.parametrize(("value", "wanted"), [(None, True), ("true", True), ("false", False)])
 def test_checkpointing_has_its_older_name_in_older_releases(tmp_path: Path, value: str | None, wanted: bool) -> None:
     (tmp_path / "settings.yaml").write_text(f"activation_checkpointing: {value}" if value else "{}")
-    (arguments,) = settings.parse(["--config", str(tmp_path / "settings.yaml")], (OlderArguments,), {})
+    (arguments,) = command_line.parse(["--config", str(tmp_path / "settings.yaml")], (OlderArguments,), {})
     assert arguments.gradient_checkpointing == wanted
 
 
@@ -954,7 +955,7 @@ def test_another_model_comes_with_its_tokenizer(tmp_path: Path) -> None:
     base = str(make_base(tmp_path / "base"))
     for more, tokenizer in (([], None), (["--tokenizer", "other"], "other")):
         words = ["--config", str(tmp_path / "own.yaml"), "--model_name_or_path", base, *more]
-        (model,) = settings.parse(words, (settings.ModelSettings,), {})
+        (model,) = command_line.parse(words, (settings.ModelSettings,), {})
         assert (model.model_name_or_path, model.tokenizer) == (base, tokenizer)
 
 
