@@ -4,15 +4,19 @@ import os
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+from resuming import START
 from settings import DEFAULTS, mapping
 from stand_ins import stand_in
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 OLDER = {"activation_checkpointing": "gradient_checkpointing"}  # names of settings before Transformers 5.23
-TEXTS = ("model_name_or_path", "tokenizer", "dataset_split", "eval_split", "dataset_text_field", "output_dir")
+TYPES = {START: bool | str | None, "output_dir": str, "max_length": int, "max_completion_length": int}  # not as TRL's
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text (a number in quotes)"}
+WORDS |= {dict: "a mapping", list: "a list", NoneType: "null"}
 
 
 class Parser(HfArgumentParser):
@@ -75,6 +79,7 @@ def read(
     usage = "%(prog)s [--config FILE] [--SETTING VALUE ...]"
     parser = Parser(kinds, usage=usage, allow_abbrev=False, add_help=alone, epilog=more)
     known = {action.dest: action for action in parser._actions if action.dest != "help"}
+    types = {name: kind for one in kinds for name, kind in get_type_hints(one).items()} | TYPES
     checkpointing = {"activation_checkpointing", "gradient_checkpointing"} & set(known)  # two names of one setting
     parser.set_defaults(**dict.fromkeys(checkpointing))
     parser.set_defaults(**{name: value for name, value in {**DEFAULTS, **defaults}.items() if name in known})
@@ -88,7 +93,7 @@ def read(
         values = {name if name in known else OLDER.get(name, name): at_home(value) for name, value in values.items()}
         for name in list(values):
             if name in known:
-                check_value(file, known[name], values[name])
+                check_value(file, known[name], types[name], values[name])
             elif alone:
                 raise SystemExit(f"{file}: no setting is called {name}{similar(name, known)}")
             else:
@@ -120,13 +125,41 @@ def at_home(value: Any) -> Any:
     return name + equals + os.path.expanduser(path)
 
 
-def check_value(file: Path, setting: Any, value: Any) -> None:
-    """Refuses a value of a YAML file that is no text where it must be, or no choice."""
-    if setting.dest in TEXTS and not isinstance(value, str | None):
-        raise SystemExit(f"{file}: {setting.dest} is {value!r}; give text, a number in quotes.")
-    if setting.choices and value not in (None, *setting.choices):
+def check_value(file: Path, setting: Any, kind: Any, value: Any) -> None:
+    """Refuses a value of a YAML file that is no choice, or of another type than the setting. Text is read as on the
+    command line."""
+    may_lack = value is None and NoneType in get_args(kind)
+    if setting.choices and value not in setting.choices and not may_lack:
         choices = ", ".join(map(repr, setting.choices))
         raise SystemExit(f"{file}: {setting.dest} is {value!r}; it must be one of {choices}.")
+    if not isinstance(value, str) and not fits(value, kind):
+        raise SystemExit(f"{file}: {setting.dest} is {value!r}; give {in_words(kind)}.")
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type. A list of one may be without brackets."""
+    origin = get_origin(kind) or kind
+    if origin in (Union, UnionType):
+        return any(fits(value, one) for one in get_args(kind))
+    if origin is list:
+        items = value if isinstance(value, list) else [value]
+        return all(fits(item, one) for one in get_args(kind) for item in items)
+    if origin is Literal:
+        return value in get_args(kind)
+    if isinstance(value, bool):
+        return origin in (bool, Any)
+    return origin is Any or isinstance(value, int | float if origin is float else origin)
+
+
+def in_words(kind: Any) -> str:
+    """What a setting of a type may be."""
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(in_words, get_args(kind)))
+    if get_origin(kind) is list and get_args(kind):
+        return f"a list of {in_words(get_args(kind)[0])}"
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    return WORDS.get(get_origin(kind) or kind, str(kind))
 
 
 def other_model(names: Iterable[str]) -> dict[str, None]:

@@ -49,21 +49,21 @@ DEFAULTS = {  # where long sequences want others than TRL
     "lora_target_modules": ["all-linear"],
     "use_cpu": os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("y", "yes", "t", "true", "on", "1"),
 }
-LIGER = "liger_kernel"
+LIGER, SIZE = "liger_kernel", "HF_BURST_SIZE"
 
 
 @dataclass
 class ModelSettings(ModelConfig):
     """What TRL's `ModelConfig` does not say of a model."""
 
-    model_config: str | None = field(
+    model_config: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": "Instead of a model: a config (mapping, or JSON or YAML file) to make one from."},
     )
     tokenizer: str | None = field(
         default=None, metadata={"help": "Hub name, folder, or 'bytes'; by default the model's."}
     )
-    rope_scaling: str | None = field(
+    rope_scaling: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "RoPE parameters to set, such as {rope_type: yarn, factor: 4.0}."}
     )
 
@@ -117,11 +117,11 @@ class DataSettings:
     def __post_init__(self) -> None:
         self.dataset = sources("dataset", self.dataset)
         self.eval_dataset = sources("eval_dataset", self.eval_dataset) if self.eval_dataset else []
-        if type(self.eval_share) not in (int, float) or not 0 <= self.eval_share < 1:
+        if not 0 <= self.eval_share < 1:
             raise SystemExit(f"eval_share is {self.eval_share!r}; give a share from 0 to below 1, such as 0.05.")
         if self.eval_share and self.eval_dataset:
             raise SystemExit("eval_share and eval_dataset are both set; set one of them.")
-        if type(self.group_rows) is not int or self.group_rows < 1:
+        if self.group_rows < 1:
             raise SystemExit(f"group_rows is {self.group_rows!r}; give a number of rows, 1 for no groups.")
         if self.eval_split != "train" and not self.eval_dataset:
             raise SystemExit(f"eval_split is {self.eval_split!r} without eval_dataset; set eval_dataset too.")
@@ -134,12 +134,18 @@ class BurstSettings:
     burst_size: int | None = field(
         default=None, metadata={"help": "Processes that share a sequence; default HF_BURST_SIZE, else all."}
     )
-    burst: str | None = field(default=None, metadata={"help": "Settings of BurstConfig, such as {schedule: burst}."})
+    burst: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Settings of BurstConfig, such as {schedule: burst}."}
+    )
     merge_to: str | None = field(
         default=None, metadata={"help": "With use_peft: folder for the full model, its adapters merged into it."}
     )
 
     def __post_init__(self) -> None:
+        size = self.burst_size if self.burst_size is not None else os.environ.get(SIZE, "1")
+        if not str(size).isdecimal() or int(size) < 1:
+            name = SIZE if self.burst_size is None else "burst_size"
+            raise SystemExit(f"{name} is {size!r}; give a whole number of processes, at least 1.")
         self.burst = mapping("burst", self.burst)
         hf_burst.BurstConfig.from_dict(self.burst)
 
@@ -149,11 +155,14 @@ class BurstSettings:
         return hf_burst.BurstConfig.from_dict(self.burst)
 
     @property
+    def size(self) -> int | None:
+        """Processes that share a sequence; `None` for all."""
+        return self.burst_size or (int(os.environ[SIZE]) if SIZE in os.environ else None)
+
+    @property
     def parallelism(self) -> "hf_burst.BurstParallelismConfig":
         """For `TrainingArguments(parallelism_config=...)`."""
-        if self.burst_size is None:
-            return hf_burst.BurstParallelismConfig.from_env()
-        return hf_burst.BurstParallelismConfig(burst_size=self.burst_size)
+        return hf_burst.BurstParallelismConfig(burst_size=self.size)
 
 
 def sources(name: str, value: Any) -> list[str]:
@@ -222,14 +231,17 @@ def mapping(name: str, value: Any) -> dict[str, Any]:
 
 def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, training: Any, *_: Any) -> None:
     """Checks what is known before torch is imported: the training arguments may be a stand-in's."""
-    if type(length := training.max_length) is not int or length < 2:
+    if (length := training.max_length) < 2:
         raise SystemExit(f"max_length is {length!r}; give a whole number of tokens, at least 2.")
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-        if type(value := getattr(training, name)) is not int or value < 1:
+        if (value := getattr(training, name)) < 1:
             raise SystemExit(f"{name} is {value!r}; give a whole number, at least 1.")
     rows = documents.eval_dataset or documents.eval_share
     if (strategy := training.eval_strategy) in ("steps", "epoch") and not rows:
         raise SystemExit(f"eval_strategy is {strategy!r}, but there are no rows for it; set eval_share.")
+    if training.use_liger_kernel and find_spec(LIGER) is None:
+        raise SystemExit("use_liger_kernel needs Liger: pip install liger-kernel")
+    resuming.check(training.resume_from_checkpoint)
     probe("output_dir", training.output_dir)
     for kind in held_in(training.output_dir):
         if (kind == "an adapter") != model.use_peft:
@@ -238,7 +250,7 @@ def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, t
         raise SystemExit("merge_to is set without use_peft; what is trained in full is a full model already.")
     if burst.merge_to is not None:
         probe_merged("merge_to", burst.merge_to, training.output_dir, model.model_name_or_path)
-    check_groups(burst.burst_size)
+    check_groups(burst.size)
 
 
 def held_in(folder: str) -> list[str]:
@@ -255,7 +267,6 @@ def prepare(
     Returns:
         The settings that checkpoints remember.
     """
-    check_groups(burst.parallelism.burst_size)
     resuming.end_together(resuming.hold(training.output_dir) if training.process_index == 0 else None)
     if training.process_index == 0 and (warning := overruled(burst.burst_size)):
         print(f"WARNING: {warning}", file=sys.stderr)
@@ -268,8 +279,6 @@ def prepare(
     training.parallelism_config = burst.parallelism
     if training.n_gpu > 1:  # one process takes one GPU; Trainer would copy the model to the others
         training._n_gpu = 1
-    if training.use_liger_kernel and find_spec(LIGER) is None:
-        raise SystemExit("use_liger_kernel needs Liger: pip install liger-kernel")
     training.use_liger_kernel = training.use_liger_kernel and on_gpu(training)  # its kernels are those of GPUs
     if training.use_liger_kernel:  # hf_burst has the loss of all ranks, fused by Liger too
         training.liger_kernel_config = {"fused_linear_cross_entropy": False, **(training.liger_kernel_config or {})}
@@ -285,7 +294,7 @@ def on_gpu(training: "TrainingArguments") -> bool:
 def check_groups(size: int | None) -> None:
     """Refuses groups that do not divide the processes that a launcher has started, before the data is read."""
     processes = int(os.environ.get("WORLD_SIZE", "0"))
-    if size is not None and size > 0 and processes % size:
+    if size is not None and processes % size:
         fitting = max(smaller for smaller in range(1, size + 1) if processes % smaller == 0)
         raise SystemExit(
             f"burst_size is {size}, which does not divide the processes that were launched: {processes}. Pass "
@@ -295,10 +304,10 @@ def check_groups(size: int | None) -> None:
 
 def overruled(size: int | None) -> str | None:
     """What is said of a variable that names another size of groups."""
-    variable = os.environ.get("HF_BURST_SIZE")
+    variable = os.environ.get(SIZE)
     if size is None or variable in (None, "", str(size)):
         return None
-    return f"burst_size is {size}, which overrules HF_BURST_SIZE={variable}. Pass --burst_size {variable} for that."
+    return f"burst_size is {size}, which overrules {SIZE}={variable}. Pass --burst_size {variable} for that."
 
 
 def keep_time_limit(training: "TrainingArguments") -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 from unittest.mock import Mock
 
 import pytest
@@ -156,25 +156,52 @@ def wrong(recipe: Callable[..., Any], sentence: Sentence) -> Sentence:
         (b"help: 3", "no setting is called help"),
         (b"max_lenght: 5", "no setting is called max_lenght; did you mean max_length?"),
         (b"max_length: 512.0", "max_length is 512.0; give a whole number"),
-        (b"output_dir: 3", "more.yaml: output_dir is 3; give text"),
+        (b"output_dir: 3", "more.yaml: output_dir is 3; give text (a number in quotes)."),
+        (b"output_dir: null", "more.yaml: output_dir is None; give text"),
+        (b"merge_to: 5", "more.yaml: merge_to is 5; give text (a number in quotes) or null."),
+        (b"run_name: [a]", "more.yaml: run_name is ['a']; give text"),
+        (b"max_steps: true", "more.yaml: max_steps is True; give a whole number."),
+        (b"bf16: 1", "more.yaml: bf16 is 1; give true or false or null."),
+        (b"lr_scheduler_kwargs: 3", "lr_scheduler_kwargs is 3; give a mapping or text (a number in quotes) or null."),
+        (b"optim: null", "more.yaml: optim is None; it must be one of 'adamw_torch'"),
+        (b"optim: adamw", "more.yaml: optim is 'adamw'; it must be one of 'adamw_torch'"),
         (b"save_strategy: no", "save_strategy is False; it must be one of 'no', 'steps'"),
         (b"dtype: nonsense", "dtype is 'nonsense'; it must be one of 'auto', 'bfloat16'"),
-        (b"dataset: 3", "dataset is 3; give files"),
+        (b"dataset: 3", "dataset is 3; give a list of text"),
         (b"max_length: null", "max_length is None; give a whole number"),
-        (b"eval_share: null", "eval_share is None; give a share"),
+        (b"eval_share: null", "eval_share is None; give a number."),
         (b"dataset: []", "dataset is []; give files"),
-        (b"dataset: [3]", "dataset is [3]; give files"),
+        (b"dataset: [3]", "dataset is [3]; give a list of text"),
     ],
 )
 def test_a_file_of_settings_that_is_wrong(
     sentence: Sentence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, told: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    assert told in of_file(sentence, content, finetune_long_document)
+    PartialState._reset_state()
+
+
+def of_file(sentence: Sentence, content: bytes, script: Any) -> str:
+    """The line by which a recipe ends for a file of settings, beside one that is right."""
     Path("base.yaml").write_text(BASE)
     Path("more.yaml").write_bytes(content)
     files = ["--config", "base.yaml", "--config", "more.yaml"]
-    assert told in sentence(lambda: settings.run(lambda _: finetune_long_document.make_trainer(files)))
-    PartialState._reset_state()
+    return sentence(lambda: settings.run(lambda _: script.make_trainer(files)))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"reward: null", "more.yaml: reward is None; give a list of text"),
+        (b"max_completion_length: null", "more.yaml: max_completion_length is None; give a whole number."),
+    ],
+)
+def test_a_file_of_settings_for_grpo_that_is_wrong(
+    sentence: Sentence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert told in of_file(sentence, content, grpo)
 
 
 REFUSED = "xlstm"  # a model_type
@@ -313,6 +340,7 @@ def test_settings_are_checked_before_what_takes_seconds_to_import(tmp_path: Path
     """All recipes refuse wrong arguments before torch is imported, those of TRL's classes too."""
     (tmp_path / "base").mkdir()
     (tmp_path / "typo.yaml").write_text("learning_rat: 3\n")
+    (tmp_path / "choice.yaml").write_text("optim: adamw\n")
     (tmp_path / "text.txt").write_text("A text.")
     base, text = ["--model_name_or_path", str(tmp_path / "base")], ["--dataset", str(tmp_path / "text.txt")]
     out = [*base, *text, "--output_dir", str(tmp_path / "out")]
@@ -322,6 +350,15 @@ def test_settings_are_checked_before_what_takes_seconds_to_import(tmp_path: Path
         ("sft", [*text, "--learning_rate", "much"], "--learning_rate/--learning-rate: invalid float value: 'much'"),
         ("sft", [*text, "--bf16"], "argument --bf16: expected one argument, such as --bf16 true; see --help."),
         ("sft", [*text, "--max_steps"], "argument --max_steps/--max-steps: expected one argument; see --help."),
+        ("sft", [*out, "--optim", "adamw"], "invalid choice: 'adamw' (choose from 'adamw_torch', 'adamw_torch_fused'"),
+        ("sft", [*out, "--lr_scheduler_type", "cosin"], "invalid choice: 'cosin' (choose from 'linear', 'cosine', "),
+        ("sft", [*out, "--log_level", "all"], "invalid choice: 'all' (choose from 'detail', 'debug', "),
+        ("sft", [*out, "--debug", "all"], "invalid choice: 'all' (choose from 'underflow_overflow', 'tpu_metrics"),
+        ("sft", [*out, "--loss_type", "all"], "invalid choice: 'all' (choose from 'nll', 'dft', "),
+        ("sft", [*out, "--config", str(tmp_path / "choice.yaml")], "optim is 'adamw'; it must be one of 'adamw_torch'"),
+        ("sft", [*out, "--burst_size", "0"], "burst_size is 0; give a whole number of processes, at least 1."),
+        ("sft", [*out, "--resume_from_checkpoint", "nowhere"], "is 'nowhere'; give the folder of a checkpoint, true"),
+        *([] if find_spec("liger_kernel") else [("sft", [*out, "--use_liger_kernel"], "use_liger_kernel needs Liger")]),
         ("sft", ["--dataset", "missing.jsonl"], "dataset has 'missing.jsonl', which does not exist"),
         ("sft", [*out, "--burst_size", "2"], "burst_size is 2, which does not divide the processes"),
         ("finetune_long_document", [*out, "--max_length", "1"], "max_length is 1; give a whole number of tokens"),
@@ -344,11 +381,23 @@ def test_settings_are_checked_before_what_takes_seconds_to_import(tmp_path: Path
 
 @pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "RewardConfig", "GRPOConfig"])
 def test_stand_ins_take_what_trl_takes(name: str) -> None:
-    """The same names, each with as many values."""
-    own, theirs = (command_line.Parser((kind,))._actions for kind in (stand_ins.stand_in(name), getattr(trl, name)))
-    options = [{tuple(action.option_strings): action.nargs for action in actions} for actions in (own, theirs)]
-    assert options[0] == options[1]
-    assert len(options[0]) > 100
+    """The same names, each with as many values, of the same types and choices."""
+
+    def taken(kind: type) -> dict[tuple[str, ...], tuple[object, ...]]:
+        types = {one: [*one] for one in get_args(get_type_hints(kind)["debug"])[1].__args__}
+        return {
+            tuple(action.option_strings): (
+                *(action.nargs, getattr(action.type, "__name__", action.type)),
+                *(list(action.choices or ()), list(types.get(action.type, ()))),
+            )
+            for action in command_line.Parser((kind,))._actions
+            if action.dest != "parallelism_config"  # an object
+        }
+
+    own, theirs = taken(stand_ins.stand_in(name)), taken(getattr(trl, name))
+    assert own == theirs
+    assert len(own) > 100
+    assert sum(bool(choices) for _, _, choices, _ in own.values()) > 10
 
 
 def test_where_trl_keeps_its_arguments_elsewhere(wrong: Sentence, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,9 +436,14 @@ def test_paths_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_a_size_from_the_environment_that_is_wrong(wrong: Sentence, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_BURST_SIZE", "x")
-    assert "HF_BURST_SIZE='x'" in wrong()
+def test_a_size_from_the_environment_is_checked_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in ("x", "0", ""):
+        monkeypatch.setenv("HF_BURST_SIZE", size)
+        with pytest.raises(SystemExit, match=f"HF_BURST_SIZE is '{size}'; give a whole number of processes"):
+            settings.BurstSettings()
+        assert settings.BurstSettings(burst_size=2).size == 2
+    monkeypatch.setenv("HF_BURST_SIZE", "3")
+    assert settings.BurstSettings().size == settings.BurstSettings().parallelism.burst_size == 3
 
 
 def test_an_interrupted_run_ends_without_a_traceback() -> None:
