@@ -7,6 +7,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+import beginning
 from resuming import START
 from settings import DEFAULTS, mapping
 from stand_ins import stand_in
@@ -63,6 +64,7 @@ def parse(
         values = read(arguments, tuple(filter(None, early)), defaults, alone=whole)
         if whole:
             check(*values)
+    beginning.loading()
     import trl
 
     values = read(arguments, tuple(getattr(trl, kind) if isinstance(kind, str) else kind for kind in kinds), defaults)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import beginning
 import command_line
 import settings
 from needles import KEYS, TASKS
@@ -111,7 +112,8 @@ def evaluate(arguments: list[str]) -> "Groups":
         raise SystemExit("merge_to is for training; recipes/merge_adapter.py merges an adapter that was saved.")
     if chosen[2].ruler and find_spec("lm_eval") is None:
         raise SystemExit('ruler needs lm-eval with its word lists: pip install "lm_eval[ruler]"')
-    import evaluation  # the settings are right; this takes seconds
+    beginning.loading()
+    import evaluation
 
     return evaluation.evaluate(*chosen)
 

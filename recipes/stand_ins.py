@@ -70,11 +70,7 @@ def choices(name: str, file: Path) -> type[Choices] | None:
     for node in lines(file):
         if isinstance(node, ast.ImportFrom) and node.level == 1 and name in [alias.name for alias in node.names]:
             return choices(name, file.parent / f"{str(node.module).replace('.', '/')}.py")
-        if (
-            isinstance(node, ast.ClassDef)
-            and node.name == name
-            and any("Enum" in ast.unparse(base) for base in node.bases)
-        ):
+        if isinstance(node, ast.ClassDef) and node.name == name and "Enum" in " ".join(map(ast.unparse, node.bases)):
             members = [one for one in node.body if isinstance(one, ast.Assign)]
             return Choices(name, {ast.unparse(one.targets[0]): value_of(one.value) for one in members})
     return None

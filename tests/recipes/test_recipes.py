@@ -342,6 +342,14 @@ def test_settings_are_checked_before_what_takes_seconds_to_import(tmp_path: Path
     (tmp_path / "typo.yaml").write_text("learning_rat: 3\n")
     (tmp_path / "choice.yaml").write_text("optim: adamw\n")
     (tmp_path / "text.txt").write_text("A text.")
+    broken = {
+        "[1]": "1]/adapter_config.json'; it must be a mapping",
+        "{": "adapter_config.json' cannot be used: while parsing",
+        "{}": "adapter_config.json names no base_model_name_or_path, but None; set it",
+    }
+    for content in broken:
+        (tmp_path / content).mkdir()
+        (tmp_path / content / "adapter_config.json").write_text(content)
     base, text = ["--model_name_or_path", str(tmp_path / "base")], ["--dataset", str(tmp_path / "text.txt")]
     out = [*base, *text, "--output_dir", str(tmp_path / "out")]
     cases: list[tuple[str, list[str], str]] = [
@@ -371,12 +379,24 @@ def test_settings_are_checked_before_what_takes_seconds_to_import(tmp_path: Path
         ("evaluate", [*base, "--lenghts", "512"], "No setting is called lenghts; did you mean lengths?"),
         ("ask", ["./none", str(tmp_path), "--questions", text[1]], "model is './none', a folder that does not exist"),
         ("merge_adapter", [str(tmp_path), "merged"], "holds no adapter_config.json; give the folder of an adapter"),
+        ("merge_adapter", [str(tmp_path / "none"), "merged"], "none holds no adapter_config.json; give the folder"),
+        *(("merge_adapter", [str(tmp_path / name), "merged"], told) for name, told in broken.items()),
     ]
     paths = os.pathsep.join([str(ROOT / "recipes"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", REFUSES, json.dumps(cases)]
     environment = {**CPU, "PYTHONPATH": paths, "WORLD_SIZE": "3"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_that_torch_is_loaded_is_said_when_the_arguments_are_right(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("A text.")
+    command = [sys.executable, "recipes/sft.py", "--dataset", str(tmp_path / "text.txt"), "--output_dir", str(tmp_path)]
+    for words, told in (["--optim", "adamw"], ""), (["--bf16", "true", "--fp16", "true"], "sft.py: loading torch"):
+        done = subprocess.run([*command, *words], cwd=ROOT, env=CPU, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 1
+        assert done.stderr.startswith(told)
+        assert ("loading" in done.stderr) == bool(told)
 
 
 @pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "RewardConfig", "GRPOConfig"])
@@ -689,6 +709,18 @@ def test_a_checkpoint_is_merged_by_the_script(
     assert json.loads(Path("merged/config.json").read_text())["dtype"] == "bfloat16"
     assert float(reload(tmp_path / "merged")["loss"]) > 0
     assert Path("merged/tokenizer.json").exists()
+
+
+def test_an_adapter_that_peft_refuses_is_not_merged(
+    sentence: Sentence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = str(make_base(tmp_path / "base"))
+    Path("adapter").mkdir()
+    for more, told in ({}, "cannot be used: Cannot find the requested files"), ({"r": "a"}, "cannot be used: '<=' not"):
+        values = {"base_model_name_or_path": base, "peft_type": "LORA", **more}
+        Path("adapter/adapter_config.json").write_text(json.dumps(values))
+        assert told in sentence(merge_adapter.main, "adapter", "merged")
 
 
 def test_sequences_beyond_the_positions_of_the_model_are_warned_of(
