@@ -83,8 +83,6 @@ class Evaluation:
         for name in ("tasks", "lengths", "haystack", "documents", "ruler"):
             value = getattr(self, name)
             listed = value if isinstance(value, list) else [value]  # YAML may give one without brackets
-            if name != "lengths" and not all(isinstance(item, str) for item in listed):
-                raise SystemExit(f"{name} is {value!r}; give names{'' if name == 'haystack' else ', or none'}.")
             setattr(self, name, [] if listed == ["none"] and name != "haystack" else listed)
         self.haystack = settings.sources("haystack", self.haystack)
         self.documents = settings.sources("documents", self.documents) if self.documents else []
