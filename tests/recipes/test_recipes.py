@@ -717,10 +717,9 @@ def test_an_adapter_that_peft_refuses_is_not_merged(
     monkeypatch.chdir(tmp_path)
     base = str(make_base(tmp_path / "base"))
     Path("adapter").mkdir()
-    for more, told in ({}, "cannot be used: Cannot find the requested files"), ({"r": "a"}, "cannot be used: '<=' not"):
-        values = {"base_model_name_or_path": base, "peft_type": "LORA", **more}
-        Path("adapter/adapter_config.json").write_text(json.dumps(values))
-        assert told in sentence(merge_adapter.main, "adapter", "merged")
+    values = {"base_model_name_or_path": base, "peft_type": "LORA", "r": "a"}
+    Path("adapter/adapter_config.json").write_text(json.dumps(values))
+    assert "adapter adapter cannot be used: '<=' not" in sentence(merge_adapter.main, "adapter", "merged")
 
 
 def test_sequences_beyond_the_positions_of_the_model_are_warned_of(
