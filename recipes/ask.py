@@ -22,6 +22,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+import beginning
 import settings
 
 import hf_burst
@@ -171,7 +172,8 @@ def main(given: list[str]) -> None:
     if settings.is_path(arguments.model) and not Path(arguments.model).exists():
         missing = settings.nearby(Path(arguments.model))
         raise SystemExit(f"model is {arguments.model!r}, a folder that does not exist; {missing}")
-    from accelerate import Accelerator  # the arguments are right; these take seconds
+    beginning.loading()
+    from accelerate import Accelerator
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     accelerator = Accelerator(parallelism_config=hf_burst.BurstParallelismConfig.from_env())

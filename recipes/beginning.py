@@ -1,6 +1,6 @@
-"""What a recipe does before it imports what takes seconds: it ends where a library is missing, says that it has begun,
-and asks torch's allocator for expandable segments, which leave smaller gaps between the blocks of long sequences.
-`PYTORCH_ALLOC_CONF`, where it is set, counts instead.
+"""What a recipe does before it imports what takes seconds: it ends where a library is missing, and asks torch's
+allocator for expandable segments, which leave smaller gaps between the blocks of long sequences. `PYTORCH_ALLOC_CONF`,
+where it is set, counts instead.
 """
 
 import logging
@@ -21,5 +21,9 @@ if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 if os.environ.get("RANK", "0") != "0":
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # those of the first rank are enough
-elif Path(sys.argv[0]).resolve().parent == Path(__file__).parent:
-    print(f"{Path(sys.argv[0]).name}: loading torch, Transformers and TRL", file=sys.stderr, flush=True)
+
+
+def loading() -> None:
+    """Says that the arguments are right, and that the imports take seconds."""
+    if os.environ.get("RANK", "0") == "0" and Path(sys.argv[0]).resolve().parent == Path(__file__).parent:
+        print(f"{Path(sys.argv[0]).name}: loading torch, Transformers and TRL", file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ Four GPUs, Llama-3.1-8B-Instruct with LoRA:
 
 from typing import TYPE_CHECKING, Any
 
+import command_line
 import settings
 import training
 from settings import BurstSettings, DataSettings, ModelSettings
@@ -37,7 +38,7 @@ def check(model: ModelSettings, pairs: DataSettings, burst: BurstSettings, args:
 def make_trainer(arguments: list[str]) -> "tuple[DPOTrainer, BurstSettings]":
     """The trainer that the command line and its YAML files describe."""
     kinds = (ModelSettings, DataSettings, BurstSettings, "DPOConfig")
-    model, pairs, burst, args = settings.parse(arguments, kinds, DEFAULTS, check)
+    model, pairs, burst, args = command_line.parse(arguments, kinds, DEFAULTS, check)
     run = settings.prepare(args, model, pairs, burst)
     import models  # the settings are right; these take seconds
     import preferences

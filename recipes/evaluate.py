@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import beginning
+import command_line
 import settings
 from needles import KEYS, TASKS
 from settings import BurstSettings, ModelSettings
@@ -81,8 +83,6 @@ class Evaluation:
         for name in ("tasks", "lengths", "haystack", "documents", "ruler"):
             value = getattr(self, name)
             listed = value if isinstance(value, list) else [value]  # YAML may give one without brackets
-            if name != "lengths" and not all(isinstance(item, str) for item in listed):
-                raise SystemExit(f"{name} is {value!r}; give names{'' if name == 'haystack' else ', or none'}.")
             setattr(self, name, [] if listed == ["none"] and name != "haystack" else listed)
         self.haystack = settings.sources("haystack", self.haystack)
         self.documents = settings.sources("documents", self.documents) if self.documents else []
@@ -105,12 +105,13 @@ class Evaluation:
 
 def evaluate(arguments: list[str]) -> "Groups":
     """Evaluates what the settings say; the processes stay joined."""
-    chosen = settings.parse(arguments, (ModelSettings, BurstSettings, Evaluation), {})
+    chosen = command_line.parse(arguments, (ModelSettings, BurstSettings, Evaluation), {})
     if chosen[1].merge_to is not None:
         raise SystemExit("merge_to is for training; recipes/merge_adapter.py merges an adapter that was saved.")
     if chosen[2].ruler and find_spec("lm_eval") is None:
         raise SystemExit('ruler needs lm-eval with its word lists: pip install "lm_eval[ruler]"')
-    import evaluation  # the settings are right; this takes seconds
+    beginning.loading()
+    import evaluation
 
     return evaluation.evaluate(*chosen)
 

@@ -24,6 +24,7 @@ from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import command_line
 import settings
 import training
 from settings import BurstSettings, DataSettings, ModelSettings
@@ -124,7 +125,7 @@ def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, a
 
 def main(arguments: list[str]) -> None:
     kinds = (ModelSettings, DataSettings, BurstSettings, "SFTConfig", Extension)
-    model, documents, burst, args, extension = settings.parse(arguments, kinds, DEFAULTS, check)
+    model, documents, burst, args, extension = command_line.parse(arguments, kinds, DEFAULTS, check)
     run = settings.prepare(args, model, documents, burst)
     import data  # the settings are right; these take seconds
     import models

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import command_line
 import settings
 import training
 from settings import BurstSettings, DataSettings, ModelSettings
@@ -67,7 +68,7 @@ def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, r
 def make_trainer(arguments: list[str]) -> "tuple[GRPOTrainer, BurstSettings]":
     """The trainer that the command line and its YAML files describe."""
     kinds = (ModelSettings, DataSettings, BurstSettings, Rewards, "GRPOConfig")
-    model, documents, burst, rewards, args = settings.parse(arguments, kinds, DEFAULTS, check)
+    model, documents, burst, rewards, args = command_line.parse(arguments, kinds, DEFAULTS, check)
     args.max_length = rewards.max_length
     run = settings.prepare(args, model, documents, burst)
     import models  # the settings are right; these take seconds

@@ -6,10 +6,10 @@ The folder of the adapter may be a checkpoint of a training. RoPE settings that 
 """
 
 import argparse
-import json
 from pathlib import Path
 
-from settings import probe_merged, using
+import beginning
+from settings import mapping, probe_merged, using
 
 
 def main() -> None:
@@ -18,14 +18,17 @@ def main() -> None:
     parser.add_argument("to", type=Path, help="folder to write the full model to")
     parser.add_argument("--dtype", default="auto", help="dtype to merge in; by default that of the base's files")
     arguments = parser.parse_args()
-    if not (arguments.adapter / "adapter_config.json").exists():
+    if not (file := arguments.adapter / "adapter_config.json").exists():
         raise SystemExit(f"{arguments.adapter} holds no adapter_config.json; give the folder of an adapter.")
-    with using(f"adapter {arguments.adapter}"):
-        base = json.loads((arguments.adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
-        probe_merged("to", str(arguments.to), str(arguments.adapter), base)
-        from models import merge_adapter  # the arguments are right; this takes seconds
+    base = mapping("adapter", file).get("base_model_name_or_path")
+    if not isinstance(base, str):
+        raise SystemExit(f"{file} names no base_model_name_or_path, but {base!r}; set it to the name or folder of one.")
+    probe_merged("to", str(arguments.to), str(arguments.adapter), base)
+    beginning.loading()
+    from models import merge_adapter
 
-        merge_adapter(arguments.adapter, arguments.to, arguments.dtype)
+    with using(f"adapter {arguments.adapter}", TypeError):  # of peft, for values of other types
+        merge_adapter(str(arguments.adapter), arguments.to, arguments.dtype)
     print(f"the full model is in {arguments.to}")
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
 AUTO, START = "auto", "resume_from_checkpoint"
+NO, YES = ("none", "false", "no"), ("true", "yes")
 RUN = "run_settings.json"  # in output_dir, of the run that wrote its last checkpoint there
 FREE = (  # settings by which the same experiment is another run; of those that end in _ all with this beginning
     *("num_train_epochs", "max_steps", "output_dir", "resume_from_checkpoint", "ignore_data_skip", "do_"),
@@ -71,6 +72,12 @@ def contents(name: str) -> Iterator[str]:
         yield name
 
 
+def check(resume: str | bool | None) -> None:
+    """Refuses what is no folder, before torch is imported."""
+    if str(resume).lower() not in (AUTO, *NO, *YES) and not Path(str(resume)).is_dir():
+        raise SystemExit(f"{START} is {resume!r}; give the folder of a checkpoint, true, false or auto.")
+
+
 def checkpoint(training: "TrainingArguments", run: dict[str, Any]) -> str | None:
     """The folder to resume from, by `resume_from_checkpoint`, on which all ranks agree.
 
@@ -83,12 +90,12 @@ def checkpoint(training: "TrainingArguments", run: dict[str, Any]) -> str | None
     """
     resume, output_dir = training.resume_from_checkpoint, training.output_dir
     choice = str(resume).lower()
-    if choice in ("none", "false", "no"):
+    if choice in NO:
         return None
     import hf_burst
     from hf_burst.hf.trainers.resume import numbered, what_is_missing
 
-    if choice in (AUTO, "true", "yes"):
+    if choice in (AUTO, *YES):
         latest = hf_burst.last_checkpoint(output_dir)
         problem, begun = None, [] if latest is not None else numbered(output_dir)
         if latest is None and choice != AUTO:
@@ -102,8 +109,6 @@ def checkpoint(training: "TrainingArguments", run: dict[str, Any]) -> str | None
             print(f"begins anew: {begun[0]} was cut off, and {output_dir} holds no whole checkpoint")
         return latest
     fault = what_is_missing(str(resume))
-    if fault is not None and not Path(str(resume)).is_dir():
-        raise SystemExit(f"resume_from_checkpoint is {resume!r}; give the folder of a checkpoint, true or auto.")
     if fault is not None:
         raise SystemExit(f"resume_from_checkpoint {resume!r} is not whole: {fault}. Give true for the last whole one.")
     return str(resume)

@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,16 +18,13 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import beginning  # noqa: F401 (before torch)
 import resuming
 import yaml
 from huggingface_hub.errors import StrictDataclassError
-from stand_ins import stand_in
-from transformers import HfArgumentParser
-from transformers.hf_argparser import string_to_bool
 from trl import ModelConfig
 
 import hf_burst
@@ -40,8 +37,6 @@ REFUSALS = (OSError, ValueError, KeyError, ImportError, yaml.YAMLError, StrictDa
 TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".py")
 TABLES = (".jsonl", ".json", ".parquet", ".csv")
 TOO_LONG = ("refuse", "split", "drop")
-OLDER = {"activation_checkpointing": "gradient_checkpointing"}  # names of settings before Transformers 5.23
-TEXTS = ("model_name_or_path", "tokenizer", "dataset_split", "eval_split", "dataset_text_field", "output_dir")
 DEFAULTS = {  # where long sequences want others than TRL
     "max_length": 16384,
     "per_device_train_batch_size": 1,
@@ -54,21 +49,21 @@ DEFAULTS = {  # where long sequences want others than TRL
     "lora_target_modules": ["all-linear"],
     "use_cpu": os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("y", "yes", "t", "true", "on", "1"),
 }
-LIGER = "liger_kernel"
+LIGER, SIZE = "liger_kernel", "HF_BURST_SIZE"
 
 
 @dataclass
 class ModelSettings(ModelConfig):
     """What TRL's `ModelConfig` does not say of a model."""
 
-    model_config: str | None = field(
+    model_config: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": "Instead of a model: a config (mapping, or JSON or YAML file) to make one from."},
     )
     tokenizer: str | None = field(
         default=None, metadata={"help": "Hub name, folder, or 'bytes'; by default the model's."}
     )
-    rope_scaling: str | None = field(
+    rope_scaling: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "RoPE parameters to set, such as {rope_type: yarn, factor: 4.0}."}
     )
 
@@ -122,11 +117,11 @@ class DataSettings:
     def __post_init__(self) -> None:
         self.dataset = sources("dataset", self.dataset)
         self.eval_dataset = sources("eval_dataset", self.eval_dataset) if self.eval_dataset else []
-        if type(self.eval_share) not in (int, float) or not 0 <= self.eval_share < 1:
+        if not 0 <= self.eval_share < 1:
             raise SystemExit(f"eval_share is {self.eval_share!r}; give a share from 0 to below 1, such as 0.05.")
         if self.eval_share and self.eval_dataset:
             raise SystemExit("eval_share and eval_dataset are both set; set one of them.")
-        if type(self.group_rows) is not int or self.group_rows < 1:
+        if self.group_rows < 1:
             raise SystemExit(f"group_rows is {self.group_rows!r}; give a number of rows, 1 for no groups.")
         if self.eval_split != "train" and not self.eval_dataset:
             raise SystemExit(f"eval_split is {self.eval_split!r} without eval_dataset; set eval_dataset too.")
@@ -139,12 +134,18 @@ class BurstSettings:
     burst_size: int | None = field(
         default=None, metadata={"help": "Processes that share a sequence; default HF_BURST_SIZE, else all."}
     )
-    burst: str | None = field(default=None, metadata={"help": "Settings of BurstConfig, such as {schedule: burst}."})
+    burst: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Settings of BurstConfig, such as {schedule: burst}."}
+    )
     merge_to: str | None = field(
         default=None, metadata={"help": "With use_peft: folder for the full model, its adapters merged into it."}
     )
 
     def __post_init__(self) -> None:
+        size = self.burst_size if self.burst_size is not None else os.environ.get(SIZE, "1")
+        if not str(size).isdecimal() or int(size) < 1:
+            name = SIZE if self.burst_size is None else "burst_size"
+            raise SystemExit(f"{name} is {size!r}; give a whole number of processes, at least 1.")
         self.burst = mapping("burst", self.burst)
         hf_burst.BurstConfig.from_dict(self.burst)
 
@@ -154,11 +155,14 @@ class BurstSettings:
         return hf_burst.BurstConfig.from_dict(self.burst)
 
     @property
+    def size(self) -> int | None:
+        """Processes that share a sequence; `None` for all."""
+        return self.burst_size or (int(os.environ[SIZE]) if SIZE in os.environ else None)
+
+    @property
     def parallelism(self) -> "hf_burst.BurstParallelismConfig":
         """For `TrainingArguments(parallelism_config=...)`."""
-        if self.burst_size is None:
-            return hf_burst.BurstParallelismConfig.from_env()
-        return hf_burst.BurstParallelismConfig(burst_size=self.burst_size)
+        return hf_burst.BurstParallelismConfig(burst_size=self.size)
 
 
 def sources(name: str, value: Any) -> list[str]:
@@ -225,144 +229,19 @@ def mapping(name: str, value: Any) -> dict[str, Any]:
     return read
 
 
-class Parser(HfArgumentParser):
-    """A parser whose errors are a sentence too."""
-
-    def error(self, message: str) -> NoReturn:
-        option = message.removeprefix("argument ").partition("/")[0].partition(":")[0]
-        named = (one for one in self._actions if option in one.option_strings)
-        switch = "one argument" in message and any(one.type is string_to_bool for one in named)
-        raise SystemExit(f"{message}{f', such as {option} true' if switch else ''}; see --help.")
-
-
-def parse(
-    arguments: list[str],
-    kinds: tuple[type | str, ...],
-    defaults: dict[str, Any],
-    check: Callable[..., None] = lambda *values: None,
-) -> tuple[Any, ...]:
-    """Reads the settings, and checks them before torch is imported.
-
-    Args:
-        arguments (`list[str]`): The command line. Of several YAML files (`--config`) later ones overrule.
-        kinds (`tuple[type | str, ...]`): The dataclasses whose fields are the settings. Those of TRL may be names: they
-            take seconds to import, before which stand-ins with their fields are read and checked.
-        defaults (`dict[str, Any]`): Defaults that overrule `DEFAULTS` and those of the dataclasses.
-        check (`Callable`): Is called with the values, or with stand-ins for those of TRL; raises for wrong ones.
-
-    Returns:
-        One value of each dataclass, in their order.
-    """
-    arguments = [at_home(word) for word in arguments]
-    own = tuple(kind for kind in kinds if not isinstance(kind, str))
-    if len(own) == len(kinds):
-        return read(arguments, own, defaults)
-    if {"-h", "--help"} & set(arguments):
-        libraries = ", ".join(kind for kind in kinds if isinstance(kind, str))
-        more = f"Settings of TRL's {libraries} are taken, too: --help_all lists all of them."
-        read(arguments, own, defaults, more=more)
-    early = [stand_in(kind) if isinstance(kind, str) else kind for kind in kinds]
-    whole = None not in early  # otherwise TRL's files lie elsewhere now
-    if "--help_all" in arguments:
-        arguments = ["--help"]
-    else:
-        values = read(arguments, tuple(filter(None, early)), defaults, alone=whole)
-        if whole:
-            check(*values)
-    import trl
-
-    values = read(arguments, tuple(getattr(trl, kind) if isinstance(kind, str) else kind for kind in kinds), defaults)
-    if not whole:
-        check(*values)
-    return values
-
-
-def read(
-    arguments: list[str], kinds: tuple[type, ...], defaults: dict[str, Any], alone: bool = True, more: str = ""
-) -> tuple[Any, ...]:
-    """One value of each dataclass; if they are not alone, other settings than theirs are passed over. The help ends by
-    `more`."""
-    usage = "%(prog)s [--config FILE] [--SETTING VALUE ...]"
-    parser = Parser(kinds, usage=usage, allow_abbrev=False, add_help=alone, epilog=more)
-    known = {action.dest: action for action in parser._actions if action.dest != "help"}
-    checkpointing = {"activation_checkpointing", "gradient_checkpointing"} & set(known)  # two names of one setting
-    parser.set_defaults(**dict.fromkeys(checkpointing))
-    parser.set_defaults(**{name: value for name, value in {**DEFAULTS, **defaults}.items() if name in known})
-    file = "YAML file of settings; of several, later ones overrule, and the command line overrules all."
-    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=file)
-    given, unknown = parser.parse_known_args(arguments)
-    if unknown and alone:
-        raise SystemExit(f"No setting is called {unknown[0].lstrip('-')}{similar(unknown[0].lstrip('-'), known)}")
-    for file in given.config:
-        values = mapping("--config", file)
-        values = {name if name in known else OLDER.get(name, name): at_home(value) for name, value in values.items()}
-        for name in list(values):
-            if name in known:
-                check_value(file, known[name], values[name])
-            elif alone:
-                raise SystemExit(f"{file}: no setting is called {name}{similar(name, known)}")
-            else:
-                del values[name]
-        parser.set_defaults(**other_model(values), **values)
-    parser.set_defaults(**other_model({word.lstrip("-").split("=")[0] for word in arguments}))
-    given = vars(parser.parse_known_args(arguments)[0])
-    if checkpointing and all(given[name] is None for name in checkpointing):
-        parser.set_defaults(**{min(checkpointing): True})
-    try:
-        return parser.parse_args_into_dataclasses(arguments, return_remaining_strings=not alone)[: len(kinds)]
-    except ValueError as error:
-        told = str(error)
-        if "bf16/gpu" in told:
-            told = (
-                "bf16 is asked for, as in recipes/configs for GPUs, and no GPU is found. Without one take a file there "
-                "whose name ends in _cpu.yaml, and set ACCELERATE_USE_CPU=1."
-            )
-        raise SystemExit(told) from None
-
-
-def at_home(value: Any) -> Any:
-    """Paths that begin by `~`, written out. Shells do so, but neither in YAML nor behind `--name=`."""
-    if isinstance(value, list):
-        return [at_home(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    name, equals, path = value.partition("=") if value.startswith("--") else ("", "", value)
-    return name + equals + os.path.expanduser(path)
-
-
-def check_value(file: Path, setting: Any, value: Any) -> None:
-    """Refuses a value of a YAML file that is no text where it must be, or no choice."""
-    if setting.dest in TEXTS and not isinstance(value, str | None):
-        raise SystemExit(f"{file}: {setting.dest} is {value!r}; give text, a number in quotes.")
-    if setting.choices and value not in (None, *setting.choices):
-        choices = ", ".join(map(repr, setting.choices))
-        raise SystemExit(f"{file}: {setting.dest} is {value!r}; it must be one of {choices}.")
-
-
-def other_model(names: Iterable[str]) -> dict[str, None]:
-    """Takes back the model of an earlier source where a later one names another, and its tokenizer where that model has
-    its own."""
-    ways, given = {"model_name_or_path", "model_config"}, set(names)
-    taken = ways if ways & given else set()
-    return dict.fromkeys((taken | ({"tokenizer"} if "model_name_or_path" in given else set())) - given)
-
-
-def similar(name: str, known: dict[str, Any]) -> str:
-    """The end of a sentence about a setting that does not exist."""
-    matches = get_close_matches(name.split("=")[0].replace("-", "_"), known, n=1)
-    return f"; did you mean {matches[0]}?" if matches else "; see --help."
-
-
 def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, training: Any, *_: Any) -> None:
     """Checks what is known before torch is imported: the training arguments may be a stand-in's."""
-    if type(length := training.max_length) is not int or length < 2:
+    if (length := training.max_length) < 2:
         raise SystemExit(f"max_length is {length!r}; give a whole number of tokens, at least 2.")
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-        if type(value := getattr(training, name)) is not int or value < 1:
+        if (value := getattr(training, name)) < 1:
             raise SystemExit(f"{name} is {value!r}; give a whole number, at least 1.")
     rows = documents.eval_dataset or documents.eval_share
     if (strategy := training.eval_strategy) in ("steps", "epoch") and not rows:
         raise SystemExit(f"eval_strategy is {strategy!r}, but there are no rows for it; set eval_share.")
+    if training.use_liger_kernel and find_spec(LIGER) is None:
+        raise SystemExit("use_liger_kernel needs Liger: pip install liger-kernel")
+    resuming.check(training.resume_from_checkpoint)
     probe("output_dir", training.output_dir)
     for kind in held_in(training.output_dir):
         if (kind == "an adapter") != model.use_peft:
@@ -371,7 +250,7 @@ def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, t
         raise SystemExit("merge_to is set without use_peft; what is trained in full is a full model already.")
     if burst.merge_to is not None:
         probe_merged("merge_to", burst.merge_to, training.output_dir, model.model_name_or_path)
-    check_groups(burst.burst_size)
+    check_groups(burst.size)
 
 
 def held_in(folder: str) -> list[str]:
@@ -388,7 +267,6 @@ def prepare(
     Returns:
         The settings that checkpoints remember.
     """
-    check_groups(burst.parallelism.burst_size)
     resuming.end_together(resuming.hold(training.output_dir) if training.process_index == 0 else None)
     if training.process_index == 0 and (warning := overruled(burst.burst_size)):
         print(f"WARNING: {warning}", file=sys.stderr)
@@ -401,8 +279,6 @@ def prepare(
     training.parallelism_config = burst.parallelism
     if training.n_gpu > 1:  # one process takes one GPU; Trainer would copy the model to the others
         training._n_gpu = 1
-    if training.use_liger_kernel and find_spec(LIGER) is None:
-        raise SystemExit("use_liger_kernel needs Liger: pip install liger-kernel")
     training.use_liger_kernel = training.use_liger_kernel and on_gpu(training)  # its kernels are those of GPUs
     if training.use_liger_kernel:  # hf_burst has the loss of all ranks, fused by Liger too
         training.liger_kernel_config = {"fused_linear_cross_entropy": False, **(training.liger_kernel_config or {})}
@@ -418,7 +294,7 @@ def on_gpu(training: "TrainingArguments") -> bool:
 def check_groups(size: int | None) -> None:
     """Refuses groups that do not divide the processes that a launcher has started, before the data is read."""
     processes = int(os.environ.get("WORLD_SIZE", "0"))
-    if size is not None and size > 0 and processes % size:
+    if size is not None and processes % size:
         fitting = max(smaller for smaller in range(1, size + 1) if processes % smaller == 0)
         raise SystemExit(
             f"burst_size is {size}, which does not divide the processes that were launched: {processes}. Pass "
@@ -428,10 +304,10 @@ def check_groups(size: int | None) -> None:
 
 def overruled(size: int | None) -> str | None:
     """What is said of a variable that names another size of groups."""
-    variable = os.environ.get("HF_BURST_SIZE")
+    variable = os.environ.get(SIZE)
     if size is None or variable in (None, "", str(size)):
         return None
-    return f"burst_size is {size}, which overrules HF_BURST_SIZE={variable}. Pass --burst_size {variable} for that."
+    return f"burst_size is {size}, which overrules {SIZE}={variable}. Pass --burst_size {variable} for that."
 
 
 def keep_time_limit(training: "TrainingArguments") -> None:

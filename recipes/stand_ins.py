@@ -1,23 +1,43 @@
 """Dataclasses with the fields of TRL's training arguments, read from the sources that are installed.
 
 TRL's own classes take torch with them, and tens of seconds. These take none, and refuse what argparse refuses: names
-that no setting has, and values that are no numbers.
+that no setting has, values that are no numbers, and those that are no choice.
 """
 
 import ast
+from argparse import ArgumentTypeError
 from dataclasses import field, make_dataclass
+from enum import StrEnum
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from transformers.utils import logging
 
 KNOWN = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "Any": Any}
+KNOWN |= {"Literal": Literal}
+COMPUTED = {"trainer_log_levels.keys()": [*logging.get_log_levels_dict(), "passive"]}  # no literals
+
+
+class Elsewhere(Exception):
+    """A class that is not where it was."""
+
+
+class Choices(StrEnum):
+    """An enum of Transformers, by its values."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        choices = ", ".join(repr(choice.value) for choice in cls)
+        raise ArgumentTypeError(f"invalid choice: {value!r} (choose from {choices})")
 
 
 def stand_in(name: str) -> type | None:
     """The dataclass for a class of TRL, or for Transformers' `TrainingArguments`; `None` if they lie elsewhere now."""
     try:
         return make_dataclass(name, [(own, *typed) for own, typed in fields_of(name).items()])
-    except LookupError:
+    except Elsewhere:
         return None
 
 
@@ -27,36 +47,52 @@ def fields_of(name: str) -> dict[str, tuple[Any, Any]]:
     if name == "TrainingArguments":
         package, path = "transformers", "training_args.py"
     spec = find_spec(package)
-    source = Path(((spec and spec.submodule_search_locations) or ["/"])[0]) / path
-    nodes = ast.parse(source.read_text()).body if source.is_file() else []
-    definition = next((node for node in nodes if isinstance(node, ast.ClassDef) and node.name == name), None)
+    file = Path(((spec and spec.submodule_search_locations) or ["/"])[0]) / path
+    definition = next((node for node in lines(file) if isinstance(node, ast.ClassDef) and node.name == name), None)
     if definition is None:
-        raise LookupError(name)
+        raise Elsewhere(name)
     found: dict[str, tuple[Any, Any]] = {}
     for base in definition.bases:
         found |= fields_of(ast.unparse(base))
     for node in definition.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = described(node)
+            found[node.target.id] = described(node, file)
     return found
 
 
-def described(node: ast.AnnAssign) -> tuple[Any, Any]:
-    """The type and the field of a line. Other types than numbers and text are text, or lists of it; other defaults than
-    values are `None`."""
+@cache
+def lines(file: Path) -> list[ast.stmt]:
+    return ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
+
+
+def choices(name: str, file: Path) -> type[Choices] | None:
+    """The enum that a file defines, or imports from one beside it; `None` if that is none."""
+    for node in lines(file):
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and name in [alias.name for alias in node.names]:
+            return choices(name, file.parent / f"{str(node.module).replace('.', '/')}.py")
+        if isinstance(node, ast.ClassDef) and node.name == name and "Enum" in " ".join(map(ast.unparse, node.bases)):
+            members = [one for one in node.body if isinstance(one, ast.Assign)]
+            return Choices(name, {ast.unparse(one.targets[0]): value_of(one.value) for one in members})
+    return None
+
+
+def described(node: ast.AnnAssign, file: Path) -> tuple[Any, Any]:
+    """The type and the field of a line. Other types than numbers, text and choices are text, or lists of it; other
+    defaults than values are `None`."""
     names = {part.id for part in ast.walk(node.annotation) if isinstance(part, ast.Name)}
-    known = names <= set(KNOWN)
-    kind = eval(ast.unparse(node.annotation), dict(KNOWN)) if known else list[str] if "list" in names else str | None
+    types = KNOWN | {name: choices(name, file) for name in names - set(KNOWN)}
+    known = all(types[name] for name in names)
+    kind = eval(ast.unparse(node.annotation), types) if known else list[str] if "list" in names else str | None
     words = {word.arg: word.value for word in node.value.keywords} if isinstance(node.value, ast.Call) else {}
     told = words.get("metadata")
     pairs = zip(told.keys, told.values, strict=True) if isinstance(told, ast.Dict) else ()
     options = {value_of(key): value_of(value) for key, value in pairs}
-    kept = {name: options[name] for name in ("nargs", "const") if name in options}
+    kept = {name: options[name] for name in ("nargs", "const", "choices") if name in options}
     return kind, field(default=value_of(words.get("default", node.value)), metadata=kept)
 
 
 def value_of(node: ast.expr | None) -> Any:
     try:
         return node and ast.literal_eval(node)
-    except ValueError:
-        return None
+    except ValueError:  # no literal
+        return COMPUTED.get(ast.unparse(node))

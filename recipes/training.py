@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import command_line
 import resuming
 import settings
 from settings import BurstSettings, DataSettings, ModelSettings
@@ -89,7 +90,7 @@ def sft_trainer(
     refused where text alone is trained on."""
     kinds = (ModelSettings, DataSettings, BurstSettings, "SFTConfig")
     defaults = {"use_liger_kernel": find_spec(settings.LIGER) is not None, **defaults}  # on GPUs
-    model, documents, burst, args = settings.parse(arguments, kinds, defaults, settings.check)
+    model, documents, burst, args = command_line.parse(arguments, kinds, defaults, settings.check)
     run = settings.prepare(args, model, documents, burst)
     import data  # the settings are right; these take seconds
     import images

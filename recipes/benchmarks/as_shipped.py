@@ -9,7 +9,8 @@ The launch line in the comment of a file says its recipe and wrapping. Lines for
 `--processes`. The model that comes out is loaded by plain Transformers; that of the first adapters of a recipe is also
 evaluated and asked. One launched job runs all combinations of a wrapping. After a failure, or where a combination took
 longer than `--limit` seconds, a new job goes on behind it. `--out` is written after each combination, and holds the
-rows of earlier runs that were not run again; beside it lies the log of all jobs.
+rows of earlier calls, of combinations that are still shipped and were not run again; each row says where and with what
+it ran. Beside it lies the log of all jobs.
 """
 
 import argparse
@@ -77,14 +78,19 @@ class Run:
 
     @property
     def combination(self) -> str:
-        own = {name: value for name, value in asdict(self).items() if name not in ("file", "config", "more")}
-        return json.dumps(own, sort_keys=True)
+        return combination({**asdict(self), "shipped": self.wrapping})
+
+
+def combination(row: Row) -> str:
+    """What makes a row another one: all but the names of files, and how it ran."""
+    own = {name: row.get(name) for name in ("recipe", "shipped", "groups", "rows", "model", "settings")}
+    return json.dumps(own, sort_keys=True)
 
 
 def launches(file: Path) -> Iterator[Run]:
-    """The launch lines for GPUs in the comment of a file."""
+    """The launch lines for GPUs in the comment of a file. Of variables before them `HF_BURST_SIZE` counts."""
     text = re.sub(r"\\\n#\s*", "", file.read_text())
-    for line in re.findall(r"^#  +accelerate launch (.+)", text, re.MULTILINE):
+    for variables, line in re.findall(r"^#  +((?:\w+=\S* +)*)accelerate launch (.+)", text, re.MULTILINE):
         launcher, script, behind = re.split(r"(?:recipes/)?(\w+)\.py", line, maxsplit=1)
         told, given = (
             {name.lstrip("-"): value for name, value in pairwise(shlex.split(words)) if name.startswith("--")}
@@ -94,7 +100,8 @@ def launches(file: Path) -> Iterator[Run]:
         own = {} if script != "train" else FULL
         config = Path(given.pop("config", STAND_IN)).name
         more = own | {name: value for name, value in given.items() if name not in ("dataset", "output_dir", "merge_to")}
-        values = {**yaml.safe_load((CONFIGS / config).read_text()), **more}
+        sizes = dict(re.findall(r"(HF_BURST_SIZE)=(\d+)", variables))
+        values = {"burst_size": sizes.get("HF_BURST_SIZE"), **yaml.safe_load((CONFIGS / config).read_text()), **more}
         count = int(told.get("num_processes") or yaml.safe_load(file.read_text())["num_processes"])
         recipe = STAND_IN.partition("_")[0] if script == "train" else script
         if values["model_name_or_path"] not in KINDS:
@@ -107,7 +114,7 @@ def launches(file: Path) -> Iterator[Run]:
             recipe,
             config,
             wrapping="none" if count == 1 else WRAPPINGS.get(accelerate, accelerate),
-            groups=count > values.get("burst_size", count),
+            groups=count > int(values["burst_size"] or count),
             rows=ROWS.get(recipe, rows),
             model=KINDS[values.pop("model_name_or_path")],
             settings={name: value for name, value in values.items() if not any(fnmatch(name, one) for one in ALIKE)},
@@ -145,7 +152,8 @@ def command(run: Run, inputs: Path, output: Path, processes: int) -> list[str]:
         small |= {"merge_to": output.with_name(f"{output.name}_merged")} if is_adapter(run) else {}
         small |= {"max_completion_length": 8} if run.recipe == "grpo" else {}
         small |= {"max_length": 2 * LENGTH, "windows": 2} if run.recipe == "extend_context" else {}
-        small |= {"burst_size": max(1, processes // (1 + run.groups))} if "burst_size" in values else {}
+        grouped = run.groups or "burst_size" in {**values, **run.more}
+        small |= {"burst_size": max(1, processes // (1 + run.groups))} if grouped else {}
     words = (word for name, value in small.items() for word in (f"--{name}", *str(value).split()))
     return ["--config", str(CONFIGS / run.config), *words]
 
@@ -178,7 +186,7 @@ def work(folder: Path, numbers: Sequence[int], followed: Sequence[int]) -> None:
             file.write(json.dumps({"run": number, "status": status, **more}) + "\n")
 
     if rank == 0:
-        (folder / "machine.json").write_text(json.dumps(shipped_inputs.machine(size)))
+        (folder / f"machine_{size}.json").write_text(json.dumps(shipped_inputs.machine(size)))
     runs = [run for run, _ in combinations()]
     for number in numbers:
         start, done = time.perf_counter(), list[str]()
@@ -286,9 +294,15 @@ def finish(
             yield {"run": number, "status": "failed", "reason": reason}
 
 
+def positive(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is no number of processes; give at least 1")
+    return int(word)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("--processes", type=int, default=2, help="of the lines for several GPUs")
+    parser.add_argument("--processes", type=positive, default=2, help="of the lines for several GPUs")
     parser.add_argument("--only", nargs="+", default=["*"], help="patterns of names of files, such as 'sft_*'")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds that a combination may take")
     parser.add_argument("--commit", help="where the checkout has none")
@@ -313,6 +327,8 @@ def main() -> None:
         alone = args.processes == 1 or every[at][0].wrapping == "none"
         jobs.setdefault(("none", 1) if alone else (every[at][0].wrapping, args.processes), []).append(at)
     held = json.loads(args.out.read_text())["results"] if args.out.exists() else []
+    held = [row for row in held if combination(row) in [run.combination for run, _ in every]]
+    failed = False
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for (wrapping, processes), numbers in jobs.items():
@@ -325,21 +341,27 @@ def main() -> None:
             for result in skipped if reason else ran:
                 run, files = every[result.pop("run")]
                 own = {name: value for name, value in asdict(run).items() if name not in ("file", "more")}
-                row = {"files": files, **own, "wrapping": wrapping, "processes": processes, **result}
-                same = [(other["files"], other["processes"]) == (files, processes) for other in held]
+                own |= {"wrapping": wrapping, "shipped": run.wrapping, "processes": processes}
+                row = {"files": files, **own, **result, **provenance(args, folder, processes)}
+                same = [(combination(other), other["processes"]) == (run.combination, processes) for other in held]
                 held = [other for other, old in zip(held, same, strict=True) if not old] + [row]
+                failed |= row["status"] == "failed"
                 write(args, folder, held)
                 said = f"{row['status']:>8} {row.get('seconds', ''):>6}  {processes} x {wrapping:<6} {run.recipe:<23}"
                 print(f"{said} {run.model:<17} {', '.join(files)} {row.get('reason') or ''}", flush=True)
-    sys.exit(any(row["status"] == "failed" for row in held))
+    sys.exit(failed)
+
+
+def provenance(args: argparse.Namespace, folder: Path, processes: int) -> Row:
+    """Where and with what a row ran; nothing is known where no job of so many processes began."""
+    machine = folder / f"machine_{processes}.json"
+    known = json.loads(machine.read_text()) if machine.exists() else {"hardware": None, "versions": None}
+    return {**known, "git_commit": args.commit or known.get("git_commit")}
 
 
 def write(args: argparse.Namespace, folder: Path, rows: list[Row]) -> None:
     """Writes the result, and the log beside it."""
-    machine = folder / "machine.json"
-    known = json.loads(machine.read_text()) if machine.exists() else {}
-    known["git_commit"] = args.commit or known.get("git_commit")
-    result = {"command": shlex.join(["as_shipped.py", *sys.argv[1:]]), **known, "results": rows}
+    result = {"command": shlex.join(["as_shipped.py", *sys.argv[1:]]), "schema": 1, "results": rows}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     if (folder / "log").exists():
         args.out.with_suffix(".log").write_bytes((folder / "log").read_bytes())

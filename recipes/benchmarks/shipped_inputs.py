@@ -15,7 +15,7 @@ import models
 import torch
 import transformers
 import yaml
-from benchmarks.provenance import SCHEMA_VERSION, git_commit, hardware, versions
+from benchmarks.provenance import git_commit, hardware, versions
 from byte_tokenizer import byte_tokenizer
 from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, ProcessorMixin
@@ -145,7 +145,6 @@ def machine(size: int) -> dict[str, Any]:
     """Where and with what the processes run."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
-        "schema": SCHEMA_VERSION,
         "git_commit": git_commit(Path(__file__).parent),
         "hardware": hardware(device, size, 1),
         "versions": {"hf_burst": hf_burst.__version__, **versions(cuda=device.type == "cuda")},

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,82 @@ def test_a_new_file_that_nothing_runs(
     monkeypatch.setattr(as_shipped, "CONFIGS", tmp_path)
     with pytest.raises(SystemExit, match=told):
         as_shipped.combinations()
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "groups"),
+    [
+        ("HF_BURST_SIZE=2 OMP_NUM_THREADS=8 ", "", True),
+        ("HF_BURST_SIZE=4 ", "", False),
+        ("", "--burst_size 2", True),
+        ("HF_BURST_SIZE=2 ", "--burst_size 4", False),
+    ],
+)
+def test_sizes_of_groups_in_launch_lines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variables: str, options: str, groups: bool
+) -> None:
+    line = f"{variables}accelerate launch --num_processes 4 recipes/sft.py --config new.yaml {options}"
+    (tmp_path / "new.yaml").write_text(f"# A file.\n#   {line}\nmodel_name_or_path: meta-llama/Llama-3.1-8B\n")
+    monkeypatch.setattr(as_shipped, "CONFIGS", tmp_path)
+    ((run, _),) = as_shipped.combinations()
+    assert run.groups == groups
+    words = " ".join(as_shipped.command(run, Path("inputs"), Path("out"), 2))
+    assert ("--burst_size 1" in words) == groups
+    assert words.count("--burst_size") == (groups or bool(options))
+
+
+RESULT = ROOT / "recipes/benchmarks/results/as_shipped_2xH200.json"
+
+
+def test_rows_of_the_result_say_where_they_ran() -> None:
+    rows = json.loads(RESULT.read_text())["results"]
+    assert len({(as_shipped.combination(row), row["processes"]) for row in rows}) == len(rows)
+    for row in rows:
+        assert row["git_commit"]
+        assert row["hardware"]["ranks"] == row["processes"]
+        assert {"hf_burst", "torch", "transformers"} <= set(row["versions"])
+
+
+def test_a_later_call_replaces_its_own_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Files may have other names since; a row that failed in another call is not the fault of this one."""
+    known = {"git_commit": "new", "hardware": {"ranks": 2}, "versions": {"torch": "2.13.0"}}
+
+    def finish(wrapping: str, processes: int, folder: Path, left: list[int], *_: object) -> Iterator[dict]:
+        (folder / f"machine_{processes}.json").write_text(json.dumps(known))
+        yield from ({"run": number, "status": status} for number in left)
+
+    def call(*options: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["as_shipped.py", "--out", str(out), *options])
+        with pytest.raises(SystemExit) as end:
+            as_shipped.main()
+        return end.value.code
+
+    out, status = tmp_path / "out.json", "ok"
+    monkeypatch.setattr(as_shipped, "finish", finish)
+    before = json.loads(RESULT.read_text())["results"]
+    (old,), (other,) = ([row for row in before if row["config"] == f"{name}_4gpu.yaml"] for name in ("dpo", "grpo"))
+    old |= {"files": ["earlier.yaml"], "config": "earlier.yaml"}
+    other["status"] = "failed"
+    gone = {**other, "recipe": "gone"}  # which nothing ships now
+    out.write_text(json.dumps({"results": [*before, gone]}))
+    assert call("--only", "dpo_4*") == 0
+    *kept, new = json.loads(out.read_text())["results"]
+    assert kept == [row for row in before if row is not old]
+    assert new.items() >= {**known, "files": ["dpo_4gpu.yaml"], "status": "ok", "processes": 2}.items()
+    status = "failed"
+    assert call("--only", "dpo_4*") == 1
+    assert call("--only", "dpo_1gpu*", "dpo_4*", "--processes", "1") == 1
+    rows = json.loads(out.read_text())["results"]
+    assert len(rows) == len(before) + 1, "files for one GPU and for four are two combinations, also in one process"
+
+
+def test_processes_are_at_least_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for given in ("0", "-1", "two"):
+        monkeypatch.setattr(sys, "argv", ["as_shipped.py", f"--processes={given}"])
+        with pytest.raises(SystemExit) as end:
+            as_shipped.main()
+        assert end.value.code == 2
+        assert f"argument --processes: '{given}' is no number of processes; give at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow

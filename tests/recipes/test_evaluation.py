@@ -370,13 +370,13 @@ def test_pieces_are_of_all_documents_in_turn(tmp_path: Path) -> None:
 
 
 def test_lists_may_have_one_value_without_brackets(tmp_path: Path) -> None:
-    from settings import parse
+    from command_line import parse
 
     (tmp_path / "one.yaml").write_text("lengths: 4096\ntasks: single\ndocuments: none\nruler: ruler_vt\n")
     (wanted,) = parse(["--config", str(tmp_path / "one.yaml")], (evaluate.Evaluation,), {})
     assert (wanted.lengths, wanted.tasks, wanted.documents, wanted.ruler) == ([4096], ["single"], [], ["ruler_vt"])
     (tmp_path / "number.yaml").write_text("documents: [3]\n")
-    with pytest.raises(SystemExit, match=r"documents is \[3\]; give names, or none"):
+    with pytest.raises(SystemExit, match=r"documents is \[3\]; give a list of text"):
         parse(["--config", str(tmp_path / "number.yaml")], (evaluate.Evaluation,), {})
 
 
@@ -424,7 +424,8 @@ def test_each_part_is_written_when_it_is_done(folder: Path, tmp_path: Path) -> N
     "options", [["--rope_scaling", "{rope_type: yarn, factor: 2.0}"], ["--model_revision", "v2"], ["--load_in_8bit"]]
 )
 def test_settings_of_an_adapter_that_are_not_passed_on(tmp_path: Path, options: list[str]) -> None:
-    from settings import BurstSettings, ModelSettings, parse
+    from command_line import parse
+    from settings import BurstSettings, ModelSettings
 
     (tmp_path / "adapter_config.json").write_text("{}")
     options = ["--model_name_or_path", str(tmp_path), "--use_peft", *options]
@@ -477,7 +478,8 @@ CONFIGS = sorted(path.name for kind in ("evaluate", "extend") for path in ROOT.g
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configs_hold_settings_that_exist(name: str, tmp_path: Path) -> None:
-    from settings import BurstSettings, DataSettings, ModelSettings, parse
+    from command_line import parse
+    from settings import BurstSettings, DataSettings, ModelSettings
     from trl import SFTConfig
 
     kinds = (ModelSettings, BurstSettings)
@@ -491,7 +493,8 @@ def test_configs_hold_settings_that_exist(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "evaluate" in name])
 def test_documents_of_configs_are_as_long_as_the_texts(name: str) -> None:
-    from settings import BurstSettings, ModelSettings, parse
+    from command_line import parse
+    from settings import BurstSettings, ModelSettings
 
     arguments = ["--config", str(ROOT / "recipes/configs" / name)]
     *_, wanted = parse(arguments, (ModelSettings, BurstSettings, evaluate.Evaluation), {})

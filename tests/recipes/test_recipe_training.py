@@ -18,6 +18,7 @@ pytest.importorskip("trl")
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
+import command_line  # noqa: E402
 import models  # noqa: E402
 import settings  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
@@ -216,7 +217,7 @@ def tiny(name: str) -> tuple[settings.ModelSettings, torch.nn.Module]:
     kinds = (settings.ModelSettings, settings.BurstSettings)
     folder = ROOT / "recipes/configs"
     big, small = (
-        settings.read(["--config", str(folder / f"{name}_{machine}.yaml")], kinds, {}, alone=False)
+        command_line.read(["--config", str(folder / f"{name}_{machine}.yaml")], kinds, {}, alone=False)
         for machine in ("4gpu", "cpu")
     )
     return big[0], models.load_model(small[0], models.load_config(small[0], 260), small[1], 0)
@@ -252,7 +253,7 @@ def test_the_text_of_a_model_of_several_modalities(tmp_path: Path) -> None:
     """Its language model is loaded with its own weights, by the name of the whole checkpoint."""
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-    small, _ = settings.read(
+    small, _ = command_line.read(
         ["--config", str(ROOT / "recipes/configs/text_hybrid_cpu.yaml")],
         (settings.ModelSettings, settings.BurstSettings),
         {},

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 from unittest.mock import Mock
 
 import pytest
@@ -25,6 +25,7 @@ trl = pytest.importorskip("trl")
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
 import byte_tokenizer  # noqa: E402
+import command_line  # noqa: E402
 import dpo  # noqa: E402
 import finetune_long_document  # noqa: E402
 import grpo  # noqa: E402
@@ -155,25 +156,52 @@ def wrong(recipe: Callable[..., Any], sentence: Sentence) -> Sentence:
         (b"help: 3", "no setting is called help"),
         (b"max_lenght: 5", "no setting is called max_lenght; did you mean max_length?"),
         (b"max_length: 512.0", "max_length is 512.0; give a whole number"),
-        (b"output_dir: 3", "more.yaml: output_dir is 3; give text"),
+        (b"output_dir: 3", "more.yaml: output_dir is 3; give text (a number in quotes)."),
+        (b"output_dir: null", "more.yaml: output_dir is None; give text"),
+        (b"merge_to: 5", "more.yaml: merge_to is 5; give text (a number in quotes) or null."),
+        (b"run_name: [a]", "more.yaml: run_name is ['a']; give text"),
+        (b"max_steps: true", "more.yaml: max_steps is True; give a whole number."),
+        (b"bf16: 1", "more.yaml: bf16 is 1; give true or false or null."),
+        (b"lr_scheduler_kwargs: 3", "lr_scheduler_kwargs is 3; give a mapping or text (a number in quotes) or null."),
+        (b"optim: null", "more.yaml: optim is None; it must be one of 'adamw_torch'"),
+        (b"optim: adamw", "more.yaml: optim is 'adamw'; it must be one of 'adamw_torch'"),
         (b"save_strategy: no", "save_strategy is False; it must be one of 'no', 'steps'"),
         (b"dtype: nonsense", "dtype is 'nonsense'; it must be one of 'auto', 'bfloat16'"),
-        (b"dataset: 3", "dataset is 3; give files"),
+        (b"dataset: 3", "dataset is 3; give a list of text"),
         (b"max_length: null", "max_length is None; give a whole number"),
-        (b"eval_share: null", "eval_share is None; give a share"),
+        (b"eval_share: null", "eval_share is None; give a number."),
         (b"dataset: []", "dataset is []; give files"),
-        (b"dataset: [3]", "dataset is [3]; give files"),
+        (b"dataset: [3]", "dataset is [3]; give a list of text"),
     ],
 )
 def test_a_file_of_settings_that_is_wrong(
     sentence: Sentence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, told: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    assert told in of_file(sentence, content, finetune_long_document)
+    PartialState._reset_state()
+
+
+def of_file(sentence: Sentence, content: bytes, script: Any) -> str:
+    """The line by which a recipe ends for a file of settings, beside one that is right."""
     Path("base.yaml").write_text(BASE)
     Path("more.yaml").write_bytes(content)
     files = ["--config", "base.yaml", "--config", "more.yaml"]
-    assert told in sentence(lambda: settings.run(lambda _: finetune_long_document.make_trainer(files)))
-    PartialState._reset_state()
+    return sentence(lambda: settings.run(lambda _: script.make_trainer(files)))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"reward: null", "more.yaml: reward is None; give a list of text"),
+        (b"max_completion_length: null", "more.yaml: max_completion_length is None; give a whole number."),
+    ],
+)
+def test_a_file_of_settings_for_grpo_that_is_wrong(
+    sentence: Sentence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert told in of_file(sentence, content, grpo)
 
 
 REFUSED = "xlstm"  # a model_type
@@ -312,7 +340,16 @@ def test_settings_are_checked_before_what_takes_seconds_to_import(tmp_path: Path
     """All recipes refuse wrong arguments before torch is imported, those of TRL's classes too."""
     (tmp_path / "base").mkdir()
     (tmp_path / "typo.yaml").write_text("learning_rat: 3\n")
+    (tmp_path / "choice.yaml").write_text("optim: adamw\n")
     (tmp_path / "text.txt").write_text("A text.")
+    broken = {
+        "[1]": "1]/adapter_config.json'; it must be a mapping",
+        "{": "adapter_config.json' cannot be used: while parsing",
+        "{}": "adapter_config.json names no base_model_name_or_path, but None; set it",
+    }
+    for content in broken:
+        (tmp_path / content).mkdir()
+        (tmp_path / content / "adapter_config.json").write_text(content)
     base, text = ["--model_name_or_path", str(tmp_path / "base")], ["--dataset", str(tmp_path / "text.txt")]
     out = [*base, *text, "--output_dir", str(tmp_path / "out")]
     cases: list[tuple[str, list[str], str]] = [
@@ -321,6 +358,15 @@ def test_settings_are_checked_before_what_takes_seconds_to_import(tmp_path: Path
         ("sft", [*text, "--learning_rate", "much"], "--learning_rate/--learning-rate: invalid float value: 'much'"),
         ("sft", [*text, "--bf16"], "argument --bf16: expected one argument, such as --bf16 true; see --help."),
         ("sft", [*text, "--max_steps"], "argument --max_steps/--max-steps: expected one argument; see --help."),
+        ("sft", [*out, "--optim", "adamw"], "invalid choice: 'adamw' (choose from 'adamw_torch', 'adamw_torch_fused'"),
+        ("sft", [*out, "--lr_scheduler_type", "cosin"], "invalid choice: 'cosin' (choose from 'linear', 'cosine', "),
+        ("sft", [*out, "--log_level", "all"], "invalid choice: 'all' (choose from 'detail', 'debug', "),
+        ("sft", [*out, "--debug", "all"], "invalid choice: 'all' (choose from 'underflow_overflow', 'tpu_metrics"),
+        ("sft", [*out, "--loss_type", "all"], "invalid choice: 'all' (choose from 'nll', 'dft', "),
+        ("sft", [*out, "--config", str(tmp_path / "choice.yaml")], "optim is 'adamw'; it must be one of 'adamw_torch'"),
+        ("sft", [*out, "--burst_size", "0"], "burst_size is 0; give a whole number of processes, at least 1."),
+        ("sft", [*out, "--resume_from_checkpoint", "nowhere"], "is 'nowhere'; give the folder of a checkpoint, true"),
+        *([] if find_spec("liger_kernel") else [("sft", [*out, "--use_liger_kernel"], "use_liger_kernel needs Liger")]),
         ("sft", ["--dataset", "missing.jsonl"], "dataset has 'missing.jsonl', which does not exist"),
         ("sft", [*out, "--burst_size", "2"], "burst_size is 2, which does not divide the processes"),
         ("finetune_long_document", [*out, "--max_length", "1"], "max_length is 1; give a whole number of tokens"),
@@ -333,6 +379,8 @@ def test_settings_are_checked_before_what_takes_seconds_to_import(tmp_path: Path
         ("evaluate", [*base, "--lenghts", "512"], "No setting is called lenghts; did you mean lengths?"),
         ("ask", ["./none", str(tmp_path), "--questions", text[1]], "model is './none', a folder that does not exist"),
         ("merge_adapter", [str(tmp_path), "merged"], "holds no adapter_config.json; give the folder of an adapter"),
+        ("merge_adapter", [str(tmp_path / "none"), "merged"], "none holds no adapter_config.json; give the folder"),
+        *(("merge_adapter", [str(tmp_path / name), "merged"], told) for name, told in broken.items()),
     ]
     paths = os.pathsep.join([str(ROOT / "recipes"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", REFUSES, json.dumps(cases)]
@@ -341,18 +389,40 @@ def test_settings_are_checked_before_what_takes_seconds_to_import(tmp_path: Path
     assert done.returncode == 0, done.stderr
 
 
+def test_that_torch_is_loaded_is_said_when_the_arguments_are_right(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("A text.")
+    command = [sys.executable, "recipes/sft.py", "--dataset", str(tmp_path / "text.txt"), "--output_dir", str(tmp_path)]
+    for words, told in (["--optim", "adamw"], ""), (["--bf16", "true", "--fp16", "true"], "sft.py: loading torch"):
+        done = subprocess.run([*command, *words], cwd=ROOT, env=CPU, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 1
+        assert done.stderr.startswith(told)
+        assert ("loading" in done.stderr) == bool(told)
+
+
 @pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "RewardConfig", "GRPOConfig"])
 def test_stand_ins_take_what_trl_takes(name: str) -> None:
-    """The same names, each with as many values."""
-    own, theirs = (settings.Parser((kind,))._actions for kind in (stand_ins.stand_in(name), getattr(trl, name)))
-    options = [{tuple(action.option_strings): action.nargs for action in actions} for actions in (own, theirs)]
-    assert options[0] == options[1]
-    assert len(options[0]) > 100
+    """The same names, each with as many values, of the same types and choices."""
+
+    def taken(kind: type) -> dict[tuple[str, ...], tuple[object, ...]]:
+        types = {one: [*one] for one in get_args(get_type_hints(kind)["debug"])[1].__args__}
+        return {
+            tuple(action.option_strings): (
+                *(action.nargs, getattr(action.type, "__name__", action.type)),
+                *(list(action.choices or ()), list(types.get(action.type, ()))),
+            )
+            for action in command_line.Parser((kind,))._actions
+            if action.dest != "parallelism_config"  # an object
+        }
+
+    own, theirs = taken(stand_ins.stand_in(name)), taken(getattr(trl, name))
+    assert own == theirs
+    assert len(own) > 100
+    assert sum(bool(choices) for _, _, choices, _ in own.values()) > 10
 
 
 def test_where_trl_keeps_its_arguments_elsewhere(wrong: Sentence, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stand_ins.stand_in("NoConfig") is None
-    monkeypatch.setattr(settings, "stand_in", stand_ins.stand_in)
+    monkeypatch.setattr(command_line, "stand_in", stand_ins.stand_in)
     monkeypatch.setattr(stand_ins, "find_spec", lambda name: None)
     assert "did you mean learning_rate?" in wrong("--learning_rat", "3")
     assert "max_length is 0; give a whole number" in wrong("--max_length", "0")
@@ -376,7 +446,7 @@ def test_paths_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "rows.txt").write_text("A document.")
     kinds = (settings.ModelSettings, settings.DataSettings, settings.BurstSettings)
     (tmp_path / "home.yaml").write_text("model_name_or_path: ~/base\ndataset: [~/rows.txt]\nmerge_to: ~/merged\n")
-    model, documents, burst = settings.parse(["--config=~/home.yaml", "--tokenizer=~/base"], kinds, {})
+    model, documents, burst = command_line.parse(["--config=~/home.yaml", "--tokenizer=~/base"], kinds, {})
     base = str(tmp_path / "base")
     assert (model.model_name_or_path, model.tokenizer, documents.dataset, burst.merge_to) == (
         base,
@@ -386,9 +456,14 @@ def test_paths_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_a_size_from_the_environment_that_is_wrong(wrong: Sentence, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_BURST_SIZE", "x")
-    assert "HF_BURST_SIZE='x'" in wrong()
+def test_a_size_from_the_environment_is_checked_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in ("x", "0", ""):
+        monkeypatch.setenv("HF_BURST_SIZE", size)
+        with pytest.raises(SystemExit, match=f"HF_BURST_SIZE is '{size}'; give a whole number of processes"):
+            settings.BurstSettings()
+        assert settings.BurstSettings(burst_size=2).size == 2
+    monkeypatch.setenv("HF_BURST_SIZE", "3")
+    assert settings.BurstSettings().size == settings.BurstSettings().parallelism.burst_size == 3
 
 
 def test_an_interrupted_run_ends_without_a_traceback() -> None:
@@ -450,7 +525,7 @@ def test_every_file_of_settings_is_one(tmp_path: Path, name: str) -> None:
     more = (grpo.Rewards,) if script is grpo else ()
     kinds = (settings.ModelSettings, settings.DataSettings, settings.BurstSettings, trainer, *more)
     machine = ["--use_cpu", "true", "--output_dir", str(tmp_path), "--dataset", "python_topics"]
-    found = settings.parse(["--config", str(file), *machine], kinds, script.DEFAULTS)
+    found = command_line.parse(["--config", str(file), *machine], kinds, script.DEFAULTS)
     model, documents, burst, arguments = found[:4]
     arguments.max_length = found[-1].max_length
     settings.prepare(arguments, model, documents, burst)
@@ -544,7 +619,7 @@ class OlderArguments:
 @pytest.mark.parametrize(("value", "wanted"), [(None, True), ("true", True), ("false", False)])
 def test_checkpointing_has_its_older_name_in_older_releases(tmp_path: Path, value: str | None, wanted: bool) -> None:
     (tmp_path / "settings.yaml").write_text(f"activation_checkpointing: {value}" if value else "{}")
-    (arguments,) = settings.parse(["--config", str(tmp_path / "settings.yaml")], (OlderArguments,), {})
+    (arguments,) = command_line.parse(["--config", str(tmp_path / "settings.yaml")], (OlderArguments,), {})
     assert arguments.gradient_checkpointing == wanted
 
 
@@ -634,6 +709,17 @@ def test_a_checkpoint_is_merged_by_the_script(
     assert json.loads(Path("merged/config.json").read_text())["dtype"] == "bfloat16"
     assert float(reload(tmp_path / "merged")["loss"]) > 0
     assert Path("merged/tokenizer.json").exists()
+
+
+def test_an_adapter_that_peft_refuses_is_not_merged(
+    sentence: Sentence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = str(make_base(tmp_path / "base"))
+    Path("adapter").mkdir()
+    values = {"base_model_name_or_path": base, "peft_type": "LORA", "r": "a"}
+    Path("adapter/adapter_config.json").write_text(json.dumps(values))
+    assert "adapter adapter cannot be used: '<=' not" in sentence(merge_adapter.main, "adapter", "merged")
 
 
 def test_sequences_beyond_the_positions_of_the_model_are_warned_of(
@@ -954,7 +1040,7 @@ def test_another_model_comes_with_its_tokenizer(tmp_path: Path) -> None:
     base = str(make_base(tmp_path / "base"))
     for more, tokenizer in (([], None), (["--tokenizer", "other"], "other")):
         words = ["--config", str(tmp_path / "own.yaml"), "--model_name_or_path", base, *more]
-        (model,) = settings.parse(words, (settings.ModelSettings,), {})
+        (model,) = command_line.parse(words, (settings.ModelSettings,), {})
         assert (model.model_name_or_path, model.tokenizer) == (base, tokenizer)
 
 

@@ -1,0 +1,178 @@
+"""Reads settings from the command line and YAML files, before torch is imported."""
+
+import os
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+import beginning
+from resuming import START
+from settings import DEFAULTS, mapping
+from stand_ins import stand_in
+from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
+
+OLDER = {"activation_checkpointing": "gradient_checkpointing"}  # names of settings before Transformers 5.23
+TYPES = {START: bool | str | None, "output_dir": str, "max_length": int, "max_completion_length": int}  # not as TRL's
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text (a number in quotes)"}
+WORDS |= {dict: "a mapping", list: "a list", NoneType: "null"}
+
+
+class Parser(HfArgumentParser):
+    """A parser whose errors are a sentence too."""
+
+    def error(self, message: str) -> NoReturn:
+        option = message.removeprefix("argument ").partition("/")[0].partition(":")[0]
+        named = (one for one in self._actions if option in one.option_strings)
+        switch = "one argument" in message and any(one.type is string_to_bool for one in named)
+        raise SystemExit(f"{message}{f', such as {option} true' if switch else ''}; see --help.")
+
+
+def parse(
+    arguments: list[str],
+    kinds: tuple[type | str, ...],
+    defaults: dict[str, Any],
+    check: Callable[..., None] = lambda *values: None,
+) -> tuple[Any, ...]:
+    """Reads the settings, and checks them before torch is imported.
+
+    Args:
+        arguments (`list[str]`): The command line. Of several YAML files (`--config`) later ones overrule.
+        kinds (`tuple[type | str, ...]`): The dataclasses whose fields are the settings. Those of TRL may be names: they
+            take seconds to import, before which stand-ins with their fields are read and checked.
+        defaults (`dict[str, Any]`): Defaults that overrule `DEFAULTS` and those of the dataclasses.
+        check (`Callable`): Is called with the values, or with stand-ins for those of TRL; raises for wrong ones.
+
+    Returns:
+        One value of each dataclass, in their order.
+    """
+    arguments = [at_home(word) for word in arguments]
+    own = tuple(kind for kind in kinds if not isinstance(kind, str))
+    if len(own) == len(kinds):
+        return read(arguments, own, defaults)
+    if {"-h", "--help"} & set(arguments):
+        libraries = ", ".join(kind for kind in kinds if isinstance(kind, str))
+        more = f"Settings of TRL's {libraries} are taken, too: --help_all lists all of them."
+        read(arguments, own, defaults, more=more)
+    early = [stand_in(kind) if isinstance(kind, str) else kind for kind in kinds]
+    whole = None not in early  # otherwise TRL's files lie elsewhere now
+    if "--help_all" in arguments:
+        arguments = ["--help"]
+    else:
+        values = read(arguments, tuple(filter(None, early)), defaults, alone=whole)
+        if whole:
+            check(*values)
+    beginning.loading()
+    import trl
+
+    values = read(arguments, tuple(getattr(trl, kind) if isinstance(kind, str) else kind for kind in kinds), defaults)
+    if not whole:
+        check(*values)
+    return values
+
+
+def read(
+    arguments: list[str], kinds: tuple[type, ...], defaults: dict[str, Any], alone: bool = True, more: str = ""
+) -> tuple[Any, ...]:
+    """One value of each dataclass; if they are not alone, other settings than theirs are passed over. The help ends by
+    `more`."""
+    usage = "%(prog)s [--config FILE] [--SETTING VALUE ...]"
+    parser = Parser(kinds, usage=usage, allow_abbrev=False, add_help=alone, epilog=more)
+    known = {action.dest: action for action in parser._actions if action.dest != "help"}
+    types = {name: kind for one in kinds for name, kind in get_type_hints(one).items()} | TYPES
+    checkpointing = {"activation_checkpointing", "gradient_checkpointing"} & set(known)  # two names of one setting
+    parser.set_defaults(**dict.fromkeys(checkpointing))
+    parser.set_defaults(**{name: value for name, value in {**DEFAULTS, **defaults}.items() if name in known})
+    file = "YAML file of settings; of several, later ones overrule, and the command line overrules all."
+    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=file)
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown and alone:
+        raise SystemExit(f"No setting is called {unknown[0].lstrip('-')}{similar(unknown[0].lstrip('-'), known)}")
+    for file in given.config:
+        values = mapping("--config", file)
+        values = {name if name in known else OLDER.get(name, name): at_home(value) for name, value in values.items()}
+        for name in list(values):
+            if name in known:
+                check_value(file, known[name], types[name], values[name])
+            elif alone:
+                raise SystemExit(f"{file}: no setting is called {name}{similar(name, known)}")
+            else:
+                del values[name]
+        parser.set_defaults(**other_model(values), **values)
+    parser.set_defaults(**other_model({word.lstrip("-").split("=")[0] for word in arguments}))
+    given = vars(parser.parse_known_args(arguments)[0])
+    if checkpointing and all(given[name] is None for name in checkpointing):
+        parser.set_defaults(**{min(checkpointing): True})
+    try:
+        return parser.parse_args_into_dataclasses(arguments, return_remaining_strings=not alone)[: len(kinds)]
+    except ValueError as error:
+        told = str(error)
+        if "bf16/gpu" in told:
+            told = (
+                "bf16 is asked for, as in recipes/configs for GPUs, and no GPU is found. Without one take a file there "
+                "whose name ends in _cpu.yaml, and set ACCELERATE_USE_CPU=1."
+            )
+        raise SystemExit(told) from None
+
+
+def at_home(value: Any) -> Any:
+    """Paths that begin by `~`, written out. Shells do so, but neither in YAML nor behind `--name=`."""
+    if isinstance(value, list):
+        return [at_home(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    name, equals, path = value.partition("=") if value.startswith("--") else ("", "", value)
+    return name + equals + os.path.expanduser(path)
+
+
+def check_value(file: Path, setting: Any, kind: Any, value: Any) -> None:
+    """Refuses a value of a YAML file that is no choice, or of another type than the setting. Text is read as on the
+    command line."""
+    may_lack = value is None and NoneType in get_args(kind)
+    if setting.choices and value not in setting.choices and not may_lack:
+        choices = ", ".join(map(repr, setting.choices))
+        raise SystemExit(f"{file}: {setting.dest} is {value!r}; it must be one of {choices}.")
+    if not isinstance(value, str) and not fits(value, kind):
+        raise SystemExit(f"{file}: {setting.dest} is {value!r}; give {in_words(kind)}.")
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type. A list of one may be without brackets."""
+    origin = get_origin(kind) or kind
+    if origin in (Union, UnionType):
+        return any(fits(value, one) for one in get_args(kind))
+    if origin is list:
+        items = value if isinstance(value, list) else [value]
+        return all(fits(item, one) for one in get_args(kind) for item in items)
+    if origin is Literal:
+        return value in get_args(kind)
+    if isinstance(value, bool):
+        return origin in (bool, Any)
+    return origin is Any or isinstance(value, int | float if origin is float else origin)
+
+
+def in_words(kind: Any) -> str:
+    """What a setting of a type may be."""
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(in_words, get_args(kind)))
+    if get_origin(kind) is list and get_args(kind):
+        return f"a list of {in_words(get_args(kind)[0])}"
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    return WORDS.get(get_origin(kind) or kind, str(kind))
+
+
+def other_model(names: Iterable[str]) -> dict[str, None]:
+    """Takes back the model of an earlier source where a later one names another, and its tokenizer where that model has
+    its own."""
+    ways, given = {"model_name_or_path", "model_config"}, set(names)
+    taken = ways if ways & given else set()
+    return dict.fromkeys((taken | ({"tokenizer"} if "model_name_or_path" in given else set())) - given)
+
+
+def similar(name: str, known: dict[str, Any]) -> str:
+    """The end of a sentence about a setting that does not exist."""
+    matches = get_close_matches(name.split("=")[0].replace("-", "_"), known, n=1)
+    return f"; did you mean {matches[0]}?" if matches else "; see --help."
