@@ -214,6 +214,7 @@ def adapters_of_one_rank(rank: int, size: int, kind: str) -> None:
     """Ranks that share weights (FSDP2) gather all of them, whichever are idle or lie whole on one of them."""
     settings = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     model = hf_burst.patch_model(get_peft_model(make("llama"), settings).eval())
+    model.add_adapter("other", settings)  # idle everywhere
     inner = fully_shard(model.base_model.model)
     memory = hf_burst.remember(model, document_of(9))
     if kind == "idle" or rank:

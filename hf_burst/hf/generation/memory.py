@@ -291,15 +291,15 @@ def _entries(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, A
 def about(model: PreTrainedModel) -> dict[str, Any]:
     """The class of a model, its config, and a checksum of what else its keys follow from: weights, buffers, adapters
     that are at work and the precision of autocast. All ranks that share weights call it."""
+    for module in model.modules():  # a pass may have left weights whole, and not on all ranks
+        if isinstance(module, FSDPModule):
+            module.reshard()
     device = device_of(model)
     precision = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     adapted = adapted_modules(model)
     adapters = [(path, work) for path, module in adapted if (work := adapters_at_work(module))]
     idle = {weight for _, module in adapted for weight in idle_weights(module)}
     total = torch.tensor(zlib.crc32(str((adapters, precision)).encode()), device=device)
-    for module in model.modules():  # a pass may have left weights whole, and not on all ranks
-        if isinstance(module, FSDPModule):
-            module.reshard()
     for weight in chain(model.parameters(), model.buffers()):  # rotary frequencies and routers' biases are buffers
         there: Any = weight.to(device) if isinstance(weight, DTensor) else weight
         whole = there.full_tensor() if isinstance(there, DTensor) else there
