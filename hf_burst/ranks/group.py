@@ -20,7 +20,7 @@ from .control import control_of
 from .watch import LEFT, START_ANEW, watch_of_process
 
 CP_DIM = "cp"
-_EXCHANGES = "exchanges of attention so far"
+_EXCHANGES = "times that layers have exchanged values with other ranks"
 _SAME_BATCHES = (
     "If their batches differ: Accelerator(parallelism_config=hf_burst.BurstParallelismConfig(burst_size=N)), or "
     "TrainingArguments(parallelism_config=...), makes the data loader give every rank of a group the same one; without "

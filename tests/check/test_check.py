@@ -309,6 +309,21 @@ def test_a_class_changed_in_a_newer_transformers_is_served_with_a_warning(
     assert not caplog.records
 
 
+def serve_a_changed_class(rank: int, size: int) -> int:
+    model = models.make_model("qwen2")
+    with (
+        mock.patch.object(verdicts.transformers, "__version__", "5.99.0"),
+        mock.patch.object(verdicts, "SERVED", {type(model).__name__: "another"}),
+        mock.patch.object(verdicts.logger, "warning") as warning,
+    ):
+        assert verdicts.served_by(model) == "shipped"
+    return warning.call_count
+
+
+def test_ranks_warn_once_of_a_changed_class(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2).run(serve_a_changed_class) == [1, 0]
+
+
 def test_ranks_agree_by_which_verdict_a_model_is_served(ranks: Callable[[int], RankPool]) -> None:
     with pytest.raises(RankError) as failure:
         ranks(2).run(serve_by_own_verdict)

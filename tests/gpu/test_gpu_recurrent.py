@@ -138,6 +138,7 @@ def recurrent_errors(
     model, batch = recurrent_model(name).to(place, dtype), batch_of(name, kind)
     batch = {key: batch[key].to(place) for key in batch}
     decays = flat([torch.full_like(own, path.endswith(DECAYS)).cpu() for path, own in model.named_parameters()]).bool()
+    assert decays.any() == (name != "lfm2"), "all but convolutions decay, whatever Transformers calls the weights"
     errors = {}
     for way in ("alone", "states", "heads"):
         model.zero_grad()

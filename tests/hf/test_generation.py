@@ -671,6 +671,16 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "pixel_values",
     ),
     "cache": ({"input_ids": torch.ones(1, 3, dtype=torch.int64), "use_cache": False}, ConfigError, "use_cache"),
+    "tensor": (
+        {"input_ids": torch.ones(1, 3, dtype=torch.int64), "use_cache": torch.tensor(False)},
+        ConfigError,
+        "was given use_cache=False",
+    ),
+    "end": (
+        {"input_ids": torch.ones(1, 3, dtype=torch.int64), "eos_token_id": torch.tensor([3.0])},
+        ConfigError,
+        r"eos_token_id is \[3.0\], in torch.float32",
+    ),
     "streamer": (
         {"input_ids": torch.ones(1, 3, dtype=torch.int64), "streamer": _Noted(), "num_beams": 2},
         ConfigError,

@@ -210,6 +210,27 @@ def test_weights_that_changed() -> None:
         ask(model, memory, "greedy")
 
 
+def adapters_of_one_rank(rank: int, size: int, kind: str) -> None:
+    """Ranks that share weights (FSDP2) gather all of them, whichever are idle or lie whole on one of them."""
+    settings = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    model = hf_burst.patch_model(get_peft_model(make("llama"), settings).eval())
+    model.add_adapter("other", settings)  # idle everywhere
+    inner = fully_shard(model.base_model.model)
+    memory = hf_burst.remember(model, document_of(9))
+    if kind == "idle" or rank:
+        inner.reshard()
+    if kind == "idle" and rank:
+        model.disable_adapter_layers()
+    for use in (lambda: ask(model, memory, "greedy"), lambda: hf_burst.remember(model, document_of(9))):
+        with nullcontext() if kind == "whole" else pytest.raises((ConfigError, RankMismatchError), match="weights"):
+            use()
+
+
+@pytest.mark.parametrize("kind", ["idle", "whole"])
+def test_weights_of_one_rank_under_fsdp2(ranks: Ranks, kind: str) -> None:
+    ranks(2).run(adapters_of_one_rank, kind, timeout=60.0)
+
+
 @pytest.mark.parametrize("first", ["none", "lora"])
 def test_an_adapter_that_is_added_and_stays_inactive(first: str) -> None:
     settings = LoraConfig(target_modules="all-linear", init_lora_weights=False)

@@ -3,6 +3,7 @@
 import logging
 import random
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from hf_burst.errors import BatchError, ConfigError, RankMismatchError
 from hf_burst.hf.batches import joining
 from hf_burst.hf.batches.joining import Joined, join_texts
 from hf_burst.hf.groups import PATCH
+from hf_burst.hf.parts import shared_beginnings
 from hf_burst.hf.parts.shared_beginnings import SharedBeginnings
 from hf_burst.hf.trainers.logging import given_tokens, longest_of
 from hf_burst.hf.trainers.logging import tokens_of as tokens_of_layout
@@ -644,6 +646,23 @@ def an_adapter_a_row(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_values_of_rows_see_every_row(ranks: Ranks, size: int) -> None:
     ranks(2).run(an_adapter_a_row) if size == 2 else an_adapter_a_row(0, 1)
+
+
+def test_modules_without_hooks_cost_no_calls() -> None:
+    """Hooks come at any time, so every pass that shares something looks for them in all modules."""
+    model, calls = make_model("llama"), list[str]()
+    inside = shared_beginnings.__file__
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename == inside:
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        assert not shared_beginnings._hooked(model)
+    finally:
+        sys.setprofile(None)
+    assert calls == ["_hooked"]
 
 
 def hooked_on_one(rank: int, size: int) -> None:

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_burst
 from hf_burst.check.tiny_pictures import Batch, seeing_batch
@@ -16,6 +17,7 @@ from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts.shared_beginnings import SharedBeginnings
 from tests.support import models
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
+from tests.support.op_graphs import WAITS
 from tests.support.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -189,6 +191,30 @@ def test_parts_that_belong_to_no_row() -> None:
     assert not same_for_every_text(batch | {"pixel_values": [1, 2]}, config)
     assert not same_for_every_text(batch, models.make_model("llama").config)
     assert same_for_every_text({"input_ids": batch["input_ids"], "num_items_in_batch": torch.ones(1)}, config)
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operators whose result a host would wait for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += any(name in str(func) for name in (*WAITS, "aten.equal"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_texts_with_images_are_compared_at_once() -> None:
+    batch, config = rows_alike("Qwen3VL"), seeing_model("Qwen3VL").config
+    mask = {"attention_mask": torch.ones_like(batch["input_ids"])}
+    for more, model, waits in (
+        ({}, config, 1),  # whatever the number of texts and values
+        ({"pixel_values": batch["pixel_values"][1:]}, config, 0),
+        ({**mask, "pixel_values": [1, 2]}, config, 0),
+        (mask, models.make_model("llama").config, 0),
+    ):
+        with Waits() as seen:
+            same_for_every_text(batch | more, model)
+        assert seen.count == waits
 
 
 def without_embeddings_of_others(rank: int, size: int, family: str) -> tuple[Result, set[str]]:

@@ -966,7 +966,7 @@ def test_ranks_that_began_unequal_numbers_of_exchanges_do_not_go_on() -> None:
     for told in play(begin_one_more):
         kind, text = told["raised"]
         assert kind is RankMismatchError
-        assert "exchanges of attention so far: rank 0 has 1, rank 1 has 2" in text
+        assert "times that layers have exchanged values with other ranks: rank 0 has 1, rank 1 has 2" in text
         assert "caught an error in the middle of a pass" in text
 
 

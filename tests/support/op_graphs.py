@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select")  # of a GPU for its result
+WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select")  # of a GPU for its result
 
 
 class OpGraph(TorchDispatchMode):
@@ -27,7 +27,7 @@ class OpGraph(TorchDispatchMode):
         self.__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(name in str(func) for name in _WAITS):
+        if any(name in str(func) for name in WAITS):
             raise RuntimeError(f"{func} is not permitted when stream is capturing")
         changed = [value for value in func._schema.arguments if value.alias_info and value.alias_info.is_write]
         if changed and changed[0].name == func._schema.arguments[0].name and not self._made(args[0]):

@@ -180,6 +180,17 @@ def test_evaluation_gathers_a_group_once(ranks: Ranks, tmp_path: Path, name: str
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+def evaluation_loop(rank: int, size: int) -> list[int]:
+    """A loop of the user's, by a name that `Trainer` has for one of its own."""
+    accelerator = Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig(burst_size=2))
+    found: list[int] = accelerator.gather(torch.tensor([rank])).tolist()
+    return found
+
+
+def test_a_users_own_loop_gathers_from_all_ranks(ranks: Ranks) -> None:
+    assert ranks(2).run(evaluation_loop) == [[0, 1], [0, 1]]
+
+
 def gather_objects(rank: int, size: int) -> list[Any]:
     accelerator = Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig(burst_size=2))
     loader = accelerator.prepare(DataLoader([{"value": value} for value in range(7)], batch_size=2))

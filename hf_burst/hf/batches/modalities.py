@@ -87,13 +87,16 @@ def same_for_every_text(batch: Mapping[str, Any], config: PreTrainedConfig) -> b
     if not values:
         return True
     known = (value for name, value in config.to_dict().items() if _TOKEN_ID.search(name))
-    ids, texts = {number for number in known if isinstance(number, int)}, texts_of(batch)
-    if not ids or not all(map(_is_tensor, values)) or any(len(value) % len(texts) for value in values):
+    kinds = {number for number in known if isinstance(number, int)}
+    if not kinds or not all(map(_is_tensor, values)):
         return False
-    kinds = torch.tensor(sorted(ids), device=batch["input_ids"].device)[:, None]
-    counts = [(batch["input_ids"][text.row, text.start : text.stop] == kinds).sum(1) for text in texts]
-    parts = [value.unflatten(0, (len(texts), -1)) for value in values]
-    return all(map(counts[0].equal, counts)) and all(bool((part == part[:1]).all()) for part in parts)
+    ids, texts = batch["input_ids"], texts_of(batch)
+    if any(len(value) % len(texts) for value in values):
+        return False
+    marks = torch.stack([ids == kind for kind in sorted(kinds)])
+    counts = torch.stack([marks[:, text.row, text.start : text.stop].sum(1) for text in texts])
+    parts = [counts, *(value.unflatten(0, (len(texts), -1)) for value in values)]
+    return bool(torch.stack([(part == part[:1]).all().to(ids.device) for part in parts]).all())  # waits for a GPU once
 
 
 def _is_tensor(value: Any) -> bool:

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -290,6 +291,9 @@ def _entries(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, A
 def about(model: PreTrainedModel) -> dict[str, Any]:
     """The class of a model, its config, and a checksum of what else its keys follow from: weights, buffers, adapters
     that are at work and the precision of autocast. All ranks that share weights call it."""
+    for module in model.modules():  # a pass may have left weights whole, and not on all ranks
+        if isinstance(module, FSDPModule):
+            module.reshard()
     device = device_of(model)
     precision = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     adapted = adapted_modules(model)
@@ -297,10 +301,10 @@ def about(model: PreTrainedModel) -> dict[str, Any]:
     idle = {weight for _, module in adapted for weight in idle_weights(module)}
     total = torch.tensor(zlib.crc32(str((adapters, precision)).encode()), device=device)
     for weight in chain(model.parameters(), model.buffers()):  # rotary frequencies and routers' biases are buffers
-        if id(weight) in idle:
-            continue
         there: Any = weight.to(device) if isinstance(weight, DTensor) else weight
         whole = there.full_tensor() if isinstance(there, DTensor) else there
+        if id(weight) in idle:  # gathered all the same, as it may be at work on another rank
+            continue
         whole = torch.view_as_real(whole) if whole.is_complex() else whole
         total = total * 31 + sum_of_octets(whole).to(total.device)
     entries = _entries(model.config.to_dict())

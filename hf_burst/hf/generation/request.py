@@ -79,8 +79,12 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
         given = kwargs.get(name)
         if given is not None if name in CACHE_KEYS else given:  # an empty cache is false, too
             raise ConfigError(f"generate over ranks was given {name}={_short(kwargs[name])}. {why} Leave it out.")
-    if kwargs.get("use_cache") is False:
+    if kwargs.get("use_cache") not in (None, True):  # a tensor may say so, too
         raise ConfigError("generate over ranks was given use_cache=False. It needs its cache: leave that out.")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        token = asked(model, kwargs, name)
+        if isinstance(token, Tensor) and token.is_floating_point():
+            raise ConfigError(f"{name} is {_short(token)}, in {token.dtype}. Give integers.")
     if kwargs.get("streamer") is not None and int(asked(model, kwargs, "num_beams") or 1) > 1:
         raise ConfigError("generate was given a streamer and beams, whose tokens are known at the end. Leave one out.")
     if not isinstance(kwargs.get("stopping_criteria") or [], list | tuple):

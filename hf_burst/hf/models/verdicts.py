@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
@@ -150,7 +151,7 @@ def served_by(model: PreTrainedModel) -> str:
             f"{name} has not been checked to be exact over several ranks, so it is refused. To compare it with one "
             f"process and have it served, run on every node: {command}"
         )
-    if not unchanged:
+    if not unchanged and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.warning(
             "The source of %s in transformers %s differs from that in %s, the newest that hf_burst was tested with. "
             "To compare it with one process, run on every node: %s",

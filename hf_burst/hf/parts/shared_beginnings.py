@@ -128,7 +128,7 @@ def _hooked(model: PreTrainedModel) -> str:
     """Why hooks hinder: they would see one row, and may have a value for each row of the batch."""
     for path, module in model.named_modules():
         kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
-        if path and any(_may_know_rows(hook) for hooks in kinds for hook in hooks.values()):
+        if path and any(kinds) and any(_may_know_rows(hook) for hooks in kinds for hook in hooks.values()):
             return f"a hook of {path} may have a value for each row"
     return ""
 

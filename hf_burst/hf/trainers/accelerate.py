@@ -268,7 +268,7 @@ class _Shared:
 
     def gather_by_caller(self, tensors: Any) -> Any:
         """As `Accelerator.gather`; in the loop of an evaluation, where Seq2SeqTrainer calls it, a group counts once."""
-        if sys._getframe(1).f_code.co_name != "evaluation_loop":
+        if self.trainer is None or sys._getframe(1).f_code.co_name != "evaluation_loop":
             return Accelerator.gather(self.accelerator, tensors)
         if self.holds_shards():
             recursively_apply(_check_not_sharded, tensors)
