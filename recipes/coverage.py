@@ -13,7 +13,7 @@ A class is compared as by `hf-burst check`, which says what is compared (`hf_bur
 switches on what the class can do (`recipes/tiny_models.py`, `recipes/tiny_wrappers.py`). Images are those of
 `hf_burst/check/tiny_pictures.py`, and compared by `recipes/image_verdicts.py`.
 
-A table, and the list, is of the oldest Transformers of its rows; rows that a newer one made say so.
+A table, and the list, is of the oldest Transformers of its rows; rows that a newer one made say so, and rows of `KEPT`.
 """
 
 import argparse
@@ -44,6 +44,8 @@ from recipes.tiny_models import class_names, is_masked, judging_names, tiny_mode
 from recipes.tiny_wrappers import tiny_wrapper, wrapper_names  # noqa: E402
 
 BATCH = 12  # classes that share the start of two processes
+# classes whose own code raises in this Transformers: their rows stay those of an older one
+KEPT = {"Llama4ForConditionalGeneration": "5.24"}
 RESULTS = ROOT / "recipes" / "results"
 SERVED = ROOT / "hf_burst" / "hf" / "models" / "served.json"
 
@@ -158,11 +160,11 @@ def write(table: Table, new: dict[str, Verdict]) -> None:
     """The table as json and markdown: rows that are new, and as they were those of the other classes."""
     here = Version(transformers.__version__)
     made = {name: row for name, row in written(table).items() if name in table.classes or Version(row[1]) > here}
-    newer = {name for name, (_, version) in made.items() if Version(version) > here}  # stay as they are
-    made |= {name: (row, transformers.__version__) for name, row in new.items() if name not in newer}
+    stay = {name for name, (_, version) in made.items() if Version(version) > here or _is_kept(name, here)}
+    made |= {name: (row, transformers.__version__) for name, row in new.items() if name not in stay}
     made = {name: made[name] for name in {**dict.fromkeys(table.classes), **made} if name in made}
-    oldest = min((version for _, version in made.values()), key=Version)
-    later = Counter(version for _, version in made.values() if version != oldest)
+    oldest = _oldest(made)
+    others = Counter(version for _, version in made.values() if version != oldest)
     versions = {"transformers": oldest, "torch": torch.__version__.partition("+")[0]}
     rows = {name: row for name, (row, _) in made.items()}
     classes = {
@@ -176,7 +178,7 @@ def write(table: Table, new: dict[str, Verdict]) -> None:
     }
     text = json.dumps({**versions, "ranks": RANKS, "tolerance": TOLERANCE, "classes": classes}, indent=1)
     (RESULTS / f"{table.name}.json").write_text(text + "\n")
-    besides = "".join(f", {count} of them of {version}" for version, count in sorted(later.items()))
+    besides = "".join(f", {count} of them of {version}" for version, count in sorted(others.items()))
     lines = [
         "# Coverage",
         "",
@@ -193,6 +195,15 @@ def write(table: Table, new: dict[str, Verdict]) -> None:
     (RESULTS / f"{table.name}.md").write_text("\n".join(lines) + "\n")
 
 
+def _is_kept(name: str, version: Version) -> bool:
+    return name in KEPT and Version(KEPT[name]).release == version.release[:2]
+
+
+def _oldest(made: dict[str, tuple[Verdict, str]]) -> str:
+    """Of the Transformers that made the rows, those of `KEPT` apart."""
+    return min((version for name, (_, version) in made.items() if name not in KEPT), key=Version)
+
+
 def write_served() -> None:
     """The list of served classes: those that a table found exact, with the source of the Transformers that did."""
     made = written(LANGUAGE) | written(WRAPPERS) | written(HEADS)
@@ -204,8 +215,7 @@ def write_served() -> None:
         for name, (row, version) in sorted(made.items())
         if row.result == "exact"
     }
-    oldest = min((version for _, version in made.values()), key=Version)
-    SERVED.write_text(json.dumps({"transformers": oldest, "classes": hashes}, indent=1) + "\n")
+    SERVED.write_text(json.dumps({"transformers": _oldest(made), "classes": hashes}, indent=1) + "\n")
 
 
 def main() -> None:

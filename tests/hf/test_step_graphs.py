@@ -8,12 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_burst
 from hf_burst.hf import sharded_cache
 from hf_burst.hf.generation import step_graphs
+from hf_burst.hf.generation.request import cache_key
 from tests.hf.test_generation import WAYS, Ranks, make, prompt_of
 from tests.support.op_graphs import OpGraph, OpGraphs
 
@@ -133,7 +135,7 @@ def grow(model: Any, part: Any, length_of: Any) -> None:
     length = [0]
 
     def count(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        length[0] = length_of(kwargs["past_key_values"])
+        length[0] = length_of(kwargs[cache_key(model.model)])
 
     count.__module__ = "transformers.of_tests"
     model.model.register_forward_pre_hook(count, with_kwargs=True)
@@ -196,7 +198,9 @@ def test_what_cannot_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFixture,
 
 
 def switch_off(model: Any) -> None:
-    model.disable_adapters()
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.enable_adapters(False)
 
 
 def add_a_hook(model: Any) -> None:
@@ -227,7 +231,8 @@ def test_a_processor_changes_the_model(caplog: pytest.LogCaptureFixture, change:
         caplog.clear()
         model, prompt = make("llama"), prompt_of(17, False)
         torch.manual_seed(7)
-        model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        inject_adapter_in_model(lora, model)  # as add_adapter does, for which some versions want a newer peft
         hf_burst.patch_model(model.eval())
         processor, OpGraph.played = LogitsProcessorList([Change(model, what)]), 0
         graphs = mock.patch.object(step_graphs, "CudaGraphs", OpGraphs) if stand_in else nullcontext()
