@@ -314,8 +314,10 @@ def keep_time_limit(training: "TrainingArguments") -> None:
     """Sets `ddp_timeout`, which Transformers passes over on CPUs."""
     import torch.distributed as dist
 
+    from hf_burst.ranks.group import set_timeout
+
     if training.use_cpu and dist.is_initialized():
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=training.ddp_timeout))
+        set_timeout(timedelta(seconds=training.ddp_timeout))
 
 
 def probe(name: str, folder: str) -> None:

@@ -98,6 +98,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 
+# whose config refuses sizes that do not fit each other: what stands beside its small text_config
+FITTING: dict[str, dict[str, Any]] = {
+    "Apertus1p5ForConditionalGeneration": {
+        "vision_config": {"codebook_size": 16, "embed_dim": 8, "latent_channels": 8, "base_channels": 32},
+        "audio_config": {"codebook_size": 16, "codebook_dim": 32, "hidden_size": 32, "num_filters": 2},
+        **{"image_token_id": 5, "audio_token_id": 6, "image_token_offset": 20, "audio_token_offset": 36},
+    }
+}
+
 
 # of the small config, by dotted names; a tower of timm needs its package, and text does not go through it
 CHANGES: dict[str, dict[str, Any]] = {
@@ -117,7 +126,11 @@ def wrapper_names() -> list[str]:
 def tiny_wrapper(name: str) -> PreTrainedModel:
     """The model of a class in fp64, the same in every process."""
     model_class = getattr(transformers, name)
-    config = shrink(model_class.config_class(**SETTINGS.get(name, {})))
+    config = model_class.config_class(**SETTINGS.get(name, {}))
+    if name in FITTING:
+        config = model_class.config_class(text_config=shrink(config.text_config).to_dict(), **FITTING[name])
+    else:
+        config = shrink(config)
     for path, value in CHANGES.get(name, {}).items():
         *parts, key = path.split(".")
         vars(reduce(getattr, parts, config))[key] = value  # of another class than it should be

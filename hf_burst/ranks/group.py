@@ -20,6 +20,7 @@ from .control import control_of
 from .watch import LEFT, START_ANEW, watch_of_process
 
 CP_DIM = "cp"
+set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public from torch 2.14 on
 _EXCHANGES = "times that layers have exchanged values with other ranks"
 _SAME_BATCHES = (
     "If their batches differ: Accelerator(parallelism_config=hf_burst.BurstParallelismConfig(burst_size=N)), or "

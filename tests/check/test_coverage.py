@@ -249,6 +249,21 @@ def test_rows_that_a_newer_transformers_makes_join_the_others(monkeypatch: pytes
     assert served == {"transformers": TESTED, "classes": {**there, "LlamaForCausalLM": "anew"}}
 
 
+def test_rows_of_another_transformers_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of a newer one, and those of classes whose own code raises in this one, which do not make a table old."""
+    kept, llama = "Llama4ForConditionalGeneration", "LlavaForConditionalGeneration"
+    (tmp_path / "coverage_images.json").write_text((RESULTS / "coverage_images.json").read_text())
+    monkeypatch.setattr(coverage, "RESULTS", tmp_path)
+    before = coverage.written(coverage.IMAGES)
+    for version in ("5.1.0", f"{coverage.KEPT[kept]}.0"):
+        monkeypatch.setattr(coverage.transformers, "__version__", version)
+        coverage.write(
+            coverage.IMAGES, dict.fromkeys([kept, *([llama] if version == "5.1.0" else [])], Verdict("wrong"))
+        )
+        assert coverage.written(coverage.IMAGES) == before
+    assert json.loads((tmp_path / "coverage_images.json").read_text())["transformers"] == TESTED
+
+
 @pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md"])
 def test_pages_tell_how_many_classes_are_exact(page: str) -> None:
     text = " ".join((Path(__file__).parents[2] / page).read_text().split())

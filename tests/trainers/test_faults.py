@@ -34,6 +34,7 @@ import hf_burst
 from hf_burst.errors import ConfigError
 from hf_burst.hf.trainers.identity import are_others, frozen_values, known_of
 from hf_burst.hf.trainers.resume import what_is_missing
+from hf_burst.ranks.group import set_timeout
 from hf_burst.ranks.watch.report import START_ANEW
 from tests.support import restarted
 from tests.support.hosts import refusal
@@ -547,12 +548,12 @@ def limits(rank: int, size: int) -> list[timedelta]:
     reset_accelerate()
     cpu = torch.device("cpu")
     before = dist.group.WORLD._get_backend(cpu).options._timeout
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=123))
+    set_timeout(timedelta(seconds=123))
     try:
         mesh = Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig(burst_size=2)).torch_device_mesh
         return [mesh.get_group(name)._get_backend(cpu).options._timeout for name in mesh.mesh_dim_names]
     finally:
-        dist.distributed_c10d._set_pg_timeout(before)
+        set_timeout(before)
 
 
 def test_groups_have_the_time_limit_of_all_ranks(ranks: Ranks) -> None:

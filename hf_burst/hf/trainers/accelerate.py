@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import seed_worker
 
 from ...errors import BatchError, ConfigError
-from ...ranks.group import CP_DIM, ContextGroup
+from ...ranks.group import CP_DIM, ContextGroup, set_timeout
 from ...ranks.host import host_id, misplaced
 from ..callers import trainer_being_made
 from ..groups import PATCH, check_processes
@@ -177,7 +177,7 @@ def _share_time_limit(mesh: DeviceMesh) -> None:
     """Gives the groups of a mesh the time limit of all ranks (`ddp_timeout`); torch would give them its own."""
     limit = ContextGroup.from_mesh(None).time_limit(torch.device(mesh.device_type))
     for name in mesh.mesh_dim_names or ():
-        dist.distributed_c10d._set_pg_timeout(limit, mesh.get_group(name))
+        set_timeout(limit, mesh.get_group(name))
 
 
 class _Shared:

@@ -11,7 +11,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor
 
 from ...errors import BurstError, RankMismatchError
-from ...ranks.group import CP_DIM, ContextGroup
+from ...ranks.group import CP_DIM, ContextGroup, set_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -103,5 +103,5 @@ def _peers(accelerator: Accelerator) -> ContextGroup:
     names = [name for name in mesh.mesh_dim_names or () if name != CP_DIM]
     peers = ContextGroup.from_mesh(mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("dp"))
     limit = ContextGroup.from_mesh(None).time_limit(accelerator.device)
-    dist.distributed_c10d._set_pg_timeout(limit, peers.process_group)  # they wait for rollouts of each other
+    set_timeout(limit, peers.process_group)  # they wait for rollouts of each other
     return peers
