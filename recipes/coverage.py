@@ -13,7 +13,7 @@ A class is compared as by `hf-burst check`, which says what is compared (`hf_bur
 switches on what the class can do (`recipes/tiny_models.py`, `recipes/tiny_wrappers.py`). Images are those of
 `hf_burst/check/tiny_pictures.py`, and compared by `recipes/image_verdicts.py`.
 
-A table, and the list, is of the oldest Transformers of its rows; rows that a newer one made say so, and rows of `KEPT`.
+A table, and the list, is of the oldest Transformers of its rows, those of `KEPT` apart; rows of another one say so.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -44,8 +44,8 @@ from recipes.tiny_models import class_names, is_masked, judging_names, tiny_mode
 from recipes.tiny_wrappers import tiny_wrapper, wrapper_names  # noqa: E402
 
 BATCH = 12  # classes that share the start of two processes
-# classes whose own code raises in this Transformers: their rows stay those of an older one
-KEPT = {"Llama4ForConditionalGeneration": "5.24"}
+# classes whose own code raises in a Transformers, and why: their rows stay those of an older one
+KEPT = {"Llama4ForConditionalGeneration": ("5.24", "its forward raises: its outputs have no image_outputs")}
 RESULTS = ROOT / "recipes" / "results"
 SERVED = ROOT / "hf_burst" / "hf" / "models" / "served.json"
 
@@ -163,8 +163,11 @@ def write(table: Table, new: dict[str, Verdict]) -> None:
     stay = {name for name, (_, version) in made.items() if Version(version) > here or _is_kept(name, here)}
     made |= {name: (row, transformers.__version__) for name, row in new.items() if name not in stay}
     made = {name: made[name] for name in {**dict.fromkeys(table.classes), **made} if name in made}
+    for name in KEPT.keys() & made.keys():
+        row, version = made[name]
+        made[name] = replace(row, note=f"of {version}; in {KEPT[name][0]} {KEPT[name][1]}"), version
     oldest = _oldest(made)
-    others = Counter(version for _, version in made.values() if version != oldest)
+    besides = Counter(version for _, version in made.values() if version != oldest)
     versions = {"transformers": oldest, "torch": torch.__version__.partition("+")[0]}
     rows = {name: row for name, (row, _) in made.items()}
     classes = {
@@ -178,11 +181,11 @@ def write(table: Table, new: dict[str, Verdict]) -> None:
     }
     text = json.dumps({**versions, "ranks": RANKS, "tolerance": TOLERANCE, "classes": classes}, indent=1)
     (RESULTS / f"{table.name}.json").write_text(text + "\n")
-    besides = "".join(f", {count} of them of {version}" for version, count in sorted(others.items()))
+    told = "".join(f", {count} of them of {version}" for version, count in sorted(besides.items()))
     lines = [
         "# Coverage",
         "",
-        f"{table.about} of Transformers {oldest}{besides}, tiny, on {RANKS} ranks "
+        f"{table.about} of Transformers {oldest}{told}, tiny, on {RANKS} ranks "
         f"beside one process (torch {versions['torch']}, fp64). Made by `{table.command} --write`, whose "
         "first lines say what is compared; an error is relative to the greatest entry of the loss or gradient.",
     ]
@@ -196,7 +199,7 @@ def write(table: Table, new: dict[str, Verdict]) -> None:
 
 
 def _is_kept(name: str, version: Version) -> bool:
-    return name in KEPT and Version(KEPT[name]).release == version.release[:2]
+    return name in KEPT and Version(KEPT[name][0]).release == version.release[:2]
 
 
 def _oldest(made: dict[str, tuple[Verdict, str]]) -> str:

@@ -1,6 +1,6 @@
-"""Runs the doors of hf_burst, which are what users begin with (training, packed rows, answers, GRPO, ...), under other
-versions of torch, Transformers and TRL: two processes over gloo beside one that is not patched and holds whole
-sequences, on tiny models that need no download.
+"""Runs the doors of hf_burst, by which users come in (training, packed rows, answers, GRPO), under other versions of
+torch, Transformers and TRL: two processes over gloo beside one that is not patched and holds whole sequences, on tiny
+models that need no download.
 
     python recipes/versions.py oldest tested newest --write               # each in an environment that it makes
     python recipes/versions.py --torch 2.13.0 --transformers 5.24.0       # of versions of your own
@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from configparser import ConfigParser
+from contextlib import suppress
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,9 @@ RESULT, PAGE = (ROOT / "recipes/results" / f"versions.{kind}" for kind in ("json
 EXTRAS = {"oldest": "oldest", "tested": "test"}
 NEEDED = ("torch", "transformers", "accelerate", "trl", "peft", "datasets")
 LIMIT = 600  # seconds of a door
+VERSIONS = (
+    "import json, sys; from importlib.metadata import version; print(json.dumps({n: version(n) for n in sys.argv[1:]}))"
+)
 TOLERANCE = 1e-6  # of losses and weights in fp64, which logs round
 
 
@@ -152,15 +156,13 @@ def joined(door: str) -> list[float]:
 
 
 def open_door(door: str) -> None:
-    """Prints the greatest error of a door, and the versions."""
-    import importlib.metadata
-
+    """Prints the greatest error of a door."""
     from hf_burst.check.ranks import run_on_ranks
 
     found = run_on_ranks(joined, door, limit=LIMIT)
     pairs = zip(found, DOORS[door](False) or [0.0] * len(found), strict=True)
     error = max(abs(one - other) / max(abs(other), 1.0) for one, other in pairs)
-    print(json.dumps({"error": error, "versions": {name: importlib.metadata.version(name) for name in NEEDED}}))
+    print(json.dumps({"error": error}))
 
 
 def install(folder: Path, packages: Sequence[str]) -> Path:
@@ -185,35 +187,44 @@ def packages_of(preset: str) -> list[str]:
 
 
 def last_words(command: Sequence[str], limit: float = 2 * LIMIT) -> tuple[bool, str]:
-    """Whether a command ended well within `limit` seconds, and its last line: on stdout then, else on stderr. All its
-    processes have ended by then."""
+    """Whether a command succeeded within `limit` seconds, and its last line: of stdout if so, else of stderr. Whatever
+    happens, its processes have ended afterwards."""
     own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     with subprocess.Popen(command, env=os.environ | own, **pipes) as process:  # type: ignore[call-overload]
         try:
             out, problem = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the ranks, too
-            return False, f"no end within {limit:.0f} s"
+            return False, f"no end within {limit:g} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the ranks, too
     well = process.returncode == 0
     lines = (out if well else problem).strip().splitlines()
     return well and bool(lines), lines[-1] if lines else f"no output; exit code {process.returncode}"
 
 
 def run(python: Path, doors: Sequence[str]) -> dict[str, Any]:
-    """The doors, each in a process of its own."""
+    """The doors, each in a process of its own.
+
+    Raises:
+        RuntimeError: If the interpreter does not know the versions of what is needed.
+    """
     from recipes.benchmarks.provenance import git_commit
 
-    made: dict[str, Any] = {"date": str(date.today()), "git_commit": git_commit(ROOT), "versions": {}, "doors": {}}
+    well, told = last_words([str(python), "-c", VERSIONS, *NEEDED])
+    if not well:
+        raise RuntimeError(f"{python} has not all of {', '.join(NEEDED)}: {told}")
+    made: dict[str, Any] = {"versions": json.loads(told), "doors": {}}
     for door in doors:
         begun = time.monotonic()
         well, told = last_words([str(python), __file__, "--door", door])
-        answer: dict[str, Any] = json.loads(told) if well else {"error": None}
-        made["versions"] |= answer.pop("versions", {})
-        exact = well and answer["error"] <= TOLERANCE  # false for nan
-        made["doors"][door] = {"result": "exact" if exact else "wrong" if well else "fails", **answer}
-        made["doors"][door] |= {"seconds": round(time.monotonic() - begun, 1), "said": "" if well else told[:300]}
-        print(door, made["doors"][door], flush=True)
+        error = json.loads(told)["error"] if well else None
+        exact = error is not None and error <= TOLERANCE  # false for nan
+        row = {"result": "exact" if exact else "wrong" if well else "fails", "error": error}
+        row |= {"seconds": round(time.monotonic() - begun, 1), "said": "" if well else told[:300]}
+        made["doors"][door] = row | {"date": str(date.today()), "git_commit": git_commit(ROOT)}
+        print(door, row, flush=True)
     return made
 
 
@@ -223,7 +234,8 @@ def write(name: str, new: dict[str, Any], command: list[str]) -> None:
     before = known.get(name, {"versions": None, "doors": {}})
     same = before["versions"] == new["versions"]
     known[name] = new | {"doors": (before["doors"] if same else {}) | new["doors"]}
-    made = {"command": command, "git_commit": new["git_commit"], "device": f"CPU, {os.cpu_count()} cores"}
+    commit = next(reversed(new["doors"].values()))["git_commit"]  # each door has its own, of the call that ran it
+    made = {"command": command, "git_commit": commit, "device": f"CPU, {os.cpu_count()} cores"}
     made |= {"versions": new["versions"], "environments": known}
     RESULT.write_text(json.dumps(made, indent=1) + "\n")
     lines = [
@@ -238,7 +250,8 @@ def write(name: str, new: dict[str, Any], command: list[str]) -> None:
         doors = [each["doors"].get(door) for door in DOORS]
         cells = [f"{door['result']}, {door['seconds']:.0f} s" if door else "-" for door in doors]
         versions = [each["versions"].get(package, "-") for package in NEEDED[:4]]
-        lines.append(f"| {' | '.join([name, each['date'], *versions, *cells])} |")
+        day = max(door["date"] for door in each["doors"].values())
+        lines.append(f"| {' | '.join([name, day, *versions, *cells])} |")
     said = [(name, door, each["said"]) for name, one in known.items() for door, each in one["doors"].items()]
     lines += [f"\n{name}, {door}: {told}" for name, door, told in said if told]
     PAGE.write_text("\n".join(lines) + "\n")
@@ -260,7 +273,7 @@ def main() -> int:
         return 0
     if unknown := sorted({*given.presets} - {*presets}):
         parser.error(f"{', '.join(unknown)} is none of {', '.join(presets)}")
-    if given.python and not os.access(given.python, os.X_OK):
+    if given.python and not (given.python.is_file() and os.access(given.python, os.X_OK)):
         parser.error(f"{given.python} is no interpreter that can be run")
     pins = [f"{name}=={version}" for name in NEEDED if (version := getattr(given, name, None))]
     wanted: dict[str, list[str] | None] = {preset: packages_of(preset) for preset in given.presets}
@@ -272,12 +285,11 @@ def main() -> int:
     for name, packages in wanted.items():
         with TemporaryDirectory() as folder:
             try:
-                python = given.python if packages is None else install(Path(folder), packages)
-            except subprocess.CalledProcessError as problem:
-                print(f"{name} was not made: {problem}", file=sys.stderr)
+                made = run(given.python if packages is None else install(Path(folder), packages), given.doors)
+            except (subprocess.CalledProcessError, RuntimeError) as problem:
+                print(f"{name} did not run: {problem}", file=sys.stderr)
                 exact = False
                 continue
-            made = run(python, given.doors)
         exact &= all(door["result"] == "exact" for door in made["doors"].values())
         if given.write:
             write(name, made, [Path(sys.argv[0]).name, *sys.argv[1:]])

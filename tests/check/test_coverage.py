@@ -255,7 +255,7 @@ def test_rows_of_another_transformers_stay(monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "coverage_images.json").write_text((RESULTS / "coverage_images.json").read_text())
     monkeypatch.setattr(coverage, "RESULTS", tmp_path)
     before = coverage.written(coverage.IMAGES)
-    for version in ("5.1.0", f"{coverage.KEPT[kept]}.0"):
+    for version in ("5.1.0", f"{coverage.KEPT[kept][0]}.0"):
         monkeypatch.setattr(coverage.transformers, "__version__", version)
         coverage.write(
             coverage.IMAGES, dict.fromkeys([kept, *([llama] if version == "5.1.0" else [])], Verdict("wrong"))

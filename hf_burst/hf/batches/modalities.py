@@ -96,7 +96,7 @@ def same_for_every_text(batch: Mapping[str, Any], config: PreTrainedConfig) -> b
     marks = torch.stack([ids == kind for kind in sorted(kinds)])
     counts = torch.stack([marks[:, text.row, text.start : text.stop].sum(1) for text in texts])
     parts = [counts, *(value.unflatten(0, (len(texts), -1)) for value in values)]
-    return bool(torch.stack([(part == part[:1]).all().to(ids.device) for part in parts]).all())  # waits for a GPU once
+    return bool(torch.stack([(part == part[:1]).all().to(ids.device) for part in parts]).all())  # one wait for a GPU
 
 
 def _is_tensor(value: Any) -> bool:
