@@ -21,7 +21,7 @@ TYPES = {START: bool | str | None, "output_dir": str, "max_length": int, "max_co
 TYPES |= {"scale_rewards": bool | str, "fsdp": bool | str | None}  # as the documentation has them, not the annotation
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text (numbers go in quotes)"}
 WORDS |= {dict: "a mapping", list: "a list", NoneType: "null"}
-SEVERAL = {int: "whole numbers", float: "numbers", bool: "true and false"}
+SEVERAL = {int: "whole numbers", float: "numbers"}
 
 
 class Parser(HfArgumentParser):
