@@ -63,7 +63,7 @@ def _describe_place(size: int, device: torch.device) -> list[str]:
         lines.append(
             f"  Transformers is newer than {TESTED}, the newest tested. patch_model warns of a class that it changed,"
         )
-        lines.append("  with the command that compares it with one process")
+        lines.append("  have changed, with the command that compares them with one process")
     lines.append(f"ranks: {size} in this launch, on {device}")
     for index in range(torch.cuda.device_count()):
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
