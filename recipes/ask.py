@@ -172,6 +172,7 @@ def main(given: list[str]) -> None:
     if settings.is_path(arguments.model) and not Path(arguments.model).exists():
         missing = settings.nearby(Path(arguments.model))
         raise SystemExit(f"model is {arguments.model!r}, a folder that does not exist; {missing}")
+    settings.check_groups(None)
     beginning.loading()
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM, AutoTokenizer

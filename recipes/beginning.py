@@ -23,7 +23,7 @@ if os.environ.get("RANK", "0") != "0":
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # those of the first rank are enough
 
 
-def loading() -> None:
-    """Says that the arguments are right, and that the imports take seconds."""
+def loading(libraries: str = "torch and Transformers") -> None:
+    """Says that imports take seconds."""
     if os.environ.get("RANK", "0") == "0" and Path(sys.argv[0]).resolve().parent == Path(__file__).parent:
-        print(f"{Path(sys.argv[0]).name}: loading torch, Transformers and TRL", file=sys.stderr, flush=True)
+        print(f"{Path(sys.argv[0]).name}: loading {libraries}", file=sys.stderr, flush=True)

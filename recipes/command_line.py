@@ -1,11 +1,13 @@
 """Reads settings from the command line and YAML files, before torch is imported."""
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import beginning
 from resuming import START
@@ -16,8 +18,10 @@ from transformers.hf_argparser import string_to_bool
 
 OLDER = {"activation_checkpointing": "gradient_checkpointing"}  # names of settings before Transformers 5.23
 TYPES = {START: bool | str | None, "output_dir": str, "max_length": int, "max_completion_length": int}  # not as TRL's
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text (a number in quotes)"}
+TYPES |= {"scale_rewards": bool | str, "fsdp": bool | str | None}  # as the documentation has them, not the annotation
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text (numbers go in quotes)"}
 WORDS |= {dict: "a mapping", list: "a list", NoneType: "null"}
+SEVERAL = {int: "whole numbers", float: "numbers"}
 
 
 class Parser(HfArgumentParser):
@@ -64,7 +68,7 @@ def parse(
         values = read(arguments, tuple(filter(None, early)), defaults, alone=whole)
         if whole:
             check(*values)
-    beginning.loading()
+    beginning.loading("torch, Transformers and TRL")
     import trl
 
     values = read(arguments, tuple(getattr(trl, kind) if isinstance(kind, str) else kind for kind in kinds), defaults)
@@ -81,7 +85,7 @@ def read(
     usage = "%(prog)s [--config FILE] [--SETTING VALUE ...]"
     parser = Parser(kinds, usage=usage, allow_abbrev=False, add_help=alone, epilog=more)
     known = {action.dest: action for action in parser._actions if action.dest != "help"}
-    types = {name: kind for one in kinds for name, kind in get_type_hints(one).items()} | TYPES
+    types = {name: kind for one in kinds for name, kind in get_type_hints(one, include_extras=True).items()} | TYPES
     checkpointing = {"activation_checkpointing", "gradient_checkpointing"} & set(known)  # two names of one setting
     parser.set_defaults(**dict.fromkeys(checkpointing))
     parser.set_defaults(**{name: value for name, value in {**DEFAULTS, **defaults}.items() if name in known})
@@ -96,6 +100,7 @@ def read(
         for name in list(values):
             if name in known:
                 check_value(file, known[name], types[name], values[name])
+                values[name] = listed(known[name], values[name])
             elif alone:
                 raise SystemExit(f"{file}: no setting is called {name}{similar(name, known)}")
             else:
@@ -129,28 +134,35 @@ def at_home(value: Any) -> Any:
 
 def check_value(file: Path, setting: Any, kind: Any, value: Any) -> None:
     """Refuses a value of a YAML file that is no choice, or of another type than the setting. Text is read as on the
-    command line."""
+    command line, but in a list."""
     may_lack = value is None and NoneType in get_args(kind)
     if setting.choices and value not in setting.choices and not may_lack:
         choices = ", ".join(map(repr, setting.choices))
         raise SystemExit(f"{file}: {setting.dest} is {value!r}; it must be one of {choices}.")
-    if not isinstance(value, str) and not fits(value, kind):
-        raise SystemExit(f"{file}: {setting.dest} is {value!r}; give {in_words(kind)}.")
+    given = listed(setting, value)
+    if not isinstance(given, str) and not fits(given, kind):
+        power = isinstance(given, list) and any(re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", str(item)) for item in given)
+        hint = " (1.0e-1, not 1e-1)" if power else ""  # which YAML reads as text
+        raise SystemExit(f"{file}: {setting.dest} is {value!r}; give {in_words(kind)}{hint}.")
+
+
+def listed(setting: Any, value: Any) -> Any:
+    """The value of a setting; a list of one may be without brackets."""
+    return [value] if setting.nargs == "+" and value is not None and not isinstance(value, list) else value
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type. A list of one may be without brackets."""
+    """Whether a value is of a type. Of an enum the values are meant."""
     origin = get_origin(kind) or kind
     if origin in (Union, UnionType):
         return any(fits(value, one) for one in get_args(kind))
     if origin is list:
-        items = value if isinstance(value, list) else [value]
-        return all(fits(item, one) for one in get_args(kind) for item in items)
-    if origin is Literal:
-        return value in get_args(kind)
+        return isinstance(value, list) and all(fits(item, one) for one in get_args(kind) for item in value)
+    if origin is Literal or choices_of(origin):
+        return value in (choices_of(origin) or get_args(kind))
     if isinstance(value, bool):
-        return origin in (bool, Any)
-    return origin is Any or isinstance(value, int | float if origin is float else origin)
+        return origin in (bool, Any, Annotated)
+    return origin in (Any, Annotated) or isinstance(value, int | float if origin is float else origin)
 
 
 def in_words(kind: Any) -> str:
@@ -158,10 +170,15 @@ def in_words(kind: Any) -> str:
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(map(in_words, get_args(kind)))
     if get_origin(kind) is list and get_args(kind):
-        return f"a list of {in_words(get_args(kind)[0])}"
-    if get_origin(kind) is Literal:
-        return " or ".join(map(repr, get_args(kind)))
+        return f"a list of {SEVERAL.get(get_args(kind)[0]) or in_words(get_args(kind)[0])}"
+    if get_origin(kind) is Literal or choices_of(kind):
+        return " or ".join(map(repr, choices_of(kind) or get_args(kind)))
     return WORDS.get(get_origin(kind) or kind, str(kind))
+
+
+def choices_of(kind: Any) -> list[Any]:
+    """The values of an enum."""
+    return [one.value for one in kind] if isinstance(kind, type) and issubclass(kind, Enum) else []
 
 
 def other_model(names: Iterable[str]) -> dict[str, None]:

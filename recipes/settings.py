@@ -29,6 +29,7 @@ from trl import ModelConfig
 
 import hf_burst
 from hf_burst.errors import BurstError
+from hf_burst.ranks.host import SIZE_VARIABLE, size_from_env
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -49,7 +50,7 @@ DEFAULTS = {  # where long sequences want others than TRL
     "lora_target_modules": ["all-linear"],
     "use_cpu": os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("y", "yes", "t", "true", "on", "1"),
 }
-LIGER, SIZE = "liger_kernel", "HF_BURST_SIZE"
+LIGER = "liger_kernel"
 
 
 @dataclass
@@ -142,10 +143,8 @@ class BurstSettings:
     )
 
     def __post_init__(self) -> None:
-        size = self.burst_size if self.burst_size is not None else os.environ.get(SIZE, "1")
-        if not str(size).isdecimal() or int(size) < 1:
-            name = SIZE if self.burst_size is None else "burst_size"
-            raise SystemExit(f"{name} is {size!r}; give a whole number of processes, at least 1.")
+        if self.size is not None and self.size < 1:
+            raise SystemExit(f"burst_size is {self.size!r}; give a whole number of processes, at least 1.")
         self.burst = mapping("burst", self.burst)
         hf_burst.BurstConfig.from_dict(self.burst)
 
@@ -157,7 +156,7 @@ class BurstSettings:
     @property
     def size(self) -> int | None:
         """Processes that share a sequence; `None` for all."""
-        return self.burst_size or (int(os.environ[SIZE]) if SIZE in os.environ else None)
+        return self.burst_size if self.burst_size is not None else size_from_env()
 
     @property
     def parallelism(self) -> "hf_burst.BurstParallelismConfig":
@@ -219,7 +218,8 @@ def mapping(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, str | Path):
         with using(f"{name} {str(value)!r}"):
             in_file = isinstance(value, Path) or Path(value).suffix in (".json", ".yaml", ".yml")
-            read = yaml.safe_load(Path(value).read_text() if in_file else value)
+            load = json.loads if in_file and Path(value).suffix == ".json" else yaml.safe_load
+            read = load(Path(value).read_text() if in_file else value)
     read = {} if read is None else read
     if not isinstance(read, dict) or not all(isinstance(key, str) for key in read):
         raise SystemExit(
@@ -250,7 +250,7 @@ def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, t
         raise SystemExit("merge_to is set without use_peft; what is trained in full is a full model already.")
     if burst.merge_to is not None:
         probe_merged("merge_to", burst.merge_to, training.output_dir, model.model_name_or_path)
-    check_groups(burst.size)
+    check_groups(burst.burst_size)
 
 
 def held_in(folder: str) -> list[str]:
@@ -292,22 +292,23 @@ def on_gpu(training: "TrainingArguments") -> bool:
 
 
 def check_groups(size: int | None) -> None:
-    """Refuses groups that do not divide the processes that a launcher has started, before the data is read."""
-    processes = int(os.environ.get("WORLD_SIZE", "0"))
+    """Refuses groups that do not divide the processes that a launcher has started, before the data is read. Their size
+    is that of the variable if none is given."""
+    name, way = (SIZE_VARIABLE, "Set it to") if size is None else ("burst_size", "Pass --burst_size")
+    processes, size = int(os.environ.get("WORLD_SIZE", "0")), size_from_env() if size is None else size
     if size is not None and processes % size:
         fitting = max(smaller for smaller in range(1, size + 1) if processes % smaller == 0)
         raise SystemExit(
-            f"burst_size is {size}, which does not divide the processes that were launched: {processes}. Pass "
-            f"--burst_size {fitting}."
+            f"{name} is {size}, which does not divide the processes that were launched: {processes}. {way} {fitting}."
         )
 
 
 def overruled(size: int | None) -> str | None:
     """What is said of a variable that names another size of groups."""
-    variable = os.environ.get(SIZE)
+    variable = os.environ.get(SIZE_VARIABLE)
     if size is None or variable in (None, "", str(size)):
         return None
-    return f"burst_size is {size}, which overrules {SIZE}={variable}. Pass --burst_size {variable} for that."
+    return f"burst_size is {size}, which overrules {SIZE_VARIABLE}={variable}. Pass --burst_size {variable} for that."
 
 
 def keep_time_limit(training: "TrainingArguments") -> None:

@@ -11,12 +11,12 @@ from enum import StrEnum
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Optional, Union
 
 from transformers.utils import logging
 
 KNOWN = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "Any": Any}
-KNOWN |= {"Literal": Literal}
+KNOWN |= {"Literal": Literal, "Optional": Optional, "Union": Union}
 COMPUTED = {"trainer_log_levels.keys()": [*logging.get_log_levels_dict(), "passive"]}  # no literals
 
 
@@ -55,8 +55,8 @@ def fields_of(name: str) -> dict[str, tuple[Any, Any]]:
     for base in definition.bases:
         found |= fields_of(ast.unparse(base))
     for node in definition.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = described(node, file)
+        if isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(node.annotation):
+            found[ast.unparse(node.target)] = described(node, file)
     return found
 
 
@@ -66,23 +66,25 @@ def lines(file: Path) -> list[ast.stmt]:
 
 
 def choices(name: str, file: Path) -> type[Choices] | None:
-    """The enum that a file defines, or imports from one beside it; `None` if that is none."""
+    """The enum that a file defines, or imports from one beside it; `None` if that is none, or a value is no text."""
     for node in lines(file):
         if isinstance(node, ast.ImportFrom) and node.level == 1 and name in [alias.name for alias in node.names]:
             return choices(name, file.parent / f"{str(node.module).replace('.', '/')}.py")
         if isinstance(node, ast.ClassDef) and node.name == name and "Enum" in " ".join(map(ast.unparse, node.bases)):
             members = [one for one in node.body if isinstance(one, ast.Assign)]
-            return Choices(name, {ast.unparse(one.targets[0]): value_of(one.value) for one in members})
+            values = {ast.unparse(one.targets[0]): value_of(one.value) for one in members}
+            return Choices(name, values) if all(isinstance(value, str) for value in values.values()) else None
     return None
 
 
 def described(node: ast.AnnAssign, file: Path) -> tuple[Any, Any]:
-    """The type and the field of a line. Other types than numbers, text and choices are text, or lists of it; other
-    defaults than values are `None`."""
+    """The type and the field of a line. Other types than numbers, text and choices are text on the command line, or
+    lists of it, and `Annotated`: other values may be right. Other defaults than values are `None`."""
     names = {part.id for part in ast.walk(node.annotation) if isinstance(part, ast.Name)}
     types = KNOWN | {name: choices(name, file) for name in names - set(KNOWN)}
     known = all(types[name] for name in names)
-    kind = eval(ast.unparse(node.annotation), types) if known else list[str] if "list" in names else str | None
+    kind = eval(ast.unparse(node.annotation), types) if known else None
+    kind = kind if known else Annotated[list[str] if "list" in names else str | None, "another type"]
     words = {word.arg: word.value for word in node.value.keywords} if isinstance(node.value, ast.Call) else {}
     told = words.get("metadata")
     pairs = zip(told.keys, told.values, strict=True) if isinstance(told, ast.Dict) else ()

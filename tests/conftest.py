@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, settings
 
+from recipes.coverage import KEPT
 from tests.support.hosts import HostPool, refusal
 from tests.support.ranks import RankPool
 
@@ -26,6 +28,15 @@ if not torch.cuda.is_available():
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """How many processes run tests, each some files of them: few, since most tests start ranks; on GPUs one alone."""
     return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 4)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Llama 4 with a tower raises by itself in some versions of Transformers, on any number of processes."""
+    version, why = KEPT["Llama4ForConditionalGeneration"]
+    if transformers.__version__.startswith(f"{version}."):
+        for item in items:
+            if item.path.name in ("test_images.py", "test_shared_images.py") and "[Llama4" in item.name:
+                item.add_marker(pytest.mark.skip(f"in Transformers {version} {why}"))
 
 
 def pytest_collection_finish() -> None:

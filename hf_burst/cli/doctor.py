@@ -60,10 +60,8 @@ def _describe_place(size: int, device: torch.device) -> list[str]:
     versions = hosts.versions()
     lines.append(f"  {', '.join(f'{name} {version}' for name, version in versions.items())}")
     if Version(versions["transformers"]).release[:2] > Version(TESTED).release[:2]:
-        lines.append(
-            f"  Transformers is newer than {TESTED}, the newest tested. patch_model warns of a class that it changed,"
-        )
-        lines.append("  with the command that compares it with one process")
+        lines.append(f"  Transformers is newer than {TESTED}, the newest tested. patch_model warns of classes that")
+        lines.append("  have changed, with the command that compares them with one process")
     lines.append(f"ranks: {size} in this launch, on {device}")
     for index in range(torch.cuda.device_count()):
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))

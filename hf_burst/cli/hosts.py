@@ -18,10 +18,9 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..errors import ConfigError
-from ..ranks.host import HOST_VARIABLE, host_id, misplaced
+from ..ranks.host import HOST_VARIABLE, SIZE_VARIABLE, host_id, misplaced
 from ..version import __version__
 
-SIZE_VARIABLE = "HF_BURST_SIZE"
 _PREFIXES = ("HF_BURST_", "NCCL_", "TORCH_NCCL_", "GLOO_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMP_NUM_")
 _OWN = {HOST_VARIABLE, "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"}  # may well differ
 _PACKAGES = (

@@ -8,11 +8,22 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from ..errors import ConfigError
+
 HOST_VARIABLE = "NCCL_HOSTID"
+SIZE_VARIABLE = "HF_BURST_SIZE"
 NEIGHBOURS = (
     "Number the ranks host by host: srun --distribution=block, or torchrun and accelerate launch once on every host."
 )
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def size_from_env() -> int | None:
+    """The ranks that share a sequence, of the environment variable; `None` where it is not set."""
+    value = os.environ.get(SIZE_VARIABLE)
+    if value is not None and (not value.isdecimal() or int(value) < 1):
+        raise ConfigError(f"{SIZE_VARIABLE}={value!r} is not a number of ranks; set it to an integer of at least 1.")
+    return None if value is None else int(value)
 
 
 @dataclass(frozen=True)

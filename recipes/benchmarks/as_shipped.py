@@ -327,6 +327,8 @@ def main() -> None:
         alone = args.processes == 1 or every[at][0].wrapping == "none"
         jobs.setdefault(("none", 1) if alone else (every[at][0].wrapping, args.processes), []).append(at)
     held = json.loads(args.out.read_text())["results"] if args.out.exists() else []
+    if left := sum("shipped" not in row for row in held):
+        print(f"{args.out}: {left} rows of an earlier format do not say what is shipped, and are left out.")
     held = [row for row in held if combination(row) in [run.combination for run, _ in every]]
     failed = False
     with tempfile.TemporaryDirectory() as temporary:
@@ -342,7 +344,7 @@ def main() -> None:
                 run, files = every[result.pop("run")]
                 own = {name: value for name, value in asdict(run).items() if name not in ("file", "more")}
                 own |= {"wrapping": wrapping, "shipped": run.wrapping, "processes": processes}
-                row = {"files": files, **own, **result, **provenance(args, folder, processes)}
+                row = {"files": files, **own, **result, **({} if reason else provenance(args, folder, processes))}
                 same = [(combination(other), other["processes"]) == (run.combination, processes) for other in held]
                 held = [other for other, old in zip(held, same, strict=True) if not old] + [row]
                 failed |= row["status"] == "failed"
@@ -361,7 +363,8 @@ def provenance(args: argparse.Namespace, folder: Path, processes: int) -> Row:
 
 def write(args: argparse.Namespace, folder: Path, rows: list[Row]) -> None:
     """Writes the result, and the log beside it."""
-    result = {"command": shlex.join(["as_shipped.py", *sys.argv[1:]]), "schema": 1, "results": rows}
+    result: Row = {"command": shlex.join(["as_shipped.py", *sys.argv[1:]])}
+    result |= {"schema": 1, "results": rows}  # provenance.SCHEMA_VERSION, whose module imports torch
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     if (folder / "log").exists():
         args.out.with_suffix(".log").write_bytes((folder / "log").read_bytes())

@@ -10,7 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate import Accelerator
+from packaging.version import Version
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
@@ -180,6 +182,8 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_three_steps_equal_one_process(ranks: Ranks, case: Case) -> None:
+    if case.name == "glm4_moe" and Version(transformers.__version__) >= Version("5.24"):
+        pytest.skip("its routers are fp32 by name, and FSDP2 itself refuses two dtypes in a layer")
     ranks(case.ranks).run(compare, case)
 
 

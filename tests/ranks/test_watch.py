@@ -27,11 +27,11 @@ from transformers import TrainerCallback
 
 import hf_burst
 from hf_burst.errors import ConfigError, LostRankError, RankMismatchError
-from hf_burst.hf.trainers.accelerate import SIZE_VARIABLE
 from hf_burst.kernels.cpu_flash import CpuFlashKernel
 from hf_burst.ranks import control
 from hf_burst.ranks.control import address_towards
 from hf_burst.ranks.group import ContextGroup
+from hf_burst.ranks.host import SIZE_VARIABLE
 from hf_burst.ranks.watch import Report, Verdict, Watch, channel, stuck, watch_of_process
 from hf_burst.ranks.watch.report import why_lost
 from hf_burst.ring.resources import resources_of

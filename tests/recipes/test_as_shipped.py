@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.benchmarks import as_shipped
+from recipes.benchmarks import as_shipped, provenance
 
 ROOT = Path(__file__).parents[2]
 CPU = ("accelerate_2_processes.yaml",)  # as all whose names end in _cpu.yaml
@@ -79,18 +80,28 @@ def test_sizes_of_groups_in_launch_lines(
 
 
 RESULT = ROOT / "recipes/benchmarks/results/as_shipped_2xH200.json"
+RESULTS = sorted(RESULT.parent.glob("as_shipped_*.json"))
 
 
-def test_rows_of_the_result_say_where_they_ran() -> None:
-    rows = json.loads(RESULT.read_text())["results"]
+@pytest.mark.parametrize("path", RESULTS, ids=[path.stem for path in RESULTS])
+def test_rows_of_the_results_say_where_they_ran(path: Path) -> None:
+    result = json.loads(path.read_text())
+    rows = result["results"]
+    assert result["schema"] == provenance.SCHEMA_VERSION
     assert len({(as_shipped.combination(row), row["processes"]) for row in rows}) == len(rows)
     for row in rows:
-        assert row["git_commit"]
+        if row["status"] == "not run":
+            assert not {"git_commit", "hardware", "versions"} & set(row), "no job had it"
+            continue
+        assert row["status"] == "ok"
+        assert re.fullmatch("[0-9a-f]{8,}", row["git_commit"])
         assert row["hardware"]["ranks"] == row["processes"]
         assert {"hf_burst", "torch", "transformers"} <= set(row["versions"])
 
 
-def test_a_later_call_replaces_its_own_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_later_call_replaces_its_own_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Files may have other names since; a row that failed in another call is not the fault of this one."""
     known = {"git_commit": "new", "hardware": {"ranks": 2}, "versions": {"torch": "2.13.0"}}
 
@@ -121,6 +132,15 @@ def test_a_later_call_replaces_its_own_rows(monkeypatch: pytest.MonkeyPatch, tmp
     assert call("--only", "dpo_1gpu*", "dpo_4*", "--processes", "1") == 1
     rows = json.loads(out.read_text())["results"]
     assert len(rows) == len(before) + 1, "files for one GPU and for four are two combinations, also in one process"
+    assert "earlier format" not in capsys.readouterr().out
+    out.write_text(json.dumps({"results": [{name: value for name, value in old.items() if name != "shipped"}]}))
+    status = "ok"
+    assert call("--only", "accelerate_2_hosts_fsdp2*", "accelerate_ddp*") == 0
+    assert "out.json: 1 rows of an earlier format do not say what is shipped" in capsys.readouterr().out
+    rows = {row["wrapping"]: row for row in json.loads(out.read_text())["results"]}
+    assert rows["ddp"].items() >= known.items()
+    assert rows["hsdp"]["status"] == "not run"
+    assert not set(known) & set(rows["hsdp"]), "of the job of another wrapping"
 
 
 def test_processes_are_at_least_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,11 @@
 """The recipes, launched as a user launches them, shorter; and every setting that ends them by a sentence."""
 
+import dataclasses
 import json
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -12,13 +14,18 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
+import yaml
 from accelerate.state import PartialState
+
+import hf_burst
+from hf_burst.errors import ConfigError
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
@@ -156,13 +163,13 @@ def wrong(recipe: Callable[..., Any], sentence: Sentence) -> Sentence:
         (b"help: 3", "no setting is called help"),
         (b"max_lenght: 5", "no setting is called max_lenght; did you mean max_length?"),
         (b"max_length: 512.0", "max_length is 512.0; give a whole number"),
-        (b"output_dir: 3", "more.yaml: output_dir is 3; give text (a number in quotes)."),
+        (b"output_dir: 3", "more.yaml: output_dir is 3; give text (numbers go in quotes)."),
         (b"output_dir: null", "more.yaml: output_dir is None; give text"),
-        (b"merge_to: 5", "more.yaml: merge_to is 5; give text (a number in quotes) or null."),
+        (b"merge_to: 5", "more.yaml: merge_to is 5; give text (numbers go in quotes) or null."),
         (b"run_name: [a]", "more.yaml: run_name is ['a']; give text"),
         (b"max_steps: true", "more.yaml: max_steps is True; give a whole number."),
         (b"bf16: 1", "more.yaml: bf16 is 1; give true or false or null."),
-        (b"lr_scheduler_kwargs: 3", "lr_scheduler_kwargs is 3; give a mapping or text (a number in quotes) or null."),
+        (b"lr_scheduler_kwargs: 3", "lr_scheduler_kwargs is 3; give a mapping or text (numbers go in quotes) or null."),
         (b"optim: null", "more.yaml: optim is None; it must be one of 'adamw_torch'"),
         (b"optim: adamw", "more.yaml: optim is 'adamw'; it must be one of 'adamw_torch'"),
         (b"save_strategy: no", "save_strategy is False; it must be one of 'no', 'steps'"),
@@ -172,6 +179,9 @@ def wrong(recipe: Callable[..., Any], sentence: Sentence) -> Sentence:
         (b"eval_share: null", "eval_share is None; give a number."),
         (b"dataset: []", "dataset is []; give files"),
         (b"dataset: [3]", "dataset is [3]; give a list of text"),
+        (b"debug: [nothing]", "a list of 'underflow_overflow' or 'tpu_metrics_debug'."),
+        (b"debug: nothing", "debug is 'nothing'; give text (numbers go in quotes) or a list of 'underflow_overflow'"),
+        (b"fsdp: 3", "fsdp is 3; give true or false or text"),
     ],
 )
 def test_a_file_of_settings_that_is_wrong(
@@ -195,6 +205,10 @@ def of_file(sentence: Sentence, content: bytes, script: Any) -> str:
     [
         (b"reward: null", "more.yaml: reward is None; give a list of text"),
         (b"max_completion_length: null", "more.yaml: max_completion_length is None; give a whole number."),
+        (b"scale_rewards: 1", "more.yaml: scale_rewards is 1; give true or false or text"),
+        (b"reward_weights: much", "more.yaml: reward_weights is 'much'; give a list of numbers or null."),
+        (b"reward_weights: 1e-1", "reward_weights is '1e-1'; give a list of numbers or null (1.0e-1, not 1e-1)."),
+        (b"reward_weights: [1, 1e-1]", "is [1, '1e-1']; give a list of numbers or null (1.0e-1, not 1e-1)."),
     ],
 )
 def test_a_file_of_settings_for_grpo_that_is_wrong(
@@ -313,16 +327,18 @@ def test_a_chat_template_may_have_any_name(recipe: Callable[..., Any]) -> None:
 
 
 REFUSES = """
-import importlib, json, sys
-for script, arguments, told in json.loads(sys.argv[1]):
+import importlib, json, os, sys
+for script, arguments, told, *size in json.loads(sys.argv[1]):
+    os.environ |= {"HF_BURST_SIZE": one for one in size}
     module, sys.argv = importlib.import_module(script), [f"{script}.py", *arguments]
     try:
         main = vars(module).get("make_trainer") or module.main
         main() if script == "merge_adapter" else main(arguments)
-    except SystemExit as end:
-        assert told in str(end.code), (told, end.code)
+    except (SystemExit, ValueError) as end:  # a ConfigError ends a recipe as well
+        assert told in str(end), (told, end)
     else:
         raise AssertionError(f"{script} takes {arguments}")
+    os.environ.pop("HF_BURST_SIZE", None)
     for name in ("torch", "accelerate", "datasets", "peft"):
         assert name not in sys.modules, f"{script} {arguments}: {name} was imported before"
 """
@@ -344,7 +360,7 @@ def test_settings_are_checked_before_what_takes_seconds_to_import(tmp_path: Path
     (tmp_path / "text.txt").write_text("A text.")
     broken = {
         "[1]": "1]/adapter_config.json'; it must be a mapping",
-        "{": "adapter_config.json' cannot be used: while parsing",
+        "{": "adapter_config.json' cannot be used: Expecting property name",
         "{}": "adapter_config.json names no base_model_name_or_path, but None; set it",
     }
     for content in broken:
@@ -352,7 +368,9 @@ def test_settings_are_checked_before_what_takes_seconds_to_import(tmp_path: Path
         (tmp_path / content / "adapter_config.json").write_text(content)
     base, text = ["--model_name_or_path", str(tmp_path / "base")], ["--dataset", str(tmp_path / "text.txt")]
     out = [*base, *text, "--output_dir", str(tmp_path / "out")]
-    cases: list[tuple[str, list[str], str]] = [
+    asked = [str(tmp_path / "base"), str(tmp_path / "text.txt"), "--questions", text[1]]
+    no_size, another = "is not a number of ranks; set it to an integer", "HF_BURST_SIZE is 2, which does not divide"
+    cases: list[tuple[str, list[str], str] | tuple[str, list[str], str, str]] = [
         ("sft", [*text, "--learning_rat", "3"], "No setting is called learning_rat; did you mean learning_rate?"),
         ("sft", [*text, "--config", str(tmp_path / "typo.yaml")], "typo.yaml: no setting is called learning_rat; did"),
         ("sft", [*text, "--learning_rate", "much"], "--learning_rate/--learning-rate: invalid float value: 'much'"),
@@ -369,6 +387,10 @@ def test_settings_are_checked_before_what_takes_seconds_to_import(tmp_path: Path
         *([] if find_spec("liger_kernel") else [("sft", [*out, "--use_liger_kernel"], "use_liger_kernel needs Liger")]),
         ("sft", ["--dataset", "missing.jsonl"], "dataset has 'missing.jsonl', which does not exist"),
         ("sft", [*out, "--burst_size", "2"], "burst_size is 2, which does not divide the processes"),
+        *(("sft", out, f"HF_BURST_SIZE={size!r} {no_size}", size) for size in ("x", "0", "")),
+        ("sft", out, another, "2"),
+        ("ask", asked, f"HF_BURST_SIZE='x' {no_size}", "x"),
+        ("ask", asked, another, "2"),
         ("finetune_long_document", [*out, "--max_length", "1"], "max_length is 1; give a whole number of tokens"),
         ("dpo", [*out, "--precompute_ref_log_probs"], "precompute_ref_log_probs would compute sequences"),
         ("reward", [*out, "--use_peft", "--lora_task_type", "CAUSAL_LM"], "lora_task_type is 'CAUSAL_LM', by which"),
@@ -420,6 +442,82 @@ def test_stand_ins_take_what_trl_takes(name: str) -> None:
     assert sum(bool(choices) for _, _, choices, _ in own.values()) > 10
 
 
+@pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "RewardConfig", "GRPOConfig"])
+def test_every_documented_kind_of_value_may_be_in_a_file(name: str) -> None:
+    """The first line of a setting in the docstrings says `str` or `bool`, which is more than some annotations say."""
+    theirs, own = getattr(trl, name), stand_ins.stand_in(name)
+    values = {"bool": [True, False], "int": [3], "float": [0.5], "dict": [{}], "None": [None], "False": [False]}
+    values |= {"list[str]": [["x"], "x"], "list[float]": [[0.5], 0.5]}
+    told: dict[str, set[str]] = {}
+    for base in theirs.__mro__:
+        for setting, kinds in re.findall(r"^ +(\w+) \((.*?)\)?:$", base.__doc__ or "", re.MULTILINE):
+            described = kinds.partition(", *optional*")[0].replace("dict[str, Any]", "dict")
+            told.setdefault(setting, set()).update(re.findall(r"`([\w\[\]]+)`", described))
+    cases = [(setting, value) for setting, kinds in told.items() for kind in kinds for value in values.get(kind, ())]
+    cases += [("debug", value) for value in (["underflow_overflow"], "underflow_overflow")]
+    cases += [("include_for_metrics", "loss"), ("label_names", "x")]
+    names = {field.name for field in dataclasses.fields(theirs)}
+    cases = [case for case in cases if case[0] in names - {"max_length", "max_completion_length"}]  # None is refused
+    assert len(cases) > 100
+    for kind in (own, theirs):
+        actions = {action.dest: action for action in command_line.Parser((kind,))._actions}
+        types = get_type_hints(kind, include_extras=True) | command_line.TYPES
+        for setting, value in cases:
+            if not actions[setting].choices:
+                command_line.check_value(Path("file.yaml"), actions[setting], types[setting], value)
+            if actions[setting].nargs == "+":
+                assert command_line.listed(actions[setting], value) == (value if isinstance(value, list) else [value])
+
+
+def test_lists_of_one_and_what_only_documentation_says_are_taken(tmp_path: Path) -> None:
+    given = {"reward_weights": 1.0, "scale_rewards": False, "label_names": "x", "debug": ["underflow_overflow"]}
+    given["generation_batch_size"] = 8
+    (tmp_path / "more.yaml").write_text(yaml.safe_dump({**given, "use_cpu": True, "bf16": False}))
+    (tmp_path / "fsdp.yaml").write_text("fsdp: true\n")
+    words = ["--config", str(tmp_path / "more.yaml"), "--output_dir", str(tmp_path)]
+    for kind in (stand_ins.stand_in("GRPOConfig"), trl.GRPOConfig):
+        (taken,) = command_line.read(words, (kind,), {})
+        assert (taken.reward_weights, taken.label_names, taken.debug) == ([1.0], ["x"], ["underflow_overflow"])
+        assert taken.scale_rewards == (False if kind is not trl.GRPOConfig else "none")
+    (taken,) = command_line.read(["--config", str(tmp_path / "fsdp.yaml")], (stand_ins.stand_in("SFTConfig"),), {})
+    assert taken.fsdp is True
+
+
+OTHER_TYPES = """
+class Kind(Enum):
+    A = auto()
+class OneConfig:
+    one: Optional[int] = None
+    two: float | Sequence[float] = 0.5
+    three: ClassVar[int] = 3
+    four: Kind | None = None
+"""
+
+
+def test_types_that_stand_ins_do_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right values are not refused."""
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer/one_config.py").write_text(OTHER_TYPES)
+    monkeypatch.setattr(stand_ins, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=[str(tmp_path)]))
+    kind = stand_ins.stand_in("OneConfig")
+    assert [field.name for field in dataclasses.fields(kind)] == ["one", "two", "four"]
+    file = tmp_path / "more.yaml"
+    for one, two, four in ((1, [0.5, 1], 1), (None, 2.5, True)):
+        file.write_text(yaml.safe_dump({"one": one, "two": two, "four": four}))
+        (taken,) = command_line.read(["--config", str(file)], (kind,), {})
+        assert (taken.one, taken.two, taken.four) == (one, two, four)
+    file.write_text("one: [1]")
+    with pytest.raises(SystemExit, match=r"one is \[1\]; give a whole number or null"):
+        command_line.read(["--config", str(file)], (kind,), {})
+
+
+def test_mappings_in_json_are_read_as_json(tmp_path: Path) -> None:
+    """Which may be indented by tabs."""
+    (tmp_path / "adapter_config.json").write_text('{\n\t"base_model_name_or_path": "base",\n\t"lr": 1e-1\n}')
+    read = settings.mapping("adapter", tmp_path / "adapter_config.json")
+    assert read == {"base_model_name_or_path": "base", "lr": 0.1}
+
+
 def test_where_trl_keeps_its_arguments_elsewhere(wrong: Sentence, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stand_ins.stand_in("NoConfig") is None
     monkeypatch.setattr(command_line, "stand_in", stand_ins.stand_in)
@@ -456,11 +554,12 @@ def test_paths_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_a_size_from_the_environment_is_checked_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    for size in ("x", "0", ""):
+def test_a_size_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in ("x", "0", "", "\u00b2"):
         monkeypatch.setenv("HF_BURST_SIZE", size)
-        with pytest.raises(SystemExit, match=f"HF_BURST_SIZE is '{size}'; give a whole number of processes"):
-            settings.BurstSettings()
+        for make in (settings.BurstSettings, hf_burst.BurstParallelismConfig.from_env):
+            with pytest.raises(ConfigError, match=f"HF_BURST_SIZE='{size}' is not a number of ranks"):
+                make()
         assert settings.BurstSettings(burst_size=2).size == 2
     monkeypatch.setenv("HF_BURST_SIZE", "3")
     assert settings.BurstSettings().size == settings.BurstSettings().parallelism.burst_size == 3
@@ -1062,6 +1161,11 @@ def test_groups_must_divide_what_was_launched(monkeypatch: pytest.MonkeyPatch) -
     settings.check_groups(2)
     with pytest.raises(SystemExit, match="burst_size is 3, which does not divide the processes that were launched: 4"):
         settings.check_groups(3)
+    settings.check_groups(None)
+    monkeypatch.setenv("HF_BURST_SIZE", "3")
+    with pytest.raises(SystemExit, match=r"HF_BURST_SIZE is 3, which does not divide .* launched: 4\. Set it to 2\."):
+        settings.check_groups(None)
+    settings.check_groups(2)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match=r"Pass --burst_size 2\."):
         settings.check_groups(4)

@@ -25,7 +25,7 @@ from transformers.trainer_utils import seed_worker
 
 from ...errors import BatchError, ConfigError
 from ...ranks.group import CP_DIM, ContextGroup, set_timeout
-from ...ranks.host import host_id, misplaced
+from ...ranks.host import SIZE_VARIABLE, host_id, misplaced, size_from_env
 from ..callers import trainer_being_made
 from ..groups import PATCH, check_processes
 from ..parts.expert_ranks import weights_of_experts
@@ -34,7 +34,6 @@ from .generating import SERVED, GroupTraining
 
 logger = logging.getLogger(__name__)
 
-SIZE_VARIABLE = "HF_BURST_SIZE"
 ALONE = " If you asked for more, accelerate's default config may say a single process: add --multi_gpu."
 
 
@@ -78,14 +77,7 @@ class BurstParallelismConfig(ParallelismConfig):
 
         A script under `accelerate launch`, which builds accelerate's own class only, calls this.
         """
-        value = os.environ.get(SIZE_VARIABLE)
-        if value is None:
-            return cls()
-        if not value.isdigit() or int(value) < 1:
-            raise ConfigError(
-                f"{SIZE_VARIABLE}={value!r} is not a number of ranks; set it to an integer of at least 1."
-            )
-        return cls(burst_size=int(value))
+        return cls(burst_size=size_from_env())
 
     @property
     def shares_sequences(self) -> bool:
