@@ -10,7 +10,7 @@ from .errors import ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Chunking = Literal["balanced", "zigzag", "contiguous", "documents"]
-RingKind = Literal["kv_ring", "burst", "all_gather"]
+RingKind = Literal["kv_ring", "burst"]
 Gradients = Literal["averaged_by_wrapper", "manual"]
 Transport = Literal["auto", "p2p", "symmetric"]
 KernelName = Literal["auto", "flash_attn_4", "flash_attn_2", "torch_flash", "torch_cudnn", "cpu_flash", "reference"]
@@ -40,8 +40,8 @@ class Schedule:
     Rank r is member `r % ulysses` of ring rank `r // ulysses`.
 
     Args:
-        ring (`str`, defaults to `"kv_ring"`): What happens between the ring ranks, as in [`BurstConfig`]: `"kv_ring"`,
-            `"burst"` or `"all_gather"`.
+        ring (`str`, defaults to `"kv_ring"`): What happens between the ring ranks, as in [`BurstConfig`]: `"kv_ring"`
+            or `"burst"`.
         ulysses (`int`, defaults to 1): Ranks that exchange heads for tokens (DeepSpeed Ulysses, arXiv 2309.14509).
     """
 
@@ -62,8 +62,8 @@ class Schedule:
         match = re.fullmatch(r"ulysses_([1-9]\d*)\+(\w+)", name)
         if match is None or match[2] not in get_args(RingKind):
             raise ConfigError(
-                f"There is no schedule {name!r}; it must be one of 'auto', 'kv_ring', 'burst', 'all_gather', "
-                "'ulysses', or a product such as 'ulysses_2+kv_ring'."
+                f"There is no schedule {name!r}; it must be one of 'auto', 'kv_ring', 'burst', 'ulysses', or "
+                "a product such as 'ulysses_2+kv_ring'."
             )
         return cls(match[2], int(match[1]))  # type: ignore[arg-type]
 
@@ -156,9 +156,8 @@ class BurstConfig:
             - `"kv_ring"`: K and V rotate. In the backward pass dK and dV return.
             - `"burst"`: the same forward. Backward, Q, dO and two scalars a row rotate, and dQ returns (BurstAttention,
               arXiv 2403.09347).
-            - `"all_gather"`: K and V of all ranks are collected, some heads at a time.
             - `"ulysses"`: tokens are exchanged for heads.
-            - `"ulysses_2+kv_ring"`: a product of two, with any number and any of the first three.
+            - `"ulysses_2+kv_ring"`: a product of two, with any number and either of the first two.
             - `"auto"`: a ring over two ranks of one host, and where documents mostly stay on their ranks. Otherwise as
               many ranks of one host exchange heads as the heads allow, with a ring around them; ranks of several hosts
               do where that sends at least a sixth less between hosts. The ring is `"burst"` if there are as many key

@@ -107,10 +107,10 @@ def _checked_facts(
     _check_blocks(layout, request)
     pattern, request = request.pattern, request.with_scale(q.shape[-1])
     layout.masks(pattern)
-    inputs, windowed = InputKind.of(q, k, v), pattern.window is not None
+    inputs = InputKind.of(q, k, v)
     if request.schedule != "auto":
-        windowed |= asked_schedule(request, inputs.sizes).ring == "all_gather"
-    kernel = kernel_for(request, inputs, windowed, deterministic())
+        asked_schedule(request, inputs.sizes)  # which raises for one that cannot be had
+    kernel = kernel_for(request, inputs, pattern.window is not None, deterministic())
     return {
         "shapes of q, k, v": [list(tensor.shape) for tensor in (q, k, v)],
         "dtype": str(q.dtype),

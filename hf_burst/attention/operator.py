@@ -69,7 +69,7 @@ def _(
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulation_dtype(q.dtype)).transpose(1, 2)
     topology = topology_of(request, q.device)
     schedule = schedule_of(request, sizes, batch, tokens, q.dtype, topology)
-    kept = kept_shapes(schedule, request.group.size, batch, tokens, sizes, topology.on_gpus, request.head_groups)
+    kept = kept_shapes(schedule, batch, tokens, sizes, topology.on_gpus, request.head_groups)
     return out, lse, [q.new_empty(shape) for shape in kept]
 
 

@@ -89,14 +89,13 @@ def _prepared(
     request, decoded = AttentionRequest.restore(flat), SequenceLayout.decode(layout)
     assert request.scores is not None, "with_scale sets them"
     schedule = schedule_of(request, inputs.sizes, inputs.batch, inputs.tokens, inputs.dtype, topology)
-    windowed = request.pattern.window is not None or schedule.ring == "all_gather"
     return ShardedAttention(
         schedule=schedule,
         group=group,
         masks=decoded.masks(request.pattern),
         queries=decoded.sharding,
         keys=decoded.sharding,
-        kernel=kernel_for(request, inputs, windowed, same_bits),
+        kernel=kernel_for(request, inputs, request.pattern.window is not None, same_bits),
         scores=request.scores,
         on_gpus=topology.on_gpus,
         head_groups=request.head_groups,

@@ -9,7 +9,6 @@ a block crosses from its owner to the rank of the same number on the host that i
 pass it on in the steps of an inner ring. Its gradients are summed there, and cross back once.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -18,7 +17,7 @@ from typing import Literal
 from ..errors import ShardingError
 from .mask import Mask
 from .sharding import Sharding
-from .tiles import Tile, gathered_tiles, tiles_between
+from .tiles import Tile, tiles_between
 
 Rotating = Literal["kv", "q"]
 
@@ -176,23 +175,6 @@ class Plan:
         """The tiles that all ranks of the host of `rank` compute with the block of `source`."""
         return tuple(tile for one in self.host(rank) for tile in _batch_tiles(self, one, source, rotating))
 
-    @lru_cache(maxsize=256)  # noqa: B019, since plans are values
-    def gathered(self, rank: int) -> tuple[Tile, ...]:
-        """The tiles of `rank` with all keys in sequence; columns are tokens counted from the first key."""
-        runs, keys = self.queries.runs(rank), self.keys
-        return _of_batch(self.masks, lambda mask: gathered_tiles(mask, runs, keys.start, keys.stop))
-
-    def key_span(self, rank: int) -> tuple[int, int]:
-        """The tokens `[start, stop)` between which all keys lie that the queries of `rank` see."""
-        tiles, first = self.gathered(rank), self.keys.start
-        return first + min((tile.k[0] for tile in tiles), default=0), first + max((t.k[1] for t in tiles), default=0)
-
-    @property
-    def keys_on_host(self) -> Sharding:
-        """Who holds which keys inside a host, after a rank has those of its number on all hosts."""
-        keys, per_host = self.keys, self.per_host
-        return Sharding(keys.boundaries, tuple(owner % per_host for owner in keys.owners), per_host)
-
     @property
     def pairs(self) -> int:
         """The (query, key) pairs that the masks admit."""
@@ -214,16 +196,11 @@ def _batch_tiles(plan: Plan, rank: int, source: int, rotating: Rotating) -> tupl
     """The tiles that `rank` computes with the block of `source`, rows of the batch with one mask together."""
     q_rank, k_rank = (rank, source) if rotating == "kv" else (source, rank)
     q_runs, k_runs = plan.queries.runs(q_rank), plan.keys.runs(k_rank)
-    return _of_batch(plan.masks, lambda mask: tiles_between(mask, q_runs, k_runs))
-
-
-def _of_batch(masks: tuple[Mask, ...], tiles_of: Callable[[Mask], tuple[Tile, ...]]) -> tuple[Tile, ...]:
-    """The tiles of every mask, for rows of the batch with one mask together."""
     tiles: list[Tile] = []
     first = 0
-    for mask, rows in groupby(masks):
+    for mask, rows in groupby(plan.masks):
         last = first + len(list(rows))
-        tiles += [replace(tile, batch=(first, last)) for tile in tiles_of(mask)]
+        tiles += [replace(tile, batch=(first, last)) for tile in tiles_between(mask, q_runs, k_runs)]
         first = last
     return tuple(tiles)
 

@@ -93,15 +93,12 @@ def ring_bytes(schedule: Schedule, shapes: Shapes) -> int:
     return total
 
 
-def head_slices(
-    schedule: Schedule, ranks: int, heads: tuple[int, int], tokens: int, on_gpus: bool, head_groups: int = 1
-) -> int:
+def head_slices(schedule: Schedule, heads: tuple[int, int], tokens: int, on_gpus: bool, head_groups: int = 1) -> int:
     """The slices of a rank's key heads. One travels while another is computed: at most 4, and 1 for rings; or more if
     `head_groups` asks for them.
 
     Args:
         schedule ([`Schedule`]): The schedule.
-        ranks (`int`): Ranks of the group.
         heads (`tuple[int, int]`): Query and key heads of all ranks.
         tokens (`int`): Tokens of one rank.
         on_gpus (`bool`): Whether a slice needs enough work to fill a GPU.
@@ -110,7 +107,7 @@ def head_slices(
     q_heads, kv_heads = heads
     own = kv_heads // schedule.ulysses
     least = next(count for count in range(min(head_groups, own), own + 1) if own % count == 0)
-    if schedule.ulysses == 1 and (schedule.ring != "all_gather" or ranks == 1):
+    if schedule.ulysses == 1:
         return least
     blocks = q_heads * tokens // _BLOCK_ROWS  # of the heads of a rank and the tokens of all that exchange them
     most = min(_MAX_SLICES, blocks // _GPU_SLICE_BLOCKS) if on_gpus else _MAX_SLICES

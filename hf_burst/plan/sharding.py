@@ -1,7 +1,6 @@
 """Chunk ownership: which rank holds which tokens of a sequence."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -95,18 +94,6 @@ class Sharding:
     def owner(self, token: int) -> int:
         """The rank that holds `token`."""
         return self.owners[bisect_right(self.boundaries, token) - 1]
-
-
-def placed(runs: Iterable[Run], places: Sequence[Run], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Where the tokens `[start, stop)` of some runs lie among the larger runs of `places`: the first row there, the
-    first row here, how many."""
-    spans = []
-    for run in runs:
-        first, last = max(run.start, start), min(run.stop, stop)
-        if first < last:
-            place = next(place for place in places if place.start <= first < place.stop)
-            spans.append((place.local + first - place.start, run.local + first - run.start, last - first))
-    return spans
 
 
 def pattern(ranks: int, chunking: Literal["zigzag", "contiguous"]) -> tuple[int, ...]:

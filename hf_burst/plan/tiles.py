@@ -1,7 +1,7 @@
 """Tiles: the part of a mask between two shards, cut into pieces that one kernel call computes."""
 
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from .mask import Band, Mask
 from .sharding import Run
@@ -61,42 +61,6 @@ def tiles_between(mask: Mask, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) 
     return _join([tile for tile in (*tiles, *reaching) if tile is not None])
 
 
-def gathered_tiles(mask: Mask, q_runs: tuple[Run, ...], start: int, stop: int) -> tuple[Tile, ...]:
-    """The tiles that compute `mask` between a shard of queries and the keys of neighbouring tokens, in their order.
-
-    Every row is in one tile only, so that nothing has to be merged, unless its document continues others.
-
-    Args:
-        mask, q_runs: As in [`tiles_between`].
-        start, stop (`int`): The first token whose key is there, and the end of these tokens.
-
-    Returns:
-        `tuple[Tile, ...]`: Rows of the shard; columns are tokens counted from `start`.
-    """
-
-    def keys_of(part: Run) -> Run:
-        first, last = max(mask.keys(part.start)[0], start), min(mask.keys(part.stop - 1)[1], stop)
-        return Run(first, last, first - start)
-
-    def sees_itself_only(part: Run) -> bool:
-        keys = keys_of(part)
-        return (keys.start, keys.stop) == (part.start, part.stop)
-
-    tiles: list[Tile | None] = []
-    for run in q_runs:
-        parts = (
-            Run(first, last, first - run.start + run.local) for first, last in mask.overlapping(run.start, run.stop)
-        )
-        for alone, group in groupby(parts, sees_itself_only):
-            documents = tuple(group)
-            if alone:
-                tiles.append(_own_tile(mask, documents, documents[0].local, documents[0].start - start))
-            else:
-                tiles += [_rectangle(mask, part, keys_of(part)) for part in documents]
-    own = tuple(tile for tile in tiles if tile is not None)
-    return (*own, *_join(_reaching(mask, q_runs, (Run(start, stop, 0),))))
-
-
 def _reaching(mask: Mask, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) -> list[Tile]:
     """The tiles of queries and keys of documents that theirs continue: rectangles, of windows bands."""
     tiles = list[Tile | None]()
@@ -150,16 +114,11 @@ def _off_diagonal(mask: Mask, q_run: Run, k_run: Run) -> Tile | None:
     q_part, k_part = (
         Run(max(run.start, start), min(run.stop, stop), run.local + max(0, start - run.start)) for run in (q_run, k_run)
     )
-    return _rectangle(mask, q_part, k_part)
-
-
-def _rectangle(mask: Mask, q_run: Run, k_run: Run) -> Tile | None:
-    """Runs of one document, cut to the rows that see a column and to the columns that are seen."""
-    return _cropped(mask.band.shift(q_run.start - k_run.start), q_run, k_run)
+    return _cropped(mask.band.shift(q_part.start - k_part.start), q_part, k_part)
 
 
 def _cropped(band: Band, q_run: Run, k_run: Run) -> Tile | None:
-    """The tile of a band between two runs."""
+    """The tile of a band between two runs, cut to the rows that see a column and to the columns that are seen."""
     cropped = band.crop(q_run.size, k_run.size)
     if cropped is None:
         return None

@@ -98,7 +98,7 @@ def backward(
     q, k, v = inputs.q, inputs.k, inputs.v
     dq, dk, dv = (Summed(tuple(tensor.shape), tensor.dtype, q.device) for tensor in (q, k, v))
     kernel, single_tile_buffers = attention.kernel, buffers if attention.single_tile else None
-    own, own_block = with_out(kernel, inputs), Block((k, v), 0, (dk, dv))
+    own, own_block = _with_out(kernel, inputs), Block((k, v), 0, (dk, dv))
     if rotating == "q" and attention.plan.ranks > 1:
         assert inputs.delta is not None, "delta rotates"
         own_block = Block((q, inputs.dout, inputs.lse, inputs.delta), 0, (dq,))
@@ -107,24 +107,24 @@ def backward(
         if not step.tiles:
             return
         if block is own_block:
-            add_tiles(attention, step.tiles, own, (dq, dk, dv), buffers=single_tile_buffers)
+            _add_tiles(attention, step.tiles, own, (dq, dk, dv), buffers=single_tile_buffers)
         elif rotating == "kv":
             keys, values = block.tensors
             places = (None, *returning) if returning else None
             sums = dq, *block.gradients
-            add_tiles(attention, step.tiles, own._replace(k=keys, v=values), sums, (0, block.first), places)
+            _add_tiles(attention, step.tiles, own._replace(k=keys, v=values), sums, (0, block.first), places)
         else:
             their_q, dout, lse, delta = block.tensors
-            theirs = with_out(kernel, BackwardInputs(dout, their_q, k, v, None, lse, delta))
+            theirs = _with_out(kernel, BackwardInputs(dout, their_q, k, v, None, lse, delta))
             places = (*returning, None, None) if returning else None
-            add_tiles(attention, step.tiles, theirs, (*block.gradients, dk, dv), (block.first, 0), places)
+            _add_tiles(attention, step.tiles, theirs, (*block.gradients, dk, dv), (block.first, 0), places)
 
     single_dtype = accumulation_dtype(q.dtype) if kernel.capabilities.wide else q.dtype
     _run(attention, rotating, exchanges, own_block, compute, single_dtype)
     return dq.result(), dk.result(), dv.result()
 
 
-def with_out(kernel: Kernel, inputs: BackwardInputs) -> BackwardInputs:
+def _with_out(kernel: Kernel, inputs: BackwardInputs) -> BackwardInputs:
     """Inputs whose output is elsewhere, or does not have the product `delta`, with one that has it if a kernel needs
     it."""
     if inputs.out is not None or not kernel.capabilities.wants_out:
@@ -134,7 +134,7 @@ def with_out(kernel: Kernel, inputs: BackwardInputs) -> BackwardInputs:
     return inputs._replace(dout=dout, out=out)
 
 
-def add_tiles(
+def _add_tiles(
     attention: RingAttention,
     tiles: Sequence[Tile],
     inputs: BackwardInputs,

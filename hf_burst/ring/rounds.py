@@ -25,8 +25,6 @@ class RingAttention:
             between hosts.
         kernel ([`Kernel`]): Computes a tile.
         scores ([`Scores`]): Scale and soft-capping.
-        on_gpus (`bool`, defaults to `False`): As in [`head_slices`], for gathered keys.
-        head_groups (`int`, defaults to 1): As in [`Memory`], for gathered keys.
     """
 
     plan: Plan
@@ -34,8 +32,6 @@ class RingAttention:
     peers: tuple[int, ...]
     kernel: Kernel
     scores: Scores
-    on_gpus: bool = False
-    head_groups: int = 1
 
     @cached_property
     def single_tile(self) -> bool:

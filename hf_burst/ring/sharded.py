@@ -16,7 +16,6 @@ from ..numerics import accumulation_dtype
 from ..plan import Mask, Sharding, head_slices, make_plan, rotating_of
 from ..ranks.group import ContextGroup
 from .exchange import Exchange, Exchanges, Pending
-from .gather import gather_backward, gather_forward, groups_of_heads
 from .loop import backward, forward
 from .merge import by_head, heads_first
 from .rounds import RingAttention
@@ -51,18 +50,18 @@ class HeadSizes(NamedTuple):
 
 
 def kept_shapes(
-    schedule: Schedule, ranks: int, batch: int, tokens: int, sizes: HeadSizes, on_gpus: bool, head_groups: int
+    schedule: Schedule, batch: int, tokens: int, sizes: HeadSizes, on_gpus: bool, head_groups: int
 ) -> list[tuple[int, int, int]]:
     """The shapes of the exchanged heads that a forward pass keeps instead of q, k and v, if it does.
 
     Args:
-        schedule, ranks, on_gpus, head_groups: As in [`head_slices`].
+        schedule, on_gpus, head_groups: As in [`head_slices`].
         batch, tokens (`int`): Rows of the batch, and tokens of a rank.
         sizes ([`HeadSizes`]): Heads of the whole attention.
     """
     if schedule.ulysses == 1:
         return []
-    slices = head_slices(schedule, ranks, (sizes.q_heads, sizes.kv_heads), int(tokens), on_gpus, head_groups)
+    slices = head_slices(schedule, (sizes.q_heads, sizes.kv_heads), int(tokens), on_gpus, head_groups)
     width = sum(heads * dim for heads, dim in sizes.slice(schedule.ulysses * slices))
     return [(batch, tokens * schedule.ulysses, width)] * slices
 
@@ -165,7 +164,7 @@ class ShardedAttention:
         """
         sizes = HeadSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
         rows = (q.shape[0], q.shape[1])
-        shapes = kept_shapes(self.schedule, self.group.size, *rows, sizes, self.on_gpus, self.head_groups)
+        shapes = kept_shapes(self.schedule, *rows, sizes, self.on_gpus, self.head_groups)
         kept = [q.new_empty(shape) for shape in shapes]
         if waits:
             self._use_current_stream(exchange, len(kept))
@@ -238,14 +237,16 @@ class ShardedAttention:
         return sends_delta or not self.kernel.capabilities.derives_delta
 
     def _groups(self, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
-        """Query heads and key heads of each group that a ring takes by itself. Exchanged heads and gathered keys are
-        taken apart elsewhere."""
-        q_heads, kv_heads = q.shape[2], k.shape[2]
-        if self._gathers or self.schedule.ulysses > 1:
-            return groups_of_heads(1, q_heads, kv_heads)
-        heads, tokens = (q_heads, kv_heads), self.queries.most_tokens
-        count = head_slices(self.schedule, self.group.size, heads, tokens, False, self.head_groups)
-        return groups_of_heads(count, q_heads, kv_heads)
+        """Query heads and key heads of each group that a ring takes by itself. Exchanged heads are taken apart
+        elsewhere."""
+        heads, count = (q.shape[2], k.shape[2]), 1
+        if self.schedule.ulysses == 1:
+            count = head_slices(self.schedule, heads, self.queries.most_tokens, False, self.head_groups)
+        q_size, kv_size = (total // count for total in heads)
+        return [
+            (slice(index * q_size, (index + 1) * q_size), slice(index * kv_size, (index + 1) * kv_size))
+            for index in range(count)
+        ]
 
     def _ring_forward(
         self,
@@ -256,8 +257,6 @@ class ShardedAttention:
         sinks: Tensor | None,
         buffers: OutputBuffers | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if self._gathers:
-            return gather_forward(self._ring, exchanges, q, k, v, sinks)
         groups = self._groups(q, k)
         if len(groups) == 1:
             return forward(self._ring, exchanges, q, k, v, sinks, buffers)
@@ -272,8 +271,6 @@ class ShardedAttention:
     def _ring_backward(
         self, exchanges: Exchanges, inputs: BackwardInputs, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if self._gathers:
-            return gather_backward(self._ring, exchanges, inputs)
         rotating, groups = rotating_of(self.schedule, "backward"), self._groups(inputs.q, inputs.k)
         if len(groups) == 1:
             return backward(self._ring, exchanges, rotating, inputs, buffers)
@@ -288,10 +285,6 @@ class ShardedAttention:
         own."""
         if slices == 1 and self.schedule.ulysses == self.near_ranks and isinstance(exchange, Symmetric):
             exchange.use_current_stream()
-
-    @cached_property
-    def _gathers(self) -> bool:
-        return self.schedule.ring == "all_gather" and self.group.size > self.schedule.ulysses
 
     @cached_property
     def near_ranks(self) -> int:
@@ -311,8 +304,6 @@ class ShardedAttention:
             peers=tuple(rank % near if rank // near == self.group.rank // near else rank // near for rank in same),
             kernel=self.kernel,
             scores=self.scores,
-            on_gpus=self.on_gpus,
-            head_groups=self.head_groups,
         )
 
     def _owner(self, sharding: Sharding) -> UlyssesRanks:

@@ -11,7 +11,6 @@ from functools import cached_property, lru_cache
 from torch import Tensor
 
 from ..plan import Sharding
-from ..plan.sharding import placed
 from .exchange import Exchange, Incoming, Pending, Region, Round, Shape
 
 
@@ -61,7 +60,11 @@ class UlyssesRanks:
         """Where the tokens of one of the ranks lie among those of all: first row there, first row in the rank's own
         shard, how many."""
         whole = self.together.runs(self.rank // self.degree)
-        return placed(self.sharding.runs(rank), whole, self.sharding.start, self.sharding.stop)
+        spans = []
+        for run in self.sharding.runs(rank):
+            around = next(place for place in whole if place.start <= run.start < place.stop)
+            spans.append((around.local + run.start - around.start, run.local, run.size))
+        return spans
 
 
 @lru_cache(maxsize=64)

@@ -79,7 +79,7 @@ def _spread(
         schedule=schedule,
         ranks_per_host=min(ranks, ranks_per_host),
         hosts=schedule.hosts(ranks, min(ranks, ranks_per_host)),
-        slices=head_slices(schedule, ranks, heads, tokens, True, head_groups) if layers else 1,
+        slices=head_slices(schedule, heads, tokens, True, head_groups) if layers else 1,
         imbalance=imbalance(masks, sharding.owners, counts, sharding.boundaries) if layers else 0.0,
         recurrence=choose_recurrence(model.recurrent, segments).way if model.recurrent else None,
         slots=segments.most_slots if model.recurrent else 0,

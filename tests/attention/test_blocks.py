@@ -96,7 +96,6 @@ def test_blocks_are_exact(ranks: Ranks, case: str, window: int | None) -> None:
     [
         {"schedule": "burst"},
         {"schedule": "ulysses"},
-        {"schedule": "all_gather"},
         {"chunking": "contiguous"},
         {"chunking": (0, 1, 1, 0, 0, 1)},
     ],

@@ -1,4 +1,4 @@
-"""What the operator asks of a kernel: bands of its own for windows, and for gathered keys."""
+"""What the operator asks of a kernel: bands of its own for windows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from tests.support.ranks import RankPool
 Ranks = Callable[[int], RankPool]
 
 
-def asked(rank: int, size: int, schedule: str, window: int | None) -> set[bool]:
+def asked(rank: int, size: int, window: int | None) -> set[bool]:
     """The values of `windowed` with which kernels were chosen."""
     found, choose = set[bool](), prepare.kernel_for
 
@@ -27,14 +27,10 @@ def asked(rank: int, size: int, schedule: str, window: int | None) -> set[bool]:
     with mock.patch.object(prepare, "kernel_for", kernel_for):
         prepare._prepared.cache_clear()
         group, pattern = ContextGroup.from_mesh(None), MaskPattern(window=window)
-        burst_attention(q, k, v, layout, AttentionRequest(group, pattern, schedule=schedule))
+        burst_attention(q, k, v, layout, AttentionRequest(group, pattern))
     return found
 
 
-@pytest.mark.parametrize(
-    ("schedule", "window", "windowed"), [("kv_ring", None, False), ("kv_ring", 5, True), ("all_gather", None, True)]
-)
-def test_kernels_are_asked_for_the_bands_that_tiles_have(
-    ranks: Ranks, schedule: str, window: int | None, windowed: bool
-) -> None:
-    assert ranks(2).run(asked, schedule, window) == [{windowed}] * 2
+@pytest.mark.parametrize("window", [None, 5])
+def test_kernels_are_asked_for_the_bands_that_tiles_have(ranks: Ranks, window: int | None) -> None:
+    assert ranks(2).run(asked, window) == [{window is not None}] * 2

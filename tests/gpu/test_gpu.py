@@ -125,8 +125,8 @@ def attention_case(rank: int, size: int, kind: str, heads: tuple[int, int], head
 
 def ways(size: int, heads: tuple[int, int]) -> list[tuple[str, str]]:
     """Schedules that so many heads allow over so many ranks, and transports."""
-    schedules = ["kv_ring", "burst", "all_gather", "ulysses", "auto"]
-    schedules += ["ulysses_2+kv_ring", "ulysses_2+burst", "ulysses_2+all_gather"] if size == 4 else []
+    schedules = ["kv_ring", "burst", "ulysses", "auto"]
+    schedules += ["ulysses_2+kv_ring", "ulysses_2+burst"] if size == 4 else []
     allowed = [name for name in schedules if name == "auto" or Schedule.parse(name, size).refusal(size, *heads) is None]
     transports = ["symmetric", "p2p"] if size > 1 else ["auto"]
     return [(schedule, transport) for schedule in allowed for transport in transports]
@@ -146,8 +146,8 @@ def request_for(
     pattern: MaskPattern = WHOLE,
     per_host: int | None = None,
 ) -> AttentionRequest:
-    """With the kernel that is chosen by itself, which may write in place. Gathered keys and products have many kinds of
-    tiles: there one that compiles nothing."""
+    """With the kernel that is chosen by itself, which may write in place. Products have many kinds of tiles: there one
+    that compiles nothing."""
     kernel = "auto" if schedule in ("auto", "ulysses", "kv_ring", "burst") else "torch_flash"
     return AttentionRequest(
         group, pattern, kernel=kernel, schedule=schedule, transport=transport, ranks_per_host=per_host

@@ -90,7 +90,7 @@ def test_what_is_kept_is_not_computed_again(ranks: Ranks, size: int) -> None:
         settings = [("auto", 0.0), ("kv_ring", 1.0), ("burst", 0.5), ("ulysses", 1.0), ("ulysses", 0.75)]
         ranks(2).run(keep_parts, "llama", ("left", "packed"), settings)
     else:
-        ranks(3).run(keep_parts, "llama", ("packed",), [("burst", 1.0), ("all_gather", 0.75), ("kv_ring", 0.25)])
+        ranks(3).run(keep_parts, "llama", ("packed",), [("burst", 1.0), ("burst", 0.75), ("kv_ring", 0.25)])
 
 
 def test_windows_and_products(ranks: Ranks) -> None:

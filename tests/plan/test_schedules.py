@@ -36,7 +36,7 @@ from tests.support.oracle import admitted_pairs
 
 RULES = json.loads((Path(__file__).parents[2] / "recipes/benchmarks/results/rules.json").read_text())
 BF16 = Shapes(q_heads=32, kv_heads=8, head_dim=128, value_dim=128, itemsize=2, accumulator_itemsize=4)
-RING, BURST, GATHER = Schedule("kv_ring"), Schedule("burst"), Schedule("all_gather")
+RING, BURST = Schedule("kv_ring"), Schedule("burst")
 
 
 def all_steps(plan: Plan, rank: int, rotating: str) -> list[Step]:
@@ -80,7 +80,6 @@ def test_the_work_of_every_rank_is_that_of_its_mask(plan):
         assert counted[rank] == by_query
         assert sum(pairs_of(step.tiles) for step in all_steps(plan, rank, "kv")) == by_query
         assert sum(pairs_of(step.tiles) for step in all_steps(plan, rank, "q")) == by_key
-        assert pairs_of(plan.gathered(rank)) == by_query
 
 
 @settings(max_examples=60)
@@ -190,16 +189,14 @@ def test_the_rule_is_what_was_fastest_on_h200s():
         assert row["ms"][name] < 1.01 * min(row["ms"].values())
 
 
-def test_over_emulated_hosts_the_rule_is_behind_in_one_case():
-    """Of 16: two hosts of a rank each, where gathered keys were faster at 100 Mb/s and not at 400."""
-    behind = []
+def test_over_emulated_hosts_the_rule_is_what_was_fastest():
+    """Within a percent, of the schedules that there are; the table knows of gathered keys, too."""
+    assert len(RULES["several_hosts"]) == 16
     for row in RULES["several_hosts"]:
         ranks = row["hosts"] * row["ranks_per_host"]
         name = name_of(choose_schedule(*of_row(row, ranks, 64, 4), row["ranks_per_host"]).schedule, ranks)
         assert name == row["rule"], row
-        behind.append(row["ms"][name] / min(row["ms"].values()) - 1)
-    assert len(behind) == 16
-    assert sorted(behind)[-2] < 0.01 < max(behind) < 0.28
+        assert row["ms"][name] < 1.01 * min(ms for other, ms in row["ms"].items() if "all_gather" not in other)
 
 
 def test_the_rule_names_what_the_table_says_of_16_to_256_gpus():
@@ -211,23 +208,18 @@ def test_the_rule_names_what_the_table_says_of_16_to_256_gpus():
 
 
 def test_what_travels_round_a_ring():
-    assert [rotating_of(route, "forward") for route in (RING, BURST, GATHER)] == ["kv"] * 3
-    assert [rotating_of(route, "backward") for route in (RING, BURST, GATHER)] == ["kv", "q", "kv"]
+    assert [rotating_of(route, "forward") for route in (RING, BURST)] == ["kv", "kv"]
+    assert [rotating_of(route, "backward") for route in (RING, BURST)] == ["kv", "q"]
 
 
 def test_slices_divide_the_key_heads_of_a_rank():
-    def most(schedule, ranks, kv_heads):
-        return head_slices(schedule, ranks, (32, kv_heads), 1, on_gpus=False)
+    def most(schedule, kv_heads):
+        return head_slices(schedule, (32, kv_heads), 1, on_gpus=False)
 
-    assert [most(schedule, ranks, 8) for schedule, ranks in ((RING, 4), (BURST, 4), (GATHER, 1), (GATHER, 4))] == [
-        1,
-        1,
-        1,
-        4,
-    ]
-    assert [most(Schedule("kv_ring", 2), 4, kv_heads) for kv_heads in (2, 4, 10, 12)] == [1, 2, 1, 3]
+    assert [most(schedule, 8) for schedule in (RING, BURST)] == [1, 1]
+    assert [most(Schedule("kv_ring", 2), kv_heads) for kv_heads in (2, 4, 10, 12)] == [1, 2, 1, 3]
     ulysses = Schedule("kv_ring", 4)
-    assert [head_slices(ulysses, 4, (32, 32), tokens, True) for tokens in (1, 8192, 16384, 65536)] == [1, 1, 2, 4]
-    assert [head_slices(ulysses, 4, (32, 8), tokens, True) for tokens in (4096, 65536)] == [1, 2]
-    assert head_slices(ulysses, 4, (32, 8), 4, on_gpus=False) == 2
-    assert head_slices(RING, 4, (32, 8), 65536, on_gpus=True) == 1
+    assert [head_slices(ulysses, (32, 32), tokens, True) for tokens in (1, 8192, 16384, 65536)] == [1, 1, 2, 4]
+    assert [head_slices(ulysses, (32, 8), tokens, True) for tokens in (4096, 65536)] == [1, 2]
+    assert head_slices(ulysses, (32, 8), 4, on_gpus=False) == 2
+    assert head_slices(RING, (32, 8), 65536, on_gpus=True) == 1

@@ -377,11 +377,11 @@ def test_the_status_of_a_benchmark(words: list[str], when: str, status: int) -> 
 
 def test_a_table_has_rates_and_shares_of_the_limit() -> None:
     row = {"ranks": 2, "q_heads": 4, "kv_heads": 2, "dtype": "float32", "limit_kernel": "cpu_flash", "status": "ok"}
-    row |= {"contender": "hf_burst all_gather", "tflops_per_gpu": {"both": 0.00012}, "share_of_limit": {"both": 1.56}}
+    row |= {"contender": "hf_burst burst", "tflops_per_gpu": {"both": 0.00012}, "share_of_limit": {"both": 1.56}}
     rows = [row | {"length": length} for length in (1024, 2048)]
     lines = markdown([{"hardware": {"device": "x"}, "results": rows, "checks": []}]).splitlines()
     assert "| TF/s per GPU (share of the limit) | 1K | 2K |" in lines
-    assert "| hf_burst all_gather | 0.00012 (156%) | 0.00012 (156%) |" in lines
+    assert "| hf_burst burst | 0.00012 (156%) | 0.00012 (156%) |" in lines
 
 
 @pytest.mark.parametrize(

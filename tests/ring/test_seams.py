@@ -4,7 +4,6 @@ of heads as an operation of its own."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from unittest import mock
 
 import pytest
 import torch
@@ -16,10 +15,9 @@ from hf_burst.attention import ContextGroup, heads_to_tokens, tokens_to_heads
 from hf_burst.config import Schedule
 from hf_burst.errors import ShardingError
 from hf_burst.kernels import BackwardInputs, KernelRequest, Scores, select_kernel
-from hf_burst.plan import Mask, Plan, Sharding, Step, Traffic, cut, make_plan, make_sharding, schedules, verify_plan
+from hf_burst.plan import Mask, Plan, Sharding, Step, Traffic, cut, make_plan, make_sharding, verify_plan
 from hf_burst.ring import Exchanges, HeadSizes, PeerToPeer, ShardedAttention
 from hf_burst.ring.exchange import Channel, Pending, Region, Round, Shape
-from hf_burst.ring.gather import gather_backward, gather_forward
 from hf_burst.ring.loop import backward, forward
 from hf_burst.ring.rounds import RingAttention
 from tests.plan.test_plan import masks_of
@@ -73,23 +71,6 @@ def test_every_pair_is_computed_once_whoever_holds_queries_and_keys(plan: Plan) 
         assert verify_plan(reordered(plan), rotating) == pairs
 
 
-@settings(max_examples=100)
-@given(plan=plans())
-def test_gathered_tiles_hold_every_pair_once(plan: Plan) -> None:
-    wanted, seen = admitted(plan), torch.zeros_like(admitted(plan), dtype=torch.int64)
-    for rank in range(plan.ranks):
-        rows = tokens_of(plan.queries, rank) - plan.queries.start
-        for tile in plan.gathered(rank):
-            for row in range(*tile.q):
-                start, stop = tile.columns(row - tile.q[0])
-                assert start < stop, "every row of a tile sees a column"
-                seen[slice(*tile.batch), rows[row], tile.k[0] + start : tile.k[0] + stop] += 1
-        first, last = plan.key_span(rank)
-        columns = wanted[:, rows].any(0).any(0).nonzero().flatten() + plan.keys.start
-        assert all(first <= column < last for column in columns.tolist())
-    assert torch.equal(seen, wanted.to(torch.int64))
-
-
 def test_shardings_that_do_not_fit_the_masks_are_refused() -> None:
     with pytest.raises(ShardingError, match="do not fit masks of 8 tokens"):
         make_plan((Mask(8),), make_sharding(8, 2), part(2, 10, (0, 1)))
@@ -139,27 +120,23 @@ def delta_of(local: dict[str, torch.Tensor], out: torch.Tensor) -> torch.Tensor:
     return (local["dout"] * out).sum(-1) - local["dlse"]
 
 
-def run_plan(rank: int, size: int, plan: Plan, way: str, transports: bool) -> list:
-    """Results of one rank by the loop of a ring, or with gathered keys, through one transport or two."""
+def run_plan(rank: int, size: int, plan: Plan, rotating: str, transports: bool) -> list:
+    """Results of one rank by the loop of a ring, through one transport or two."""
     kernel = select_kernel("cpu_flash", KernelRequest("cpu", torch.float64, 5, 5))
     attention = RingAttention(plan, rank, tuple(range(size)), kernel, Scores(SCALE))
     local = local_tensors(plan, rank)
     exchange = TwoTransports(rank, size) if transports else PeerToPeer(context_group(size), torch.device("cpu"))
     exchanges = Exchanges(exchange, exchange)
     with poisoned_memory():
-        run = gather_forward if way == "gather" else forward
-        out, lse = run(attention, exchanges, local["q"], local["k"], local["v"])
+        out, lse = forward(attention, exchanges, local["q"], local["k"], local["v"])
         inputs = BackwardInputs(
             dout=local["dout"], q=local["q"], k=local["k"], v=local["v"], out=None, lse=lse, delta=delta_of(local, out)
         )
-        if way == "gather":
-            gradients = gather_backward(attention, exchanges, inputs)
-        else:
-            gradients = backward(attention, exchanges, way, inputs)
+        gradients = backward(attention, exchanges, rotating, inputs)
     return [tensor.numpy() for tensor in (out, lse, *gradients)]
 
 
-def run_schedule(rank: int, size: int, plan: Plan, name: str, slice_blocks: int | None = None) -> list:
+def run_schedule(rank: int, size: int, plan: Plan, name: str) -> list:
     """Results of one rank by a schedule, products and the exchange of heads among them."""
     attention = ShardedAttention(
         schedule=Schedule.parse(name, size),
@@ -169,13 +146,12 @@ def run_schedule(rank: int, size: int, plan: Plan, name: str, slice_blocks: int 
         keys=plan.keys,
         kernel=select_kernel("cpu_flash", KernelRequest("cpu", torch.float64, 5, 5)),
         scores=Scores(SCALE),
-        on_gpus=slice_blocks is not None,
     )
     local = local_tensors(plan, rank)
     q, k, v = local["q"], local["k"], local["v"]
     exchange = PeerToPeer(attention.group, torch.device("cpu"))
     exchanges = Exchanges(exchange, exchange)
-    with poisoned_memory(), mock.patch.object(schedules, "_GPU_SLICE_BLOCKS", slice_blocks):
+    with poisoned_memory():
         out, lse, kept = attention.forward(exchanges, q, k, v)
         sizes = HeadSizes(*HEADS, 5, 5)
         saved = kept or [q, k, v]
@@ -209,14 +185,14 @@ def some_plans(size: int) -> list[Plan]:
 
 
 @pytest.mark.parametrize("transports", [False, True], ids=["one transport", "two transports"])
-@pytest.mark.parametrize("way", ["kv", "q", "gather"])
+@pytest.mark.parametrize("rotating", ROTATING)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_ring_over_two_shardings_is_exact(ranks: Ranks, size: int, way: str, transports: bool) -> None:
+def test_a_ring_over_two_shardings_is_exact(ranks: Ranks, size: int, rotating: str, transports: bool) -> None:
     if transports and size == 1:
         pytest.skip("one rank reaches nobody")
     for plan in some_plans(size):
         for ordered in (plan, reordered(plan)) if size > 1 else (plan,):
-            arguments = (ordered, way, transports)
+            arguments = (ordered, rotating, transports)
             every = [run_plan(0, 1, *arguments)] if size == 1 else ranks(size).run(run_plan, *arguments)
             assert_exact(plan, every)
 
@@ -225,8 +201,8 @@ def test_a_ring_over_two_shardings_is_exact(ranks: Ranks, size: int, way: str, t
 def test_every_schedule_takes_keys_that_are_sharded_otherwise(ranks: Ranks, size: int) -> None:
     masks = (Mask(48), Mask(48, True, 6, (0, 1, 20, 48)))
     plan = make_plan(masks, make_sharding(48, size), make_sharding(48, size, "contiguous"))
-    products = [f"ulysses_2+{ring}" for ring in ("kv_ring", "burst", "all_gather")] if size == 4 else []
-    for name in ("kv_ring", "burst", "all_gather", "ulysses", *products):
+    products = ["ulysses_2+kv_ring", "ulysses_2+burst"] if size == 4 else []
+    for name in ("kv_ring", "burst", "ulysses", *products):
         assert_exact(plan, ranks(size).run(run_schedule, plan, name))
 
 
@@ -236,11 +212,6 @@ def test_heads_are_not_exchanged_over_other_numbers_of_tokens(ranks: Ranks) -> N
     for other in (plan, make_plan((Mask(12),), uneven, uneven)):
         with pytest.raises(Exception, match="as many queries as keys"):
             ranks(2).run(run_schedule, other, "ulysses")
-
-
-def test_keys_are_gathered_in_as_many_slices_by_all(ranks: Ranks) -> None:
-    plan = make_plan((Mask(256),), make_sharding(256, 2), Sharding((0, 20, 256), (0, 1), 2))
-    assert_exact(plan, ranks(2).run(run_schedule, plan, "all_gather", 4))
 
 
 @dataclass

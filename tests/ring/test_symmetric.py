@@ -69,8 +69,7 @@ def test_attention_through_shared_memory_is_exact(ranks, size, slices, every, tm
     for _, written in answers:
         for (name, direction), count in written.items():
             route = Schedule.parse(name, size)
-            in_place = route.ulysses == size or (direction == "backward" and route.ring != "all_gather")
-            assert bool(count) == in_place, (name, direction)
+            assert bool(count) == (route.ulysses == size or direction == "backward"), (name, direction)
     for case, found in zip([*many, *many], put_together(every, size, [*many, *many]), strict=True):
         assert_exact(case, found, 1e-10 if case.dtype == torch.float64 else 2e-5)
 

@@ -214,10 +214,10 @@ def kept_by_a_layer(rank: int, size: int, settings: dict[str, Any]) -> float:
     ("size", "schedule", "keep"),
     [
         *((1, "auto", 1.0), (1, "auto", 0.0)),
-        *((2, "kv_ring", 0.0), (2, "burst", 1.0), (2, "all_gather", 1.0), (2, "ulysses", 0.0)),
+        *((2, "kv_ring", 0.0), (2, "burst", 1.0), (2, "ulysses", 0.0)),
         *(
             pytest.param(2, schedule, keep, marks=pytest.mark.full)
-            for schedule, keep in (("kv_ring", 1.0), ("burst", 0.0), ("all_gather", 0.0), ("ulysses", 1.0))
+            for schedule, keep in (("kv_ring", 1.0), ("burst", 0.0), ("ulysses", 1.0))
         ),
     ],
 )
