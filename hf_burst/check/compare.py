@@ -16,7 +16,6 @@ from ..hf.batches.documents import documents_of
 from ..hf.batches.modalities import values_besides_text
 from ..hf.models.cut_point import modalities_of
 from ..hf.models.recurrent import recurrent_modules
-from ..hf.models.sizes import VOCABULARY
 from ..hf.models.support import check_model
 from ..hf.models.task import task_of
 from ..hf.models.verdicts import Verdict, fingerprint
@@ -25,6 +24,7 @@ from ..layers.loss import IGNORE_INDEX
 from .differences import gradients, worst_error
 from .heads import judged, judgement, kinds_of, padded_on_right, prepared
 from .modalities import errors_of_modalities
+from .sizes import VOCABULARY
 from .tiny import Double, first_position, note
 
 KINDS = ("one sequence", "packed", "padded")
