@@ -38,7 +38,3 @@ class KernelError(BurstError):
 
 class UnsupportedModelError(BurstError):
     """A model, or a setting of it, that is not served exactly and is therefore refused."""
-
-
-class PlanError(AssertionError):
-    """A plan that does not compute its mask exactly once: a bug of hf_burst, never of the input."""

@@ -6,12 +6,11 @@ one process.
     python recipes/coverage.py --write                     # and writes the table, and the list of served classes
     python recipes/coverage.py --classes LlamaForCausalLM --write  # some of their rows; the others stay
     python recipes/coverage.py --wrappers --write          # the same for models of images and sound, on text
-    python recipes/coverage.py --images --write            # and on images and videos
     python recipes/coverage.py --heads --write             # the same for classes that judge sequences or tokens
 
 A class is compared as by `hf-burst check`, which says what is compared (`hf_burst/check/compare.py`), on a config that
-switches on what the class can do (`recipes/tiny_models.py`, `recipes/tiny_wrappers.py`). Images are those of
-`hf_burst/check/tiny_pictures.py`, and compared by `recipes/image_verdicts.py`.
+switches on what the class can do (`recipes/tiny_models.py`, `recipes/tiny_wrappers.py`). Images and videos:
+`python -m tests.support.image_coverage`.
 
 A table, and the list, is of the oldest Transformers of its rows, those of `KEPT` apart; rows of another one say so.
 """
@@ -30,16 +29,13 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from hf_burst.check.compare import KINDS, TOLERANCE, compare  # noqa: E402
 from hf_burst.check.ranks import RANKS, run_on_ranks  # noqa: E402
-from hf_burst.check.tiny_pictures import KINDS as IMAGE_KINDS  # noqa: E402
 from hf_burst.hf.models.verdicts import Verdict, source_hash  # noqa: E402
-from recipes.image_verdicts import compare_images  # noqa: E402
 from recipes.tiny_models import class_names, is_masked, judging_names, tiny_model  # noqa: E402
 from recipes.tiny_wrappers import tiny_wrapper, wrapper_names  # noqa: E402
 
@@ -81,16 +77,6 @@ WRAPPERS = Table(
     "Text through every class for images or sound",
     "python recipes/coverage.py --wrappers",
 )
-IMAGES = Table(
-    "coverage_images",
-    (*sorted({*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()}), "Phi4MultimodalForCausalLM"),
-    compare_images,
-    "Images through every image-text-to-text class and Phi-4 Multimodal",
-    "python recipes/coverage.py --images",
-    IMAGE_KINDS,
-)
-
-
 HEADS = Table(
     "coverage_heads",
     tuple(judging_names()),
@@ -221,22 +207,16 @@ def write_served() -> None:
     SERVED.write_text(json.dumps({"transformers": _oldest(made), "classes": hashes}, indent=1) + "\n")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--wrappers", action="store_true", help="the classes for images or sound, on text")
-    which.add_argument("--heads", action="store_true", help="the classes that judge sequences or tokens")
-    which.add_argument("--images", action="store_true", help="the classes for images, on images and videos")
+def run(parser: argparse.ArgumentParser) -> None:
+    """Compares the classes of the `table` that the command chooses, and writes it if asked. Ends the process, by an
+    error if a class is wrong."""
     parser.add_argument("--classes", nargs="+", help="by default all")
     parser.add_argument("--write", action="store_true", help="write recipes/results/coverage*.* and served.json")
     arguments = parser.parse_args()
-    table = LANGUAGE
-    for name, other in (("wrappers", WRAPPERS), ("images", IMAGES), ("heads", HEADS)):
-        table = other if getattr(arguments, name) else table
+    table: Table = arguments.table
     names = arguments.classes or list(table.classes)
     if unknown := sorted(set(names) - set(table.classes)):
-        kinds = {LANGUAGE.name: "causal-LM or masked-LM", HEADS.name: "judging"}.get(table.name, "multimodal-LM")
-        parser.error(f"Transformers has no {kinds} class {', '.join(unknown)}")
+        parser.error(f"Transformers has no class {', '.join(unknown)} for this table: {table.about}")
     rows: dict[str, Verdict] = {}
     parts = [names[start : start + BATCH] for start in range(0, len(names), BATCH)]
     for name, row in chain.from_iterable(compare_all(table, part) for part in parts):
@@ -248,6 +228,17 @@ def main() -> None:
         write(table, rows)
         write_served()
     sys.exit(any(row.result == "wrong" for row in rows.values()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = parser.add_mutually_exclusive_group()
+    for option, table, classes in (
+        ("--wrappers", WRAPPERS, "the classes for images or sound, on text"),
+        ("--heads", HEADS, "the classes that judge sequences or tokens"),
+    ):
+        which.add_argument(option, action="store_const", dest="table", const=table, default=LANGUAGE, help=classes)
+    run(parser)
 
 
 if __name__ == "__main__":

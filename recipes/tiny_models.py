@@ -1,6 +1,6 @@
 """A tiny model with random weights for every causal and masked LM class of Transformers, by its own config class.
 
-`hf_burst.hf.models.sizes.SIZES` names the config attributes that mean the same everywhere; `OVERRIDES` holds what
+`hf_burst.check.sizes.SIZES` names the config attributes that mean the same everywhere; `OVERRIDES` holds what
 single families need besides, and switches on what their configs leave out.
 """
 
@@ -19,10 +19,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from hf_burst.check import tiny
-from hf_burst.hf.models import sizes
+from hf_burst.check import sizes, tiny
+from hf_burst.check.sizes import LAYERS, WINDOW
 from hf_burst.hf.models.cut_point import modalities_of
-from hf_burst.hf.models.sizes import LAYERS, WINDOW
 
 SIZES: dict[str, Any] = {**sizes.SIZES, "use_sliding_window": True, "is_decoder": True}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}

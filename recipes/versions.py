@@ -122,10 +122,10 @@ def generate(patched: bool) -> list[float]:
 
 
 def compared(name: str, kind: str | None, patched: bool) -> list[float]:
-    """The errors of a class, as `hf-burst check` and recipes/coverage.py compare it, which do so on all processes."""
+    """The errors of a class, as the tables of coverage have them, whose comparisons run on all processes."""
     from hf_burst.check.compare import compare
-    from recipes.image_verdicts import compare_images
     from recipes.tiny_models import tiny_model
+    from tests.support.image_verdicts import compare_images
 
     if not patched:
         return []

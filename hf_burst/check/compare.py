@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from ..errors import BatchError, BurstError, UnsupportedModelError
 from ..hf.batches.documents import documents_of
 from ..hf.batches.modalities import values_besides_text
-from ..hf.models.cut_point import modalities_of
+from ..hf.models.cut_point import modalities_of, served_modalities
 from ..hf.models.recurrent import recurrent_modules
-from ..hf.models.sizes import VOCABULARY
 from ..hf.models.support import check_model
 from ..hf.models.task import task_of
 from ..hf.models.verdicts import Verdict, fingerprint
@@ -24,7 +23,7 @@ from ..hf.patch import patch_under_check, unpatch_model
 from ..layers.loss import IGNORE_INDEX
 from .differences import gradients, worst_error
 from .heads import judged, judgement, kinds_of, padded_on_right, prepared
-from .modalities import errors_of_modalities
+from .sizes import VOCABULARY
 from .tiny import Double, first_position, note
 
 KINDS = ("one sequence", "packed", "padded")
@@ -92,23 +91,8 @@ def compare(make: Maker) -> Verdict:
             return Verdict("refused", note=str(problem))
         exact = all(error <= TOLERANCE for error in errors.values())  # false for nan
         remarks = "; ".join(filter(None, [note(model), _leak(model)]))
-        return Verdict("exact" if exact else "wrong", errors, remarks, fingerprint(model) or "")
-
-
-def compare_modalities(make: Maker, model_class: type[PreTrainedModel]) -> Verdict:
-    """As [`compare`], and on images, videos and sound too, if the class is served with them.
-
-    Args:
-        make (`Callable`): Makes the tiny model that is compared on text.
-        model_class (`type`): Its class.
-    """
-    verdict = compare(make)
-    if verdict.result != "exact":
-        return verdict
-    others, uncompared = errors_of_modalities(model_class)
-    exact = all(error <= TOLERANCE for error in others.values())  # false for nan
-    result = "exact" if exact else "wrong"
-    return replace(verdict, result=result, errors=verdict.errors | others, uncompared=uncompared)
+        others = " and ".join(served_modalities(type(model))) if exact else ""
+        return Verdict("exact" if exact else "wrong", errors, remarks, fingerprint(model) or "", others)
 
 
 def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchComparison:
@@ -134,8 +118,7 @@ def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchCompar
         if apart and sees:
             raise BatchError(
                 "The batch packs documents with images or sound, and one process mixes them, so there is nothing to "
-                "compare with. Save the batch of a collator that does not pack; hf-burst check without --batch "
-                "compares packed ones."
+                "compare with. Save the batch of a collator that does not pack."
             )
         alone = _loss_and_norm(model, _plain_loss(model, batch, documents if apart else None))
         loss, norm = zip(alone, over_ranks, strict=True)

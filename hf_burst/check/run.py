@@ -24,12 +24,10 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ..errors import BatchError, ConfigError
-from ..hf.models.cut_point import family_of
 from ..hf.models.verdicts import Verdict, remember
-from .compare import BatchComparison, compare_batch, compare_modalities
+from .compare import BatchComparison, compare, compare_batch
 from .ranks import RANKS, run_on_ranks
 from .tiny import prepare, tiny_copy
-from .tiny_seeing import FAMILIES, seeing_config
 
 _CLASSES: dict[str, Any] = {
     "AutoModelForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -55,8 +53,8 @@ def check_model(
     model: str | PreTrainedModel | PreTrainedConfig, trust_remote_code: bool = False, time_limit: float = 300.0
 ) -> Verdict:
     """Compares two ranks of this machine with one process on a tiny model of the same class and config, and remembers
-    the verdict: [`patch_model`] then serves a class that was found exact. Images, videos and sound, if the class is
-    served with them, are compared on a tiny model of its family, whatever the config has.
+    the verdict: [`patch_model`] then serves a class that was found exact. The batches are text. Images, videos and
+    sound are compared by a batch of yours: `hf-burst check FOLDER --batch FILE`.
 
     Args:
         model (`str`, `PreTrainedModel` or `PreTrainedConfig`): A name on the hub, a folder or `config.json`, or a class
@@ -71,19 +69,14 @@ def check_model(
         ConfigError: If there is no such language model, or the comparison died or did not end in time.
     """
     target = find_target(model, trust_remote_code)
-    by_class = isinstance(model, str) and model == target.model_class.__name__
-    family = family_of(target.model_class)
-    config = target.config
-    if by_class and family in FAMILIES:  # of which the default config often lacks what checkpoints have
-        config = seeing_config(family, target.model_class)
-    make = partial(tiny_copy, target.model_class, config)
+    make = partial(tiny_copy, target.model_class, target.config)
     try:
-        verdict: Verdict = run_on_ranks(compare_modalities, make, target.model_class, limit=time_limit)
+        verdict: Verdict = run_on_ranks(compare, make, limit=time_limit)
     except RuntimeError as problem:
         return Verdict("wrong", note=f"the comparison failed: {problem}")
     if verdict.fingerprint:
         remember(verdict)
-    if verdict.result != "exact" and by_class and family not in FAMILIES:
+    if verdict.result != "exact" and isinstance(model, str) and model == target.model_class.__name__:
         advice = " This is of the class's default config: give the config.json of a model, which may set more."
         return replace(verdict, note=verdict.note.rstrip(".") + "." + advice)
     return verdict
@@ -157,7 +150,7 @@ def find_target(model: str | PreTrainedModel | PreTrainedConfig, trust_remote_co
         return Target(_class_of(model, None, trust_remote_code), model)
     named = getattr(transformers, model, None) if model.isidentifier() else None
     if isinstance(named, type) and issubclass(named, PreTrainedModel) and named.config_class is not None:
-        return Target(named, named.config_class())
+        return Target(named, _default_config(named))
     path = Path(model).expanduser()
     if not path.exists() and (model.endswith((os.sep, ".json")) or model.startswith(("/", "./", "../", "~"))):
         raise ConfigError(f"{model!r} does not exist; the current folder is {Path.cwd()}. Give {_NAMES}.")
@@ -176,6 +169,16 @@ def find_target(model: str | PreTrainedModel | PreTrainedConfig, trust_remote_co
             "hf_burst.check_model(model)."
         ) from problem
     return Target(_class_of(config, model, trust_remote_code), config, path if path.is_dir() else None)
+
+
+def _default_config(model_class: Any) -> PreTrainedConfig:
+    """The default config of a class. Where it leaves the sections of rotary positions to the code, as those of
+    Qwen2.5-VL and GLM-4V do and no checkpoint does, it has some: those of the code fit no small head."""
+    config: PreTrainedConfig = model_class.config_class()
+    text = config.get_text_config()
+    if "mrope_section" in (getattr(text, "ignore_keys_at_rope_validation", None) or ()) and text.rope_parameters:
+        text.rope_parameters.setdefault("mrope_section", [16, 24, 24])
+    return config
 
 
 def _hub_answers(name: str) -> bool:

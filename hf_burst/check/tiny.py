@@ -10,7 +10,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..hf.models.sizes import (
+from ..hf.parts.tokens import numbers_tokens
+from .sizes import (
     EXTENDED,
     HEAD_COUNTS,
     LAYER_COUNTS,
@@ -20,7 +21,6 @@ from ..hf.models.sizes import (
     POSITIONS,
     small_size,
 )
-from ..hf.parts.tokens import numbers_tokens
 
 _OF_VOCABULARY = re.compile("vocab_size|token_(id|index)$")
 _NO_PART_OF_IT = {"quantization_config", "id2label", "label2id", "auto_map"}

@@ -45,11 +45,14 @@ def describe(name: str, verdict: Verdict) -> str:
     lines = [f"{name}: {verdict.result}" + (f"; {verdict.note}" if verdict.note else "")]
     for kind, error in verdict.errors.items():
         lines.append(f"  {kind}: {'exact' if error <= TOLERANCE else 'wrong'}, greatest error {error:.0e}")
-    if verdict.uncompared:
-        lines.append(f"  not compared: {verdict.uncompared}")
     if verdict.errors:
         lines.append(
             f"Two ranks next to one process, tiny, fp64, loss and all gradients; exact is up to {TOLERANCE:g}."
+        )
+    if verdict.uncompared:
+        lines.append(
+            f"Only text was compared. Compare {verdict.uncompared} by a batch of your own: hf-burst check FOLDER "
+            "--batch FILE."
         )
     if verdict.result == "exact":
         lines.append(

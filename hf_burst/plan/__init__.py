@@ -10,7 +10,6 @@ from .segments import Segment, Segments
 from .sharding import Sharding, cut, make_sharding, pattern
 from .tiles import Tile
 from .traffic import Shapes, Traffic, rank_traffic
-from .verify import verify_plan
 
 # fmt: off
 __all__ = [
@@ -45,6 +44,5 @@ __all__ = [
     "ring_bytes",
     "rotating_of",
     "sharding_for",
-    "verify_plan",
 ]
 # fmt: on

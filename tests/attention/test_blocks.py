@@ -10,11 +10,12 @@ import torch
 
 from hf_burst.attention import AttentionRequest, ContextGroup, SequenceLayout, burst_attention, later
 from hf_burst.errors import BatchError
-from hf_burst.plan import MaskPattern, make_plan, verify_plan
+from hf_burst.plan import MaskPattern, make_plan
 from hf_burst.plan.blocks import later_keys
 from hf_burst.plan.sharding import make_sharding
 from tests.support.oracle import admitted_pairs, relative_error, softmax_attention
 from tests.support.ranks import RankPool
+from tests.support.verify import verify_plan
 
 Ranks = Callable[[int], RankPool]
 Blocks = tuple[tuple[tuple[int, int], ...], ...]

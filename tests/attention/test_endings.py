@@ -11,13 +11,14 @@ import torch
 
 from hf_burst.attention import AttentionRequest, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.errors import BatchError
-from hf_burst.plan import Mask, MaskPattern, Plan, make_plan, mask, verify_plan
+from hf_burst.plan import Mask, MaskPattern, Plan, make_plan, mask
 from hf_burst.plan.balance import assign, imbalance
 from hf_burst.plan.cuts import by_documents
 from hf_burst.plan.sharding import cut
 from hf_burst.plan.work import meetings, pairs_of_chunks
 from tests.support.oracle import relative_error, softmax_attention
 from tests.support.ranks import RankPool
+from tests.support.verify import verify_plan
 
 Ranks = Callable[[int], RankPool]
 Rows = list[tuple[int, ...]]

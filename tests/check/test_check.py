@@ -33,11 +33,11 @@ import hf_burst
 from hf_burst.check.compare import compare, compare_batch
 from hf_burst.check.ranks import run_on_ranks
 from hf_burst.check.run import check_batch, find_target, read_batch
+from hf_burst.check.sizes import LAYERS, WINDOW
 from hf_burst.check.tiny import shrink, tiny_copy
 from hf_burst.cli import main
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError, UnsupportedModelError
 from hf_burst.hf.models import support, verdicts
-from hf_burst.hf.models.sizes import LAYERS, WINDOW
 from hf_burst.layers.tiled import _Call
 from tests.support import models
 from tests.support.ranks import RankError, RankPool

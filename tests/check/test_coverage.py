@@ -18,15 +18,16 @@ import pytest
 import transformers
 
 from hf_burst.check.compare import KINDS, TOLERANCE, compare
-from hf_burst.check.tiny_pictures import WITH_VIDEO
-from hf_burst.check.tiny_seeing import FAMILIES
 from hf_burst.hf import attention
 from hf_burst.hf.models.verdicts import SERVED, TESTED, Verdict, source_hash
 from recipes import coverage
-from recipes.image_verdicts import compare_images
 from recipes.tiny_models import class_names, is_masked, tiny_model
 from recipes.tiny_wrappers import tiny_wrapper, wrapper_names
+from tests.support import image_coverage
+from tests.support.image_verdicts import compare_images
 from tests.support.ranks import RankPool
+from tests.support.tiny_pictures import WITH_VIDEO
+from tests.support.tiny_seeing import FAMILIES
 
 RESULTS = Path(__file__).parents[2] / "recipes" / "results"
 TABLE = json.loads((RESULTS / "coverage.json").read_text())
@@ -157,7 +158,7 @@ def test_a_class_that_does_not_exist_is_named(
     with pytest.raises(SystemExit) as end:
         coverage.main()
     assert end.value.code == 2
-    assert "no causal-LM or masked-LM class Nonsense" in capsys.readouterr().err
+    assert "no class Nonsense for this table: Every causal-LM and masked-LM class" in capsys.readouterr().err
 
 
 def own(rows: dict[str, Any]) -> list[str]:
@@ -169,7 +170,7 @@ def test_the_table_is_of_every_class() -> None:
     if SAME_VERSION:
         assert own(ROWS) == class_names()
         assert own(WRAPPERS) == wrapper_names()
-        assert own(IMAGES) == sorted(coverage.IMAGES.classes)
+        assert own(IMAGES) == sorted(image_coverage.IMAGES.classes)
         assert own(HEADS) == sorted(coverage.HEADS.classes)
     else:
         assert set(EXACT) & set(class_names())
@@ -211,7 +212,7 @@ def test_images_are_exact_where_they_are_served_and_the_others_say_why() -> None
         assert row["result"] in ("exact", "refused")
         assert max(row.get("errors", {}).values(), default=0) <= TOLERANCE
         if row["result"] == "exact":
-            assert {*coverage.IMAGES.kinds} - {*row["errors"]} <= {"video"}
+            assert {*image_coverage.IMAGES.kinds} - {*row["errors"]} <= {"video"}
         else:
             assert row["note"], name
 
@@ -254,13 +255,12 @@ def test_rows_of_another_transformers_stay(monkeypatch: pytest.MonkeyPatch, tmp_
     kept, llama = "Llama4ForConditionalGeneration", "LlavaForConditionalGeneration"
     (tmp_path / "coverage_images.json").write_text((RESULTS / "coverage_images.json").read_text())
     monkeypatch.setattr(coverage, "RESULTS", tmp_path)
-    before = coverage.written(coverage.IMAGES)
+    table = image_coverage.IMAGES
+    before = coverage.written(table)
     for version in ("5.1.0", f"{coverage.KEPT[kept][0]}.0"):
         monkeypatch.setattr(coverage.transformers, "__version__", version)
-        coverage.write(
-            coverage.IMAGES, dict.fromkeys([kept, *([llama] if version == "5.1.0" else [])], Verdict("wrong"))
-        )
-        assert coverage.written(coverage.IMAGES) == before
+        coverage.write(table, dict.fromkeys([kept, *([llama] if version == "5.1.0" else [])], Verdict("wrong")))
+        assert coverage.written(table) == before
     assert json.loads((tmp_path / "coverage_images.json").read_text())["transformers"] == TESTED
 
 

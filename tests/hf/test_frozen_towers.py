@@ -6,12 +6,12 @@ from unittest import mock
 import pytest
 from transformers import PreTrainedModel
 
-from hf_burst.check.tiny_pictures import seeing_batch
-from hf_burst.check.tiny_seeing import seeing_model
 from hf_burst.hf.parts import towers
 from tests.support import models
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
 from tests.support.ranks import RankPool
+from tests.support.tiny_pictures import seeing_batch
+from tests.support.tiny_seeing import seeing_model
 
 Ranks = Callable[[int], RankPool]
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from hf_burst.attention import SequenceLayout
-from hf_burst.check.tiny_pictures import Batch, seeing_batch
-from hf_burst.check.tiny_seeing import seeing_model
 from hf_burst.errors import BurstError, UnsupportedModelError
 from hf_burst.hf.attention import LazyMask, masks_with_blocks
 from hf_burst.hf.parts import tokens
@@ -18,6 +16,8 @@ from hf_burst.ranks.blocks import blocks_of
 from tests.support import models
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
 from tests.support.ranks import RankPool
+from tests.support.tiny_pictures import Batch, seeing_batch
+from tests.support.tiny_seeing import seeing_model
 
 Ranks = Callable[[int], RankPool]
 FAMILIES = ("Gemma3", "Gemma4", "Gemma4Unified", "PaliGemma")

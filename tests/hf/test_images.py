@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hf_burst
-from hf_burst.check.tiny_pictures import WITH_VIDEO, Batch, seeing_batch
-from hf_burst.check.tiny_seeing import FAMILIES, seeing_model
 from hf_burst.errors import BatchError, BurstError, LostRankError, UnsupportedModelError
 from hf_burst.hf.batches import cutting
 from hf_burst.hf.models import cut_point
@@ -21,6 +19,8 @@ from hf_burst.ranks.collectives import all_gather
 from tests.support import models
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
 from tests.support.ranks import RankError, RankPool
+from tests.support.tiny_pictures import WITH_VIDEO, Batch, seeing_batch
+from tests.support.tiny_seeing import FAMILIES, seeing_model
 
 Ranks = Callable[[int], RankPool]
 OFFLOADED = {"tiled_mlp": 4, "activation_offloading": 1.0}

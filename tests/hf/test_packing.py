@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from hf_burst import BurstCollator
-from hf_burst.check.tiny_pictures import documents, seeing_batch
-from hf_burst.check.tiny_seeing import seeing_model
 from hf_burst.errors import BatchError
 from tests.support import models
+from tests.support.tiny_pictures import documents, seeing_batch
+from tests.support.tiny_seeing import seeing_model
 
 
 def collate(family: str, count: int = 3) -> dict:

@@ -13,14 +13,14 @@ from peft.helpers import rescale_adapter_scale
 from torch.distributed.fsdp import fully_shard
 
 import hf_burst
-from hf_burst.check.tiny_hearing import FAMILIES as HEARING
-from hf_burst.check.tiny_hearing import hearing_batch, hearing_model
-from hf_burst.check.tiny_pictures import seeing_batch
-from hf_burst.check.tiny_seeing import seeing_model
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError, UnsupportedModelError
 from tests.hf.test_generation import GREEDY, WAYS, _Noted, make
 from tests.support import models
 from tests.support.ranks import RankError, RankPool
+from tests.support.tiny_hearing import FAMILIES as HEARING
+from tests.support.tiny_hearing import hearing_batch, hearing_model
+from tests.support.tiny_pictures import seeing_batch
+from tests.support.tiny_seeing import seeing_model
 
 Ranks = Callable[[int], RankPool]
 QUESTION = 11  # tokens of the longest

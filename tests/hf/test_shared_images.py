@@ -9,8 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_burst
-from hf_burst.check.tiny_pictures import Batch, seeing_batch
-from hf_burst.check.tiny_seeing import FAMILIES, seeing_model
 from hf_burst.hf.batches.joining import Joined
 from hf_burst.hf.batches.modalities import same_for_every_text
 from hf_burst.hf.groups import PATCH
@@ -19,6 +17,8 @@ from tests.support import models
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
 from tests.support.op_graphs import WAITS
 from tests.support.ranks import RankError, RankPool
+from tests.support.tiny_pictures import Batch, seeing_batch
+from tests.support.tiny_seeing import FAMILIES, seeing_model
 
 Ranks = Callable[[int], RankPool]
 ROWS = 3

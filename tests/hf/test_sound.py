@@ -14,12 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hf_burst
-from hf_burst.check import tiny_hearing
 from hf_burst.errors import BatchError, UnsupportedModelError
 from hf_burst.hf.models import cut_point
 from hf_burst.hf.parts import towers
 from hf_burst.ranks.collectives import all_gather
-from tests.support import models, trainers
+from tests.support import models, tiny_hearing, trainers
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
 from tests.support.ranks import RankError, RankPool
 from tests.support.trainers import Case, make_trainer

@@ -7,13 +7,13 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_burst.check.tiny_pictures import WITH_VIDEO, Batch, seeing_batch
-from hf_burst.check.tiny_seeing import START, VIDEO, seeing_class, seeing_model
 from hf_burst.hf.models.cut_point import frames_apart
 from hf_burst.hf.parts import towers
 from tests.support import models
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
 from tests.support.ranks import RankPool
+from tests.support.tiny_pictures import WITH_VIDEO, Batch, seeing_batch
+from tests.support.tiny_seeing import START, VIDEO, seeing_class, seeing_model
 
 Ranks = Callable[[int], RankPool]
 TOGETHER = (

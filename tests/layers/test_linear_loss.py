@@ -20,9 +20,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_burst
+from hf_burst.check import sizes
 from hf_burst.errors import ConfigError
 from hf_burst.hf.lazy_head import LazyLogits
-from hf_burst.hf.models import sizes
 from hf_burst.hf.parts.deferred_logits import DeferredLogits
 from hf_burst.hf.parts.head import Head
 from hf_burst.layers import linear_loss

@@ -15,7 +15,7 @@ from hf_burst.attention import ContextGroup, heads_to_tokens, tokens_to_heads
 from hf_burst.config import Schedule
 from hf_burst.errors import ShardingError
 from hf_burst.kernels import BackwardInputs, KernelRequest, Scores, select_kernel
-from hf_burst.plan import Mask, Plan, Sharding, Step, Traffic, cut, make_plan, make_sharding, verify_plan
+from hf_burst.plan import Mask, Plan, Sharding, Step, Traffic, cut, make_plan, make_sharding
 from hf_burst.ring import Exchanges, HeadSizes, PeerToPeer, ShardedAttention
 from hf_burst.ring.exchange import Channel, Pending, Region, Round, Shape
 from hf_burst.ring.loop import backward, forward
@@ -24,6 +24,7 @@ from tests.plan.test_plan import masks_of
 from tests.ring.test_ring import context_group, poisoned_memory
 from tests.support.oracle import admitted_pairs, softmax_attention
 from tests.support.ranks import RankPool
+from tests.support.verify import verify_plan
 
 Ranks = Callable[[int], RankPool]
 ROTATING = ("kv", "q")

@@ -14,8 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 import hf_burst
-from hf_burst.check.tiny_pictures import Batch, seeing_batch
-from hf_burst.check.tiny_seeing import IMAGE, seeing_model
 from hf_burst.cli import main
 from hf_burst.hf.models.model_size import model_size
 from hf_burst.hf.parts import memory
@@ -29,6 +27,8 @@ from tests.sizing.test_memory import small_gpu
 from tests.sizing.test_peak_memory import ON_CPU, bytes_of_step
 from tests.support import models
 from tests.support.ranks import RankPool
+from tests.support.tiny_pictures import Batch, seeing_batch
+from tests.support.tiny_seeing import IMAGE, seeing_model
 
 Ranks = Callable[[int], RankPool]
 IMAGES, SIDE, LENGTH = 4, 16, 512  # images of so many patches a side

@@ -24,13 +24,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import hf_burst
-from hf_burst.check import tiny_pictures
 from hf_burst.check.tiny import Double
-from hf_burst.check.tiny_pictures import WITH_VIDEO, Batch
-from hf_burst.check.tiny_seeing import FAMILIES, seeing_model
 from hf_burst.errors import BurstError
-from tests.support import models
+from tests.support import models, tiny_pictures
 from tests.support.ranks import RankError, RankPool
+from tests.support.tiny_pictures import WITH_VIDEO, Batch
+from tests.support.tiny_seeing import FAMILIES, seeing_model
 
 TOLERANCE, IN_FP32 = 1e-9, 1e-4  # of gradients; the second where Transformers computes norms and losses in fp32
 LAYOUTS = ("rows", "right", "left", "packed", "packed rows")

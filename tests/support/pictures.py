@@ -10,8 +10,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from hf_burst.check.tiny_pictures import WORDS
-from hf_burst.check.tiny_seeing import IMAGE
+from tests.support.tiny_pictures import WORDS
+from tests.support.tiny_seeing import IMAGE
 
 _CHAT = (
     "{% for message in messages %}{% for part in message['content'] %}"

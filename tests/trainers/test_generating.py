@@ -24,7 +24,6 @@ from transformers import GenerationConfig, LlamaForSequenceClassification, Train
 from transformers.generation.streamers import BaseStreamer
 
 import hf_burst
-from hf_burst.check.tiny_seeing import seeing_model
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.trainers import answering, generating
@@ -32,6 +31,7 @@ from hf_burst.hf.trainers.generating import Groups, GroupTraining
 from hf_burst.ranks.group import ContextGroup
 from tests.support import models, pictures, trainers, vllm_stand_in
 from tests.support.ranks import RankError, RankPool, reset_accelerate
+from tests.support.tiny_seeing import seeing_model
 
 pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")

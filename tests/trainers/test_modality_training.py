@@ -22,12 +22,12 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel, Trainer
 
 import hf_burst
 from hf_burst.check.tiny import tiny_copy
-from hf_burst.check.tiny_pictures import seeing_batch
-from hf_burst.check.tiny_seeing import seeing_model
 from hf_burst.hf.models.cut_point import language_model_path
 from recipes.tiny_wrappers import tiny_wrapper
 from tests.support import conversations, models, pictures, trainers
 from tests.support.ranks import RankPool, reset_accelerate
+from tests.support.tiny_pictures import seeing_batch
+from tests.support.tiny_seeing import seeing_model
 from tests.support.trainers import Case, make_trainer
 
 pytest.importorskip("trl")

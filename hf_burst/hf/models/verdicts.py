@@ -47,8 +47,7 @@ class Verdict:
     errors: dict[str, float] = field(default_factory=dict)
     note: str = ""
     fingerprint: str = ""  # what the verdict holds for, see [`fingerprint`]
-    # images, videos or sound with which the class is served, and which could not be compared, with the reason
-    uncompared: str = ""
+    uncompared: str = ""  # such as "images and videos": with what the class is served besides text
 
 
 def source_hash(module: str) -> str | None:
@@ -136,7 +135,7 @@ def served_by(model: PreTrainedModel) -> str:
             f"{name} was compared with one process by hf-burst check and found {verdict.result} over several ranks "
             f"({reasons}), so it is refused. Once its source is changed, {command} compares it anew."
         )
-    if verdict is not None and verdict.uncompared:
+    if verdict is not None and verdict.uncompared and not (stock and unchanged):
         logger.warning(
             "%s was compared with one process on text, and not on %s. Compare a batch of yours: run hf-burst check "
             "FOLDER --batch FILE.",

@@ -3,12 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..errors import PlanError
-from .ring import Plan, Rotating, Step
-from .sharding import Sharding
+from hf_burst.plan import Plan, Sharding, Step
+from hf_burst.plan.ring import Rotating
 
 # for every row of the batch and every query, the intervals of keys that were computed
 Seen = list[dict[int, list[tuple[int, int]]]]
+
+
+class PlanError(AssertionError):
+    """A plan that does not compute its mask exactly once."""
 
 
 def verify_plan(plan: Plan, rotating: Rotating) -> int:

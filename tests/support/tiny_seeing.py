@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from .tiny import Double
+from hf_burst.check.tiny import Double
 
 IMAGE, VIDEO, START = 60, 61, 62  # token ids; text has smaller ones
 TEXT: dict[str, Any] = {
@@ -472,19 +472,20 @@ def seeing_class(family: str) -> Any:
     return getattr(transformers, f"{family}ForConditionalGeneration", None) or getattr(transformers, family)
 
 
-def seeing_config(family: str, model_class: Any) -> Any:
-    """The small config of a family, for its class or one that is made from it."""
-    kind = model_class.config_class
-    names = {"image_token_id", "image_token_index"} & set(vars(kind()))
-    return kind(**{**dict.fromkeys(sorted(names), IMAGE), **_CONFIGS[family]})
-
-
-def seeing_model(family: str, model_class: Any = None) -> PreTrainedModel:
-    """A model in fp64, the same in every process; the default dtype is fp64 meanwhile. It is of the class of the
-    family, or of one that is made from it."""
+def seeing_model(family: str) -> PreTrainedModel:
+    """A tiny model of a family with a tower for images, as [`double_model`] makes it."""
     torch.manual_seed(0)
-    kind = model_class or seeing_class(family)
-    config = seeing_config(family, kind)
+    kind = seeing_class(family)
+    names = {"image_token_id", "image_token_index"} & set(vars(kind.config_class()))
+    model = double_model(kind, kind.config_class(**{**dict.fromkeys(sorted(names), IMAGE), **_CONFIGS[family]}))
+    for weight in model.parameters():
+        if weight.ndim > 1 and not weight.any():  # Gemma 3's projector: no gradient would reach the tower
+            torch.nn.init.normal_(weight, std=0.02)
+    return model
+
+
+def double_model(kind: Any, config: Any) -> PreTrainedModel:
+    """A model in fp64, in training; the default dtype is fp64 meanwhile."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -492,8 +493,5 @@ def seeing_model(family: str, model_class: Any = None) -> PreTrainedModel:
             model: PreTrainedModel = kind(config).to(torch.float64)
     finally:
         torch.set_default_dtype(before)
-    for weight in model.parameters():
-        if weight.ndim > 1 and not weight.any():  # Gemma 3's projector: no gradient would reach the tower
-            torch.nn.init.normal_(weight, std=0.02)
     model.set_experts_implementation("eager")  # others have no fp64
     return model.train()

@@ -1,20 +1,24 @@
-"""The verdict on a class with images: two ranks beside one process, in fp64. Runs on all ranks."""
+"""The verdict on a class with images: two ranks beside one process, in fp64, by a tiny model of the family. Runs on all
+ranks."""
 
 import inspect
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from hf_burst.check.compare import TOLERANCE, compare
-from hf_burst.check.modalities import error_on
-from hf_burst.check.tiny_pictures import KINDS, WITH_VIDEO
-from hf_burst.check.tiny_seeing import FAMILIES, seeing_model
+from hf_burst.check.differences import worst_error
+from hf_burst.check.tiny import Double
 from hf_burst.errors import BurstError
 from hf_burst.hf.models.verdicts import Verdict
 from hf_burst.hf.patch import patch_under_check
+from hf_burst.layers.loss import IGNORE_INDEX
 from recipes.tiny_models import tiny_model
 from recipes.tiny_wrappers import tiny_wrapper, wrapper_names
+from tests.support.tiny_pictures import KINDS, WITH_VIDEO, Batch, documents, seeing_batch
+from tests.support.tiny_seeing import FAMILIES, seeing_model
 
 _FILMS = "pixel_values_videos"
 
@@ -29,6 +33,36 @@ def compare_images(name: str) -> Verdict:
     model = seeing_model(family)
     watches = "video" in errors or _FILMS not in inspect.signature(model.forward).parameters
     return Verdict("exact" if exact else "wrong", errors, "" if watches else _sentence(model, _FILMS))
+
+
+def error_on(family: str, kind: str) -> float:
+    """The greatest error of the loss or of a gradient on one kind of batch, each relative to its greatest entry."""
+    with Double():
+        plain, patched, batch = seeing_model(family), seeing_model(family), seeing_batch(family, kind)
+        if kind == "packed":
+            expected, positions = _one_by_one(plain, documents(family))
+            batch |= positions
+        else:
+            expected = plain(**batch).loss
+        patch_under_check(patched)
+        return worst_error(patched, patched(**batch).loss, plain, expected)
+
+
+def _one_by_one(model: Any, parts: list[Batch]) -> tuple[torch.Tensor, Batch]:
+    """The loss of documents, and where they lie if places of images are positions: those of the packed row too."""
+    seen: list[torch.Tensor | None] = []
+    hook = model.get_decoder().register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs.get("position_ids")), with_kwargs=True
+    )
+    counts = [int((part["labels"][:, 1:] != IGNORE_INDEX).sum()) for part in parts]
+    losses = [model(**part).loss * count for part, count in zip(parts, counts, strict=True)]
+    hook.remove()
+    axes = next((len(places) for places in seen if places is not None and places.ndim == 3), None)
+    if axes is None:
+        return torch.stack(losses).sum() / sum(counts), {}
+    texts = [torch.arange(part["input_ids"].shape[1]).expand(axes, 1, -1) for part in parts]
+    places = [text if own is None or own.ndim < 3 else own for own, text in zip(seen, texts, strict=True)]
+    return torch.stack(losses).sum() / sum(counts), {"position_ids": torch.cat(places, dim=-1)}
 
 
 def _refused(name: str) -> Verdict:

@@ -1,4 +1,4 @@
-"""Batches with images, and videos, for the tiny models of `hf_burst/check/tiny_seeing.py`.
+"""Batches with images, and videos, for the tiny models of `tests/support/tiny_seeing.py`.
 
 A family shows images by their numbers: each has its own pixels, and another size where the family takes sizes. So one
 batch may hold some of them and another batch the others.
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .tiny_seeing import IMAGE, START, VIDEO, seeing_class
+from tests.support.tiny_seeing import IMAGE, START, VIDEO, seeing_class
 
 Batch = dict[str, torch.Tensor]
 Shown = tuple[list[int], dict[str, Any]]  # how many tokens each image takes, and what the model is given of them

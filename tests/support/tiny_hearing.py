@@ -8,8 +8,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from .tiny import Double
-from .tiny_seeing import TEXT
+from tests.support.tiny_seeing import TEXT, double_model
 
 Batch = dict[str, torch.Tensor]
 START, SOUND = 57, 60  # token ids; text has smaller ones
@@ -158,10 +157,9 @@ def _kind(family: str) -> Any:
 FAMILIES = tuple(family for family in NAMES if _kind(family))
 
 
-def hearing_model(family: str, model_class: Any = None) -> PreTrainedModel:
-    """A tiny model of a family with a tower for sound, in fp64, in training, the same in every process. It is of the
-    class of the family, or of one that is made from it."""
-    kind = model_class or _kind(family)
+def hearing_model(family: str) -> PreTrainedModel:
+    """A tiny model of a family with a tower for sound, in fp64, in training, the same in every process."""
+    kind = _kind(family)
     torch.manual_seed(0)
     config = kind.config_class(**{"audio_token_id": SOUND, **deepcopy(_CONFIGS[family])})
     if family == "Gemma3n":  # its tower for images is of timm
@@ -175,15 +173,7 @@ def hearing_model(family: str, model_class: Any = None) -> PreTrainedModel:
             patch_size=8,
             **tower,
         )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with Double():
-            model: PreTrainedModel = kind(config).to(torch.float64)
-    finally:
-        torch.set_default_dtype(before)
-    model.set_experts_implementation("eager")  # others have no fp64
-    return model.train()
+    return double_model(kind, config)
 
 
 def _text(length: int, last: int = _WORDS) -> Batch:
