@@ -20,6 +20,7 @@ from ..hf.models.support import check_model
 from ..hf.models.task import task_of
 from ..hf.models.verdicts import Verdict, fingerprint
 from ..hf.patch import patch_under_check, unpatch_model
+from ..hf.view import ModelView
 from ..layers.loss import IGNORE_INDEX
 from .differences import gradients, worst_error
 from .heads import judged, judgement, kinds_of, padded_on_right, prepared
@@ -83,8 +84,8 @@ def compare(make: Maker) -> Verdict:
             lines = str(problem).split("\n")
             return Verdict("not buildable", note=f"{type(problem).__name__}: {next(filter(None, lines), '')}")
         try:
-            check_model(model)  # before more of them are made
-            if modalities_of(model.config) or task_of(model).reads:
+            check_model(ModelView(model))  # before more of them are made
+            if modalities_of(model.config) or task_of(ModelView(model)).reads:
                 _check_text(prepared(model))
             errors = {kind: _worst_error(make, make_batch(kind, model)) for kind in kinds_of(model, KINDS)}
         except BurstError as problem:
@@ -92,7 +93,7 @@ def compare(make: Maker) -> Verdict:
         exact = all(error <= TOLERANCE for error in errors.values())  # false for nan
         remarks = "; ".join(filter(None, [note(model), _leak(model)]))
         others = " and ".join(served_modalities(type(model))) if exact else ""
-        return Verdict("exact" if exact else "wrong", errors, remarks, fingerprint(model) or "", others)
+        return Verdict("exact" if exact else "wrong", errors, remarks, fingerprint(ModelView(model)) or "", others)
 
 
 def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchComparison:
@@ -109,8 +110,8 @@ def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchCompar
     patch_under_check(model, tile=max(1, batch["labels"].numel() // (3 * dist.get_world_size())))
     over_ranks = _loss_and_norm(model, model(**batch).loss, dist.get_world_size())
     unpatch_model(model)
-    counted = batch["labels"][:, 1:] if task_of(model).causal else batch["labels"]
-    documents = documents_of(batch, task_of(model))
+    counted = batch["labels"][:, 1:] if task_of(ModelView(model)).causal else batch["labels"]
+    documents = documents_of(batch, task_of(ModelView(model)))
     count = sum(len(cuts) - 1 for cuts in documents)
     sees = next(values_besides_text(batch), None) is not None
     results = []
@@ -138,7 +139,7 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         mask[1, -7:] = 0
         batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORE_INDEX)}
         # eager attention lets padding on the left see all tokens
-        if task_of(model).causal and model.config.get_text_config()._attn_implementation == "eager":
+        if task_of(ModelView(model)).causal and model.config.get_text_config()._attn_implementation == "eager":
             batch["labels"][0, 6] = IGNORE_INDEX
     else:
         batch = {"input_ids": ids, "labels": ids.clone()}
@@ -151,9 +152,9 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     text = model.config.get_text_config()
     if text is not model.config and getattr(text, "use_bidirectional_attention", None) is True:
         batch["token_type_ids"] = torch.ones_like(ids)  # of PaliGemma: no token sees later ones
-    if not task_of(model).reads:
+    if not task_of(ModelView(model)).reads:
         return batch
-    first = not task_of(model).causal and getattr(model.config, "classifier_pooling", "cls") != "mean"
+    first = not task_of(ModelView(model)).causal and getattr(model.config, "classifier_pooling", "cls") != "mean"
     return judged(padded_on_right(batch) if kind == "padded" and first else batch, model)
 
 
@@ -162,7 +163,7 @@ def _check_text(model: PreTrainedModel) -> None:
     try:
         with torch.no_grad():
             batch = make_batch("one sequence", model)
-            judgement(model, batch) if task_of(model).reads else model(**batch)
+            judgement(model, batch) if task_of(ModelView(model)).reads else model(**batch)
     except Exception as problem:  # whatever it asks for
         line = next(filter(None, str(problem).split("\n")), type(problem).__name__)
         raise UnsupportedModelError(f"{type(model).__name__} takes no batch of text: {line}") from problem
@@ -170,7 +171,7 @@ def _check_text(model: PreTrainedModel) -> None:
 
 def _leak(model: PreTrainedModel) -> str:
     """What Transformers makes of packed documents in a model with recurrent layers, by the functions installed here."""
-    if not recurrent_modules(model):
+    if not recurrent_modules(ModelView(model)):
         return ""
     batch = make_batch("packed", model)
     try:
@@ -191,7 +192,7 @@ def _worst_error(make: Maker, batch: dict[str, torch.Tensor]) -> float:
 
 def _loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The loss of a patched model, or what stands for it."""
-    if task_of(model).reads:
+    if task_of(ModelView(model)).reads:
         return judgement(model, batch)
     loss: torch.Tensor = model(**batch).loss
     return loss
@@ -206,9 +207,9 @@ def _plain_loss(
     model: PreTrainedModel, batch: Mapping[str, torch.Tensor], documents: list[tuple[int, ...]] | None
 ) -> torch.Tensor:
     """The loss of the unpatched model in one process: its own, or that of `documents` that it is given one by one."""
-    if task_of(model).reads:
+    if task_of(ModelView(model)).reads:
         return judgement(model, batch, None if documents is None else documents[0])
-    options = {"use_cache": False} if task_of(model).causal else {}
+    options = {"use_cache": False} if task_of(ModelView(model)).causal else {}
     if documents is None:
         whole: torch.Tensor = model(**batch, **options).loss
         return whole
@@ -223,7 +224,7 @@ def _plain_loss(
         ]
         rows.append(torch.cat([model(**piece, **options).logits for piece in pieces], dim=1))
     logits, labels = torch.cat(rows), batch["labels"]
-    if task_of(model).causal:
+    if task_of(ModelView(model)).causal:
         logits, labels = logits[:, :-1], labels[:, 1:]
     loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
     return loss / batch.get("num_items_in_batch", (labels != IGNORE_INDEX).sum())

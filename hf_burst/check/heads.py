@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..hf.models.cut_point import language_model_of
+from ..hf.models.cut_point import reader_of
 from ..hf.models.task import CAUSAL_READER, task_of
+from ..hf.view import ModelView
 from ..layers.loss import IGNORE_INDEX
 
 Batch = dict[str, Tensor]
@@ -18,7 +19,11 @@ def kinds_of(model: PreTrainedModel, kinds: Sequence[str]) -> list[str]:
     """The kinds of batches that a model takes. Rows that are judged as one are not packed, and those of which all
     tokens may be chosen are not padded."""
     name = type(model).__name__
-    if not task_of(model).reads or language_model_of(model) is model or "ForTokenClassification" in name:
+    if (
+        not task_of(ModelView(model)).reads
+        or reader_of(ModelView(model)).root is model
+        or "ForTokenClassification" in name
+    ):
         return list(kinds)
     return [kind for kind in kinds if kind == "one sequence" or (kind == "padded" and "QuestionAnswering" not in name)]
 
@@ -28,7 +33,7 @@ def judged(batch: Batch, model: PreTrainedModel) -> Batch:
     name, labels, kinds = type(model).__name__, batch["labels"], int(model.config.num_labels or 0)
     given = {key: value for key, value in batch.items() if key != "labels"}
     rows, last = torch.arange(len(labels)), labels.shape[1] - 1
-    if language_model_of(model) is model:
+    if reader_of(ModelView(model)).root is model:
         return given
     if "ForTokenClassification" in name:
         given["labels"] = torch.where(labels == IGNORE_INDEX, labels, labels % kinds)
@@ -41,7 +46,7 @@ def judged(batch: Batch, model: PreTrainedModel) -> Batch:
 
 def prepared(model: PreTrainedModel) -> PreTrainedModel:
     """The model, with 0 as the token that pads: by it a decoder's head finds the last token of a row."""
-    if task_of(model) == CAUSAL_READER:
+    if task_of(ModelView(model)) == CAUSAL_READER:
         model.config.get_text_config().pad_token_id = 0
     return model
 

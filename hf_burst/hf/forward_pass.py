@@ -1,6 +1,6 @@
 """One forward pass of a patched model: what the parts prepare together before the model runs."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ from .context import ForwardCall
 from .groups import device_of
 from .models.cut_point import TokenInput
 from .models.task import Task
+from .view import ModelView
 
 
 @dataclass
@@ -102,7 +103,7 @@ class ForwardPass:
     """One forward pass of a patched model.
 
     Args:
-        model (`PreTrainedModel`): The model.
+        view ([`ModelView`]): The model.
         group ([`ContextGroup`]): The ranks that share the batch.
         config ([`BurstConfig`]): The settings of the model.
         task ([`Task`]): What the model learns.
@@ -117,7 +118,7 @@ class ForwardPass:
         pooling (`str`, *optional*): Which states stand for a document, if nothing else is asked for.
     """
 
-    model: PreTrainedModel
+    view: ModelView
     group: ContextGroup
     config: BurstConfig
     task: Task
@@ -132,6 +133,11 @@ class ForwardPass:
 
     def __post_init__(self) -> None:
         self.settings = self.config.memory_settings
+
+    @property
+    def model(self) -> PreTrainedModel:
+        model: PreTrainedModel = self.view.root
+        return model
 
     @property
     def device(self) -> torch.device:
@@ -159,7 +165,7 @@ class ForwardPass:
     @cached_property
     def random_rates(self) -> list[tuple[str, float]]:
         """Those of [`random_rates`]; there are thousands of modules, and several parts ask."""
-        return list(random_rates(self.model))
+        return list(random_rates(self.view.modules))
 
     @cached_property
     def sharing(self) -> tuple[dist.ProcessGroup, ...]:
@@ -188,15 +194,10 @@ class ForwardPass:
         return largest
 
 
-def random_rates(model: nn.Module, outside: Collection[int] = ()) -> Iterator[tuple[str, float]]:
-    """Names and values of all rates above 0 by which training is random: `p` of dropout layers, and attributes.
-
-    Args:
-        model (`torch.nn.Module`): The model.
-        outside (collection of `int`): Ids of modules that do not count.
-    """
-    for module in model.modules():
-        for name, value in vars(module).items() if module.training and id(module) not in outside else ():
+def random_rates(modules: Iterable[nn.Module]) -> Iterator[tuple[str, float]]:
+    """Names and values of all rates above 0 by which training is random: `p` of dropout layers, and attributes."""
+    for module in modules:
+        for name, value in vars(module).items() if module.training else ():
             name = type(module).__name__.lower() if name == "p" else name
             if "drop" in name or "jitter" in name:
                 rates = value.values() if isinstance(value, dict) else (value,)

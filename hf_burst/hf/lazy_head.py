@@ -18,6 +18,7 @@ from transformers.utils import logging
 from ..layers.linear_loss import Linear, learned_by, linear_loss_sum, rows_at_a_time
 from ..layers.loss import token_loss_sum, weighted_loss_sum
 from ..layers.token_values import token_values
+from .view import children_of, inner_modules
 
 _WRAPPERS = ("torch.distributed.", "deepspeed.", "accelerate.", "trl.")  # whose hooks look after weights and memory
 _HOOKED = (
@@ -243,7 +244,7 @@ class LazyHead:
             return self.plain(hidden)
         half = torch.float16 in (hidden.dtype, autocast[1] if autocast[0] else None)
         # in fp16, gradients would have to wait for their scale; weights inside of an adapter are gathered there alone
-        if half or is_watched(self.module) or any(map(is_partitioned, self.module.children())):
+        if half or is_watched(self.module) or any(map(is_partitioned, children_of(self.module).values())):
             return self.plain(hidden)
         # FSDP2 hangs a hook on what comes out, and warns of views
         return LazyLogits(self, hidden.clone() if isinstance(self.module, FSDPModule) else hidden, (), autocast)
@@ -271,7 +272,7 @@ class LazyHead:
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether forward hooks on a head want its logits. Wrappers that look after weights and memory want them not."""
-    modules = list(module.modules())
+    modules = list(inner_modules(module))
     hooks = [hook for inner in modules for hook in inner._forward_hooks.values()]
     hooks += _global_forward_hooks.values()
     again = is_partitioned(module)  # the head is called a second time then, with its pre-hooks
@@ -283,7 +284,7 @@ def is_hooked(module: nn.Module) -> bool:
 def is_watched(module: nn.Module) -> bool:
     """Whether hooks on a head want gradients, which come once only with all logits, or a weight follows from others
     before the head runs."""
-    modules = list(module.modules())
+    modules = list(inner_modules(module))
     tensors = [tensor for inner in modules for tensor in (*inner._parameters.values(), *vars(inner).values())]
     return any(inner._backward_hooks or inner._backward_pre_hooks for inner in modules) or any(
         tensor._backward_hooks or not tensor.is_leaf for tensor in tensors if isinstance(tensor, torch.Tensor)

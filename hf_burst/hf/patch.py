@@ -5,8 +5,7 @@ the ranks look like data-parallel replicas with the same batch. All of it is don
 """
 
 import sys
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 from types import FrameType
@@ -31,7 +30,7 @@ from .callers import frames
 from .context import CALL_KEY, CachedPass, LayerContext, PassContext, current
 from .forward_pass import Batch, ForwardPass
 from .groups import OLD_ARGUMENTS, PATCH, check_joined, resolve_group
-from .models.cut_point import CutPoint, cut_point_of, language_model_of
+from .models.cut_point import cut_point_of, reader_of
 from .models.other_sizes import refuse_other_sizes
 from .models.peft_methods import check_adapters
 from .models.support import base_model, check_model, verdict_on
@@ -60,6 +59,7 @@ from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
 from .parts.towers import Towers
 from .sharded_cache import ShardedCache
+from .view import Met, ModelView, Walk
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 # whether a thread is within a call by which all ranks of a group generate; other threads of a rollout may begin one
@@ -121,12 +121,13 @@ def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, ver
             f"The model is patched already, with {there.config} and {_named(there.group)}; now {config} and "
             f"{_named(group)} were given. Call hf_burst.unpatch_model(model) before patching it anew."
         )
-    check_model(base)
-    patch = _Patch(base, config, group, verdict or verdict_on(base))
+    view = ModelView(base)
+    check_model(view)
+    patch = _Patch(view, config, group, verdict or verdict_on(view))
     try:
-        patch.install(base)
+        patch.install(view)
     except BaseException:
-        patch.remove(base)
+        patch.remove(view)
         raise
     setattr(base, PATCH, patch)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -156,27 +157,25 @@ def unpatch_model(model: AnyModel) -> AnyModel:
         raise ConfigError(
             "The model is not patched, so there is nothing to undo. hf_burst.patch_model(model) patches it."
         )
-    patch.remove(base)
+    patch.remove(ModelView(base))
     delattr(base, PATCH)
     return model
 
 
-def make_parts(
-    model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None, cut_point: CutPoint
-) -> tuple[Part, ...]:
+def make_parts(view: ModelView, config: BurstConfig, group: ContextGroup | None) -> tuple[Part, ...]:
     """The parts of a model in the order of their steps: each behind those that it `needs`. A new capability is a new
     part and a line here."""
-    recurrence, memory, token_losses = Recurrence(), MemoryRule(model, config), TokenLosses()
-    head, tokens, key_cache = Head(token_losses), Tokens(model, cut_point, recurrence), KeyCache()
+    recurrence, memory, token_losses = Recurrence(), MemoryRule(view.root, config), TokenLosses()
+    head, tokens, key_cache = Head(token_losses), Tokens(view, recurrence), KeyCache()
     streams = DropoutStreams()
     return (
         Request(),
         Replicas(config),
         ExpertRanks(),
-        Attention(model),
+        Attention(view),
         recurrence,
         GatedNorms(),
-        SharedBeginnings(model, cut_point, recurrence, tokens.own_positions),
+        SharedBeginnings(view, recurrence, tokens.own_positions),
         memory,
         tokens,
         Towers(),
@@ -185,11 +184,11 @@ def make_parts(
         Checkpointing(memory.advise),
         TiledMLP(),
         Adapters(),
-        RouterLogits(model),
-        Loss(model, group),
+        RouterLogits(view.root),
+        Loss(view, group),
         token_losses,
         head,
-        States(model, streams),
+        States(streams),
         Outputs(head, key_cache),
         streams,  # draws seeds last, when nothing stops the pass any more
     )
@@ -201,38 +200,6 @@ def _generates(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     learns = model.training and torch.is_grad_enabled()
     cached = cache_of(batch) is not None or bool(batch.get("use_cache"))
     return cached and not learns and batch.get("labels") is None and not is_sharded(batch)
-
-
-def _modules_inside(model: nn.Module) -> tuple[list[nn.Module], bool]:
-    """The modules inside of a model, and whether `torch.compile` has compiled one of them, or the model."""
-    modules: list[nn.Module] = []
-    found: list[nn.Module | None] = [model]
-    compiled = False
-    while found:  # `model.modules()` takes several times as long, at every pass
-        module = found.pop()
-        if module is not None:
-            modules.append(module)
-            inside = module._modules
-            if inside:
-                found += inside.values()
-                compiled |= "_orig_mod" in inside
-            compiled |= module._compiled_call_impl is not None
-    return modules[1:], compiled
-
-
-class _Seen:
-    """The modules that parts have looked at. It keeps none of them alive, and a copy has seen none."""
-
-    def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
-        self.modules = [weakref.ref(module) for module in modules]
-
-    def are(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether these are the same."""
-        pairs = zip(self.modules, modules, strict=False)
-        return len(self.modules) == len(modules) and all(seen() is module for seen, module in pairs)
-
-    def __reduce__(self) -> Any:
-        return _Seen, ()
 
 
 def _within_compiled() -> bool:
@@ -248,13 +215,13 @@ def _within_compiled() -> bool:
 class _Patch:
     """What patching added to one model: a list of parts, and the hooks of the model that run it."""
 
-    def __init__(self, model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None, verdict: str) -> None:
-        self.config, self.group, self.verdict, self.task = config, group, verdict, task_of(model)
-        self.task.check_config(config, type(model).__name__)
-        cut_point = cut_point_of(model)
-        self.parts = make_parts(model, config, group, cut_point)
-        self.seen = _Seen()  # the modules inside of the model, as of the latest pass
-        self.token_inputs = (*cut_point.inputs, *(extra for part in self.parts for extra in part.token_inputs))
+    def __init__(self, view: ModelView, config: BurstConfig, group: ContextGroup | None, verdict: str) -> None:
+        self.config, self.group, self.verdict, self.task = config, group, verdict, view.find(task_of)
+        self.task.check_config(config, type(view.root).__name__)
+        self.parts = make_parts(view, config, group)
+        self.view, self.met = view, Met()  # of the latest pass
+        extra = [given for part in self.parts for given in part.token_inputs]
+        self.token_inputs = (*view.find(cut_point_of).inputs, *extra)
         self.handles: list[RemovableHandle] = []
         self.looked: list[RemovableHandle] = []  # hooks on modules inside of the model
         self.explicit = False  # whether the latest batch arrived sharded
@@ -270,12 +237,12 @@ class _Patch:
         """What a rollout calls to generate; `None` where a thread is within such a call, and elsewhere."""
         return None if WITHIN.get() else self.together
 
-    def install(self, model: PreTrainedModel) -> None:
+    def install(self, view: ModelView) -> None:
         for part in self.parts:
-            part.install(model)
-        self.seen = _Seen(_modules_inside(model)[0])
-        self.look(model)
-        inner = dict.fromkeys((model.base_model, language_model_of(model)))
+            part.install(view)
+        model = view.root
+        self.look(view, Walk(model))
+        inner = dict.fromkeys((model.base_model, reader_of(view).root))
         self.handles += [
             module.register_forward_pre_hook(self.within, with_kwargs=True) for module in inner if module is not model
         ]
@@ -286,12 +253,12 @@ class _Patch:
             model.register_load_state_dict_pre_hook(refuse_other_sizes),
         ]
 
-    def remove(self, model: PreTrainedModel) -> None:
+    def remove(self, view: ModelView) -> None:
         self.end()  # a pass that was interrupted
         for handle in (*self.handles, *self.looked):
             handle.remove()
         for part in reversed(self.parts):
-            part.remove(model)
+            part.remove(view)
 
     @torch.compiler.disable
     def before(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -331,21 +298,22 @@ class _Patch:
             )
         self.passes += 1
         group = resolve_group(self.group)
-        run = ForwardPass(module, group, self.config, self.task, Batch(batch, self.token_inputs))
+        walk = Walk(module)
+        changed = not self.met.are(walk.modules)
+        view = ModelView(module) if changed else self.view
+        run = ForwardPass(view, group, self.config, self.task, Batch(batch, self.token_inputs))
         run.pooling = self.pooling
         facts = run.agreement.facts
         facts["served by"] = self.verdict
-        inside, compiled = _modules_inside(module)
-        run.compiled = compiled or _within_compiled()
+        run.compiled = walk.compiled or _within_compiled()
         if self.config.schedule == "auto" and run.group.size > 1:  # graphs take another one, see `with_schedule`
             run.agreement.add("compiled", run.compiled, _COMPILED)
         mode = facts["mode"] = "training" if module.training else "evaluation"
         doing = f"forward pass {self.passes} of {type(module).__name__} in {mode}"
         self.meet(run, error, doing)
         try:
-            if error is None and not self.seen.are(inside):
-                self.look(module)
-                self.seen = _Seen(inside)
+            if error is None and changed:
+                self.look(view, walk)
             if error is None and run.group.size > 1:  # the first time all ranks meet in it, so before any of them fails
                 resources_of(run.group).topology(run.device)
             check_joined()
@@ -361,7 +329,7 @@ class _Patch:
             part.begin(run)
         context = LayerContext(run.call, run.call.replay(), None, run.settings.tiled_mlp, run.obstacles)
         self.context.enter(replace(context, cached=CachedPass(cache)) if isinstance(cache, ShardedCache) else context)
-        apart = run.task.reads and language_model_of(module) is not module  # which is given it where it is called
+        apart = run.task.reads and reader_of(view) is not view  # which is given it where it is called
         return (), {**run.batch.inputs, **({} if apart else {CALL_KEY: run.call})}
 
     def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -391,13 +359,14 @@ class _Patch:
         self.end()
         self.context.enter(None)
 
-    def look(self, model: PreTrainedModel) -> None:
+    def look(self, view: ModelView, walk: Walk) -> None:
         """Has the parts look at the modules of the model anew."""
         for handle in self.looked:
             handle.remove()
-        self.looked = []
+        self.looked, self.met = [], Met()
         for part in self.parts:
-            self.looked += part.look(model)
+            self.looked += part.look(view)
+        self.view, self.met = view, walk.met()
 
     def meet(self, run: ForwardPass, error: Exception | None, doing: str) -> None:
         """At the first pass over a group all of its ranks have come so far, or none goes on to ask for hosts."""

@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -26,6 +25,7 @@ from ..models.recurrent import recurrent_modules
 from ..parts.rope import follows_length
 from ..parts.tokens import numbers_tokens
 from ..sharded_cache import ShardedCache
+from ..view import ModelView
 from .request import adapted_modules, adapters_at_work, cache_key, check, idle_weights, patched
 
 _ABOUT, _DOCUMENT = "memory.json", "document.safetensors"
@@ -225,17 +225,18 @@ def remember(model: nn.Module, input_ids: Tensor) -> RememberedDocument:
         check(base, {"input_ids": input_ids, "use_cache": True})
         if batch_shape({"input_ids": input_ids})[0] != 1:
             raise BatchError(f"A memory is of one document, not {len(input_ids)}. Remember each by itself.")
-        if recurrent_modules(base):
+        view = ModelView(base)
+        if recurrent_modules(view):
             raise UnsupportedModelError(
                 f"{type(base).__name__} has layers with a state, which questions of different lengths would not begin "
                 "alike. Generate with document and question as one prompt."
             )
-        if any(map(follows_length, base.modules())):
+        if any(map(follows_length, view.modules)):
             raise UnsupportedModelError(
                 f"Rotary positions of this {type(base).__name__} depend on the longest one, so keys of a document "
                 "would be others beside a question. Generate with document and question as one prompt."
             )
-        if any(map(numbers_tokens, base.modules())):
+        if any(map(numbers_tokens, view.modules)):
             raise UnsupportedModelError(
                 f"{type(base).__name__} counts positions from padding_idx + 1 where it reads a document, and generate "
                 "counts a question behind it from 0. Generate with document and question as one prompt."
@@ -291,12 +292,12 @@ def _entries(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, A
 def about(model: PreTrainedModel) -> dict[str, Any]:
     """The class of a model, its config, and a checksum of what else its keys follow from: weights, buffers, adapters
     that are at work and the precision of autocast. All ranks that share weights call it."""
-    for module in model.modules():  # a pass may have left weights whole, and not on all ranks
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    view = ModelView(model)
+    for unit in view.units_of_fsdp2:  # a pass may have left weights whole, and not on all ranks
+        unit.reshard()
     device = device_of(model)
     precision = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    adapted = adapted_modules(model)
+    adapted = adapted_modules(view)
     adapters = [(path, work) for path, module in adapted if (work := adapters_at_work(module))]
     idle = {weight for _, module in adapted for weight in idle_weights(module)}
     total = torch.tensor(zlib.crc32(str((adapters, precision)).encode()), device=device)

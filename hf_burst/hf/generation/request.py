@@ -19,6 +19,7 @@ from ..lazy_head import is_partitioned
 from ..models.recurrent import functions_of, recurrent_modules
 from ..parts.expert_ranks import check_same_passes
 from ..sharded_cache import ShardedCache
+from ..view import ModelView, find_inside, inner_modules
 
 _SETTINGS = frozenset(vars(GenerationConfig()))  # which may be tensors, such as eos_token_id
 _TEXT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
@@ -41,7 +42,7 @@ def patched(model: nn.Module) -> tuple[PreTrainedModel, ContextGroup]:
     Raises:
         ConfigError: If there is none.
     """
-    found: Any = next((module for module in model.modules() if PATCH in vars(module)), None)
+    found = find_inside(model, PATCH)
     if found is None:
         raise ConfigError("This takes a patched model. Call hf_burst.patch_model(model) first.")
     return found, resolve_group(getattr(found, PATCH).group)
@@ -53,7 +54,8 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} predicts masked tokens and generates none.")
     if model.training:
         raise ConfigError("The model is in training, where dropout would change its answers. Call model.eval() first.")
-    scans = sorted({type(module).__name__ for module in recurrent_modules(model) if _is_mamba1(module)})
+    recurrent = recurrent_modules(ModelView(model))
+    scans = sorted({type(module).__name__ for module in recurrent if _is_mamba1(module)})
     if scans:
         raise UnsupportedModelError(
             f"{type(model).__name__} has {', '.join(scans)}, whose kernels return no state behind a prompt that "
@@ -65,7 +67,7 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
             f"{type(model).__name__} runs layers in loops, each of which would need a cache of its own over the ranks. "
             "model.generate holds the whole prompt on each rank."
         )
-    if asked(model, kwargs, "prompt_lookup_num_tokens") and recurrent_modules(model):
+    if asked(model, kwargs, "prompt_lookup_num_tokens") and recurrent:
         raise UnsupportedModelError(
             f"{type(model).__name__} has layers with a state, which cannot go back to before tokens that were refused. "
             "Leave prompt_lookup_num_tokens out."
@@ -120,11 +122,11 @@ def asked(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def adapted_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def adapted_modules(view: ModelView) -> list[tuple[str, nn.Module]]:
     """The modules that have adapters of peft, with their paths."""
     return [
         (path, module)
-        for path, module in model.named_modules()
+        for path, module in view.named
         if hasattr(module, "disable_adapters") and hasattr(module, "merged_adapters")
     ]
 
@@ -178,9 +180,9 @@ def prompt_tensors(kwargs: Mapping[str, Any]) -> list[str]:
 def without_rope_deltas(model: nn.Module) -> Iterator[None]:
     """Takes from a model what its latest call with images left, and puts it back. Transformers keeps how far images
     moved the positions of later tokens (`rope_deltas`), and adds it wherever a cache is not empty."""
-    kept = [(module, module.rope_deltas) for module in model.modules() if "rope_deltas" in vars(module)]
+    kept: list[Any] = [(module, module.rope_deltas) for module in inner_modules(model) if "rope_deltas" in vars(module)]
     for module, _ in kept:
-        module.rope_deltas = None  # type: ignore[assignment]
+        module.rope_deltas = None
     try:
         yield
     finally:

@@ -17,6 +17,7 @@ from ..groups import PATCH, device_of, resolve_group
 from ..lazy_head import is_partitioned, logits_of_some, values_of_tokens
 from ..parts.token_losses import Question, Scores, TokenLosses, check_weights, is_sharded_head
 from ..parts.tokens import check_ranges
+from ..view import inner_modules
 from .memory import RememberedDocument, with_document
 from .request import cache_key, check, patched
 
@@ -127,7 +128,7 @@ def token_divergences(
         )
     kept: list[Scores] = []
     facts = {"token divergences": [kind, top_k, temperature, beta]}
-    training = [module for module in teacher.modules() if module.training]
+    training = [module for module in inner_modules(teacher) if module.training]
     teacher.eval()
     try:
         with torch.no_grad():

@@ -28,6 +28,7 @@ from ...ranks.group import ContextGroup
 from ..cached_tokens import FixedStep
 from ..context import CachedPass, current, entered
 from ..sharded_cache import ShardedCache
+from ..view import ModelView
 from .request import adapted_modules, adapters_at_work
 
 logger = logging.getLogger(__name__)
@@ -308,7 +309,7 @@ def _obstacle(model: nn.Module) -> str:
         return "all modules have a hook"
     if any(isinstance(weight, DTensor) for weight in model.parameters()):
         return "weights lie on several ranks"
-    for name, module in model.named_modules():
+    for name, module in ModelView(model).named:
         if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
             return f"{name or 'the model'} is compiled"
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
@@ -327,8 +328,8 @@ def _module_of(hook: Any) -> str:
 
 def _state_of(model: nn.Module) -> Callable[[], list[Any]]:
     """What users may change of a model, asked before each token: adapters and what `_inside` tells of modules."""
-    adapted = [module for _, module in adapted_modules(model)]
-    modules = [vars(module) for module in model.modules()]
+    view = ModelView(model)
+    adapted, modules = [module for _, module in adapted_modules(view)], list(map(vars, view.modules))
     return lambda: [list(map(adapters_at_work, adapted)), list(map(_inside, modules))]
 
 

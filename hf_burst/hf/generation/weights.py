@@ -5,14 +5,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+
+from ..view import ModelView
 
 
 @contextmanager
 def gathered_once(model: nn.Module) -> Iterator[None]:
     """Lets FSDP2 keep the weights that the first pass gathers, until the end. Every rank then holds all of them, and
     ranks that share weights, but no prompt, need not generate as many tokens."""
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    modules = ModelView(model).units_of_fsdp2
     states: list[Any] = [module._get_fsdp_state() for module in modules]  # torch has no public way to ask
     before = [(state, state._auto_reshard_after_forward) for state in states]
     groups = [(state, group, group.post_forward_mesh_info) for state in states for group in _groups(state)]

@@ -6,12 +6,12 @@ from functools import cache, partial
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...errors import UnsupportedModelError
 from ..attention import NAME
+from ..view import ModelView
 from .recurrent import COUNTERPARTS, recurrent_modules
 
 _WRAPPERS = ("torch.", "accelerate.", "transformers.utils.")  # which autocast, compile, convert what is returned
@@ -41,18 +41,18 @@ def forward_name(module: nn.Module) -> str:
     return function_name(vars(module).get("forward") or type(module).forward)
 
 
-def attention_modules(reader: nn.Module) -> dict[nn.Module, str]:
+def attention_modules(reader: ModelView) -> dict[nn.Module, str]:
     """The modules of a language model that call an attention function of Transformers, and their paths.
 
     All of them say by `is_causal` how far their queries see. Classes from elsewhere may lack it, and are known by their
     name.
     """
-    found = {module: path for path, module in reader.named_modules() if _says_is_causal(module)}
-    inside = {inner for module in found for inner in module.modules()}
-    recurrent = set(recurrent_modules(reader))
-    for path, module in reader.named_modules():
+    found = {module: path for path, module in reader.named if _says_is_causal(module)}
+    inside = {inner for module in found for inner in reader.inside(module)}
+    recurrent = set(reader.find(recurrent_modules))
+    for path, module in reader.named:
         own = not type(module).__module__.startswith("transformers.") and type(module).__name__.endswith("Attention")
-        if own and module not in inside | recurrent and found.keys().isdisjoint(module.modules()):
+        if own and module not in inside | recurrent and found.keys().isdisjoint(reader.inside(module)):
             found[module] = path
     return found
 
@@ -62,10 +62,11 @@ def _says_is_causal(module: nn.Module) -> bool:
     return "is_causal" in vars(module) or hasattr(type(module), "is_causal")
 
 
-def check_attention_functions(model: PreTrainedModel) -> None:
+def check_attention_functions(view: ModelView) -> None:
     """Raises for an attention function that is neither one of Transformers nor ours: what it does would be lost."""
-    for module in attention_modules(model):
-        name = getattr(getattr(module, "config", None), "_attn_implementation", model.config._attn_implementation)
+    of_model = view.root.config._attn_implementation
+    for module in view.find(attention_modules):
+        name = getattr(getattr(module, "config", None), "_attn_implementation", of_model)
         if name in (NAME, None):
             continue
         file = type(module).__module__
@@ -89,10 +90,10 @@ def check_attention_functions(model: PreTrainedModel) -> None:
             )
 
 
-def check_recurrent_sources(model: nn.Module) -> None:
+def check_recurrent_sources(view: ModelView) -> None:
     """Raises for a recurrent class whose forward was replaced, by which it is not known as recurrent any more."""
-    kinds: set[Any] = set(map(type, model.modules()))
-    for kind in kinds.difference(map(type, recurrent_modules(model))):
+    kinds: set[Any] = view.classes
+    for kind in kinds.difference(map(type, view.find(recurrent_modules))):
         forward: Any = inspect.unwrap(kind.forward)
         home = {base.__module__ for base in kind.__mro__}
         own = getattr(forward, "__globals__", {}).get("__name__") in home

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..view import ModelView
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,14 @@ _HEARING: Mapping[str, str] = MappingProxyType(
 CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})  # by the name of a class; all others are cut at the outside
 
 
-def cut_point_of(model: nn.Module) -> CutPoint:
+def cut_point_of(view: ModelView) -> CutPoint:
     """The cut point of a model: by its class or the first base class that has one, else where a wrapper hands
     embeddings to its language model, or a class without a language-model head calls its base model, else the model
     itself."""
-    known = (CUT_POINTS[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in CUT_POINTS)
+    known = (CUT_POINTS[cls.__name__] for cls in type(view.root).__mro__ if cls.__name__ in CUT_POINTS)
     cut_point = next(known, None)
     if cut_point is None:
-        path = language_model_path(model) or _base_path(model)
+        path = view.find(language_model_path) or _base_path(view)
         cut_point = CutPoint(path, (*TOKEN_INPUTS, *_OF_WRAPPERS), _DEEPSTACK) if path else CutPoint()
     return cut_point
 
@@ -138,12 +138,12 @@ def needs_positions(kind: type) -> bool:
     return family_of(kind) == "HunYuanVL"
 
 
-def sees_blocks(model: PreTrainedModel) -> bool:
+def sees_blocks(view: ModelView) -> bool:
     """Whether tokens of an image or a prefix may see later ones in a wrapper, by the source of its class."""
-    if not language_model_path(model):
+    if not view.find(language_model_path):
         return False
-    modules = {kind.__module__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models.")}
-    sources = [inspect.getsource(sys.modules[module]) for module in modules]
+    files = {kind.__module__ for kind in type(view.root).__mro__}
+    sources = [inspect.getsource(sys.modules[file]) for file in files if file.startswith("transformers.models.")]
     return not sources or any("block_sequence_ids" in source for source in sources)
 
 
@@ -178,29 +178,31 @@ def modalities_of(config: PreTrainedConfig) -> list[str]:
     return sorted(parts.intersection(config.sub_configs))
 
 
-def language_model_path(model: Any) -> str:
+def language_model_path(view: ModelView) -> str:
     """Where a model of several modalities has its language model, such as `"model.language_model"`; else empty."""
+    model = view.root
     if not isinstance(model, PreTrainedModel) or not modalities_of(model.config):
         return ""
     decoder = model.get_decoder()
     if decoder in (model, model.base_model) or "inputs_embeds" not in inspect.signature(decoder.forward).parameters:
         return ""
-    return next((path for path, module in model.named_modules() if module is decoder), "")
+    return next((path for path, module in view.named if module is decoder), "")
 
 
-def has_language_head(model: nn.Module) -> bool:
+def has_language_head(view: ModelView) -> bool:
     """Whether a model, or one inside of it, has a language-model head, unlike classifiers and bare decoders."""
-    models = [model, *model.modules()]
-    return any(isinstance(inner, PreTrainedModel) and inner.get_output_embeddings() is not None for inner in models)
+    models = (module for module in view.modules if isinstance(module, PreTrainedModel))
+    return any(model.get_output_embeddings() is not None for model in models)
 
 
-def _base_path(model: Any) -> str:
+def _base_path(view: ModelView) -> str:
     """Where a model without a language-model head has its decoder or encoder; empty if it is one itself."""
-    if not isinstance(model, PreTrainedModel) or model.base_model is model or has_language_head(model):
+    model = view.root
+    if not isinstance(model, PreTrainedModel) or model.base_model is model or view.find(has_language_head):
         return ""
     return str(model.base_model_prefix)
 
 
-def language_model_of(model: PreTrainedModel) -> Any:
+def reader_of(view: ModelView) -> ModelView:
     """The part of a model that works on tokens: the language model of a wrapper, or else the model itself."""
-    return model.get_submodule(cut_point_of(model).path)
+    return view.part(view.root.get_submodule(view.find(cut_point_of).path))

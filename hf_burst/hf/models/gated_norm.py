@@ -9,25 +9,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..view import ModelView
 from .recurrent import has_delta_rule, recurrent_modules
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu, "sigmoid": torch.sigmoid}
 _WIDTH = 17  # of what a norm is asked with: no multiple of a group within a row
 
 
-def gated_norms(model: nn.Module) -> list[tuple[nn.Module, str]]:
+def gated_norms(view: ModelView) -> list[tuple[nn.Module, str]]:
     """Finds the norms inside of delta rules' modules that return `x / sqrt(mean(x^2) + eps) * weight *
     activation(gate)`.
 
     Args:
-        model (`nn.Module`): Any model; its weights are not read.
+        view ([`ModelView`]): Of any model; its weights are not read.
 
     Returns:
         `list[tuple[nn.Module, str]]`: Each norm and the name of its activation, a key of `ACTIVATIONS`. `eps` is its
         `variance_epsilon`. A norm that is given another formula by its class is not among them.
     """
-    rules = filter(has_delta_rule, recurrent_modules(model))
-    inner = {id(module): module for rule in rules for module in rule.modules()}
+    rules = filter(has_delta_rule, view.find(recurrent_modules))
+    inner = {id(module): module for rule in rules for module in view.inside(rule)}
     found = ((module, activation_of(module)) for module in inner.values())
     return [(module, activation) for module, activation in found if activation is not None]
 

@@ -9,12 +9,13 @@ from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from ...plan import Hybrid, RecurrentSize, Shapes, choose_recurrence
+from ...plan import Hybrid, MaskPattern, RecurrentSize, Shapes, choose_recurrence
 from ...plan.recurrence import Way
 from ...ranks.layout import SequenceLayout
 from ...recurrent import fla_installed
+from ..view import ModelView
 from .gated_norm import activation_of
 from .recurrent import functions_of, recurrent_modules
 from .support import has_attention, patterns_of_layers
@@ -27,16 +28,16 @@ FUSED_NORM = (3, 2)
 _DELTA, _KIMI = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
 
 
-def recurrent_sizes(model: nn.Module) -> tuple[RecurrentSize, ...]:
+def recurrent_sizes(view: ModelView) -> tuple[RecurrentSize, ...]:
     """The recurrent layers of a model, by kind and size; empty if it has none, or one does not say how large it is."""
-    sizes = [_size_of(module) for module in recurrent_modules(model)]
+    sizes = [_size_of(view.part(module)) for module in view.find(recurrent_modules)]
     known = Counter(size for size in sizes if size is not None)
     return () if None in sizes else tuple(replace(size, layers=count) for size, count in known.items())
 
 
-def attention_shapes(model: PreTrainedModel, itemsize: int = 2) -> Shapes | None:
+def attention_shapes(view: ModelView, itemsize: int = 2) -> Shapes | None:
     """The heads of a model's attention: those of its first layer that has it; `None` if none has."""
-    layers = patterns_of_layers(model.config, task_of(model)) if has_attention(model) else []
+    layers = view.find(attending_layers)
     if not layers:
         return None
     first = layers[0][0]
@@ -45,10 +46,15 @@ def attention_shapes(model: PreTrainedModel, itemsize: int = 2) -> Shapes | None
     return Shapes(q_heads, kv_heads, size, getattr(first, "v_head_dim", None) or size, itemsize, 4)
 
 
-def attending_share(model: PreTrainedModel) -> float:
+def attending_share(view: ModelView) -> float:
     """The share of a model's layers that have attention."""
-    layers = patterns_of_layers(model.config, task_of(model)) if has_attention(model) else []
-    return min(1.0, len(layers) / max(1, getattr(model.config.get_text_config(), "num_hidden_layers", 1)))
+    layers = getattr(view.root.config.get_text_config(), "num_hidden_layers", 1)
+    return min(1.0, len(view.find(attending_layers)) / max(1, layers))
+
+
+def attending_layers(view: ModelView) -> list[tuple[PreTrainedConfig, MaskPattern]]:
+    """The config of each layer that has attention, and how far it sees."""
+    return patterns_of_layers(view.root.config, view.find(task_of)) if view.find(has_attention) else []
 
 
 def head_size(layer: PreTrainedConfig) -> int:
@@ -70,13 +76,13 @@ def chosen_way(hybrid: Hybrid, layout: SequenceLayout, rank: int) -> Way:
     return choice.way
 
 
-def _size_of(module: Any) -> RecurrentSize | None:
+def _size_of(view: ModelView) -> RecurrentSize | None:
     """The size of one recurrent module, by the attributes that all of its kind have in Transformers."""
-    kind: Any = type(module)
+    module, kind = view.root, type(view.root)
     functions = functions_of(kind)
     if not functions:  # it computes its states inside of its own forward: its sizes are not known
         return None
-    convolution = next((inner for inner in module.modules() if isinstance(inner, nn.Conv1d)), None)
+    convolution = next((inner for inner in view.modules if isinstance(inner, nn.Conv1d)), None)
     size = RecurrentSize("convolution", 1)
     if convolution is not None:
         size = replace(size, channels=convolution.out_channels, reach=convolution.kernel_size[0] - 1)
@@ -86,12 +92,12 @@ def _size_of(module: Any) -> RecurrentSize | None:
             own = {"heads": heads[0], "key_heads": heads[1], "keys": keys[0], "values": keys[1]}
             if find_spec("causal_conv1d"):
                 size = replace(size, convolution_copies=1)
-            size = replace(size, norm_copies=_norm_copies(module))
+            size = replace(size, norm_copies=_norm_copies(view))
             return replace(size, kind="delta", repeats_keys=_repeats_keys(kind), **own)
         if _KIMI in functions:
             heads, width = module.num_heads, module.head_dim
             own = {"heads": heads, "key_heads": heads, "keys": width, "values": width, "decays": width}
-            return replace(size, kind="delta", norm_copies=_norm_copies(module), **own)
+            return replace(size, kind="delta", norm_copies=_norm_copies(view), **own)
         if "mamba2_chunk_scan" in functions:
             own = {"heads": module.num_heads, "values": module.head_dim, "key_heads": module.n_groups}
             return replace(size, kind="scan", keys=module.ssm_state_size, **own)
@@ -103,9 +109,9 @@ def _size_of(module: Any) -> RecurrentSize | None:
     return size
 
 
-def _norm_copies(module: nn.Module) -> tuple[int, int]:
+def _norm_copies(view: ModelView) -> tuple[int, int]:
     """Those of a delta rule's gated norm, by the kernel that computes it on GPUs."""
-    fused = fla_installed() and any(activation_of(inner) is not None for inner in module.modules())
+    fused = fla_installed() and any(activation_of(inner) is not None for inner in view.modules)
     return FUSED_NORM if fused else RecurrentSize.norm_copies
 
 

@@ -13,11 +13,11 @@ from ...errors import ConfigError, UnsupportedModelError
 from ...plan import MaskPattern, Shapes
 from ...sizing.model import ModelSize
 from ...sizing.shapes import SHAPES, shape_name
+from ..view import ModelView
 from .cut_point import language_model_path
-from .hybrid import attention_shapes, head_size, recurrent_sizes
+from .hybrid import attending_layers, attention_shapes, head_size, recurrent_sizes
 from .recurrent import recurrent_modules
-from .support import check_model, has_attention, patterns_of_layers
-from .task import task_of
+from .support import check_model
 from .tower_size import tower_size
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -54,18 +54,19 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
     """The sizes of a model."""
     with torch.device("meta"):
         model = model_class(deepcopy(config))
-    check_model(model)
+    view = ModelView(model)
+    check_model(view)
     text, head = model.config.get_text_config(), model.get_output_embeddings()
-    counts = _Weights(model)
-    layers = patterns_of_layers(model.config, task_of(model)) if has_attention(model) else []
+    counts = _Weights(view)
+    layers = view.find(attending_layers)
     sizes = [head_size(layer) for layer, _ in layers]
     patterns, mean = Counter[MaskPattern](), sum(sizes) / max(1, len(sizes))
     for (_, pattern), size in zip(layers, sizes, strict=True):
         patterns[pattern] += size
-    shapes, recurrent = attention_shapes(model), recurrent_sizes(model)
+    shapes, recurrent = attention_shapes(view), view.find(recurrent_sizes)
     linear = [
         module
-        for path, module in model.named_modules()
+        for path, module in view.named
         if isinstance(module, nn.Linear | Conv1D) and module is not head and counts.reads(path)
     ]
     rows = [module.weight.shape[:: -1 if isinstance(module, nn.Linear) else 1] for module in linear]  # inputs first
@@ -88,27 +89,27 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         patterns=tuple((pattern, total / mean) for pattern, total in patterns.items()),
         recurrent=recurrent,
         unused=counts.unused,
-        norms=_normed(model, counts, shapes) / text.num_hidden_layers,
+        norms=_normed(view, counts, shapes) / text.num_hidden_layers,
         routed=counts.chosen * text.hidden_size,
         experts=counts.experts,
         fused=counts.fused,
-        tower=tower_size(model),
-        latent=_latent(model),
+        tower=tower_size(view),
+        latent=_latent(view),
     )
 
 
-def _latent(model: PreTrainedModel) -> int:
+def _latent(view: ModelView) -> int:
     """Elements of a token's latents, where the attention of a model caches them and expands them to keys and values."""
-    expands = any(hasattr(module, "expand_kv") for module in model.modules())
-    text = model.config.get_text_config()
+    expands = any(hasattr(module, "expand_kv") for module in view.modules)
+    text = view.root.config.get_text_config()
     return int(text.kv_lora_rank + text.qk_rope_head_dim) if expands else 0
 
 
-def _normed(model: PreTrainedModel, counts: "_Weights", shapes: Shapes | None) -> float:
+def _normed(view: ModelView, counts: "_Weights", shapes: Shapes | None) -> float:
     """Elements of a token that norms of its layers are given, but torch's own and those of recurrent layers."""
     total = 0.0
-    recurrent = {id(inner) for module in recurrent_modules(model) for inner in module.modules()}
-    for path, module in model.named_modules():
+    recurrent = {id(inner) for module in view.find(recurrent_modules) for inner in view.inside(module)}
+    for path, module in view.named:
         weight = getattr(module, "weight", None)
         known = "Norm" in type(module).__name__ and not isinstance(module, nn.LayerNorm | nn.RMSNorm)
         if not known or weight is None or id(module) in recurrent or not (_LAYER.search(path) and counts.reads(path)):
@@ -126,11 +127,12 @@ class _Weights:
     to as many experts as `chosen`. Of `linear` ones bitsandbytes makes 4 bits; `fused` are `experts` that are none.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.path, text = language_model_path(model), model.config.get_text_config()
+    def __init__(self, view: ModelView) -> None:
+        model = view.root
+        self.path, text = view.find(language_model_path), model.config.get_text_config()
         self.weight = getattr(model.get_output_embeddings(), "weight", None)
-        tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-        mixers = {id(weight) for module in recurrent_modules(model) for weight in module.parameters()}
+        tables = [module.weight for module in view.modules if isinstance(module, nn.Embedding)]
+        mixers = {id(weight) for module in view.find(recurrent_modules) for weight in module.parameters()}
         experts = _first(text, _EXPERTS, 0)  # 0 also in configs of models that could have some
         self.chosen = _first(text, _CHOSEN, 1) if experts else 0
         share = self.chosen / experts if experts else 1.0
@@ -138,7 +140,7 @@ class _Weights:
         self.head = 0 if self.weight is None else self.weight.numel()
         self.used, self.mixing, self.unused = 0.0, 0, 0
         self.used += self.head
-        layers = [module for module in model.modules() if type(module) is nn.Linear or isinstance(module, Conv1D)]
+        layers = [module for module in view.modules if type(module) is nn.Linear or isinstance(module, Conv1D)]
         linear = {id(layer.weight): layer.weight.numel() for layer in layers if layer.weight is not self.weight}
         self.linear, self.experts, self.fused = sum(linear.values()), 0, 0
         for path, weight in model.named_parameters(remove_duplicate=False):  # layers that share weights use them each

@@ -33,6 +33,7 @@ from ...recurrent import (
     unit_norm,
 )
 from ..context import ForwardCall, current
+from ..view import ModelView
 
 Function = Callable[..., Any]
 
@@ -227,9 +228,9 @@ def is_recurrent(module: nn.Module) -> bool:
     return bool(functions_of(type(module)))
 
 
-def recurrent_modules(model: nn.Module) -> list[nn.Module]:
+def recurrent_modules(view: ModelView) -> list[nn.Module]:
     """The modules that carry a state from token to token in a way that is known."""
-    return [module for module in model.modules() if is_recurrent(module)]
+    return [module for module in view.modules if is_recurrent(module)]
 
 
 def has_delta_rule(module: nn.Module) -> bool:

@@ -10,8 +10,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import UnsupportedModelError
 from ...plan import MaskPattern
+from ..view import ModelView
 from .bypassed import check_recurrent_sources
-from .cut_point import language_model_of, modalities_of
+from .cut_point import modalities_of, reader_of
 from .recurrent import COUNTERPARTS, recurrent_modules
 from .task import CAUSAL, Task, computes_loss, forwards_of, task_of
 from .verdicts import own_classes, served_by
@@ -48,15 +49,15 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def check_model(model: PreTrainedModel) -> None:
+def check_model(view: ModelView) -> None:
     """Raises for layers and settings that are never served, whatever a comparison of the class would find.
 
     Raises:
         UnsupportedModelError: With the setting that is not served.
     """
-    task, config, name = task_of(model), model.config, type(model).__name__
-    reader, modalities = language_model_of(model), modalities_of(config)
-    if modalities and reader is model:
+    model, task, reader = view.root, view.find(task_of), reader_of(view)
+    config, name, modalities = model.config, type(model).__name__, modalities_of(model.config)
+    if modalities and reader.root is model:
         raise UnsupportedModelError(
             f"{name} has several parts ({', '.join(modalities)}), and none is known as its language model, which takes "
             "the embeddings of all tokens. No part of it is served."
@@ -67,7 +68,7 @@ def check_model(model: PreTrainedModel) -> None:
         )
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders and encoders alone are served.")
-    classes = {type(module).__name__ for module in reader.modules()}
+    classes = {kind.__name__ for kind in reader.classes}
     crossing = sorted(kind for kind in classes if "CrossAttention" in kind)
     if crossing or getattr(config, "add_cross_attention", False):
         raise UnsupportedModelError(
@@ -75,7 +76,7 @@ def check_model(model: PreTrainedModel) -> None:
             "are not those of the sequence; it is not served."
         )
     _check_placement(getattr(config, "distributed_config", None), name)
-    task.check_model(model, reader)
+    task.check_model(view)
     kinds = sorted(set(_layer_types(config.get_text_config())) - {*_LAYER_TYPES, _WHOLE_IN_TRAINING})
     chosen = [kind for kind in kinds if any(word in kind for word in _CHOOSES_KEYS)]
     if chosen:
@@ -90,20 +91,20 @@ def check_model(model: PreTrainedModel) -> None:
             "on sequences that one GPU holds."
         )
     check_recurrent_sources(reader)
-    recurrent = recurrent_modules(reader)
+    recurrent = reader.find(recurrent_modules)
     kinds = [kind for kind in kinds if kind not in ("mlp", "moe")] or kinds
     if kinds and not recurrent:
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(kinds)}, which carry a state from token to token by no function "
             f"that is known. Served are {', '.join(_LAYER_TYPES)}, and layers that call {', '.join(COUNTERPARTS)}."
         )
-    attends = has_attention(reader)
+    attends = reader.find(has_attention)
     if not attends and not recurrent:
         raise UnsupportedModelError(
             f"{name} has no attention, and no recurrent layers whose states are known how to pass: those that call "
             f"{', '.join(COUNTERPARTS)}. Train it on sequences that one GPU holds."
         )
-    if attends and not reader._can_set_attn_implementation():
+    if attends and not reader.root._can_set_attn_implementation():
         raise UnsupportedModelError(
             f"{name} does not use Transformers' AttentionInterface, by which its attention would be replaced."
         )
@@ -113,7 +114,7 @@ def check_model(model: PreTrainedModel) -> None:
             "language-model head (AutoModelForCausalLM, AutoModelForMaskedLM)."
         )
     if not task.reads:
-        task.check_loss(computes_loss(model, reader))
+        task.check_loss(computes_loss(model, reader.root))
 
 
 def _check_placement(placed: Any, name: str) -> None:
@@ -148,9 +149,9 @@ def _needed(model: PreTrainedModel) -> list[str]:
     return [each.name for each in named if each.default is each.empty and each.name != "input_ids"]
 
 
-def has_attention(module: nn.Module) -> bool:
+def has_attention(view: ModelView) -> bool:
     """Whether a model, or a layer of it, has attention, by the names of its classes."""
-    return any(map(is_attention, {type(inner) for inner in module.modules()}))
+    return any(map(is_attention, view.classes))
 
 
 def is_attention(kind: type) -> bool:
@@ -159,10 +160,10 @@ def is_attention(kind: type) -> bool:
     return name not in _NO_ATTENTION and ("Attention" in name or "MLA" in name)
 
 
-def verdict_on(model: PreTrainedModel) -> str:
+def verdict_on(view: ModelView) -> str:
     """By which comparison a model is served, see [`served_by`]; warns of classes that it does not cover."""
-    served = served_by(model)
-    own = [kind.__qualname__ for kind in own_classes(model)]
+    model, served = view.root, served_by(view)
+    own = [kind.__qualname__ for kind in view.find(own_classes)]
     if not type(model).forward.__module__.startswith("transformers."):
         own = own or [f"{type(model).__qualname__}.forward"]
     if own and served == "shipped":

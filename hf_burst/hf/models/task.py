@@ -12,7 +12,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from ...config import BurstConfig
 from ...errors import ConfigError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX, shift_labels
-from .cut_point import has_language_head, language_model_of
+from ..view import ModelView
+from .cut_point import has_language_head, reader_of
 
 _WHOLE_SEQUENCE = {  # settings by which the embeddings of an encoder read further than their own token
     "token_dropout": "scales embeddings by the share of masked tokens in the whole sequence",
@@ -66,9 +67,9 @@ class Task:
                 "sees the rest. Take 1.0 (keep all of what attention found) or 0.0 (nothing)."
             )
 
-    def check_model(self, model: PreTrainedModel, reader: PreTrainedModel) -> None:
-        """Raises for models whose tokens see others than the task says; `reader` is the part that reads tokens."""
-        return _check_decoder(model, reader) if self.causal else _check_encoder(model)
+    def check_model(self, view: ModelView) -> None:
+        """Raises for models whose tokens see others than the task says."""
+        return _check_decoder(view) if self.causal else _check_encoder(view.root)
 
     def check_loss(self, model: PreTrainedModel) -> None:
         """Raises for losses that are not exact over several ranks; `model` is the one that [`computes_loss`]."""
@@ -99,11 +100,11 @@ def task_named(causal: bool) -> Task:
     return CAUSAL if causal else MASKED
 
 
-def task_of(model: PreTrainedModel) -> Task:
+def task_of(view: ModelView) -> Task:
     """The task of a model: by its loss function or, without a language-model head, by how far its attention sees."""
-    if has_language_head(model):
-        return task_named(model.loss_function is not ForMaskedLMLoss)
-    sees = {getattr(module, "is_causal", None) for module in language_model_of(model).modules()}
+    if view.find(has_language_head):
+        return task_named(view.root.loss_function is not ForMaskedLMLoss)
+    sees = {getattr(module, "is_causal", None) for module in reader_of(view).modules}
     return ENCODER_READER if False in sees and True not in sees else CAUSAL_READER
 
 
@@ -122,9 +123,9 @@ def forwards_of(model: PreTrainedModel) -> list[Any]:
     return [inspect.unwrap(vars(cls)["forward"]) for cls in type(model).__mro__ if "forward" in vars(cls)]
 
 
-def _check_decoder(model: PreTrainedModel, reader: PreTrainedModel) -> None:
+def _check_decoder(view: ModelView) -> None:
     """Raises for a model whose tokens see later ones."""
-    config, name = model.config, type(model).__name__
+    config, name = view.root.config, type(view.root).__name__
     if not getattr(config, "is_causal", True):
         raise UnsupportedModelError(f"config.is_causal is False, and {name} is not a masked language model.")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
@@ -132,7 +133,7 @@ def _check_decoder(model: PreTrainedModel, reader: PreTrainedModel) -> None:
             f"config.use_bidirectional_attention is {config.use_bidirectional_attention}, and {name} is not a masked "
             "language model. Set it to False."
         )
-    if any(hasattr(module, "is_decoder") and not module.is_decoder for module in reader.modules()):
+    if any(hasattr(module, "is_decoder") and not module.is_decoder for module in reader_of(view).modules):
         raise UnsupportedModelError(
             f"{name} was made as an encoder, whose tokens see later ones. Of encoders, those that predict masked "
             "tokens are served (AutoModelForMaskedLM); for a decoder, make it with is_decoder=True in its config."

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...sizing.model import TowerSize
+from ..view import ModelView
 from .cut_point import family_of, images_dealt_by, language_model_path
 from .support import has_attention
 
@@ -16,27 +17,29 @@ _SHARES = ("downsample_ratio", "pixel_shuffle_ratio")
 _TOKENS = ("mm_tokens_per_image", "num_image_tokens")  # that an image has, whatever its patches
 
 
-def tower_size(model: PreTrainedModel) -> TowerSize | None:
+def tower_size(view: ModelView) -> TowerSize | None:
     """The sizes of a model's tower for images; `None` if the model is not served with images, or its tower has no
     layers with attention, or its configs do not say how many patches become a token.
 
     Args:
-        model (`PreTrainedModel`): On any device, `meta` too.
+        view ([`ModelView`]): Of a model on any device, `meta` too.
     """
-    dealt, text = images_dealt_by(type(model)), language_model_path(model)
+    model, text = view.root, view.find(language_model_path)
+    dealt = images_dealt_by(type(model))
     layers = max(
         (
             module
-            for path, module in model.named_modules()
+            for path, module in view.named
             if isinstance(module, nn.ModuleList) and not path.startswith(f"{text}.") and "audio" not in path
-            if has_attention(module)
+            if has_attention(view.part(module))
         ),
         key=_weights,
         default=None,
     )
     if dealt is None or not layers:
         return None
-    linear, patches = [module for module in layers[0].modules() if isinstance(module, nn.Linear)], _patches(model)
+    layer = view.inside(layers[0])
+    linear, patches = [module for module in layer if isinstance(module, nn.Linear)], _patches(model)
     if not linear or patches is None:
         return None
     hidden = min(module.in_features for module in linear)
@@ -45,18 +48,18 @@ def tower_size(model: PreTrainedModel) -> TowerSize | None:
         layers=len(layers),
         hidden=hidden,
         inner=inner,
-        kept=_kept(layers[0], linear, hidden, inner),
+        kept=_kept(layer, linear, hidden, inner),
         weights=_weights(layers),
         patches=patches,
         dealt=bool(dealt),
     )
 
 
-def _kept(layer: nn.Module, linear: list[nn.Linear], hidden: int, inner: int) -> float:
+def _kept(layer: list[nn.Module], linear: list[nn.Linear], hidden: int, inner: int) -> float:
     """Elements of a patch that a layer keeps: what products, attention and activations are given, and norms, in fp32
     too if they are not torch's. Where one product makes queries, keys and values, the values keep all three, next to
     queries and keys behind their rotation."""
-    norms = [module for module in layer.modules() if "Norm" in type(module).__name__]
+    norms = [module for module in layer if "Norm" in type(module).__name__]
     gated = sum(module.out_features in (inner, 2 * inner) for module in linear) > 1
     attended = 5 if any(module.out_features == 3 * hidden for module in linear) else 3
     of_norms = sum(1 if isinstance(norm, nn.LayerNorm) else 3 for norm in norms)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from ...errors import ConfigError, UnsupportedModelError
 from ...version import __version__
+from ..view import ModelView
 from .cut_point import has_language_head
 
 logger = logging.getLogger(__name__)
@@ -59,21 +60,21 @@ def source_hash(module: str) -> str | None:
         return None
 
 
-def own_classes(model: PreTrainedModel) -> list[type]:
+def own_classes(view: ModelView) -> list[type]:
     """The classes of a model and its layers that come from none of the known libraries, by their names."""
-    classes = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
+    classes = {base for kind in view.classes for base in kind.__mro__}
     own = [kind for kind in classes if not _LIBRARIES.fullmatch(kind.__module__.partition(".")[0])]
     own = [kind for kind in own if not _NORMS.fullmatch(f"{kind.__module__}.{kind.__qualname__}")]
     return sorted(own, key=lambda kind: kind.__qualname__)
 
 
-def fingerprint(model: PreTrainedModel) -> str | None:
+def fingerprint(view: ModelView) -> str | None:
     """A hash, 12 hexadecimal digits, of what a verdict on a model holds for: its class, the source of the class, of its
     layers and of the modules that these import, and the versions of Transformers, torch and hf_burst; `None` if the
     class has no source file."""
-    own = own_classes(model)
+    own = view.find(own_classes)
     roots = {kind.__module__.partition(".")[0] for kind in own}
-    pending = {cls.__module__ for kind in {type(module) for module in model.modules()} for cls in kind.__mro__}
+    pending = {cls.__module__ for kind in view.classes for cls in kind.__mro__}
     hashes: dict[str, str | None] = {}
     while pending:
         name = pending.pop()
@@ -88,7 +89,7 @@ def fingerprint(model: PreTrainedModel) -> str | None:
         return None
     sources = sorted(map(str, {*hashes.values()}))
     versions = [transformers.__version__, torch.__version__, __version__]
-    parts = [type(model).__qualname__, [kind.__qualname__ for kind in own], sources, versions]
+    parts = [type(view.root).__qualname__, [kind.__qualname__ for kind in own], sources, versions]
     return _digest(json.dumps(parts).encode())
 
 
@@ -109,26 +110,27 @@ def remember(verdict: Verdict) -> Path:
     return path
 
 
-def served_by(model: PreTrainedModel) -> str:
+def served_by(view: ModelView) -> str:
     """By which comparison a model is served, on which ranks that share a sequence must agree: `"shipped"` if hf_burst
     comes with the comparison, of the class or of one that it is made from; else `"checked <fingerprint>"`.
 
     Raises:
         UnsupportedModelError: If it was compared by nobody, or was found wrong here.
     """
+    model = view.root
     name, config_name = type(model).__name__, model.config.name_or_path
     command = "hf_burst.check_model(model)"
     if config_name:
         command = f"hf-burst check {shlex.quote(config_name)} (or, in Python, {command})"
     bases = [cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.models.")]
     shipped = next((cls for cls in bases if cls.__name__ in SERVED), None)
-    bare = shipped is None and model.base_model is model and not has_language_head(model)
+    bare = shipped is None and model.base_model is model and not view.find(has_language_head)
     if bare:  # a decoder or encoder alone, that of a class with a head
         shipped = next((cls for own in bases for cls in _with_heads(own) if cls.__name__ in SERVED), None)
     newer = Version(transformers.__version__).release[:2] > Version(TESTED).release[:2]
     unchanged = shipped is not None and (not newer or source_hash(shipped.__module__) == SERVED[shipped.__name__])
-    stock = (shipped is type(model) or (bare and shipped is not None)) and not own_classes(model)
-    verdict = _verdict_for(fingerprint(model))
+    stock = (shipped is type(model) or (bare and shipped is not None)) and not view.find(own_classes)
+    verdict = _verdict_for(fingerprint(view))
     if verdict is not None and verdict.result != "exact":
         reasons = ", ".join(f"{kind}: {error:.0e}" for kind, error in verdict.errors.items()) or verdict.note
         raise UnsupportedModelError(

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ...layers.adapted_linear import adapted_linear, autocast_dtype
 from ..forward_pass import ForwardPass
+from ..view import ModelView
 from .base import ForwardOverride, Part
 
 _LAYERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
@@ -22,14 +22,14 @@ class Adapters(Part):
         # selective checkpoints keep outputs of peft's operators; asked once for each pass of the model, as a layer that
         # is computed again does what it did before
         if run.compiled or run.checkpoints.selective or nn.modules.module._has_any_global_hook():
-            self.remove(run.model)
+            self.remove(run.view)
             return
-        for layer in _layers(run.model):  # added at any time
+        for layer in run.view.find(_layers):
             if "forward" not in vars(layer):
                 layer.forward = _AdaptedForward(layer)
 
-    def remove(self, model: PreTrainedModel) -> None:
-        for layer in _layers(model):
+    def remove(self, view: ModelView) -> None:
+        for layer in view.find(_layers):
             if isinstance(vars(layer).get("forward"), _AdaptedForward):
                 del layer.forward
 
@@ -50,16 +50,8 @@ class _AdaptedForward(ForwardOverride):
         return adapted_linear(x, base.weight, base.bias, down, up, layer.scaling[name], dropped)
 
 
-def _layers(model: nn.Module) -> list[Any]:
-    found, modules = list[nn.Module](), [model]
-    while modules:  # `model.modules()` takes several times as long, at every pass
-        module = modules.pop()
-        kind = type(module)
-        if (kind.__module__, kind.__name__) in _LAYERS:
-            found.append(module)
-        else:
-            modules += [child for child in module._modules.values() if child is not None]
-    return found
+def _layers(view: ModelView) -> list[Any]:
+    return [module for module in view.modules if (type(module).__module__, type(module).__name__) in _LAYERS]
 
 
 def _adapter(layer: Any) -> str | None:

@@ -7,15 +7,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import ConfigError, UnsupportedModelError
 from ...ring.resources import resources_of
 from ..attention import ARRIVED, NAME, register
 from ..forward_pass import ForwardPass
 from ..models.bypassed import attention_modules, check_attention_functions, forward_name, function_name
-from ..models.cut_point import language_model_of
+from ..models.cut_point import reader_of
 from ..models.support import has_attention
+from ..view import ModelView, inner_modules
 from .base import Handles, Part
 
 _PATCHED: WeakKeyDictionary[PreTrainedModel, "Attention"] = WeakKeyDictionary()
@@ -26,32 +26,26 @@ def _users_of(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     return (other for other in list(_PATCHED) if other is not model and other.config is model.config)
 
 
-def _configs_of(reader: PreTrainedModel) -> list[PreTrainedConfig]:
+def _configs_of(reader: ModelView) -> list[PreTrainedConfig]:
     """The configs that layers read their attention implementation from: copies of layers have copies of it."""
-    found, modules = dict[int, PreTrainedConfig](), list[nn.Module]([reader])
-    while modules:  # `model.modules()` takes several times as long, at every pass
-        module = modules.pop()
-        config = vars(module).get("config")
-        if type(config) is type(reader.config):
-            found[id(config)] = config
-        modules += [child for child in module._modules.values() if child is not None]
-    return list(found.values())
+    configs: list[Any] = [vars(module).get("config") for module in reader.modules]
+    return list({id(config): config for config in configs if type(config) is type(reader.root.config)}.values())
 
 
-def _tower_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+def _tower_configs(view: ModelView) -> list[PreTrainedConfig]:
     """The configs of what stands beside a language model, such as towers for images: of modules, which may have been
     replaced, and those that the model's config holds at any depth."""
-    reader = language_model_of(model)
-    inside = {id(module) for module in reader.modules()}
-    own = {id(config) for config in (model.config, *_configs_of(reader))}
-    configs = [vars(module).get("config") for module in model.modules() if id(module) not in inside]
+    reader = reader_of(view)
+    inside = {id(module) for module in reader.modules}
+    own = {id(config) for config in (view.root.config, *_configs_of(reader))}
+    configs = [vars(module).get("config") for module in view.modules if id(module) not in inside]
     found = dict[int, PreTrainedConfig]()
     while configs:
         config = configs.pop()
         if isinstance(config, PreTrainedConfig) and id(config) not in found:
             found[id(config)] = config
             configs += [getattr(config, key, None) for key in config.sub_configs]
-    holds_reader = {id(config) for config in found.values() if _holds(config, reader.config)}
+    holds_reader = {id(config) for config in found.values() if _holds(config, reader.root.config)}
     return [config for key, config in found.items() if key not in own | holds_reader]
 
 
@@ -62,7 +56,7 @@ def _holds(config: PreTrainedConfig, inner: PreTrainedConfig) -> bool:
 
 def _arrived_inside(module: nn.Module) -> list[nn.Module]:
     """The modules that have arrived inside of one whose class, from elsewhere, leaves it to them to attend."""
-    return [inner for inner in module.modules() if getattr(inner, ARRIVED, False)]
+    return [inner for inner in inner_modules(module) if getattr(inner, ARRIVED, False)]
 
 
 class _Hooks:
@@ -99,14 +93,14 @@ class Attention(Part):
     """Sets the attention implementation. An attention module that ran in a pass, and did not call our function, is an
     error."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        reader = language_model_of(model)
+    def __init__(self, view: ModelView) -> None:
+        model, reader = view.root, reader_of(view)
         shared = next(_users_of(model), None)  # their config says hf_burst already
-        self.before: str = reader.config._attn_implementation if shared is None else _PATCHED[shared].before
+        self.before: str = reader.root.config._attn_implementation if shared is None else _PATCHED[shared].before
         if self.before == NAME:  # of a patched model that is gone
             self.before = "sdpa" if model._supports_sdpa else "eager"
-        check_attention_functions(model)
-        self.attends, self.hooks = has_attention(reader), _Hooks()
+        check_attention_functions(view)
+        self.attends, self.hooks = reader.find(has_attention), _Hooks()
         self.modules: list[nn.Module] = []  # those that attend
         self.copied: list[tuple[PreTrainedConfig, str | None]] = []  # configs of copied layers, and what they said
 
@@ -115,31 +109,31 @@ class Attention(Part):
         self.__dict__.update(state)
         register()
 
-    def install(self, model: PreTrainedModel) -> None:
+    def install(self, view: ModelView) -> None:
         if not self.attends:
             return
         register()
+        model, reader = view.root, reader_of(view)
         _PATCHED[model] = self
-        reader = language_model_of(model)
-        self._set(model, NAME)
-        if reader.config._attn_implementation != NAME:  # Transformers only warns
+        self._set(view, NAME)
+        if reader.root.config._attn_implementation != NAME:  # Transformers only warns
             raise UnsupportedModelError(
                 f"{type(model).__name__} keeps its attention {self.before!r}: it does not use Transformers' "
                 "AttentionInterface."
             )
         self._set_copies(reader)
 
-    def look(self, model: PreTrainedModel) -> Handles:
+    def look(self, view: ModelView) -> Handles:
         if not self.attends:
             return ()
-        reader = language_model_of(model)
+        reader = reader_of(view)
         self._set_copies(reader)  # of layers that were added since
-        attending = attention_modules(reader)
+        attending = reader.find(attention_modules)
         self.modules, self.hooks.paths = list(attending), {id(module): path for module, path in attending.items()}
         return [module.register_forward_hook(self.hooks.check_arrived) for module in self.modules]
 
     def prepare(self, run: ForwardPass) -> None:
-        reader = language_model_of(run.model)
+        reader = reader_of(run.view).root
         if self.attends and reader.config._attn_implementation != NAME:
             raise ConfigError(
                 "The attention implementation of the model was changed after it was patched, so its loss would be "
@@ -159,9 +153,8 @@ class Attention(Part):
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if self.hooks.ran or any(vars(module)[ARRIVED] for module in self.modules):
             return
-        decoder = language_model_of(run.model).base_model
-        layers = (module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer))
-        forwards = map(forward_name, (run.model, decoder, *layers))
+        decoder = reader_of(run.view).root.base_model
+        forwards = map(forward_name, (run.model, decoder, *run.view.part(decoder).layers))
         other = next((name for name in forwards if not name.startswith(("transformers.", "hf_burst."))), None)
         if self.modules and other is not None:
             raise ConfigError(
@@ -172,27 +165,27 @@ class Attention(Part):
     def end(self) -> None:
         self.hooks.under_way = False
 
-    def remove(self, model: PreTrainedModel) -> None:
-        _PATCHED.pop(model, None)
-        for module in model.modules():
+    def remove(self, view: ModelView) -> None:
+        _PATCHED.pop(view.root, None)
+        for module in view.modules:
             vars(module).pop(ARRIVED, None)
-        if self.attends and next(_users_of(model), None) is None:
-            self._set(model, self.before)
-            for config in _configs_of(language_model_of(model)):  # layers may have been copied since
+        if self.attends and next(_users_of(view.root), None) is None:
+            self._set(view, self.before)
+            for config in _configs_of(reader_of(view)):  # layers may have been copied since
                 config._attn_implementation = self.before
         for config, before in self.copied:
             config._attn_implementation = before
 
     @staticmethod
-    def _set(model: PreTrainedModel, name: str) -> None:
+    def _set(view: ModelView, name: str) -> None:
         """Sets the attention of the language model; towers, which see whole images, keep theirs."""
-        towers = _tower_configs(model)
+        towers = _tower_configs(view)
         before = [config._attn_implementation for config in towers]
-        model.set_attn_implementation(name)
+        view.root.set_attn_implementation(name)
         for config, own in zip(towers, before, strict=True):
             config._attn_implementation = own
 
-    def _set_copies(self, reader: PreTrainedModel) -> None:
+    def _set_copies(self, reader: ModelView) -> None:
         for config in _configs_of(reader):
             if config._attn_implementation != NAME:
                 self.copied.append((config, config._attn_implementation))

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 
 from ...errors import ConfigError
 from ..forward_pass import ForwardPass
 from ..models.cut_point import TokenInput
+from ..view import ModelView
 
 Handles = Sequence[RemovableHandle]
 
@@ -32,10 +32,10 @@ class Part:
     needs: tuple[type["Part"], ...] = ()
     token_inputs: tuple[TokenInput, ...] = ()  # to be cut as well as those of the model's cut point
 
-    def install(self, model: PreTrainedModel) -> None:
+    def install(self, view: ModelView) -> None:
         """Changes the model."""
 
-    def look(self, model: PreTrainedModel) -> Handles:
+    def look(self, view: ModelView) -> Handles:
         """Takes up the modules of the model: after `install`, and before a pass that finds others than the pass before.
         Returns the hooks that it added, which the patch removes. May refuse what it finds, as `prepare` may."""
         return ()
@@ -56,7 +56,7 @@ class Part:
     def end(self) -> None:
         """Drops the state of the pass. Called after every pass, also a failed one, and before the next."""
 
-    def remove(self, model: PreTrainedModel) -> None:
+    def remove(self, view: ModelView) -> None:
         """Puts back what `install`, or a pass, changed."""
 
 

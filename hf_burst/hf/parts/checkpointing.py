@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...attention import AttentionCache
@@ -29,6 +28,7 @@ from ...sizing.model import keeping
 from ..context import CheckpointedRun, current
 from ..forward_pass import Checkpoints, ForwardPass
 from ..models.hybrid import attending_share, attention_shapes
+from ..view import ModelView
 from .base import Part
 from .memory import MemoryRule
 from .replicas import takes_weights_apart
@@ -74,7 +74,7 @@ class Checkpointing(Part):
         trains = run.model.training and torch.is_grad_enabled()
         if trains and self.host is not None and self.host.refused is not None:
             raise self.host.refused
-        wrapped = self.wrap(run.model)
+        wrapped = self.wrap(run.view)
         if wrapped and 0 < share < 1 and run.group.size > 1 and run.batch.layout.beginning(1 - share) is None:
             raise BatchError(
                 f"Memory(attention_keep={share}) needs batches of which every rank holds as much of each "
@@ -93,14 +93,14 @@ class Checkpointing(Part):
                 "decides what these keep. Leave out one of the two."
             )
         again = run.settings.layers_per_checkpoint > 1
-        if again and takes_weights_apart(run.model):
+        if again and takes_weights_apart(run.view):
             raise ConfigError(
                 f"Memory(layers_per_checkpoint={run.settings.layers_per_checkpoint}) runs layers again in the "
                 "backward pass, where DeepSpeed ZeRO-3 or FSDP1 has taken their weights apart. Train by FSDP2 or "
                 "ZeRO-2, or leave it at 1."
             )
         repeatable = bool(wrapped) and not run.compiled and all(function.repeatable for function in wrapped)
-        repeatable = repeatable and _checkpoint_all_layers(run.model, wrapped)
+        repeatable = repeatable and _checkpoint_all_layers(run.view, wrapped)
         run.checkpoints = Checkpoints(len(wrapped), repeatable, self.selective)
         if again and not repeatable and trains:
             raise ConfigError(
@@ -127,17 +127,17 @@ class Checkpointing(Part):
             self.hook = None
         self.latest, self.output, self.started, self.offloading, self.per_checkpoint = None, None, 0, 0, 1
 
-    def remove(self, model: PreTrainedModel) -> None:
-        for module in model.modules():
+    def remove(self, view: ModelView) -> None:
+        for module in view.modules:
             for name in (_OF_LAYERS, _OF_WRAPPERS):
                 function = vars(module).get(name)
                 if isinstance(function, _Checkpoint):
                     setattr(module, name, function.function)
 
-    def wrap(self, model: nn.Module) -> list["_Checkpoint"]:
+    def wrap(self, view: ModelView) -> list["_Checkpoint"]:
         """Sees to all modules that checkpoint by now, and returns the functions by which the outermost layers do."""
         functions, of_layers = [], []
-        for module in model.modules():
+        for module in view.modules:
             for name in (_OF_LAYERS, _OF_WRAPPERS):
                 own = vars(module)
                 if name in own and (name == _OF_WRAPPERS or (module.gradient_checkpointing and module.training)):
@@ -146,13 +146,13 @@ class Checkpointing(Part):
                     functions.append(own[name])
                     if name == _OF_WRAPPERS or isinstance(module, GradientCheckpointingLayer):
                         of_layers.append(own[name])
-        if functions or model.training:  # an evaluation may come before the backward pass of a step
+        if functions or view.root.training:  # an evaluation may come before the backward pass of a step
             self.selective = any("context_fn" in function.options for function in functions)
         outermost, inside = [], set[int]()
         for function in of_layers:  # from the outside on
             if id(function.module) not in inside:
                 outermost.append(function)
-                inside.update(map(id, function.module.modules()))
+                inside.update(map(id, view.inside(function.module)))
         return outermost or functions  # the model itself has one, too
 
     def layer(self, inputs: Sequence[Any]) -> LayerRun | None:
@@ -227,32 +227,29 @@ def _detach_embeddings(module: nn.Module, inputs: Any, output: Any) -> torch.Ten
     return detached_leaf(output) if type(output) is torch.Tensor and output.is_leaf and output.requires_grad else None
 
 
-def _checkpoint_all_layers(model: nn.Module, functions: Sequence["_Checkpoint"]) -> bool:
+def _checkpoint_all_layers(view: ModelView, functions: Sequence["_Checkpoint"]) -> bool:
     """Whether each layer that trains is one of those that checkpoint, or inside of one."""
-    inside = {id(module) for function in functions for module in function.module.modules()}
-    layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
-    return all(id(layer) in inside for layer in layers if layer.training)
+    inside = {id(module) for function in functions for module in view.inside(function.module)}
+    return all(id(layer) in inside for layer in view.layers if layer.training)
 
 
 def _kept_bytes(run: ForwardPass, share: float) -> tuple[float, float]:
     """Bytes that a layer keeps: its input; and what attention returns, with the log-sum-exp of its rows, as a mean over
     layers with attention and without. Kernels of GPUs return 16 bits, whatever states are in."""
-    width, shapes = run.model.config.get_text_config().hidden_size, attention_shapes(run.model)
-    itemsize = _dtype_of_states(run.model).itemsize
+    width, shapes = run.model.config.get_text_config().hidden_size, attention_shapes(run.view)
+    itemsize = _dtype_of_states(run.view).itemsize
     narrow = min(itemsize, 2) if run.device.type == "cuda" else itemsize
     attention = 0 if shapes is None else shapes.q_heads * (shapes.value_dim * narrow + shapes.accumulator_itemsize)
     rows = run.batch.layout.batch_size * run.batch.layout.sharding.most_tokens
     page = HostMemory.page_bytes  # each of them takes whole pages
-    return rows * width * itemsize + page, attending_share(run.model) * (rows * share * attention + 2 * page)
+    return rows * width * itemsize + page, attending_share(run.view) * (rows * share * attention + 2 * page)
 
 
-def _dtype_of_states(model: PreTrainedModel) -> torch.dtype:
+def _dtype_of_states(view: ModelView) -> torch.dtype:
     """The dtype of hidden states: that of the embeddings, or the one to which FSDP2 casts all weights."""
-    embeddings: Any = model.get_input_embeddings()
-    if isinstance(embeddings.weight, DTensor):
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                return module._get_fsdp_state()._mp_policy.param_dtype or embeddings.weight.dtype
+    embeddings: Any = view.root.get_input_embeddings()
+    if isinstance(embeddings.weight, DTensor) and (units := view.units_of_fsdp2):
+        return units[0]._get_fsdp_state()._mp_policy.param_dtype or embeddings.weight.dtype
     return embeddings.weight.dtype
 
 

@@ -13,6 +13,7 @@ from ...errors import UnsupportedModelError
 from ...ranks.collectives import group_sum
 from ..context import CALL_KEY
 from ..forward_pass import ForwardPass
+from ..view import ModelView
 from .base import Handles, Part
 from .shared_beginnings import SharedBeginnings
 
@@ -29,10 +30,10 @@ class RouterLogits(Part):
         check_balance(model)
         self.layers: tuple[torch.Tensor, ...] = ()
 
-    def look(self, model: PreTrainedModel) -> Handles:
-        if not hasattr(model.config, "output_router_logits"):
+    def look(self, view: ModelView) -> Handles:
+        if not hasattr(view.root.config, "output_router_logits"):
             return ()
-        return [model.base_model.register_forward_hook(self._catch, with_kwargs=True)]
+        return [view.root.base_model.register_forward_hook(self._catch, with_kwargs=True)]
 
     def prepare(self, run: ForwardPass) -> None:
         asked = run.batch.given.get("output_router_logits")

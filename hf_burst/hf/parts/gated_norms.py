@@ -5,26 +5,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from ...recurrent import fla_compared, fla_gated_norm
 from ..context import current
 from ..models.gated_norm import gated_norms
+from ..view import ModelView
 from .base import ForwardOverride, Handles, Part
 
 
 class GatedNorms(Part):
     """Gives gated norms a forward by that kernel. One that has a forward of its own keeps it."""
 
-    def look(self, model: PreTrainedModel) -> Handles:
-        self.remove(model)
-        for norm, activation in gated_norms(model):
+    def look(self, view: ModelView) -> Handles:
+        self.remove(view)
+        for norm, activation in view.find(gated_norms):
             if "forward" not in vars(norm):
                 norm.forward = GatedNorm(norm, activation, depends_on(norm))
         return ()
 
-    def remove(self, model: PreTrainedModel) -> None:
-        for module in model.modules():
+    def remove(self, view: ModelView) -> None:
+        for module in view.modules:
             if isinstance(vars(module).get("forward"), GatedNorm):
                 del module.forward
 

@@ -4,7 +4,6 @@ import logging
 from typing import Literal
 
 import torch
-from transformers import PreTrainedModel
 
 from ...errors import BatchError
 from ...ranks.layout import SequenceLayout
@@ -12,6 +11,7 @@ from ..batches.cutting import kept_tokens
 from ..callers import askers_for_logits, readers_of_logits, trainer_under_way
 from ..forward_pass import ForwardPass
 from ..lazy_head import LazyHead, is_hooked, is_partitioned, is_watched, lazy_head
+from ..view import ModelView
 from .base import Part
 from .loss import Loss
 from .shared_beginnings import SharedBeginnings
@@ -76,8 +76,8 @@ class Head(Part):
         if self.lazy is not None:
             self.lazy.under_way = False
 
-    def remove(self, model: PreTrainedModel) -> None:
-        for module in model.modules():  # adapters may have made copies
+    def remove(self, view: ModelView) -> None:
+        for module in view.modules:  # adapters may have made copies
             forward = vars(module).get("forward")
             if isinstance(forward, LazyHead):
                 forward.remove()

@@ -16,9 +16,10 @@ from ..forward_pass import ForwardPass
 from ..groups import resolve_group
 from ..lazy_head import LazyLogits, loss_sum
 from ..models.bypassed import forward_name
-from ..models.cut_point import language_model_of
+from ..models.cut_point import reader_of
 from ..models.task import calls_loss_function, computes_loss, task_of
 from ..sharded_cache import ShardedCache
+from ..view import ModelView
 from .base import Part
 from .experts import RouterLogits, balance_share
 from .shared_beginnings import SharedBeginnings
@@ -39,12 +40,12 @@ class Loss(Part):
 
     needs = (SharedBeginnings, Tokens, RouterLogits)
 
-    def __init__(self, model: PreTrainedModel, group: ContextGroup | None) -> None:
-        self.group, self.reads = group, task_of(model).reads
-        computes = self.computes(model)
+    def __init__(self, view: ModelView, group: ContextGroup | None) -> None:
+        self.group, self.reads = group, view.find(task_of).reads
+        computes = self.computes(view)
         self.plain = computes.loss_function
         self.was_set = "_loss_function" in vars(computes)  # instead of following from the class
-        self.averages = not calls_loss_function(model)  # each batch by itself, whatever num_items_in_batch
+        self.averages = not calls_loss_function(view.root)  # each batch by itself, whatever num_items_in_batch
         self.accumulated: tuple[float, int] = (0.0, 0)  # num_items_in_batch, and its labels that have come so far
         self.run: ForwardPass | None = None
         self.forward = ""  # of the model in the pass, by name
@@ -54,16 +55,16 @@ class Loss(Part):
         self.weights: dict[int, torch.Tensor] | None = None  # the targets that count so many times, if not once
 
     @staticmethod
-    def computes(model: PreTrainedModel) -> PreTrainedModel:
+    def computes(view: ModelView) -> PreTrainedModel:
         """The model whose loss function is called."""
-        return computes_loss(model, language_model_of(model))
+        return computes_loss(view.root, reader_of(view).root)
 
-    def install(self, model: PreTrainedModel) -> None:
+    def install(self, view: ModelView) -> None:
         if not self.reads:
-            self.computes(model).loss_function = self.compute
+            self.computes(view).loss_function = self.compute
 
     def prepare(self, run: ForwardPass) -> None:
-        if not self.reads and self.computes(run.model).loss_function != self.compute:
+        if not self.reads and self.computes(run.view).loss_function != self.compute:
             raise ConfigError(
                 "The loss function of the model was changed after it was patched, so its loss would be wrong. Call "
                 "hf_burst.unpatch_model(model) first, then change it."
@@ -122,8 +123,8 @@ class Loss(Part):
     def end(self) -> None:
         self.run = self.targets = self.weights = None
 
-    def remove(self, model: PreTrainedModel) -> None:
-        computes = self.computes(model)
+    def remove(self, view: ModelView) -> None:
+        computes = self.computes(view)
         if self.reads:
             return
         if self.was_set:

@@ -22,6 +22,7 @@ from ...sizing.model import ModelSize, Training
 from ..forward_pass import ForwardPass
 from ..models.model_size import model_size
 from ..sharded_cache import ShardedCache
+from ..view import ModelView
 from .base import Part
 from .optimizers import bytes_to_come
 from .replicas import takes_weights_apart
@@ -198,7 +199,7 @@ class MemoryRule(Part):
         if self.size.recurrent:
             self.room = RoomForKernels(run.device)
 
-    def remove(self, model: PreTrainedModel) -> None:
+    def remove(self, view: ModelView) -> None:
         if self.room is not None:
             self.room.end()
 
@@ -263,7 +264,7 @@ class RoomForKernels:
 
 def _impossible(run: ForwardPass) -> set[str]:
     """The settings that the model cannot have as it is by now. A trainer may wrap or checkpoint it otherwise later."""
-    apart, checkpoints = takes_weights_apart(run.model), run.checkpoints.layers > 0
+    apart, checkpoints = takes_weights_apart(run.view), run.checkpoints.layers > 0
     found = {
         "tiled_mlp": apart,
         "layers_per_checkpoint": apart or (checkpoints and not run.checkpoints.repeatable),
@@ -310,7 +311,7 @@ def training_of(run: ForwardPass, size: ModelSize) -> Training:
     lora = 0 if whole else max(1, round(count / max(1, size.adapted)))
     quantised = lora and any(type(weight).__name__ == "Params4bit" for weight in weights)
     wide = any(weight.dtype == torch.float32 for weight in trained)
-    modules = (getattr(module.forward, "__module__", "") for module in run.model.modules())
+    modules = (getattr(module.forward, "__module__", "") for module in run.view.modules)
     return Training(
         length=rows * length,  # as one document, whose exchange takes the most
         gpus=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,

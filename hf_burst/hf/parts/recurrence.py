@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import ConfigError
 from ...plan import Hybrid, RecurrentSize
@@ -19,6 +17,7 @@ from ..forward_pass import ForwardPass
 from ..models.bypassed import check_recurrent_sources, function_name
 from ..models.hybrid import chosen_way, recurrent_sizes
 from ..models.recurrent import functions_of, is_recurrent, over_ranks, recurrent_modules
+from ..view import ModelView, own_modules
 from .base import ForwardOverride, Handles, Part
 
 logger = logging.getLogger(__name__)
@@ -47,15 +46,14 @@ class Recurrence(Part):
         self.check = _Check()
         self.warned = False
 
-    def look(self, model: PreTrainedModel) -> Handles:
-        check_recurrent_sources(model)
-        self.modules = recurrent_modules(model)
-        self.sizes = recurrent_sizes(model)
+    def look(self, view: ModelView) -> Handles:
+        check_recurrent_sources(view)
+        self.modules = view.find(recurrent_modules)
+        self.sizes = view.find(recurrent_sizes)
         kinds = set(map(type, self.modules))
         self.unknown = sorted(kind.__name__ for kind in kinds if not set(functions_of(kind)) <= _ON_GPUS)
         self._override_all()
-        layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
-        return [layer.register_forward_hook(self.check) for layer in layers if _own_recurrent(layer)]
+        return [layer.register_forward_hook(self.check) for layer in view.layers if _own_recurrent(layer)]
 
     def prepare(self, run: ForwardPass) -> None:
         self._override_all()
@@ -88,8 +86,8 @@ class Recurrence(Part):
     def end(self) -> None:
         self.check.under_way = False
 
-    def remove(self, model: PreTrainedModel) -> None:
-        for module in model.modules():
+    def remove(self, view: ModelView) -> None:
+        for module in view.modules:
             if isinstance(vars(module).get("forward"), RecurrentForward):
                 del module.forward
 
@@ -154,11 +152,4 @@ class _Check:
 
 def _own_recurrent(layer: nn.Module) -> list[Any]:
     """The recurrent modules inside of a layer, and of no other layer in it."""
-    found, modules = list[nn.Module](), list(layer.children())
-    while modules:
-        module = modules.pop()
-        if is_recurrent(module):
-            found.append(module)
-        if not isinstance(module, GradientCheckpointingLayer):
-            modules += module.children()
-    return found
+    return [module for module in own_modules(layer)[1:] if is_recurrent(module)]

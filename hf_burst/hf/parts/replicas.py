@@ -9,7 +9,6 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,6 +18,7 @@ from ...ranks.group import ContextGroup
 from ..batches.sharded import sum_of_octets
 from ..forward_pass import ForwardPass
 from ..lazy_head import is_partitioned
+from ..view import ModelView
 from .base import Part
 
 logger = logging.getLogger(__name__)
@@ -60,14 +60,14 @@ class Replicas(Part):
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         learns = torch.is_grad_enabled() and bool(trained)
         if learns and run.model.training and not self.manual:
-            check_averaged(run.model, trained, run.group)
+            check_averaged(run.view, trained, run.group)
         key = (len(parameters), *(id(parameter) for parameter in trained if _is_replicated(parameter)))
         if key != self.key:
             if learns and run.model.training and not self.manual:
                 check_known_to_ddp(run.model)
                 _tell_of_hooks(trained)
             self.key, self.parameters, self.settled = key, "", False
-        if self.settled or (self.parameters and not learns) or has_fsdp1(run.model):
+        if self.settled or (self.parameters and not learns) or has_fsdp1(run.view):
             return
         held = dict(run.model.named_parameters())
         description, checksum = _description(held), _checksum(held)
@@ -84,11 +84,11 @@ class Replicas(Part):
         self.settled = checksum != self.first or len(self.key) == 1  # nothing that is trained is replicated
 
 
-def check_averaged(model: nn.Module, trained: list[nn.Parameter], group: ContextGroup) -> None:
+def check_averaged(view: ModelView, trained: list[nn.Parameter], group: ContextGroup) -> None:
     """Raises a ConfigError if nothing averages the gradients of a model over the ranks of a group.
 
     Args:
-        model (`torch.nn.Module`): The model, in its forward pass.
+        view ([`ModelView`]): The model, in its forward pass.
         trained (`list[torch.nn.Parameter]`): Those of its parameters that are trained.
         group ([`ContextGroup`]): The ranks that share a sequence.
     """
@@ -104,9 +104,9 @@ def check_averaged(model: nn.Module, trained: list[nn.Parameter], group: Context
                 "the wrapper that has these ranks."
             )
     # DeepSpeed's ZeRO is among those that hook
-    if averaged or any(map(_is_hooked, trained)) or _leaves_no_mark() or has_fsdp1(model):
+    if averaged or any(map(_is_hooked, trained)) or _leaves_no_mark() or has_fsdp1(view):
         return
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not view.units_of_fsdp2:
         raise ConfigError(
             f"Nothing averages the gradients of the {group.size} ranks that share a sequence, so each would train "
             "weights of its own: the model runs outside of DDP, FSDP and DeepSpeed, and no parameter has a hook. Train "
@@ -165,17 +165,17 @@ def _leaves_no_mark() -> bool:
     return state.distributed_type == DistributedType.DEEPSPEED and state.deepspeed_plugin.zero_stage < 2
 
 
-def has_fsdp1(model: nn.Module) -> bool:
+def has_fsdp1(view: ModelView) -> bool:
     """Whether FSDP1 averages gradients and shards weights, which cannot be told from whole ones then."""
     state = AcceleratorState._shared_state
     if state.get("distributed_type") == DistributedType.FSDP and state["fsdp_plugin"].fsdp_version == 1:
         return True
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    return view.has_fsdp1
 
 
-def takes_weights_apart(model: nn.Module) -> bool:
+def takes_weights_apart(view: ModelView) -> bool:
     """Whether a wrapper does so (DeepSpeed ZeRO-3, FSDP1), so that a backward pass cannot run its modules again."""
-    return is_partitioned(model) or has_fsdp1(model)
+    return is_partitioned(view.root) or has_fsdp1(view)
 
 
 def _is_replicated(parameter: nn.Parameter) -> bool:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import UnsupportedModelError
 from ..batches.sharded import LAYOUT_KEY, ShardedBatch, longest_position
 from ..forward_pass import ForwardPass
+from ..view import ModelView
 from .base import Handles, Part
 from .shared_beginnings import SharedBeginnings
 from .tokens import Tokens
@@ -30,12 +30,11 @@ class LongestPosition(Part):
         self.longest: int | None = None  # of the batch, if frequencies follow from it
         self.value: int | None = None  # the same while the model runs
 
-    def look(self, model: PreTrainedModel) -> Handles:
-        self.rotary = [module for module in model.modules() if hasattr(module, "rope_type")]
-        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        within = {inner for layer in layers for inner in layer.modules()}
+    def look(self, view: ModelView) -> Handles:
+        self.rotary = [module for module in view.modules if hasattr(module, "rope_type")]
+        within = {inner for layer in view.layers for inner in view.inside(layer)}
         self.inside = [module for module in self.rotary if module in within]
-        self._check_inside(model)
+        self._check_inside(view.root)
         appends = [module.register_forward_pre_hook(self._append, with_kwargs=True) for module in self.rotary]
         return appends + [module.register_forward_hook(self._cut) for module in self.rotary]
 

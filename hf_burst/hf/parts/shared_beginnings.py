@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ...errors import BatchError
 from ..attention import scales_by_place
@@ -16,7 +15,8 @@ from ..batches.joining import Joined, fit, join_texts, obstacle_in
 from ..batches.modalities import same_for_every_text
 from ..batches.sharded import is_sharded, sum_of_bits
 from ..forward_pass import ForwardPass
-from ..models.cut_point import CutPoint, needs_positions, sees_blocks
+from ..models.cut_point import cut_point_of, needs_positions, sees_blocks
+from ..view import ModelView
 from .base import Part
 from .recurrence import NO_FORKS, Recurrence
 from .request import Request
@@ -35,8 +35,7 @@ class SharedBeginnings(Part):
     """Joins the texts of a full batch, see [`Joined`]: the parts behind it are given one row.
 
     Args:
-        model (`PreTrainedModel`): The model.
-        cut_point ([`CutPoint`]): Where its tokens are cut.
+        view ([`ModelView`]): The model.
         recurrence ([`Recurrence`]): Knows its recurrent layers.
         positions (`Callable`): The position ids that the model makes for a batch, if not those from 0.
     """
@@ -45,13 +44,12 @@ class SharedBeginnings(Part):
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        cut_point: CutPoint,
+        view: ModelView,
         recurrence: Recurrence,
         positions: Callable[[Mapping[str, Any]], torch.Tensor | None],
     ) -> None:
-        self.cut_point, self.recurrence, self.positions = cut_point, recurrence, positions
-        self.sees_blocks, self.by_place = sees_blocks(model), any(map(scales_by_place, model.modules()))
+        self.cut_point, self.recurrence, self.positions = view.find(cut_point_of), recurrence, positions
+        self.sees_blocks, self.by_place = view.find(sees_blocks), any(map(scales_by_place, view.modules))
         self.told: set[str] = set()  # what the log says once
 
     def prepare(self, run: ForwardPass) -> None:
@@ -72,7 +70,7 @@ class SharedBeginnings(Part):
         joined = join_texts(given, self.positions(given), least)
         if joined is None or (asked == "auto" and joined.tokens > (1 - _SAVED) * joined.given_tokens):
             return
-        hooked = _hooked(run.model)
+        hooked = _hooked(run.view)
         run.agreement.add("hooks that may have a value for each row", hooked, _HOOKS)
         obstacle = obstacle or hooked
         if obstacle:
@@ -124,9 +122,9 @@ class SharedBeginnings(Part):
             logger.info("hf_burst: %s", sentence)
 
 
-def _hooked(model: PreTrainedModel) -> str:
+def _hooked(view: ModelView) -> str:
     """Why hooks hinder: they would see one row, and may have a value for each row of the batch."""
-    for path, module in model.named_modules():
+    for path, module in view.named:
         kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
         if path and any(kinds) and any(_may_know_rows(hook) for hooks in kinds for hook in hooks.values()):
             return f"a hook of {path} may have a value for each row"

@@ -23,7 +23,8 @@ from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
 from ..forward_pass import ForwardPass
 from ..lazy_head import is_partitioned
-from ..models.cut_point import language_model_of
+from ..models.cut_point import reader_of
+from ..view import ModelView
 from .base import Handles, Part
 from .dropout import DropoutStreams
 from .tokens import Tokens
@@ -173,16 +174,16 @@ class States(Part):
 
     needs = (Tokens,)
 
-    def __init__(self, model: PreTrainedModel, streams: DropoutStreams) -> None:
+    def __init__(self, streams: DropoutStreams) -> None:
         self.streams = streams
         self.run: ForwardPass | None = None
         self.pooled = False  # whether the pooler was given the whole batch in this pass
 
-    def look(self, model: PreTrainedModel) -> Handles:
-        reader = language_model_of(model)
+    def look(self, view: ModelView) -> Handles:
+        reader = reader_of(view).root
         pooler = getattr(reader, "pooler", None)
         handles = []
-        if reader is not model:
+        if reader is not view.root:
             handles.append(reader.register_forward_hook(self._returned))
         if isinstance(pooler, nn.Module):
             handles.append(pooler.register_forward_pre_hook(self._pooled))
@@ -197,7 +198,7 @@ class States(Part):
             return
         name, given, judges = type(run.model).__name__, run.batch.given, _judges(run.model)
         layout, labels = run.batch.layout, given.get("labels")
-        pools = language_model_of(run.model) is not run.model and _EACH_TOKEN not in judges
+        pools = reader_of(run.view) is not run.view and _EACH_TOKEN not in judges
         if pools and any(len(bounds) > 2 for bounds in documents_in(layout)):
             raise BatchError(
                 f"The batch packs documents, and {name} judges a row as one. Give every document a row of its own "
@@ -254,7 +255,7 @@ class States(Part):
                 )
             return
         config, ids = run.model.config.get_text_config(), run.batch.given.get("input_ids")
-        if run.task.causal and language_model_of(run.model) is not run.model:
+        if run.task.causal and reader_of(run.view) is not run.view:
             pad, last = config.pad_token_id, torch.arange(mask.shape[1], device=mask.device)
             seen = torch.ones_like(mask) if pad is None or ids is None else (ids != pad).to(mask)
             judged = (last * seen).argmax(-1)
@@ -264,9 +265,7 @@ class States(Part):
                     "it. Pad with this token, or set config.pad_token_id to the token that pads."
                 )
         elif not run.task.causal and getattr(config, "classifier_pooling", "cls") != "mean":
-            reads_first = (
-                language_model_of(run.model) is not run.model or getattr(run.model, "pooler", None) is not None
-            )
+            reads_first = reader_of(run.view) is not run.view or getattr(run.model, "pooler", None) is not None
             if reads_first and not mask[:, 0].all():
                 raise BatchError(f"{name} judges the first token of a row, which is padding. Pad on the right.")
 
@@ -274,7 +273,7 @@ class States(Part):
         self.run, self.pooled = run if run.task.reads else None, False
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
-        if self.run is not None and language_model_of(run.model) is run.model:
+        if self.run is not None and reader_of(run.view) is run.view:
             self._check_pooled(run.model, outputs.get("pooler_output"))
             outputs["last_hidden_state"] = self._standing_for_all(outputs["last_hidden_state"])
         if run.pooling:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
-from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import ConfigError
@@ -15,9 +14,10 @@ from ...layers.tiled import tiled
 from ...layers.tokenwise import obstacle_to_tiles
 from ..context import LayerContext, current, entered
 from ..forward_pass import ForwardPass
-from ..models.cut_point import language_model_of
+from ..models.cut_point import reader_of
 from ..models.recurrent import recurrent_modules
 from ..models.support import is_attention
+from ..view import ModelView, children_of, inner_modules
 from .base import ForwardOverride, Part
 from .expert_ranks import weights_of_experts
 from .memory import MemoryRule
@@ -40,7 +40,7 @@ class TiledMLP(Part):
         self.logged = {""}
 
     def prepare(self, run: ForwardPass) -> None:
-        if run.settings.tiled_mlp and takes_weights_apart(run.model):
+        if run.settings.tiled_mlp and takes_weights_apart(run.view):
             raise ConfigError(
                 f"Memory(tiled_mlp={run.settings.tiled_mlp}) runs MLPs again in the backward pass, where DeepSpeed "
                 "ZeRO-3 or FSDP1 has taken their weights apart. Train by FSDP2 or ZeRO-2, or set tiled_mlp=0."
@@ -49,7 +49,7 @@ class TiledMLP(Part):
     def begin(self, run: ForwardPass) -> None:
         self.obstacles = run.obstacles
         # adapters, wrappers and Liger's forwards may have come since the last pass
-        for name, module in candidates(language_model_of(run.model)) if run.settings.tiled_mlp else ():
+        for name, module in reader_of(run.view).find(candidates) if run.settings.tiled_mlp else ():
             own = vars(module).get("forward")
             if not isinstance(own, _TiledForward):
                 module.forward = _TiledForward(module, own, name)
@@ -60,8 +60,8 @@ class TiledMLP(Part):
                 self.logged.add(obstacle)
                 logger.info(obstacle)
 
-    def remove(self, model: PreTrainedModel) -> None:
-        for module in model.modules():
+    def remove(self, view: ModelView) -> None:
+        for module in view.modules:
             forward = vars(module).get("forward")
             if isinstance(forward, _TiledForward):
                 del module.forward
@@ -105,7 +105,7 @@ class _TiledForward(ForwardOverride):
         """Why the module is not computed in tiles."""
         found = _visible_obstacle(self.module)
         if not found:
-            form = torch.is_inference_mode_enabled(), [_form(inner) for inner in self.module.modules()]
+            form = torch.is_inference_mode_enabled(), list(map(_form, inner_modules(self.module)))
             if self.tried is None or self.tried[0] != form:
                 self.tried = form, obstacle_to_tiles(self.module, forward, inputs, tile)
             found = self.tried[1]
@@ -115,13 +115,13 @@ class _TiledForward(ForwardOverride):
         return self.module, self.own, self.name
 
 
-def candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def candidates(view: ModelView) -> list[tuple[str, nn.Module]]:
     """The modules inside the layers of a model, by name, that multiply by several matrices, and have no attention and
     no recurrence. One may be inside of another."""
-    found, recurrent = dict[int, tuple[str, nn.Module]](), set(map(id, recurrent_modules(model)))
-    for path, layer in model.named_modules():
+    found, recurrent = dict[int, tuple[str, nn.Module]](), set(map(id, view.find(recurrent_modules)))
+    for path, layer in view.named:
         if isinstance(layer, GradientCheckpointingLayer):
-            for name, child in layer.named_children():
+            for name, child in children_of(layer).items():
                 inside = list[tuple[str, nn.Module]]()
                 _collect(f"{path}.{name}", child, recurrent, inside)
                 found |= {id(module): (of, module) for of, module in inside}
@@ -131,7 +131,7 @@ def candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _collect(path: str, module: nn.Module, recurrent: set[int], found: list[tuple[str, nn.Module]]) -> tuple[int, bool]:
     """Adds a module and those inside of it. Returns how many matrices it has, and whether it mixes tokens."""
     begin, matrices, mixes = len(found), _own_matrices(module), False
-    children = dict(module.named_children())
+    children = children_of(module)
     if "base_layer" in children:  # of an adapter of peft, whose own matrices do not count
         children = {"base_layer": children["base_layer"]}
     for name, child in children.items():
@@ -168,7 +168,7 @@ def _visible_obstacle(module: nn.Module) -> str:
         return "hooks on all modules are set"
     if any(weights_of_experts(module)):  # a tile would wait for those of other ranks, which may have fewer
         return "its experts lie on several ranks"
-    for inner in module.modules():
+    for inner in inner_modules(module):
         if is_parametrized(inner):
             return "a weight of it is parametrized"
         if len(_adapters(inner)) > 1:

@@ -1,13 +1,12 @@
 """The tokens of a batch, cut over the ranks, or cut already; and what learned positions ask of them."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX
@@ -21,9 +20,10 @@ from ..batches.modalities import SAME_MODALITIES, check_modalities, values_besid
 from ..batches.sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard, sum_of_bits
 from ..context import CALL_KEY, ForwardCall, change_call
 from ..forward_pass import ForwardPass
-from ..models.cut_point import CutPoint, modalities_of
+from ..models.cut_point import cut_point_of, modalities_of
 from ..models.support import layer_patterns
 from ..models.task import task_named
+from ..view import ModelView, children_of
 from .base import Handles, Part
 from .memory import MemoryRule
 from .recurrence import NO_FORKS, Recurrence
@@ -43,18 +43,18 @@ class LearnedPositions:
     padding_idx: int | None = None  # the token that is not counted; positions begin one above it, as in RoBERTa
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "LearnedPositions":
+    def of(cls, view: ModelView) -> "LearnedPositions":
         """Finds the position embeddings of a model by their names."""
-        tokens = model.get_input_embeddings()
+        tokens = view.root.get_input_embeddings()
         tables: list[nn.Module] = []
         from_mask, padding_idx = False, None
-        owners: Iterator[Any] = model.modules()
+        owners: list[Any] = view.modules
         for owner in owners:
             if isinstance(getattr(owner, "pos_encoding", None), torch.Tensor):  # CTRL
                 tables.append(owner)
             if numbers_tokens(owner):
                 padding_idx = owner.padding_idx
-            for name, module in owner.named_children():
+            for name, module in children_of(owner).items():
                 if isinstance(module, nn.Embedding) and module is not tokens and any(part in name for part in _TABLES):
                     tables.append(module)
                     from_mask |= "cumsum" in inspect.unwrap(type(owner).forward).__code__.co_names
@@ -96,9 +96,9 @@ def numbers_tokens(module: nn.Module) -> bool:
     return code is not None and "create_position_ids_from_input_ids" in code.co_names
 
 
-def segment_count(model: PreTrainedModel) -> int | None:
+def segment_count(view: ModelView) -> int | None:
     """The token types of which a model has embeddings apart from those of its tokens; `None` for no such table."""
-    tables = [getattr(module, "token_type_embeddings", None) for module in model.modules()]
+    tables = [getattr(module, "token_type_embeddings", None) for module in view.modules]
     return min((table.num_embeddings for table in tables if isinstance(table, nn.Embedding)), default=None)
 
 
@@ -107,20 +107,20 @@ class Tokens(Part):
 
     needs = (Recurrence, SharedBeginnings, MemoryRule)
 
-    def __init__(self, model: PreTrainedModel, cut_point: CutPoint, recurrence: Recurrence) -> None:
-        self.cut_point, self.recurrence = cut_point, recurrence
+    def __init__(self, view: ModelView, recurrence: Recurrence) -> None:
+        self.cut_point, self.recurrence = view.find(cut_point_of), recurrence
         self.way: Way = "states"  # of the pass
-        self._read_tables(model)
+        self._read_tables(view)
         # PaliGemma: 0 is a prefix, whose tokens see each other
-        self.text_type = int(getattr(model.config.get_text_config(), "use_bidirectional_attention", None) is True)
+        self.text_type = int(getattr(view.root.config.get_text_config(), "use_bidirectional_attention", None) is True)
         self.positions: torch.Tensor | None = None
         self.run: ForwardPass | None = None
 
-    def look(self, model: PreTrainedModel) -> Handles:
-        self._read_tables(model)
+    def look(self, view: ModelView) -> Handles:
+        self._read_tables(view)
         if not self.cut_point.path:
             return ()
-        inner = model.get_submodule(self.cut_point.path)
+        inner = view.root.get_submodule(self.cut_point.path)
         return [inner.register_forward_pre_hook(self._cut_inside, prepend=True, with_kwargs=True)]
 
     def prepare(self, run: ForwardPass) -> None:
@@ -175,11 +175,11 @@ class Tokens(Part):
         """The position ids that the model makes of a full batch without any, if not those from 0."""
         return self.learned.make(batch)
 
-    def _read_tables(self, model: PreTrainedModel) -> None:
-        reader: Any = model.get_submodule(self.cut_point.path)  # the tables of towers are of images
+    def _read_tables(self, view: ModelView) -> None:
+        reader = view.part(view.root.get_submodule(self.cut_point.path))  # the tables of towers are of images
         self.learned = LearnedPositions.of(reader)
         self.segments = segment_count(reader)
-        self.by_place = any(map(scales_by_place, reader.modules()))
+        self.by_place = any(map(scales_by_place, reader.modules))
 
     def _take_shard(self, run: ForwardPass) -> None:
         """A batch that arrived sharded is passed on."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
 
 from ...errors import BatchError, UnsupportedModelError
 from ...ranks.collectives import all_gather, group_sum
@@ -19,6 +18,7 @@ from ...ranks.group import ContextGroup
 from ..context import current
 from ..forward_pass import ForwardPass, random_rates
 from ..models.cut_point import frames_apart, images_dealt_by, served_modalities, sound_dealt_by
+from ..view import ModelView, inner_modules
 from .base import ForwardOverride, Part
 from .shared_beginnings import SharedBeginnings
 
@@ -75,7 +75,8 @@ class Towers(Part):
 
     needs = (SharedBeginnings,)
 
-    def install(self, model: PreTrainedModel) -> None:
+    def install(self, view: ModelView) -> None:
+        model = view.root
         owner, images, sound = model.base_model, images_dealt_by(type(model)), sound_dealt_by(type(model))
         videos = "frames" if frames_apart(type(model)) else images
         shared = [(_SharedEncoder, "get_image_features", images), (_SharedEncoder, "get_video_features", videos)]
@@ -117,10 +118,10 @@ class Towers(Part):
                 "them, or none."
             )
 
-    def remove(self, model: PreTrainedModel) -> None:
-        for name, value in list(vars(model.base_model).items()):
+    def remove(self, view: ModelView) -> None:
+        for name, value in list(vars(view.root.base_model).items()):
             if isinstance(value, _SharedEncoder):
-                delattr(model.base_model, name)
+                delattr(view.root.base_model, name)
 
 
 def refuse_draws(owner: nn.Module) -> None:
@@ -132,8 +133,9 @@ def refuse_draws(owner: nn.Module) -> None:
     Raises:
         UnsupportedModelError: With the rates.
     """
-    reader = {id(module) for module in owner.get_decoder().modules()}  # type: ignore[operator]
-    rates = {f"{name}={rate}" for name, rate in random_rates(owner, reader)}
+    reader = {id(module) for module in inner_modules(owner.get_decoder())}  # type: ignore[operator]
+    beside = (module for module in inner_modules(owner) if id(module) not in reader)
+    rates = {f"{name}={rate}" for name, rate in random_rates(beside)}
     if rates:
         raise UnsupportedModelError(
             f"The tower of {type(owner).__name__} trains with {', '.join(sorted(rates))}, and every rank encodes the "

@@ -29,6 +29,7 @@ from ...ranks.host import SIZE_VARIABLE, host_id, misplaced, size_from_env
 from ..callers import trainer_being_made
 from ..groups import PATCH, check_processes
 from ..parts.expert_ranks import weights_of_experts
+from ..view import inner_modules
 from .distilling import DISTILLING, Distillation
 from .generating import SERVED, GroupTraining
 
@@ -255,7 +256,7 @@ class _Shared:
 
     def holds_shards(self) -> bool:
         """Whether the batch of a model arrived sharded."""
-        modules = (module for model in self.accelerator._models for module in model.modules())
+        modules = (module for model in self.accelerator._models for module in inner_modules(model))
         return any(getattr(module, PATCH).explicit for module in modules if hasattr(module, PATCH))
 
     def gather_by_caller(self, tensors: Any) -> Any:
@@ -326,14 +327,14 @@ def _check_patched(item: Any, size: int, evaluates: bool = False) -> None:
     mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES)
     entries = [names for mapping in mappings for names in mapping.values()]
     known = {name for names in entries for name in ([names] if isinstance(names, str) else names)}
-    modules = list(item.modules()) if isinstance(item, nn.Module) else []
-    patched = {id(part) for module in modules if hasattr(module, PATCH) for part in module.modules()}
+    modules = list(inner_modules(item)) if isinstance(item, nn.Module) else []
+    patched = {id(part) for module in modules if hasattr(module, PATCH) for part in inner_modules(module)}
     for module in modules:
         if not isinstance(module, PreTrainedModel) or id(module) in patched:
             continue
         language = known & {cls.__name__ for cls in type(module).__mro__}
         trained = not evaluates and any(parameter.requires_grad for parameter in module.parameters())
-        apart = patched.isdisjoint(map(id, module.modules())) and (not patched or _reads_tokens(module))
+        apart = patched.isdisjoint(map(id, inner_modules(module))) and (not patched or _reads_tokens(module))
         if language or (trained and apart):
             raise ConfigError(
                 f"{type(module).__name__} is not patched, so each of the {size} ranks that share a sequence would hold "

@@ -18,6 +18,7 @@ from ..generation.generate import generate, same_random_numbers
 from ..generation.request import asked, check, copies_of, patched
 from ..groups import PATCH
 from ..patch import WITHIN
+from ..view import find_inside, inner_modules
 
 
 def check_steps(trainer: Any, accelerator: Accelerator, steps: Sequence[str], instead: str = "") -> None:
@@ -50,7 +51,7 @@ def answer(
     first = {"input_ids": inputs, "generation_config": generation_config}  # that may be given without a name
     base = patched_inside(model)
     given = {name: value for name, value in first.items() if value is not None} | kwargs
-    modes = [(module, module.training) for module in model.modules()]
+    modes = [(module, module.training) for module in inner_modules(model)]
     model.eval()
     try:
         check(base, given)
@@ -99,7 +100,7 @@ def _within() -> Iterator[None]:
 
 def patched_inside(model: nn.Module) -> Any:
     """The patched model inside of a model; `None` if there is none."""
-    return next((module for module in model.modules() if PATCH in vars(module)), None)
+    return find_inside(model, PATCH)
 
 
 def _each_once(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from ..groups import PATCH, resolve_group
 from ..models.cut_point import language_model_path
 from ..models.model_size import model_size
 from ..models.positions import beyond_positions
+from ..view import ModelView, find_inside
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class BurstCallback(TrainerCallback):
         callbacks.remove(self)
         callbacks.insert(0, self)
         trained: Any = self.trainer.model
-        model = next((module for module in trained.modules() if PATCH in vars(module)), None)
+        model = find_inside(trained, PATCH)
         if model is None:
             raise ConfigError(
                 "BurstCallback watches models that hf_burst has patched, and the trainer's is not. Call "
@@ -91,7 +92,7 @@ class BurstCallback(TrainerCallback):
             logger.warning("BurstCallback logs no mfu. %s", problem)
         self.patch = getattr(model, PATCH)
         self.group = resolve_group(self.patch.group)
-        self.trained = _share_that_learns(model.get_submodule(language_model_path(model)))
+        self.trained = _share_that_learns(model.get_submodule(language_model_path(ModelView(model))))
         self.on_train_end()  # of a training that was interrupted
         self.handle = model.register_forward_pre_hook(self._count)
         self.began, self.first, self.warm, self.samples = time.perf_counter(), state.global_step, False, False

@@ -1,0 +1,146 @@
+"""What hangs on a model. No other code of `hf/` walks over modules.
+
+    view = ModelView(model)         a walk; the patch makes one where modules have changed
+    view.modules, view.named        depth first, the model first
+    view.part(module)               the view of a module inside
+    view.find(recurrent_modules)    what a function finds in a view, once for each view
+
+What changes while modules stay, such as modes, hooks and which weights learn, is read from these lists.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+Found = TypeVar("Found")
+
+
+class ModelView:
+    """The modules of a model as they hang on it now. It keeps the model alive no longer than others do, and a copy of
+    it is of no model.
+
+    Args:
+        root (`torch.nn.Module`): The model, or a part of one.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        named = list(root.named_modules())
+        self.paths = [path for path, _ in named]
+        self._modules = [weakref.ref(module) for _, module in named]
+        self._found: dict[Any, Any] = {}
+
+    @property
+    def root(self) -> Any:
+        return self._modules[0]()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules, the root first."""
+        return [module for known in self._modules if (module := known()) is not None]
+
+    @property
+    def named(self) -> list[tuple[str, nn.Module]]:
+        """The same with their paths."""
+        pairs = zip(self.paths, self._modules, strict=True)
+        return [(path, module) for path, known in pairs if (module := known()) is not None]
+
+    @property
+    def layers(self) -> list[GradientCheckpointingLayer]:
+        """The modules that are layers to Transformers, which checkpoint."""
+        return [module for module in self.modules if isinstance(module, GradientCheckpointingLayer)]
+
+    @property
+    def classes(self) -> set[type[nn.Module]]:
+        return set(map(type, self.modules))
+
+    @property
+    def units_of_fsdp2(self) -> list[FSDPModule]:
+        """The modules whose weights FSDP2 gathers together; it changes their classes, and leaves them in place."""
+        return [module for module in self.modules if isinstance(module, FSDPModule)]
+
+    @property
+    def has_fsdp1(self) -> bool:
+        return any(isinstance(module, FullyShardedDataParallel) for module in self.modules)
+
+    def part(self, module: nn.Module) -> "ModelView":
+        """The view of a module inside."""
+        return self if module is self.root else self._once(("part", id(module)), lambda: ModelView(module))
+
+    def inside(self, module: nn.Module) -> list[nn.Module]:
+        """A module and those inside of it."""
+        return self.part(module).modules
+
+    def find(self, what: "Callable[[ModelView], Found]") -> Found:
+        """What a function finds in this view, asked once. It must not be the root, nor this view: a model that holds
+        its view would hold itself."""
+        found: Found = self._once(what, lambda: what(self))
+        return found
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._found:
+            self._found[key] = make()
+        return self._found[key]
+
+    def __reduce__(self) -> Any:
+        return ModelView, (nn.Module(),)
+
+
+class Walk:
+    """One walk over the modules of a model, at each pass: which they are, and whether torch compiles one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules, self.compiled = list[nn.Module](), False
+        found: list[nn.Module | None] = [model]
+        while found:  # `model.modules()` takes several times as long
+            module = found.pop()
+            if module is not None:
+                self.modules.append(module)
+                if module._modules:
+                    found += module._modules.values()
+                    self.compiled |= "_orig_mod" in module._modules
+                self.compiled |= module._compiled_call_impl is not None
+
+    def met(self) -> "Met":
+        return Met(self.modules)
+
+
+class Met:
+    """The modules that a walk has met. It keeps none of them alive, and a copy has met none."""
+
+    def __init__(self, modules: list[nn.Module] | None = None) -> None:
+        self.modules = [weakref.ref(module) for module in modules or ()]
+
+    def are(self, modules: list[nn.Module]) -> bool:
+        pairs = zip(self.modules, modules, strict=False)
+        return len(self.modules) == len(modules) and all(known() is module for known, module in pairs)
+
+    def __reduce__(self) -> Any:
+        return Met, ()
+
+
+def inner_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and those inside of it, for code that runs within a layer and has no view."""
+    return module.modules()
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules right inside of one, by name."""
+    return {name: child for name, child in module._modules.items() if child is not None}
+
+
+def own_modules(layer: nn.Module) -> list[nn.Module]:
+    """The modules inside of a layer, and of no other layer in it; this layer first."""
+    found = [layer, *children_of(layer).values()]
+    for module in found[1:]:
+        if not isinstance(module, GradientCheckpointingLayer):
+            found += own_modules(module)[1:]
+    return found
+
+
+def find_inside(model: nn.Module, attribute: str) -> Any:
+    """The first module of any model, wrapped or not, that has an attribute of its own, such as a patch; else `None`."""
+    return next((module for module in model.modules() if attribute in vars(module)), None)
