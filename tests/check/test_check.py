@@ -38,6 +38,7 @@ from hf_burst.check.tiny import shrink, tiny_copy
 from hf_burst.cli import main
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError, UnsupportedModelError
 from hf_burst.hf.models import support, verdicts
+from hf_burst.hf.view import ModelView
 from hf_burst.layers.tiled import _Call
 from tests.support import models
 from tests.support.ranks import RankError, RankPool
@@ -128,7 +129,7 @@ def test_a_class_nobody_has_seen_is_checked_and_then_served(
     assert "patch_model serves" in printed
     assert len(list((home / "hf_burst").glob("check-*.json"))) == 1
     hf_burst.patch_model(model)
-    assert verdicts.served_by(model) == f"checked {verdicts.fingerprint(model)}"
+    assert verdicts.served_by(ModelView(model)) == f"checked {verdicts.fingerprint(ModelView(model))}"
 
 
 @pytest.mark.slow
@@ -189,7 +190,7 @@ def test_a_verdict_holds_for_class_source_and_versions(
     unseen: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fingerprint(**settings: Any) -> str | None:
-        return verdicts.fingerprint(unseen.UnseenForCausalLM(unseen.UnseenConfig(**{**SIZES, **settings})))
+        return verdicts.fingerprint(ModelView(unseen.UnseenForCausalLM(unseen.UnseenConfig(**{**SIZES, **settings}))))
 
     first, others = fingerprint(), list[str | None]()
     assert fingerprint(hidden_size=64, num_hidden_layers=3) == first
@@ -215,12 +216,12 @@ def test_a_verdict_holds_for_the_modules_that_a_class_imports_from_beside_it(
     import unseen_package.family as family  # type: ignore[import-not-found]
 
     model = family.UnseenForCausalLM(family.UnseenConfig(**SIZES))
-    first = verdicts.fingerprint(model)
+    first = verdicts.fingerprint(ModelView(model))
     import unseen_package.unused  # type: ignore[import-not-found]  # noqa: F401
 
-    assert verdicts.fingerprint(model) == first
+    assert verdicts.fingerprint(ModelView(model)) == first
     (package / "layers.py").write_text("def mixed(x):\n    return x.cumsum(1)\n")
-    assert verdicts.fingerprint(model) != first
+    assert verdicts.fingerprint(ModelView(model)) != first
 
 
 def test_layers_from_elsewhere_change_the_fingerprint_and_are_warned_of(
@@ -234,18 +235,18 @@ def test_layers_from_elsewhere_change_the_fingerprint_and_are_warned_of(
     model = models.make_model("llama")
     hf_burst.unpatch_model(hf_burst.patch_model(model))
     assert not caplog.records
-    first = verdicts.fingerprint(model)
+    first = verdicts.fingerprint(ModelView(model))
     model.model.layers[0].post_attention_layernorm = Mixer()
-    swapped = verdicts.fingerprint(model)
+    swapped = verdicts.fingerprint(ModelView(model))
     (tmp_path / "mixing_layers.py").write_text(source + "# changed\n")
-    assert len({first, swapped, verdicts.fingerprint(model)}) == 3
+    assert len({first, swapped, verdicts.fingerprint(ModelView(model))}) == 3
 
-    assert support.verdict_on(model) == "shipped"
+    assert support.verdict_on(ModelView(model)) == "shipped"
     assert "not compared with one process: Mixer" in caplog.text
     assert "hf-burst check" in caplog.text
     caplog.clear()
-    verdicts.remember(verdicts.Verdict("exact", fingerprint=verdicts.fingerprint(model) or ""))
-    assert support.verdict_on(model).startswith("checked ")
+    verdicts.remember(verdicts.Verdict("exact", fingerprint=verdicts.fingerprint(ModelView(model)) or ""))
+    assert support.verdict_on(ModelView(model)).startswith("checked ")
     assert not caplog.records
 
 
@@ -255,29 +256,29 @@ def test_norms_of_flash_linear_attention_are_no_classes_of_ones_own() -> None:
     for name in names:
         kind = type(name, (torch.nn.Module,), {"__module__": "fla.modules.fused"})
         model.model.add_module(name, kind())
-    assert [kind.__name__ for kind in verdicts.own_classes(model)] == ["ShortConvolution"]
+    assert [kind.__name__ for kind in verdicts.own_classes(ModelView(model))] == ["ShortConvolution"]
 
 
 def test_a_wrong_verdict_goes_before_the_shipped_one() -> None:
     model = models.make_model("llama")
-    digest = verdicts.fingerprint(model) or ""
+    digest = verdicts.fingerprint(ModelView(model)) or ""
     for result in ("exact", "wrong"):
         verdicts.remember(verdicts.Verdict(result, {"packed": 0.9}, fingerprint=digest))
         if result == "exact":
-            assert verdicts.served_by(model) == "shipped"
+            assert verdicts.served_by(ModelView(model)) == "shipped"
     with pytest.raises(UnsupportedModelError, match="found wrong over several ranks"):
         hf_burst.patch_model(model)
 
 
 def test_what_is_remembered_must_be_a_verdict(unseen: ModuleType) -> None:
     model = unseen.UnseenForCausalLM(unseen.UnseenConfig(**SIZES))
-    digest = verdicts.fingerprint(model) or ""
+    digest = verdicts.fingerprint(ModelView(model)) or ""
     path = verdicts.remember(verdicts.Verdict("exact", fingerprint=digest))
-    assert verdicts.served_by(model) == f"checked {digest}"
+    assert verdicts.served_by(ModelView(model)) == f"checked {digest}"
     for nonsense in ("", "[]", '{"color": 1}'):
         path.write_text(nonsense)
         with pytest.raises(UnsupportedModelError, match=r"hf_burst.check_model\(model\)"):
-            verdicts.served_by(model)
+            verdicts.served_by(ModelView(model))
 
 
 @pytest.mark.parametrize("result", ["exact", "wrong", "nothing"])
@@ -294,18 +295,20 @@ def test_a_class_changed_in_a_newer_transformers_is_served_with_a_warning(
         assert not caplog.records
         monkeypatch.setattr(verdicts.transformers, "__version__", version)
         monkeypatch.setattr(verdicts, "SERVED", {type(model).__name__: shipped})
-        assert verdicts.served_by(model) == "shipped"
+        assert verdicts.served_by(ModelView(model)) == "shipped"
     (warning,) = caplog.records
     assert "run on every node: hf-burst check some/folder (or, in Python" in warning.getMessage()
     if result == "nothing":
         return
     caplog.clear()
-    verdicts.remember(verdicts.Verdict(result, {"packed": 0.9}, fingerprint=verdicts.fingerprint(model) or ""))
+    verdicts.remember(
+        verdicts.Verdict(result, {"packed": 0.9}, fingerprint=verdicts.fingerprint(ModelView(model)) or "")
+    )
     if result == "wrong":
         with pytest.raises(UnsupportedModelError, match="found wrong over several ranks"):
-            verdicts.served_by(model)
+            verdicts.served_by(ModelView(model))
     else:
-        assert verdicts.served_by(model) == "shipped"
+        assert verdicts.served_by(ModelView(model)) == "shipped"
     assert not caplog.records
 
 
@@ -316,7 +319,7 @@ def serve_a_changed_class(rank: int, size: int) -> int:
         mock.patch.object(verdicts, "SERVED", {type(model).__name__: "another"}),
         mock.patch.object(verdicts.logger, "warning") as warning,
     ):
-        assert verdicts.served_by(model) == "shipped"
+        assert verdicts.served_by(ModelView(model)) == "shipped"
     return warning.call_count
 
 

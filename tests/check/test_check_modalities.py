@@ -21,6 +21,7 @@ from hf_burst.hf.models import verdicts
 from hf_burst.hf.models.cut_point import family_of, served_modalities
 from hf_burst.hf.models.verdicts import Verdict
 from hf_burst.hf.parts import towers
+from hf_burst.hf.view import ModelView
 from hf_burst.ranks.collectives import all_gather
 from tests.support.image_verdicts import error_on
 from tests.support.ranks import RankError, RankPool
@@ -90,9 +91,9 @@ def test_a_class_that_only_a_check_of_text_covers_is_warned_of(
     for kind, warned in ((stock, changed), (Derived, True)):
         caplog.clear()
         model = kind(config)
-        digest = verdicts.fingerprint(model) or ""
+        digest = verdicts.fingerprint(ModelView(model)) or ""
         verdicts.remember(Verdict("exact", fingerprint=digest, uncompared="images and videos"))
-        assert verdicts.served_by(model) == ("shipped" if kind is stock else f"checked {digest}")
+        assert verdicts.served_by(ModelView(model)) == ("shipped" if kind is stock else f"checked {digest}")
         assert ("with one process on text, and not on images and videos" in caplog.text) == warned
 
 

@@ -21,6 +21,7 @@ from hf_burst.hf.models.cut_point import TOKEN_INPUTS, CutPoint, TokenInput, cut
 from hf_burst.hf.models.task import CAUSAL, MASKED
 from hf_burst.hf.parts.base import Part
 from hf_burst.hf.parts.deferred_logits import DeferredLogits
+from hf_burst.hf.view import ModelView
 from tests.hf.test_patch import group_mean, part_of
 from tests.support import models
 from tests.support.ranks import RankError, RankPool
@@ -111,10 +112,10 @@ def test_a_cut_point_is_found_by_the_class_or_its_base():
         pass
 
     model = Own(models.make_model("llama").config)
-    assert cut_point_of(model) == CutPoint("")
+    assert cut_point_of(ModelView(model)) == CutPoint("")
     with mock.patch.object(cut_point, "CUT_POINTS", {"LlamaForCausalLM": CutPoint("model")}):
-        assert cut_point_of(model) == CutPoint("model")
-        assert cut_point_of(models.make_model("gpt2")) == CutPoint("")
+        assert cut_point_of(ModelView(model)) == CutPoint("model")
+        assert cut_point_of(ModelView(models.make_model("gpt2"))) == CutPoint("")
 
 
 def patch_inside(model: PreTrainedModel) -> PreTrainedModel:

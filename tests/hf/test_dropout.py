@@ -174,7 +174,7 @@ class Functional(nn.Module):
 
 def drop_by_function(rank: int, size: int, name: str) -> None:
     module, part = Functional(name), DropoutStreams()
-    rates, group = list(random_rates(module)), ContextGroup.from_mesh(None)
+    rates, group = list(random_rates(module.modules())), ContextGroup.from_mesh(None)
     run = SimpleNamespace(random_rates=rates, group=group, agreement=Agreement())
     torch.manual_seed(1)
     x = torch.ones(200)
@@ -218,8 +218,8 @@ def test_dropout_of_layers_and_weights_is_refused(ranks: Ranks) -> None:
     model = nn.Linear(2, 2)
     model.layerdrop = 0.1
     with pytest.raises(UnsupportedModelError, match=r"layerdrop=0\.1"):
-        check_shared_dropout(random_rates(model))
-    check_shared_dropout(random_rates(model.eval()))
+        check_shared_dropout(random_rates(model.modules()))
+    check_shared_dropout(random_rates(model.eval().modules()))
 
 
 def resume(rank: int, size: int) -> None:

@@ -23,6 +23,7 @@ from hf_burst.hf.models.gated_norm import ACTIVATIONS, activation_of, gated_norm
 from hf_burst.hf.models.hybrid import recurrent_sizes
 from hf_burst.hf.parts import gated_norms as part
 from hf_burst.hf.parts.gated_norms import GatedNorm, depends_on
+from hf_burst.hf.view import ModelView
 from recipes.tiny_models import OVERRIDES, tiny_config
 from tests.support import models
 from tests.support.ranks import RankPool
@@ -105,13 +106,15 @@ def test_norms_of_delta_rules_are_found(name: str, activation: str) -> None:
     model = kind(config)
     wanted = [module for module in model.modules() if type(module).__name__.endswith("RMSNormGated")]
     assert wanted
-    assert {(id(norm), found) for norm, found in gated_norms(model)} == {(id(norm), activation) for norm in wanted}
+    assert {(id(norm), found) for norm, found in gated_norms(ModelView(model))} == {
+        (id(norm), activation) for norm in wanted
+    }
 
 
 @pytest.mark.parametrize("name", ["llama", "lfm2", "granite", "zamba"])
 def test_other_models_have_none(name: str) -> None:
     """Granite's Mamba2 layers gate before they norm."""
-    assert gated_norms(models.make_model(name)) == []
+    assert gated_norms(ModelView(models.make_model(name))) == []
 
 
 @pytest.mark.parametrize("kind", [GateFirst, OneMore, OtherEpsilon, OtherGate, OfGroups, OfThreeDimensions, Pair])
@@ -138,7 +141,7 @@ def test_a_patched_model_computes_the_same_by_the_kernel(name: str) -> None:
     loss.backward()
     wanted = [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
     model.zero_grad()
-    norms = [norm for norm, _ in gated_norms(model)]
+    norms = [norm for norm, _ in gated_norms(ModelView(model))]
     models.patch(model, hf_burst.BurstConfig())
     with (
         mock.patch.object(part, "fla_compared", return_value=True),
@@ -165,7 +168,7 @@ def test_a_model_is_patched_whatever_the_default_device_is() -> None:
     model = models.make_model("qwen3_5")
     with torch.device("meta"):
         models.patch(model, hf_burst.BurstConfig())
-    assert isinstance(vars(gated_norms(model)[0][0])["forward"], GatedNorm)
+    assert isinstance(vars(gated_norms(ModelView(model))[0][0])["forward"], GatedNorm)
 
 
 @contextmanager
@@ -214,14 +217,14 @@ def test_shards_of_weights_are_left_to_the_norm(ranks: Callable[[int], RankPool]
 @pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear"])
 def test_the_plan_knows_what_the_kernel_keeps(name: str) -> None:
     model = models.make_model(name)
-    (plain,) = recurrent_sizes(model)
+    (plain,) = recurrent_sizes(ModelView(model))
     with mock.patch.object(hybrid, "fla_installed", return_value=True):
-        assert recurrent_sizes(model) == (replace(plain, norm_copies=(3, 2)),)
+        assert recurrent_sizes(ModelView(model)) == (replace(plain, norm_copies=(3, 2)),)
 
 
 def test_a_forward_of_its_own_stays() -> None:
     model = models.make_model("qwen3_5")
-    norm: Any = gated_norms(model)[0][0]
+    norm: Any = gated_norms(ModelView(model))[0][0]
 
     def own(hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         plain: torch.Tensor = type(norm).forward(norm, hidden_states, gate)

@@ -21,6 +21,7 @@ from hf_burst.hf.batches.cutting import cut_targets
 from hf_burst.hf.models.support import check_model
 from hf_burst.hf.parts import tokens
 from hf_burst.hf.patch import patch_under_check
+from hf_burst.hf.view import ModelView
 from hf_burst.ranks.layout import SequenceLayout
 from recipes.tiny_wrappers import tiny_wrapper
 from tests.support import models
@@ -179,7 +180,7 @@ def test_a_sharded_batch_is_refused_since_wrappers_read_whole_ones() -> None:
 )
 def test_others_are_refused_with_a_sentence(name: str, sentence: str) -> None:
     with pytest.raises(UnsupportedModelError, match=sentence):
-        check_model(tiny_wrapper(name))
+        check_model(ModelView(tiny_wrapper(name)))
 
 
 def test_it_can_be_unpatched() -> None:

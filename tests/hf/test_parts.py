@@ -15,6 +15,7 @@ from hf_burst.hf import patch
 from hf_burst.hf.forward_pass import Batch, Checkpoints, ForwardPass
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts.base import Part
+from hf_burst.hf.view import ModelView
 from tests.support import models
 from tests.support.ranks import RankPool
 
@@ -153,7 +154,7 @@ def test_parts_read_in_the_same_step_only_what_they_need(ranks: Ranks) -> None:
 
 def test_parts_stand_behind_those_that_they_need() -> None:
     model = models.make_model("llama")
-    kinds = [type(part) for part in patch.make_parts(model, hf_burst.BurstConfig(), None, patch.cut_point_of(model))]
+    kinds = [type(part) for part in patch.make_parts(ModelView(model), hf_burst.BurstConfig(), None)]
     for at, kind in enumerate(kinds):
         assert set(kind.needs) <= set(kinds[:at]), kind
 

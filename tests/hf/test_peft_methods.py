@@ -245,7 +245,7 @@ def test_each_token_has_a_mask_of_its_own(method: str, name: str) -> None:
         if type(module) is nn.Dropout:
             module.register_forward_pre_hook(lambda module, given: drawn.append(given[0].shape[:2]))
     try:
-        check_shared_dropout(random_rates(model))
+        check_shared_dropout(random_rates(model.modules()))
     except UnsupportedModelError as error:
         assert "drops layers or weights for a whole sequence" in str(error)  # noqa: PT017, since it need not be raised
         return

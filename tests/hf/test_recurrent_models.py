@@ -24,6 +24,7 @@ from hf_burst.hf.models import recurrent
 from hf_burst.hf.models.hybrid import recurrent_sizes
 from hf_burst.hf.models.recurrent import recurrent_modules
 from hf_burst.hf.parts import recurrence
+from hf_burst.hf.view import ModelView
 from hf_burst.plan import Segments
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.recurrent import delta, halo, own_heads, scan
@@ -325,8 +326,8 @@ def test_weights_that_fsdp_shards(ranks: Ranks, name: str) -> None:
 
 def test_a_model_that_was_patched_is_freed() -> None:
     model = slowly("qwen3_5")
-    kept = [weakref.ref(module) for module in recurrent_modules(model)]
-    sizes = recurrent_sizes(model)
+    kept = [weakref.ref(module) for module in recurrent_modules(ModelView(model))]
+    sizes = recurrent_sizes(ModelView(model))
     models.patch(model)
     hf_burst.unpatch_model(model)
     del model
@@ -343,7 +344,7 @@ def test_activations_that_are_derived_by_their_output(ranks: Ranks) -> None:
 def relu_after_the_convolution(rank: int, size: int) -> float:
     with Double():
         model, batch = slowly("granite", torch.float64), models.make_batch("packed")
-        for module in recurrent_modules(model):
+        for module in recurrent_modules(ModelView(model)):
             module.activation, module.act = "relu", torch.nn.ReLU()
         models.plain_loss(model, batch).backward()
         wanted = [parameter.grad.clone() for parameter in model.parameters()]

@@ -26,6 +26,7 @@ from hf_burst.hf.batches.sharded import sum_of_bits, sum_of_octets
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts import replicas
 from hf_burst.hf.parts.replicas import Replicas, check_averaged
+from hf_burst.hf.view import ModelView
 from hf_burst.ranks.group import ContextGroup
 from tests.support import models
 from tests.support.ranks import RankError, RankPool
@@ -204,7 +205,7 @@ def test_deepspeeds_first_stages_need_not_leave_a_hook(stage: int) -> None:
         state._shared_state = {"distributed_type": DistributedType.DEEPSPEED}
         state.return_value.distributed_type = DistributedType.DEEPSPEED
         state.return_value.deepspeed_plugin.zero_stage = stage
-        check_averaged(model, list(model.parameters()), group)
+        check_averaged(ModelView(model), list(model.parameters()), group)
 
 
 def train_in_pairs(rank: int, size: int) -> None:

@@ -25,6 +25,7 @@ from hf_burst.hf.parts import shared_beginnings
 from hf_burst.hf.parts.shared_beginnings import SharedBeginnings
 from hf_burst.hf.trainers.logging import given_tokens, longest_of
 from hf_burst.hf.trainers.logging import tokens_of as tokens_of_layout
+from hf_burst.hf.view import ModelView
 from recipes.tiny_models import tiny_model
 from tests.hf import test_experts
 from tests.support import models, trainers
@@ -659,7 +660,7 @@ def test_modules_without_hooks_cost_no_calls() -> None:
 
     sys.setprofile(note)
     try:
-        assert not shared_beginnings._hooked(model)
+        assert not shared_beginnings._hooked(ModelView(model))
     finally:
         sys.setprofile(None)
     assert calls == ["_hooked"]

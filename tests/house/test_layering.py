@@ -12,6 +12,7 @@ ORDER = [
     *("recurrent", "sizing", "hf", "check", "cli"),
 ]
 HF_ORDER = [
+    "view",
     "cached_tokens",
     "row_states",
     "sharded_cache",

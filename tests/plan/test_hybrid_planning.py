@@ -20,6 +20,7 @@ from hf_burst.attention import SequenceLayout
 from hf_burst.errors import ConfigError
 from hf_burst.hf.models import hybrid
 from hf_burst.hf.models.hybrid import attention_shapes, recurrent_sizes
+from hf_burst.hf.view import ModelView
 from hf_burst.plan import (
     Hybrid,
     Mask,
@@ -311,7 +312,7 @@ def test_rows_share_their_cut() -> None:
 
 
 def test_sizes_of_models() -> None:
-    sizes = {name: recurrent_sizes(models.make_model(name)) for name in models.RECURRENT}
+    sizes = {name: recurrent_sizes(ModelView(models.make_model(name))) for name in models.RECURRENT}
     assert sizes["qwen3_5"] == (RecurrentSize("delta", 1, 4, 8, 6, key_heads=2, channels=2 * 2 * 8 + 4 * 6, reach=3),)
     (kimi,) = sizes["kimi_linear"]
     assert (kimi.kind, kimi.decays) == ("delta", kimi.keys)
@@ -320,10 +321,10 @@ def test_sizes_of_models() -> None:
     assert {own.kind for own in sizes["zamba"]} == {"selective"}
     for name in models.RECURRENT:
         model = models.make_model(name)
-        shapes = attention_shapes(model)
+        shapes = attention_shapes(ModelView(model))
         assert shapes is None or shapes.q_heads == model.config.num_attention_heads
         assert sum(own.layers for own in sizes[name]) >= 1
-    assert recurrent_sizes(models.make_model("llama")) == ()
+    assert recurrent_sizes(ModelView(models.make_model("llama"))) == ()
 
 
 def ways_of(rank: int, size: int) -> list[tuple[str, float]]:

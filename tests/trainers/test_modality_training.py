@@ -23,6 +23,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel, Trainer
 import hf_burst
 from hf_burst.check.tiny import tiny_copy
 from hf_burst.hf.models.cut_point import language_model_path
+from hf_burst.hf.view import ModelView
 from recipes.tiny_wrappers import tiny_wrapper
 from tests.support import conversations, models, pictures, trainers
 from tests.support.ranks import RankPool, reset_accelerate
@@ -256,7 +257,7 @@ def test_the_recipe_takes_a_wrapper(ranks: Ranks, tmp_path: Path, lora: bool) ->
         recipe_models.merge_adapter(tmp_path / "out_2", tmp_path / "merged")
     trained = AutoModelForImageTextToText.from_pretrained(tmp_path / ("merged" if lora else "out_2"))
     assert type(trained) is kind
-    path = language_model_path(trained)
+    path = language_model_path(ModelView(trained))
     for name, value in trained.state_dict().items():
         if not name.startswith((path, "lm_head")):
             assert torch.equal(value, small.state_dict()[name]), f"{name} is frozen"
