@@ -47,7 +47,7 @@ from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.report import markdown, reasons, rows
 
-SCHEDULES = ("auto", "kv_ring", "burst", "all_gather", "ulysses")
+SCHEDULES = ("auto", "kv_ring", "burst", "ulysses")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 LENGTHS = (8192, 16384, 32768, 65536, 131072)
 _DAY_S = 86400

@@ -25,7 +25,7 @@ hybrid=(--shape qwen3.5-hybrid --gated-norms --lengths 65536 131072 --rounds 2 -
 once=(--rounds 1 --warmup 0 --check-length 8192 --timeout 480)
 ours=(limit 'hf_burst auto' 'ulysses plain')
 others=("accelerate context parallelism, cuDNN" "DeepSpeed Ulysses, flash-attn 4" "ringmaster, flash-attn 4")
-levels=(auto kv_ring burst all_gather ulysses ulysses_2+kv_ring ulysses_2+burst)
+levels=(auto kv_ring burst ulysses ulysses_2+kv_ring ulysses_2+burst)
 nodes=(--kv-heads 8 32 --lengths 32768 131072 --seconds 200 --timeout 200 --schedules "${levels[@]}")
 long=(--lengths 131072 262144 524288 1048576 --rounds 1 10 --schedules auto ulysses ulysses_4+kv_ring ulysses_4+burst)
 
