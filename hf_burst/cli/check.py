@@ -51,7 +51,7 @@ def describe(name: str, verdict: Verdict) -> str:
         )
     if verdict.uncompared:
         lines.append(
-            f"Only text was compared. Compare {verdict.uncompared} by a batch of your own: hf-burst check FOLDER "
+            f"Only text was compared; compare {verdict.uncompared} by a batch of your own: hf-burst check FOLDER "
             "--batch FILE."
         )
     if verdict.result == "exact":

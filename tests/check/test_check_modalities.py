@@ -70,7 +70,7 @@ def test_a_class_of_a_users_that_sees_is_compared_on_text(ranks: Ranks) -> None:
     for found in ranks(2).run(verdict_on, "Qwen2_5_VL", Derived):
         assert (found.result, found.uncompared) == ("exact", "images and videos")
         assert [*found.errors] == ["one sequence", "packed", "padded"]
-        told = "Compare images and videos by a batch of your own: hf-burst check FOLDER --batch FILE."
+        told = "compare images and videos by a batch of your own: hf-burst check FOLDER --batch FILE."
         assert told in describe("Derived", found)
     assert "by a batch" not in describe("Llama", Verdict("exact", {"packed": 0.0}))
 
