@@ -18,6 +18,7 @@ from transformers.utils import logging
 from ..layers.linear_loss import Linear, learned_by, linear_loss_sum, rows_at_a_time
 from ..layers.loss import token_loss_sum, weighted_loss_sum
 from ..layers.token_values import token_values
+from .overrides import Override
 from .view import children_of, inner_modules
 
 _WRAPPERS = ("torch.distributed.", "deepspeed.", "accelerate.", "trl.")  # whose hooks look after weights and memory
@@ -208,28 +209,14 @@ pytree.register_pytree_node(
 )
 
 
-class LazyHead:
-    """Stands for the `forward` of a model's head, and puts it off while `under_way`. A graph ends here."""
+class LazyHead(Override):
+    """The head of a model, which is put off while `under_way`. A graph ends here."""
 
-    def __init__(self, module: nn.Module, vocabulary: int) -> None:
-        self.module, self.vocabulary = module, vocabulary
-        self.own = vars(module).get("forward")
+    def __init__(self, module: nn.Module, own: Any, vocabulary: int) -> None:
+        super().__init__(module, own)
+        self.vocabulary, self.kept = vocabulary, module  # a loss may outlive its model
         self.under_way = False
         self.instead: Compute | None = None  # what the next call computes
-        module.forward = self
-
-    @property
-    def plain(self) -> Compute:
-        return self.own or partial(type(self.module).forward, self.module)
-
-    def remove(self) -> None:
-        """Puts the head's own `forward` back."""
-        if vars(self.module).get("forward") is not self:
-            return
-        if self.own is None:
-            del self.module.forward
-        else:
-            self.module.forward = self.own
 
     @torch.compiler.disable
     def __call__(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
@@ -269,6 +256,9 @@ class LazyHead:
         finally:
             self.module.reshard()
 
+    def _given(self) -> tuple[Any, ...]:
+        return self.module, self.own, self.vocabulary
+
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether forward hooks on a head want its logits. Wrappers that look after weights and memory want them not."""
@@ -303,5 +293,4 @@ def lazy_head(model: PreTrainedModel, known: LazyHead | None) -> LazyHead | None
         known.remove()
     if module is None:
         return None
-    forward = vars(module).get("forward")  # another model may share it
-    return forward if isinstance(forward, LazyHead) else LazyHead(module, model.config.get_text_config().vocab_size)
+    return LazyHead.put(module, model.config.get_text_config().vocab_size)  # or that of a model that shares it

@@ -35,6 +35,7 @@ from .models.other_sizes import refuse_other_sizes
 from .models.peft_methods import check_adapters
 from .models.support import base_model, check_model, verdict_on
 from .models.task import task_of
+from .overrides import remove_overrides
 from .parts.adapters import Adapters
 from .parts.attention import Attention
 from .parts.base import Part
@@ -257,6 +258,7 @@ class _Patch:
         self.end()  # a pass that was interrupted
         for handle in (*self.handles, *self.looked):
             handle.remove()
+        remove_overrides(view)
         for part in reversed(self.parts):
             part.remove(view)
 
@@ -366,6 +368,8 @@ class _Patch:
         self.looked, self.met = [], Met()
         for part in self.parts:
             self.looked += part.look(view)
+            for kind, module, given in part.overrides(view):
+                kind.put(module, *given)
         self.view, self.met = view, walk.met()
 
     def meet(self, run: ForwardPass, error: Exception | None, doing: str) -> None:

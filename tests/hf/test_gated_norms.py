@@ -185,7 +185,7 @@ def called() -> Iterator[mock.Mock]:
 def test_what_the_kernel_cannot_compute_is_left_to_the_norm() -> None:
     """fp64, which it would round; a formula that has changed since the norm was asked."""
     norm: Any = Qwen3_5RMSNormGated(8)
-    norm.forward = GatedNorm(norm, "silu", depends_on(norm))
+    GatedNorm.put(norm, "silu", depends_on(norm))
     x, gate = torch.randn(2, 3, 8)
     with called() as kernel:
         torch.testing.assert_close(norm(x, gate), Qwen3_5RMSNormGated.forward(norm, x, gate))
@@ -203,7 +203,7 @@ def with_shards(rank: int, size: int) -> int:
     """How often the kernel is given a weight that is a shard."""
     mesh = init_device_mesh("cpu", (size,))
     norm: Any = distribute_module(Qwen3_5RMSNormGated(8), mesh)
-    norm.forward = GatedNorm(norm, "silu", depends_on(norm))
+    GatedNorm.put(norm, "silu", depends_on(norm))
     x, gate = (distribute_tensor(torch.ones(4, 8), mesh) for _ in range(2))
     with called() as kernel:
         norm(x, gate)

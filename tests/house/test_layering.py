@@ -13,6 +13,7 @@ ORDER = [
 ]
 HF_ORDER = [
     "view",
+    "overrides",
     "cached_tokens",
     "row_states",
     "sharded_cache",

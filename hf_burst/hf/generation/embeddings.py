@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..batches.sharded import is_sharded
 from ..groups import PATCH
-from ..parts.base import ForwardOverride
+from ..overrides import Override
 from .request import patched
 
 _OF_LOSSES = ("labels", "num_items_in_batch")
@@ -67,7 +67,7 @@ def embeddings(
     return found
 
 
-class _BaseModel(ForwardOverride):
+class _BaseModel(Override):
     """Stands for the forward of a model with a head: that of its base model, in the precision that accelerate's forward
     would have."""
 
@@ -87,11 +87,8 @@ def _without_head(model: PreTrainedModel) -> Iterator[None]:
     if model.base_model is model:
         yield
         return
-    own = vars(model).get("forward")  # such as accelerate's
-    model.forward = _BaseModel(model)
+    instead = _BaseModel.put(model)
     try:
         yield
     finally:
-        del model.forward
-        if own is not None:
-            model.forward = own
+        instead.remove()

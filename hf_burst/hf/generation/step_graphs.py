@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from ...attention.shared_keys import Exchange, exchanged
 from ...ranks.group import ContextGroup
 from ..cached_tokens import FixedStep
 from ..context import CachedPass, current, entered
+from ..overrides import Override
 from ..sharded_cache import ShardedCache
 from ..view import ModelView
 from .request import adapted_modules, adapters_at_work
@@ -358,17 +359,20 @@ def stepping(model: nn.Module, changing: bool) -> Iterator[None]:
         logger.info("hf_burst generates without CUDA graphs: %s.", obstacle)
         yield
         return
-    before, forward = vars(model).get("forward"), model.forward
-    steps = StepGraphs(forward, _state_of(model) if changing else lambda: None)
-
-    @wraps(forward)
-    def stepped(*args: Any, **kwargs: Any) -> Any:
-        return steps(*args, **kwargs)
-
-    model.forward = stepped
+    stepped = _Stepped.put(model, changing)
     try:
         yield
     finally:
-        del model.forward
-        if before is not None:
-            model.forward = before
+        stepped.remove()
+
+
+class _Stepped(Override):
+    """The forward of a model, by [`StepGraphs`]."""
+
+    def __init__(self, module: nn.Module, own: Any, changing: bool) -> None:
+        super().__init__(module, own)
+        self.steps = StepGraphs(self.plain, _state_of(module) if changing else lambda: None)
+        update_wrapper(self, self.plain.func if isinstance(self.plain, partial) else self.plain)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.steps(*args, **kwargs)

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from ...layers.adapted_linear import adapted_linear, autocast_dtype
 from ..forward_pass import ForwardPass
+from ..overrides import Override
 from ..view import ModelView
-from .base import ForwardOverride, Part
+from .base import Part
 
 _LAYERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
 _OF_4_BITS = {("bitsandbytes.nn.modules", name) for name in ("Linear4bit", "LinearNF4", "LinearFP4")}
@@ -22,19 +23,16 @@ class Adapters(Part):
         # selective checkpoints keep outputs of peft's operators; asked once for each pass of the model, as a layer that
         # is computed again does what it did before
         if run.compiled or run.checkpoints.selective or nn.modules.module._has_any_global_hook():
-            self.remove(run.view)
+            for layer in run.view.find(_layers):
+                if (own := _AdaptedForward.of(layer)) is not None:
+                    own.remove()
             return
         for layer in run.view.find(_layers):
             if "forward" not in vars(layer):
-                layer.forward = _AdaptedForward(layer)
-
-    def remove(self, view: ModelView) -> None:
-        for layer in view.find(_layers):
-            if isinstance(vars(layer).get("forward"), _AdaptedForward):
-                del layer.forward
+                _AdaptedForward.put(layer)
 
 
-class _AdaptedForward(ForwardOverride):
+class _AdaptedForward(Override):
     """Stands for the forward of a LoRA layer. What it does not know is left to the layer's own one: several adapters at
     once, merged ones, variants such as DoRA, layers that somebody hooks, and tokens that are generated one by one."""
 
@@ -42,8 +40,8 @@ class _AdaptedForward(ForwardOverride):
         layer: Any = self.module
         name = None if args or kwargs else _adapter(layer)
         if name is None or _is_left_alone(layer, x) or not _is_plain(layer, x, name):
-            own: Tensor = type(layer).forward(layer, x, *args, **kwargs)
-            return own
+            plain: Tensor = self.plain(x, *args, **kwargs)
+            return plain
         base, dropout = layer.base_layer, layer.lora_dropout[name]
         dropped = dropout(x) if dropout.training and not isinstance(dropout, nn.Identity) else None
         down, up = layer.lora_A[name].weight, layer.lora_B[name].weight

@@ -1,16 +1,14 @@
 """The life cycle of a part: one capability of a patched model."""
 
-import weakref
-from collections.abc import Sequence
-from copy import deepcopy
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ...errors import ConfigError
 from ..forward_pass import ForwardPass
 from ..models.cut_point import TokenInput
+from ..overrides import Override
 from ..view import ModelView
 
 Handles = Sequence[RemovableHandle]
@@ -44,8 +42,13 @@ class Part:
         """Checks the batch, makes this rank's inputs of it, and adds the facts on which the ranks must agree.
 
         Every error here reaches all ranks. Parts do not communicate, and what they change in the model
-        `remove` puts back.
+        `remove` puts back, but for overrides.
         """
+
+    def overrides(self, view: ModelView) -> Iterable[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
+        """What takes the place of modules' own methods from `look` on: the kind, the module, and what its kind is made
+        of besides. The patch puts them in place, and takes all away in the end."""
+        return ()
 
     def begin(self, run: ForwardPass) -> None:
         """Takes up the state of the pass; all ranks do it, or none. Parts may communicate."""
@@ -58,27 +61,3 @@ class Part:
 
     def remove(self, view: ModelView) -> None:
         """Puts back what `install`, or a pass, changed."""
-
-
-class ForwardOverride:
-    """The `forward` of one module, which has it as an attribute. It does not keep this module alive."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    @property
-    def module(self) -> nn.Module:
-        module = self._module()
-        if module is None:
-            raise ConfigError("The module of this forward is gone. Keep the module, or the model, and call that.")
-        return module
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ForwardOverride":
-        return type(self)(*(deepcopy(given, memo) for given in self._given()))
-
-    def __reduce__(self) -> Any:
-        return type(self), self._given()
-
-    def _given(self) -> tuple[Any, ...]:
-        """What one like it is made of."""
-        return (self.module,)

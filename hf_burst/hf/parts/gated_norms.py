@@ -1,5 +1,6 @@
 """Norms of the gated outputs of delta rules, by one kernel of flash-linear-attention instead of some ten of torch."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,31 +10,27 @@ from torch.distributed.tensor import DTensor
 from ...recurrent import fla_compared, fla_gated_norm
 from ..context import current
 from ..models.gated_norm import gated_norms
+from ..overrides import Override
 from ..view import ModelView
-from .base import ForwardOverride, Handles, Part
+from .base import Part
 
 
 class GatedNorms(Part):
     """Gives gated norms a forward by that kernel. One that has a forward of its own keeps it."""
 
-    def look(self, view: ModelView) -> Handles:
-        self.remove(view)
+    def overrides(self, view: ModelView) -> Iterator[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
         for norm, activation in view.find(gated_norms):
+            if (there := GatedNorm.of(norm)) is not None and there.asked != depends_on(norm):
+                there.remove()
             if "forward" not in vars(norm):
-                norm.forward = GatedNorm(norm, activation, depends_on(norm))
-        return ()
-
-    def remove(self, view: ModelView) -> None:
-        for module in view.modules:
-            if isinstance(vars(module).get("forward"), GatedNorm):
-                del module.forward
+                yield GatedNorm, norm, (activation, depends_on(norm))
 
 
-class GatedNorm(ForwardOverride):
+class GatedNorm(Override):
     """The forward of a gated norm: by the kernel in passes of the patched model, on a device that has it."""
 
-    def __init__(self, module: nn.Module, activation: str, asked: tuple[Any, Any]) -> None:
-        super().__init__(module)
+    def __init__(self, module: nn.Module, own: Any, activation: str, asked: tuple[Any, Any]) -> None:
+        super().__init__(module, own)
         self.activation = activation
         self.asked = asked  # what its formula depended on then
 
@@ -42,10 +39,10 @@ class GatedNorm(ForwardOverride):
         known = hidden_states.dtype != torch.float64 and not isinstance(norm.weight, DTensor)
         if known and self.asked == depends_on(norm) and current() is not None and fla_compared(hidden_states.device):
             return fla_gated_norm(hidden_states, gate, norm.weight, norm.variance_epsilon, self.activation)
-        return type(norm).forward(norm, hidden_states, gate)
+        return self.plain(hidden_states, gate)
 
     def _given(self) -> tuple[Any, ...]:
-        return self.module, self.activation, self.asked
+        return self.module, self.own, self.activation, self.asked
 
 
 def depends_on(norm: Any) -> tuple[Any, Any]:

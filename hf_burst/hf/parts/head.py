@@ -11,7 +11,6 @@ from ..batches.cutting import kept_tokens
 from ..callers import askers_for_logits, readers_of_logits, trainer_under_way
 from ..forward_pass import ForwardPass
 from ..lazy_head import LazyHead, is_hooked, is_partitioned, is_watched, lazy_head
-from ..view import ModelView
 from .base import Part
 from .loss import Loss
 from .shared_beginnings import SharedBeginnings
@@ -75,12 +74,6 @@ class Head(Part):
         self.kept = self.rows = None
         if self.lazy is not None:
             self.lazy.under_way = False
-
-    def remove(self, view: ModelView) -> None:
-        for module in view.modules:  # adapters may have made copies
-            forward = vars(module).get("forward")
-            if isinstance(forward, LazyHead):
-                forward.remove()
 
     def _fate(self, run: ForwardPass) -> Fate:
         """What becomes of the logits."""

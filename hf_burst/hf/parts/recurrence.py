@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from ..forward_pass import ForwardPass
 from ..models.bypassed import check_recurrent_sources, function_name
 from ..models.hybrid import chosen_way, recurrent_sizes
 from ..models.recurrent import functions_of, is_recurrent, over_ranks, recurrent_modules
+from ..overrides import Override
 from ..view import ModelView, own_modules
-from .base import ForwardOverride, Handles, Part
+from .base import Handles, Part
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +54,16 @@ class Recurrence(Part):
         self.sizes = view.find(recurrent_sizes)
         kinds = set(map(type, self.modules))
         self.unknown = sorted(kind.__name__ for kind in kinds if not set(functions_of(kind)) <= _ON_GPUS)
-        self._override_all()
         return [layer.register_forward_hook(self.check) for layer in view.layers if _own_recurrent(layer)]
 
+    def overrides(self, view: ModelView) -> Iterator[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
+        for module in self.modules:
+            _check_forward(module)
+            yield RecurrentForward, module, ()
+
     def prepare(self, run: ForwardPass) -> None:
-        self._override_all()
+        for module in self.modules:
+            _check_forward(module)
         self.hybrid = Hybrid(self.sizes) if self.sizes and run.group.size > 1 else None
         if self.modules:  # by which delta rules send other messages
             run.agreement.add("kernels of flash-linear-attention", fla_kernels(run.device, 1) is not None)
@@ -86,28 +93,20 @@ class Recurrence(Part):
     def end(self) -> None:
         self.check.under_way = False
 
-    def remove(self, view: ModelView) -> None:
-        for module in view.modules:
-            if isinstance(vars(module).get("forward"), RecurrentForward):
-                del module.forward
 
-    def _override_all(self) -> None:
-        """Gives all of them their forward over ranks; raises if another has come."""
-        for module in self.modules:
-            own, plain = vars(module).get("forward"), type(module).forward
-            if own is None:
-                module.forward = RecurrentForward(module)
-            elif not isinstance(own, RecurrentForward):
-                raise ConfigError(_REPLACED.format(type(module).__name__, function_name(own)))
-            elif own.replaces is not plain:
-                raise ConfigError(_REPLACED.format(type(module).__name__, function_name(plain)))
+def _check_forward(module: nn.Module) -> None:
+    """Raises if another forward has come."""
+    there, plain = vars(module).get("forward"), type(module).forward
+    other = there if not isinstance(there, RecurrentForward) else None if there.replaces is plain else plain
+    if other is not None:
+        raise ConfigError(_REPLACED.format(type(module).__name__, function_name(other)))
 
 
-class RecurrentForward(ForwardOverride):
+class RecurrentForward(Override):
     """The forward of a recurrent module: over ranks in the context of a sharded pass, else as before."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
+    def __init__(self, module: nn.Module, own: Any = None) -> None:
+        super().__init__(module, own)
         self.replaces, self.sharded = type(module).forward, over_ranks(type(module))
         self.masks = "attention_mask" in inspect.signature(self.replaces).parameters
         self.ran = False  # over ranks, since its layer began
@@ -118,7 +117,7 @@ class RecurrentForward(ForwardOverride):
         if context is None:
             refuse_blind_run(module)
         if context is None or context.call is None:
-            return type(module).forward(module, *args, **kwargs)
+            return self.plain(*args, **kwargs)
         return self._over_ranks(context, args, kwargs)
 
     @torch.compiler.disable  # it sends messages; what is around it compiles

@@ -17,8 +17,9 @@ from ..forward_pass import ForwardPass
 from ..models.cut_point import reader_of
 from ..models.recurrent import recurrent_modules
 from ..models.support import is_attention
+from ..overrides import Override
 from ..view import ModelView, children_of, inner_modules
-from .base import ForwardOverride, Part
+from .base import Part
 from .expert_ranks import weights_of_experts
 from .memory import MemoryRule
 from .replicas import takes_weights_apart
@@ -50,9 +51,7 @@ class TiledMLP(Part):
         self.obstacles = run.obstacles
         # adapters, wrappers and Liger's forwards may have come since the last pass
         for name, module in reader_of(run.view).find(candidates) if run.settings.tiled_mlp else ():
-            own = vars(module).get("forward")
-            if not isinstance(own, _TiledForward):
-                module.forward = _TiledForward(module, own, name)
+            _TiledForward.put(module, name)
 
     def end(self) -> None:
         for obstacle in dict.fromkeys(self.obstacles.values()):
@@ -60,26 +59,18 @@ class TiledMLP(Part):
                 self.logged.add(obstacle)
                 logger.info(obstacle)
 
-    def remove(self, view: ModelView) -> None:
-        for module in view.modules:
-            forward = vars(module).get("forward")
-            if isinstance(forward, _TiledForward):
-                del module.forward
-                if forward.own is not None:
-                    module.forward = forward.own
 
-
-class _TiledForward(ForwardOverride):
+class _TiledForward(Override):
     """A module's own forward, of some tokens at a time. If something is in the way, modules inside may have tiles."""
 
     def __init__(self, module: nn.Module, own: Any, name: str) -> None:
-        super().__init__(module)
-        self.own, self.name = own, name
+        super().__init__(module, own)
+        self.path = name
         self.tried: tuple[Any, str] | None = None  # a form of the module, and the obstacle that a run of it showed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context = current()
-        return self._tiled(context, args, kwargs) if context and context.tile else self._whole(*args, **kwargs)
+        return self._tiled(context, args, kwargs) if context and context.tile else self.plain(*args, **kwargs)
 
     @torch.compiler.disable
     def _tiled(self, context: LayerContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,19 +78,15 @@ class _TiledForward(ForwardOverride):
 
         def forward(*inputs: Tensor) -> Any:  # lives as long as the layer, and the inputs of the call must not
             with entered(None):  # modules inside have all of the tile
-                return self._whole(*inputs[:count], **dict(zip(names, inputs[count:], strict=True)))
+                return self.plain(*inputs[:count], **dict(zip(names, inputs[count:], strict=True)))
 
         if not _have_tiles(inputs, context.tile):
-            return self._whole(*args, **kwargs)
-        if self.name not in context.obstacles:  # asked once, so that it is the same when a layer runs again
-            context.obstacles[self.name] = self._obstacle(forward, inputs, context.tile)
-        if context.obstacles[self.name]:
-            return self._whole(*args, **kwargs)
+            return self.plain(*args, **kwargs)
+        if self.path not in context.obstacles:  # asked once, so that it is the same when a layer runs again
+            context.obstacles[self.path] = self._obstacle(forward, inputs, context.tile)
+        if context.obstacles[self.path]:
+            return self.plain(*args, **kwargs)
         return tiled(self.module, forward, context.tile, *inputs)
-
-    def _whole(self, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self.module
-        return type(module).forward(module, *args, **kwargs) if self.own is None else self.own(*args, **kwargs)
 
     def _obstacle(self, forward: Callable[..., Any], inputs: tuple[Tensor, ...], tile: int) -> str:
         """Why the module is not computed in tiles."""
@@ -112,7 +99,7 @@ class _TiledForward(ForwardOverride):
         return found and f"{type(self.module).__name__} is not computed in tiles as a whole: {found}."
 
     def _given(self) -> tuple[Any, ...]:
-        return self.module, self.own, self.name
+        return self.module, self.own, self.path
 
 
 def candidates(view: ModelView) -> list[tuple[str, nn.Module]]:

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -18,8 +18,9 @@ from ...ranks.group import ContextGroup
 from ..context import current
 from ..forward_pass import ForwardPass, random_rates
 from ..models.cut_point import frames_apart, images_dealt_by, served_modalities, sound_dealt_by
+from ..overrides import Override
 from ..view import ModelView, inner_modules
-from .base import ForwardOverride, Part
+from .base import Part
 from .shared_beginnings import SharedBeginnings
 
 _PIXELS = ("pixel_values", "pixel_values_videos", "high_res_pixel_values")
@@ -75,15 +76,14 @@ class Towers(Part):
 
     needs = (SharedBeginnings,)
 
-    def install(self, view: ModelView) -> None:
+    def overrides(self, view: ModelView) -> Iterator[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
         model = view.root
         owner, images, sound = model.base_model, images_dealt_by(type(model)), sound_dealt_by(type(model))
         videos = "frames" if frames_apart(type(model)) else images
-        shared = [(_SharedEncoder, "get_image_features", images), (_SharedEncoder, "get_video_features", videos)]
-        for kind, name, how in (*shared, (_SharedClips, "get_audio_features", sound)):
-            own = name in vars(owner)  # of the user's
-            if how is not None and hasattr(type(owner), name) and not own:
-                setattr(owner, name, kind(owner, name, how))
+        for kind, how in ((_SharedImages, images), (_SharedVideos, videos), (_SharedClips, sound)):
+            own = kind.name in vars(owner)  # of the user's
+            if how is not None and hasattr(type(owner), kind.name) and not own:
+                yield kind, owner, (how,)
 
     def prepare(self, run: ForwardPass) -> None:
         """Raises for noise that a model adds to sound, of which each rank would draw its own.
@@ -118,11 +118,6 @@ class Towers(Part):
                 "them, or none."
             )
 
-    def remove(self, view: ModelView) -> None:
-        for name, value in list(vars(view.root.base_model).items()):
-            if isinstance(value, _SharedEncoder):
-                delattr(view.root.base_model, name)
-
 
 def refuse_draws(owner: nn.Module) -> None:
     """Raises if a tower that every rank runs is random in training: each would find other features.
@@ -143,23 +138,23 @@ def refuse_draws(owner: nn.Module) -> None:
         )
 
 
-class _SharedEncoder(ForwardOverride):
-    """`get_image_features` or `get_video_features` of one module.
+class _SharedEncoder(Override):
+    """The method of one module by which a tower encodes.
 
     Args:
         module (`torch.nn.Module`): The module.
-        name (`str`): The method.
+        own: What stood there before.
         how (`str`): `"patches"` where grids say how many rows of pixels an image has, `"frames"` where each frame of a
             video is an image of its own to the tower, `"images"` where an image has one row; else every rank encodes
             all.
     """
 
-    def __init__(self, module: nn.Module, name: str, how: str) -> None:
-        super().__init__(module)
-        self.name, self.how = name, how
+    def __init__(self, module: nn.Module, own: Any, how: str) -> None:
+        super().__init__(module, own)
+        self.how = how
         self.running = False  # for its share
         # generation asks which arguments it takes
-        self.__signature__ = inspect.signature(getattr(type(module), name).__get__(module))
+        self.__signature__ = inspect.signature(getattr(type(module), self.name).__get__(module))
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -266,7 +261,15 @@ class _SharedEncoder(ForwardOverride):
         return part
 
     def _given(self) -> tuple[Any, ...]:
-        return self.module, self.name, self.how
+        return self.module, self.own, self.how
+
+
+class _SharedImages(_SharedEncoder):
+    name = "get_image_features"
+
+
+class _SharedVideos(_SharedEncoder):
+    name = "get_video_features"
 
 
 class _SharedClips(_SharedEncoder):
@@ -275,10 +278,12 @@ class _SharedClips(_SharedEncoder):
 
     Args:
         module (`torch.nn.Module`): The module.
-        name (`str`): The method.
+        own: What stood there before.
         how (`str`): `"clips"` where sound has a row for each clip, and clips are encoded apart; else every rank
             encodes all.
     """
+
+    name = "get_audio_features"
 
     def _costs(self, arguments: dict[str, Any]) -> list[int] | None:
         """One for each clip; `None` if ranks do not share them."""
