@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, update_wrapper
 from typing import Any
 
 import torch
