@@ -9,7 +9,6 @@ import torch
 import transformers
 from hypothesis import HealthCheck, settings
 
-from recipes.coverage import KEPT
 from tests.support.hosts import HostPool, refusal
 from tests.support.ranks import RankPool
 
@@ -32,11 +31,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Llama 4 with a tower raises by itself in some versions of Transformers, on any number of processes."""
-    version, why = KEPT["Llama4ForConditionalGeneration"]
-    if transformers.__version__.startswith(f"{version}."):
-        for item in items:
-            if item.path.name in ("test_images.py", "test_shared_images.py") and "[Llama4" in item.name:
-                item.add_marker(pytest.mark.skip(f"in Transformers {version} {why}"))
+    files = ("test_images.py", "test_shared_images.py")
+    for item in (item for item in items if item.path.name in files and "[Llama4" in item.name):
+        from recipes.coverage import KEPT  # which takes a second to import
+
+        version, why = KEPT["Llama4ForConditionalGeneration"]
+        if transformers.__version__.startswith(f"{version}."):
+            item.add_marker(pytest.mark.skip(f"in Transformers {version} {why}"))
 
 
 def pytest_collection_finish() -> None:

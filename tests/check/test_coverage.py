@@ -252,14 +252,14 @@ def test_rows_that_a_newer_transformers_makes_join_the_others(monkeypatch: pytes
 
 def test_rows_of_another_transformers_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Those of a newer one, and those of classes whose own code raises in this one, which do not make a table old."""
-    kept, llama = "Llama4ForConditionalGeneration", "LlavaForConditionalGeneration"
+    kept, other = "Llama4ForConditionalGeneration", "LlavaForConditionalGeneration"
     (tmp_path / "coverage_images.json").write_text((RESULTS / "coverage_images.json").read_text())
     monkeypatch.setattr(coverage, "RESULTS", tmp_path)
     table = image_coverage.IMAGES
     before = coverage.written(table)
     for version in ("5.1.0", f"{coverage.KEPT[kept][0]}.0"):
         monkeypatch.setattr(coverage.transformers, "__version__", version)
-        coverage.write(table, dict.fromkeys([kept, *([llama] if version == "5.1.0" else [])], Verdict("wrong")))
+        coverage.write(table, dict.fromkeys([kept, *([other] if version == "5.1.0" else [])], Verdict("wrong")))
         assert coverage.written(table) == before
     assert json.loads((tmp_path / "coverage_images.json").read_text())["transformers"] == TESTED
 
@@ -278,5 +278,8 @@ def test_the_page_of_limits_tells_how_many_are_exact() -> None:
 def test_the_page_of_wrappers_tells_how_many_are_exact() -> None:
     page = " ".join((Path(__file__).parents[2] / "docs/how-to/multimodal.md").read_text().split())
     assert f"{len(EXACT_WRAPPERS)} of {len(WRAPPERS)} classes" in page
+    root = Path(__file__).parents[2]
+    for other in ("README.md", "docs/reference/served.md"):
+        assert f"text through {len(EXACT_WRAPPERS)}" in (root / other).read_text()
     assert f"[{len(SEEING)} families]" in page
     assert f"{len(WITH_VIDEO)} of them" in page

@@ -180,7 +180,8 @@ def test_a_sharded_batch_is_refused_since_wrappers_read_whole_ones() -> None:
 )
 def test_others_are_refused_with_a_sentence(name: str, sentence: str) -> None:
     with pytest.raises(UnsupportedModelError, match=sentence):
-        check_model(ModelView(tiny_wrapper(name)))
+        model = tiny_wrapper(name)
+        check_model(ModelView(model))
 
 
 def test_it_can_be_unpatched() -> None:

@@ -82,7 +82,7 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
         if given is not None if name in CACHE_KEYS else given:  # an empty cache is false, too
             raise ConfigError(f"generate over ranks was given {name}={_short(kwargs[name])}. {why} Leave it out.")
     use_cache = kwargs.get("use_cache")
-    if use_cache is not None and use_cache is not True:
+    if use_cache is not None and _short(use_cache) not in ("True", "1"):  # a tensor may say so, too
         said = f"generate over ranks was given use_cache={_short(use_cache)}"
         raise ConfigError(f"{said}. It needs its cache: leave that out.")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
