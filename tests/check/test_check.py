@@ -190,7 +190,8 @@ def test_a_verdict_holds_for_class_source_and_versions(
     unseen: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fingerprint(**settings: Any) -> str | None:
-        return verdicts.fingerprint(ModelView(unseen.UnseenForCausalLM(unseen.UnseenConfig(**{**SIZES, **settings}))))
+        model = unseen.UnseenForCausalLM(unseen.UnseenConfig(**{**SIZES, **settings}))
+        return verdicts.fingerprint(ModelView(model))
 
     first, others = fingerprint(), list[str | None]()
     assert fingerprint(hidden_size=64, num_hidden_layers=3) == first

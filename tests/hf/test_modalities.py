@@ -179,8 +179,8 @@ def test_a_sharded_batch_is_refused_since_wrappers_read_whole_ones() -> None:
     ],
 )
 def test_others_are_refused_with_a_sentence(name: str, sentence: str) -> None:
+    model = tiny_wrapper(name)
     with pytest.raises(UnsupportedModelError, match=sentence):
-        model = tiny_wrapper(name)
         check_model(ModelView(model))
 
 

@@ -29,6 +29,7 @@ import hf_burst
 from hf_burst.errors import KernelError
 from hf_burst.hf.forward_pass import Checkpoints
 from hf_burst.hf.parts.adapters import Adapters
+from hf_burst.hf.view import ModelView
 from hf_burst.layers.tiled import tiled
 from tests.layers.test_tiled import HIDDEN, PRODUCTS, TILE, gated, in_tiles
 from tests.support import models
@@ -49,7 +50,8 @@ def adapted_mlp(bias: bool = False, dtype: torch.dtype = torch.float64, **option
 def joined(module: nn.Module) -> nn.Module:
     """A copy of a module, whose adapters have the forward of a patched model."""
     module = deepcopy(module)
-    Adapters().begin(SimpleNamespace(model=module, compiled=False, checkpoints=Checkpoints()))  # type: ignore[arg-type]
+    run = SimpleNamespace(view=ModelView(module), compiled=False, checkpoints=Checkpoints())
+    Adapters().begin(run)  # type: ignore[arg-type]
     return module
 
 
@@ -389,7 +391,7 @@ def test_the_life_of_a_patched_model(tiles: int, calls: list[float]) -> None:
         mlp.up_proj.eval()(torch.zeros(1, 1, mlp.up_proj.in_features))
     assert len(calls) == counted, "a token alone is decoded by peft"
     mlp.up_proj.train()
-    Adapters().begin(SimpleNamespace(model=model, compiled=True))  # type: ignore[arg-type]
+    Adapters().begin(SimpleNamespace(view=ModelView(model), compiled=True))  # type: ignore[arg-type]
     adapted = [module for module in model.modules() if hasattr(module, "lora_A")]
     assert not any("forward" in vars(layer) for layer in adapted)
     torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-5, atol=1e-5)
