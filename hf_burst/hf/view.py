@@ -3,6 +3,7 @@
     view = ModelView(model)         a walk; the patch makes one where modules have changed
     view.modules, view.named        depth first, the model first
     view.part(module)               the view of a module inside
+    view.where(is_adapter)          the modules of which a function says so, asked once for each view
     view.find(recurrent_modules)    what a function finds in a view, once for each view
 
 What changes while modules stay, such as modes, hooks and which weights learn, is read from these lists.
@@ -79,6 +80,11 @@ class ModelView:
         its view would hold itself."""
         found: Found = self._once(what, lambda: what(self))
         return found
+
+    def where(self, holds: Callable[[nn.Module], bool]) -> list[Any]:
+        """The modules of which something holds, asked once; the view keeps none of them."""
+        places = self._once(holds, lambda: [place for place, module in enumerate(self.modules) if holds(module)])
+        return [module for place in places if (module := self._modules[place]()) is not None]
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._found:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from ...layers.adapted_linear import adapted_linear, autocast_dtype
 from ..forward_pass import ForwardPass
 from ..overrides import Override
-from ..view import ModelView
 from .base import Part
 
 _LAYERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
@@ -23,11 +22,11 @@ class Adapters(Part):
         # selective checkpoints keep outputs of peft's operators; asked once for each pass of the model, as a layer that
         # is computed again does what it did before
         if run.compiled or run.checkpoints.selective or nn.modules.module._has_any_global_hook():
-            for layer in run.view.find(_layers):
+            for layer in run.view.where(_is_adapter):
                 if (own := _AdaptedForward.of(layer)) is not None:
                     own.remove()
             return
-        for layer in run.view.find(_layers):
+        for layer in run.view.where(_is_adapter):
             if "forward" not in vars(layer):
                 _AdaptedForward.put(layer)
 
@@ -48,8 +47,8 @@ class _AdaptedForward(Override):
         return adapted_linear(x, base.weight, base.bias, down, up, layer.scaling[name], dropped)
 
 
-def _layers(view: ModelView) -> list[Any]:
-    return [module for module in view.modules if (type(module).__module__, type(module).__name__) in _LAYERS]
+def _is_adapter(module: nn.Module) -> bool:
+    return (type(module).__module__, type(module).__name__) in _LAYERS
 
 
 def _adapter(layer: Any) -> str | None:
