@@ -194,14 +194,14 @@ def attention_forward(
         )
     pattern = _pattern(module, attention_mask, is_causal, sliding_window, burst_call.causal)
     if scales_by_place(module):
-        query = _at_temperature(module, query, burst_call.places)
+        query = _at_temperature(module, query, burst_call.tokens.places)
     dtype = value.dtype  # under peft or autocast, norms may leave q and k in fp32
     q, k, v = query.to(dtype).transpose(1, 2), key.to(dtype).transpose(1, 2), value.transpose(1, 2)
     config, layout, group = burst_call.config, burst_call.layout, burst_call.group
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
-    settings = config.kernel, config.schedule, config.transport, burst_call.settings.head_groups
+    settings = config.kernel, config.schedule, config.transport, config.memory_settings.head_groups
     request = AttentionRequest(group, pattern, scores, *settings)
-    encoded = burst_call.encoded
+    encoded = burst_call.tokens.encoded
     if isinstance(attention_mask, LazyMask) and _BLOCKS in attention_mask.parts:
         if torch.compiler.is_compiling():
             raise UnsupportedModelError("Tokens of an image that see each other are not compiled: no torch.compile.")
@@ -210,8 +210,9 @@ def attention_forward(
     if cached is not None:
         cached.cache.layer_of(module, key, value)[0].keep(pattern)
     out = attend(q, k, v, s_aux, layout, encoded, request, cache)
-    if burst_call.fully_masked is not None:
-        out = out.masked_fill(burst_call.fully_masked[..., None, None], 0)
+    masked = burst_call.tokens.fully_masked
+    if masked is not None:
+        out = out.masked_fill(masked[..., None, None], 0)
     return out, None
 
 

@@ -1,30 +1,72 @@
-"""Who called a model, as far as the stack of this thread tells: a `Trainer`, a checkpoint."""
+"""Who called a model, as far as the stack of this thread tells. No other file walks over frames:
+
+Callers.of_now        at the beginning of a pass: a `Trainer`, torch's checkpoint and compiler tell a model nothing
+trainer_being_made    while accelerate is made: the trainer is no argument of what it makes
+is_within             in a call of the decoder alone: a call of the model that was interrupted has not ended
+"""
 
 import sys
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch.utils.checkpoint
 
-_MAKING = "create_accelerator_and_postprocess"  # the method by which a Trainer makes its accelerator
+_MAKING = ("create_accelerator_and_postprocess",)  # the method by which a Trainer makes its accelerator
 _ROUNDS = ("_run_epoch", "evaluation_loop")  # of Trainer, around its steps
 # the arguments of a trainer, by the attributes that hold them, which are given logits; in any pass, and in evaluation
 _LOSSES = {"label_smoother": "label_smoothing_factor", "compute_loss_func": "compute_loss_func"}
 _METRICS = ("compute_metrics", "preprocess_logits_for_metrics")
 
 
-def frames() -> Iterator[FrameType]:
-    """The calls that are under way, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+@dataclass(frozen=True)
+class Callers:
+    """Who runs a pass.
 
+    Args:
+        trainer (`Trainer`, *optional*): The one whose epoch or evaluation it is.
+        readers (`tuple[str, ...]`): The functions of the user's, given to that trainer, which read logits of this pass.
+        checkpoints (`bool`): Whether torch's checkpoint that is not reentrant is to run the model a second time.
+        compiled (`bool`): Whether torch.compile runs it.
+    """
 
-def trainer_under_way() -> Any | None:
-    """The `Trainer` that runs this pass, if one does."""
-    return next(filter(None, map(_trainer_of, frames())), None)
+    trainer: Any | None = None
+    readers: tuple[str, ...] = ()
+    checkpoints: bool = False
+    compiled: bool = False
+
+    @classmethod
+    def of_now(cls, compiled: bool) -> "Callers":
+        """Those of the call that is under way.
+
+        Args:
+            compiled (`bool`): Whether a module is known to be compiled.
+        """
+        trainer, readers, checkpoint = None, tuple[str, ...](), ""
+        for frame in _frames():
+            name = frame.f_code.co_name
+            compiled |= name == "compile_wrapper"  # of torch._dynamo, by whatever was compiled
+            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+                checkpoint = checkpoint or name
+            if trainer is not None:
+                continue
+            trainer = _trainer_of(frame, _ROUNDS)
+            if name == "prediction_step" and not readers and not frame.f_locals.get("prediction_loss_only", True):
+                given = frame.f_locals.get("self")
+                readers = tuple(each for each in _METRICS if getattr(given, each, None) is not None)
+        # a reentrant checkpoint's frames are called forward and backward
+        return cls(trainer, readers, checkpoint not in ("", "forward", "backward"), compiled)
+
+    @property
+    def multiply_losses(self) -> bool:
+        """Whether a loss of `num_items_in_batch` is multiplied by the number of processes, as is the rule."""
+        return self.trainer is None or bool(self.trainer.args.average_tokens_across_devices)
+
+    def ask_for_logits(self, training: bool) -> list[str]:
+        """The arguments of the trainer for which it wants logits."""
+        names = {**_LOSSES, **({} if training else {name: name for name in _METRICS})}
+        return [name for attribute, name in names.items() if getattr(self.trainer, attribute, None) is not None]
 
 
 def trainer_being_made(served: Set[tuple[str, str]] | None = None) -> Any | None:
@@ -34,7 +76,7 @@ def trainer_being_made(served: Set[tuple[str, str]] | None = None) -> Any | None
     Args:
         served (set of `tuple[str, str]`, *optional*): Modules and names of classes; any by default.
     """
-    trainer = next(filter(None, (_trainer_of(frame, (_MAKING,)) for frame in frames())), None)
+    trainer = next(filter(None, (_trainer_of(frame, _MAKING) for frame in _frames())), None)
     if served is None:
         return trainer
     kinds = [(kind.__module__, kind.__name__) for kind in type(trainer).__mro__]
@@ -44,40 +86,24 @@ def trainer_being_made(served: Set[tuple[str, str]] | None = None) -> Any | None
     return trainer
 
 
-def multiplies_losses() -> bool:
-    """Whether the caller multiplies a loss of `num_items_in_batch` by the number of processes, as is the rule."""
-    trainer = trainer_under_way()
-    return trainer is None or bool(trainer.args.average_tokens_across_devices)
+def is_within(holds: Callable[[Any], bool]) -> bool:
+    """Whether a module for which something holds is being called."""
+    calls = (frame.f_locals.get("self") for frame in _frames() if frame.f_code.co_name == "_call_impl")
+    return any(map(holds, calls))
 
 
-def _trainer_of(frame: FrameType, methods: Sequence[str] = _ROUNDS) -> Any | None:
-    """The `Trainer` whose epoch or evaluation a frame is, or another method."""
+def _frames() -> Iterator[FrameType]:
+    """The calls that are under way, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _trainer_of(frame: FrameType, methods: tuple[str, ...]) -> Any | None:
+    """The `Trainer` one of whose methods a frame is."""
     module: Any = sys.modules.get("transformers.trainer")  # without which none runs
     if module is None or frame.f_code.co_name not in methods:
         return None
     own = frame.f_locals.get("self")
     return own if isinstance(own, module.Trainer) else None
-
-
-def readers_of_logits() -> list[str]:
-    """Which functions of the user's, given to the `Trainer` that runs this pass, would meet `None` if logits were not
-    there."""
-    for frame in frames():
-        if _trainer_of(frame) is not None:
-            break
-        if frame.f_code.co_name == "prediction_step" and not frame.f_locals.get("prediction_loss_only", True):
-            return [each for each in _METRICS if getattr(frame.f_locals.get("self"), each, None) is not None]
-    return []
-
-
-def askers_for_logits(trainer: Any, training: bool) -> list[str]:
-    """The arguments of a trainer for which it wants logits."""
-    names = {**_LOSSES, **({} if training else {name: name for name in _METRICS})}
-    return [name for attribute, name in names.items() if getattr(trainer, attribute, None) is not None]
-
-
-def is_checkpointed() -> bool:
-    """Whether torch's checkpoint that is not reentrant is to run the caller a second time, in the backward pass."""
-    inside = torch.utils.checkpoint.__file__
-    innermost = next((frame.f_code.co_name for frame in frames() if frame.f_code.co_filename == inside), None)
-    return innermost is not None and innermost not in ("forward", "backward")  # which are of the reentrant one

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..attention import AttentionCache
 from ..attention.shared_keys import Exchange, exchanged
-from ..config import BurstConfig, Memory
+from ..config import BurstConfig
 from ..errors import ConfigError
 from ..plan import Segments
 from ..plan.recurrence import Way
@@ -32,25 +32,64 @@ CALL_KEY = "burst_call"  # the keyword argument by which a ForwardCall comes int
 
 
 @dataclass(frozen=True)
+class LaidTokens:
+    """A layout in tensors on the device of a rank.
+
+    Args:
+        encoded (`torch.LongTensor`): As the operator of attention takes it.
+        places (`torch.LongTensor` of shape `(batch, n)`, *optional*): Of this rank's tokens in their rows or documents,
+            if a layer asks for them.
+        fully_masked (`torch.BoolTensor` of shape `(batch, n)`, *optional*): Its tokens that see nothing.
+        real (`torch.BoolTensor` of shape `(batch, n)`, *optional*): Those that are not padding, if there is any.
+    """
+
+    encoded: torch.Tensor
+    places: torch.Tensor | None = None
+    fully_masked: torch.Tensor | None = None
+    real: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, layout: SequenceLayout, rank: int, device: torch.device, places: bool) -> "LaidTokens":
+        """Those of one rank, with places or without."""
+        encoded = layout.encode()
+        torch._dynamo.maybe_mark_dynamic(encoded, 0)  # another packing is no reason to compile anew
+        masked = layout.fully_masked(rank)
+        return cls(
+            encoded,
+            layout.places(rank).to(device) if places else None,
+            None if masked is None else masked.to(device),
+            layout.counted(rank).to(device) if layout.real else None,
+        )
+
+
+@dataclass(frozen=True)
 class ForwardCall:
-    """What the layers of a model know of one sharded forward pass."""
+    """What the layers of a model know of one sharded forward pass.
+
+    Args:
+        layout ([`SequenceLayout`]): How the tokens lie over the ranks.
+        segments ([`Segments`]): The same for recurrent layers; of this pass alone, so that what layers keep with them
+            is freed when it ends.
+        group ([`ContextGroup`]): The ranks.
+        config ([`BurstConfig`]): The settings, with those of memory that were chosen for the pass.
+        tokens ([`LaidTokens`]): The layout in tensors.
+        causal (`bool`, defaults to `True`): Whether queries see no later key.
+        way (`str`, defaults to `"states"`): How recurrent layers pass what they know.
+        masks (tuple of `LazyMask`): Those of the whole sequence that a wrapper made, if they have blocks, as of images.
+    """
 
     layout: SequenceLayout
-    segments: Segments  # of this pass alone: what layers keep with them is freed when it ends
+    segments: Segments
     group: ContextGroup
     config: BurstConfig
-    settings: Memory  # of this pass
-    encoded: torch.Tensor  # the layout as the operator takes it
-    causal: bool  # whether queries see no later key
-    places: torch.Tensor | None  # of this rank's tokens in their rows or documents, `(batch, n)`, if a layer asks
-    fully_masked: torch.Tensor | None  # this rank's tokens that see nothing, `(batch, n)`
-    real: torch.Tensor | None  # this rank's tokens that are not padding, `(batch, n)`; `None` if there is no padding
-    way: Way = "states"  # how recurrent layers pass what they know
-    masks: tuple[Any, ...] = ()  # those of the whole sequence that a wrapper made, if they have blocks, as of images
+    tokens: LaidTokens
+    causal: bool = True
+    way: Way = "states"
+    masks: tuple[Any, ...] = ()
 
     def replay(self, outer: ReplayBuffer | None = None, keeps: bool = False) -> ReplayBuffer:
         """A buffer for what recurrent layers receive: it keeps nothing, or it is that of a checkpoint."""
-        return ReplayBuffer(outer, keeps and self.settings.attention_keep > 0)
+        return ReplayBuffer(outer, keeps and self.config.memory_settings.attention_keep > 0)
 
 
 @dataclass(eq=False)

@@ -1,6 +1,20 @@
-"""One forward pass of a patched model: what the parts prepare together before the model runs."""
+"""One forward pass of a patched model, from stage to stage:
 
-from collections.abc import Iterable, Iterator, Sequence
+    call        what the caller asked for                                a [`Call`]
+    admit       parts raise for what is not served, or add facts
+    cut         joins texts that begin alike, lays them over the ranks   a [`Batch`]
+                and cuts them
+    check       parts raise for such a batch, or add facts
+    agree       the ranks compare all facts: the first message
+    settle      what follows from the batches of all ranks               a [`ForwardPass`]
+    begin       parts take up the pass
+    run         the model
+    after       outputs of this rank's tokens become those of the batch
+
+Each value is frozen: the stage that makes it is the only one that writes it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,126 +27,40 @@ from transformers import PreTrainedModel
 
 from ..config import BurstConfig, Memory
 from ..layers.loss import IGNORE_INDEX
+from ..plan.recurrence import Way
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
 from .batches.documents import cache_of
 from .batches.joining import Joined
+from .callers import Callers
 from .context import ForwardCall
-from .groups import device_of
-from .models.cut_point import TokenInput
 from .models.task import Task
 from .view import ModelView
 
 
-@dataclass
-class Batch:
-    """The batch of a pass, as it came and as this rank computes it.
-
-    Args:
-        given (`dict`): The arguments of the model by name, as the caller gave them, or of one row of joined texts.
-        token_inputs (sequence of [`TokenInput`]): Those with a row for each token.
-        inputs (`dict`): The arguments that the model is given on this rank.
-        sharded (`bool`): Whether it arrived sharded.
-        labels (`int`): Labels that count, on this rank.
-        tokens (`int`): Labels that count over all ranks; known from `begin` on.
-        joined ([`Joined`], *optional*): The texts that were joined, if any begin alike.
-    """
-
-    given: dict[str, Any]
-    token_inputs: Sequence[TokenInput]
-    inputs: dict[str, Any] = field(default_factory=dict)
-    layout: SequenceLayout = field(init=False)
-    sharded: bool = False
-    labels: int = 0
-    tokens: int = 0
-    joined: Joined | None = None
-
-    @property
-    def items(self) -> torch.Tensor | float | None:
-        """`num_items_in_batch`."""
-        return self.inputs.get("num_items_in_batch")
-
-    @property
-    def cache(self) -> Any:
-        """The cache that was given."""
-        return cache_of(self.given)
-
-
 @dataclass(frozen=True)
-class Checkpoints:
-    """How the layers of a model checkpoint in a pass.
-
-    Args:
-        layers (`int`, defaults to 0): How many do; 0 without checkpoints.
-        repeatable (`bool`, defaults to `False`): Whether all layers do, in a way that lets them run again for their
-            output alone.
-        selective (`bool`, defaults to `False`): Whether some do by a `context_fn` of the user's, which may keep outputs
-            of operators.
-    """
-
-    layers: int = 0
-    repeatable: bool = False
-    selective: bool = False
-
-
-@dataclass
-class Agreement:
-    """What must be equal on all ranks that share the batch, see `ContextGroup.agree`.
-
-    Args:
-        facts (`dict`): Values by name.
-        checksums (`dict`): Scalars on the device, by name; nobody waits for them before the ranks compare.
-        advice (`dict`): What to do if the ranks differ in a fact or a checksum.
-        seed (`int`, defaults to 0): Of dropout; that of the first rank counts, from `begin` on.
-    """
-
-    facts: dict[str, Any] = field(default_factory=dict)
-    checksums: dict[str, torch.Tensor] = field(default_factory=dict)
-    advice: dict[str, str] = field(default_factory=dict)
-    seed: int = 0
-
-    def add(self, name: str, value: Any, advice: str = "") -> None:
-        """Adds a fact or, if it is a tensor, a checksum, and what to do if the ranks differ in it."""
-        (self.checksums if isinstance(value, torch.Tensor) else self.facts)[name] = value
-        if advice:
-            self.advice[name] = advice
-
-
-@dataclass
-class ForwardPass:
-    """One forward pass of a patched model.
+class Call:
+    """What the caller of a model asks for.
 
     Args:
         view ([`ModelView`]): The model.
         group ([`ContextGroup`]): The ranks that share the batch.
         config ([`BurstConfig`]): The settings of the model.
         task ([`Task`]): What the model learns.
-        batch ([`Batch`]): What it computes.
-        settings ([`Memory`]): Those of the config; from `begin` on those chosen for this batch.
-        checkpoints ([`Checkpoints`]): How layers checkpoint, as the part `Checkpointing` finds in `prepare`; read from
-            `begin` on.
-        agreement ([`Agreement`]): What the ranks compare before any of them runs the model.
-        compiled (`bool`): Whether torch.compile runs it, or a module in it.
-        call ([`ForwardCall`]): What layers know of the pass; from `begin` on.
-        obstacles (`dict`): To tiles, see [`LayerContext`].
-        pooling (`str`, *optional*): Which states stand for a document, if nothing else is asked for.
+        given (mapping): The arguments of the model by name.
+        callers ([`Callers`]): Who called.
+        pooling (`str`, *optional*): Which states stand for a document, if embeddings are asked for.
+        wants_loss (`bool`, defaults to `True`): Whether labels are for a loss, and not for a number a token.
     """
 
     view: ModelView
     group: ContextGroup
     config: BurstConfig
     task: Task
-    batch: Batch
-    settings: Memory = field(init=False)
-    checkpoints: Checkpoints = field(default_factory=Checkpoints)
-    agreement: Agreement = field(default_factory=Agreement)
-    compiled: bool = False
-    call: ForwardCall = field(init=False)
-    obstacles: dict[str, str] = field(default_factory=dict)
+    given: Mapping[str, Any]
+    callers: Callers
     pooling: str | None = None
-
-    def __post_init__(self) -> None:
-        self.settings = self.config.memory_settings
+    wants_loss: bool = True
 
     @property
     def model(self) -> PreTrainedModel:
@@ -141,26 +69,27 @@ class ForwardPass:
 
     @property
     def device(self) -> torch.device:
-        return device_of(self.model)
+        return self.view.device
 
     @property
-    def targets(self) -> torch.Tensor | None:
-        """What this rank's tokens are to predict, `(batch, n)`; `None` where a model's own head has the labels."""
-        return self.batch.inputs.get(self.task.targets)
-
-    @cached_property
-    def scored(self) -> torch.Tensor | None:
-        """How often each of this rank's targets counts, `(1, n)`, where texts were joined; else once."""
-        joined = self.batch.joined
-        return None if joined is None else self.batch.layout.shard(joined.scored, self.group.rank)
+    def compiled(self) -> bool:
+        """Whether torch.compile runs the pass, or a module in it."""
+        return self.callers.compiled
 
     @property
-    def counted_labels(self) -> int:
-        """The labels that count on this rank."""
-        targets, scored = self.targets, self.scored
-        if targets is None:
-            return 0
-        return int((targets != IGNORE_INDEX).sum()) if scored is None else int(scored.sum())
+    def learns(self) -> bool:
+        """Whether it is a pass of training, behind which comes a backward pass."""
+        return self.model.training and torch.is_grad_enabled()
+
+    @property
+    def cache(self) -> Any:
+        """The cache that was given."""
+        return cache_of(self.given)
+
+    @property
+    def items(self) -> torch.Tensor | float | None:
+        """`num_items_in_batch`."""
+        return self.given.get("num_items_in_batch")
 
     @cached_property
     def random_rates(self) -> list[tuple[str, float]]:
@@ -192,6 +121,114 @@ class ForwardPass:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
         largest: list[float] = tensor.tolist()
         return largest
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What this rank computes of a batch.
+
+    Args:
+        given (mapping): The arguments of all tokens: as the caller gave them, or of one row of joined texts.
+        joined ([`Joined`], *optional*): The texts that were joined, if any begin alike.
+        layout ([`SequenceLayout`]): How they lie over the ranks.
+        sharded (`bool`): Whether they arrived sharded.
+        inputs (mapping): The arguments that the model is given on this rank.
+        way (`str`): How recurrent layers pass what they know.
+        targets (`torch.Tensor` of shape `(batch, n)`, *optional*): What its tokens are to predict; `None` where a
+            model's own head has the labels.
+        scored (`torch.Tensor` of shape `(1, n)`, *optional*): How often each target counts, where texts were joined.
+    """
+
+    given: Mapping[str, Any]
+    joined: Joined | None
+    layout: SequenceLayout
+    sharded: bool
+    inputs: Mapping[str, Any]
+    way: Way
+    targets: torch.Tensor | None = None
+    scored: torch.Tensor | None = None
+
+    @cached_property
+    def labels(self) -> int:
+        """The labels that count on this rank."""
+        if self.targets is None:
+            return 0
+        return int((self.targets != IGNORE_INDEX).sum()) if self.scored is None else int(self.scored.sum())
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """How the layers of a model checkpoint in a pass.
+
+    Args:
+        layers (`int`, defaults to 0): How many do; 0 without checkpoints.
+        repeatable (`bool`, defaults to `False`): Whether all layers do, in a way that lets them run again for their
+            output alone.
+        selective (`bool`, defaults to `False`): Whether some do by a `context_fn` of the user's, which may keep outputs
+            of operators.
+    """
+
+    layers: int = 0
+    repeatable: bool = False
+    selective: bool = False
+
+
+@dataclass
+class Agreement:
+    """What must be equal on all ranks that share the batch, see `ContextGroup.agree`.
+
+    Args:
+        facts (`dict`): Values by name.
+        checksums (`dict`): Scalars on the device, by name; nobody waits for them before the ranks compare.
+        advice (`dict`): What to do if the ranks differ in a fact or a checksum.
+        seed (`int`, defaults to 0): Of dropout; that of the first rank counts.
+    """
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    checksums: dict[str, torch.Tensor] = field(default_factory=dict)
+    advice: dict[str, str] = field(default_factory=dict)
+    seed: int = 0
+
+    def add(self, name: str, value: Any, advice: str = "") -> None:
+        """Adds a fact or, if it is a tensor, a checksum, and what to do if the ranks differ in it."""
+        (self.checksums if isinstance(value, torch.Tensor) else self.facts)[name] = value
+        if advice:
+            self.advice[name] = advice
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """A forward pass on which all ranks have agreed.
+
+    Args:
+        call ([`Call`]): What was asked for.
+        batch ([`Batch`]): What this rank computes.
+        checkpoints ([`Checkpoints`]): How layers checkpoint.
+        memory ([`Memory`]): The settings that were chosen for this batch.
+        tokens (`int`): Labels that count over all ranks.
+        seed (`int`): Of dropout.
+        layers ([`ForwardCall`]): What layers know of the pass.
+    """
+
+    call: Call
+    batch: Batch
+    checkpoints: Checkpoints
+    memory: Memory
+    tokens: int
+    seed: int
+    layers: ForwardCall
+
+    @property
+    def group(self) -> ContextGroup:
+        return self.call.group
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.call.model
+
+    @property
+    def device(self) -> torch.device:
+        return self.call.device
 
 
 def random_rates(modules: Iterable[nn.Module]) -> Iterator[tuple[str, float]]:

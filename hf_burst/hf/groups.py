@@ -2,11 +2,8 @@
 
 import os
 
-import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..ranks.group import CP_DIM, ContextGroup
@@ -53,16 +50,6 @@ def _launched() -> int:
 def tells_of_launch(variable: str) -> bool:
     """Whether a variable of the environment tells a process that a launcher started it with others."""
     return variable in _OF_LAUNCH or variable.startswith("TORCHELASTIC_")
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where a model computes and its ranks communicate: there where its weights lie, or where FSDP2 brings those that
-    wait on the host (`CPUOffloadPolicy`)."""
-    weight = next(model.parameters())
-    kind = weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device.type
-    if kind == weight.device.type:
-        return weight.device
-    return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)
 
 
 def resolve_group(named: ContextGroup | None) -> ContextGroup:

@@ -4,11 +4,8 @@ A patched model takes full batches, the same on every rank of a group, and retur
 the ranks look like data-parallel replicas with the same batch. All of it is done by parts, see [`Part`].
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import replace
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -26,11 +23,11 @@ from ..ring.resources import resources_of
 from .batches.cutting import bound_arguments
 from .batches.documents import cache_of
 from .batches.sharded import is_sharded
-from .callers import frames
+from .callers import Callers, is_within
 from .context import CALL_KEY, CachedPass, LayerContext, PassContext, current
-from .forward_pass import Batch, ForwardPass
+from .forward_pass import Agreement, Batch, Call, ForwardPass
 from .groups import OLD_ARGUMENTS, PATCH, check_joined, resolve_group
-from .models.cut_point import cut_point_of, reader_of
+from .models.cut_point import reader_of
 from .models.other_sizes import refuse_other_sizes
 from .models.peft_methods import check_adapters
 from .models.support import base_model, check_model, verdict_on
@@ -53,7 +50,6 @@ from .parts.recurrence import Recurrence
 from .parts.replicas import Replicas
 from .parts.request import Request
 from .parts.rope import LongestPosition
-from .parts.shared_beginnings import SharedBeginnings
 from .parts.states import States
 from .parts.tiles import TiledMLP
 from .parts.token_losses import TokenLosses
@@ -163,38 +159,6 @@ def unpatch_model(model: AnyModel) -> AnyModel:
     return model
 
 
-def make_parts(view: ModelView, config: BurstConfig, group: ContextGroup | None) -> tuple[Part, ...]:
-    """The parts of a model in the order of their steps: each behind those that it `needs`. A new capability is a new
-    part and a line here."""
-    recurrence, memory, token_losses = Recurrence(), MemoryRule(view.root, config), TokenLosses()
-    head, tokens, key_cache = Head(token_losses), Tokens(view, recurrence), KeyCache()
-    streams = DropoutStreams()
-    return (
-        Request(),
-        Replicas(config),
-        ExpertRanks(),
-        Attention(view),
-        recurrence,
-        GatedNorms(),
-        SharedBeginnings(view, recurrence, tokens.own_positions),
-        memory,
-        tokens,
-        Towers(),
-        LongestPosition(),
-        key_cache,
-        Checkpointing(memory.advise),
-        TiledMLP(),
-        Adapters(),
-        RouterLogits(view.root),
-        Loss(view, group),
-        token_losses,
-        head,
-        States(streams),
-        Outputs(head, key_cache),
-        streams,  # draws seeds last, when nothing stops the pass any more
-    )
-
-
 def _generates(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     """Whether a pass is a step of `generate`, in which every rank holds the whole prompt, with Transformers' own
     attention."""
@@ -203,14 +167,18 @@ def _generates(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     return cached and not learns and batch.get("labels") is None and not is_sharded(batch)
 
 
-def _within_compiled() -> bool:
-    """Whether `torch.compile` runs this pass."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "compile_wrapper":  # of torch._dynamo, by whatever was compiled
-            return True
-        frame = frame.f_back
-    return False
+def _refuse_strange_runs(model: nn.Module) -> None:
+    """Raises for runs of which the ranks cannot even agree that they are refused."""
+    if getattr(model, "_is_replica", False):
+        raise ConfigError(
+            "The model runs under torch.nn.DataParallel (one process with several GPUs), over which no sequence "
+            "can be sharded. Launch one process a GPU: accelerate launch --multi_gpu --num_processes N script.py."
+        )
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedModelError(
+            "torch.func (grad, jvp, vmap) does not reach through attention over ranks. Take gradients by "
+            "loss.backward() or torch.autograd.grad, or unpatch the model (hf_burst.unpatch_model)."
+        )
 
 
 class _Patch:
@@ -219,19 +187,48 @@ class _Patch:
     def __init__(self, view: ModelView, config: BurstConfig, group: ContextGroup | None, verdict: str) -> None:
         self.config, self.group, self.verdict, self.task = config, group, verdict, view.find(task_of)
         self.task.check_config(config, type(view.root).__name__)
-        self.parts = make_parts(view, config, group)
+        self.recurrence, self.memory = Recurrence(), MemoryRule(view.root, config)
+        self.tokens, self.token_losses = Tokens(view, self.recurrence), TokenLosses()
+        self.checkpointing, self.tiles = Checkpointing(self.memory.advise), TiledMLP()
+        self.parts = self.make_parts(view)
         self.view, self.met = view, Met()  # of the latest pass
-        extra = [given for part in self.parts for given in part.token_inputs]
-        self.token_inputs = (*view.find(cut_point_of).inputs, *extra)
         self.handles: list[RemovableHandle] = []
         self.looked: list[RemovableHandle] = []  # hooks on modules inside of the model
         self.explicit = False  # whether the latest batch arrived sharded
         self.entered = False  # whether the model is being called, sharded or to generate
         self.run: ForwardPass | None = None  # the pass under way
+        self.labels: torch.Tensor | None = None  # that the model is given in it
         self.context = PassContext()
         self.passes = 0  # that came so far
         self.pooling: str | None = None  # of embeddings, while they are asked for
         self.together: Callable[..., Any] | None = None  # by which all ranks generate, while their first runs a rollout
+
+    def make_parts(self, view: ModelView) -> tuple[Part, ...]:
+        """The parts of a model in the order of their steps. A new capability is a new part and a line here."""
+        head, key_cache, streams = Head(self.token_losses), KeyCache(), DropoutStreams()
+        return (
+            Request(),
+            Replicas(self.config),
+            ExpertRanks(),
+            Attention(view),
+            self.recurrence,
+            GatedNorms(),
+            self.memory,
+            self.tokens,
+            Towers(),
+            LongestPosition(),
+            key_cache,
+            self.checkpointing,
+            self.tiles,
+            Adapters(),
+            RouterLogits(view.root),  # adds to the loss
+            Loss(view, self.group),
+            self.token_losses,
+            head,
+            States(streams),
+            Outputs(head, key_cache),  # gathers or drops what those before it have read
+            streams,  # draws seeds last, when nothing stops the pass any more
+        )
 
     @property
     def generate_together(self) -> Callable[..., Any] | None:
@@ -264,17 +261,8 @@ class _Patch:
 
     @torch.compiler.disable
     def before(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward pre-hook: checks the batch, agrees with the other ranks, and cuts it."""
-        if getattr(module, "_is_replica", False):
-            raise ConfigError(
-                "The model runs under torch.nn.DataParallel (one process with several GPUs), over which no sequence "
-                "can be sharded. Launch one process a GPU: accelerate launch --multi_gpu --num_processes N script.py."
-            )
-        if torch._C._are_functorch_transforms_active():  # the ranks cannot even agree on it
-            raise UnsupportedModelError(
-                "torch.func (grad, jvp, vmap) does not reach through attention over ranks. Take gradients by "
-                "loss.backward() or torch.autograd.grad, or unpatch the model (hf_burst.unpatch_model)."
-            )
+        """The forward pre-hook: a pass as `forward_pass.py` has it, up to the model's own forward."""
+        _refuse_strange_runs(module)
         self.end()  # a pass that was interrupted does not come there
         self.entered = True
         batch: dict[str, Any] = {}
@@ -298,41 +286,62 @@ class _Patch:
                 "The first rank of a group calls the model in a rollout or a reward, and the others would not take "
                 "part. They do in model.generate and hf_burst.generate, called with tensors, numbers and text."
             )
+        run = self.run = self._agreed(module, batch, error)
+        for part in self.parts:
+            part.begin(run)
+        arguments = dict(run.batch.inputs)
+        for part in self.parts:
+            arguments |= part.arguments(run)
+        self.labels = arguments.get("labels")
+        tile, cached = run.memory.tiled_mlp, CachedPass(cache) if isinstance(cache, ShardedCache) else None
+        layers = run.layers
+        self.context.enter(LayerContext(layers, layers.replay(), None, tile, self.tiles.obstacles, cached=cached))
+        apart = self.task.reads and reader_of(self.view) is not self.view  # which is given it where it is called
+        return (), {**arguments, **({} if apart else {CALL_KEY: layers})}
+
+    def _agreed(self, module: PreTrainedModel, given: Mapping[str, Any], error: Exception | None) -> ForwardPass:
+        """The pass over a batch, from the call to what all ranks have agreed on. An error of this rank, as that of any
+        other one, is raised on all of them."""
         self.passes += 1
-        group = resolve_group(self.group)
         walk = Walk(module)
         changed = not self.met.are(walk.modules)
         view = ModelView(module) if changed else self.view
-        run = ForwardPass(view, group, self.config, self.task, Batch(batch, self.token_inputs))
-        run.pooling = self.pooling
-        facts = run.agreement.facts
-        facts["served by"] = self.verdict
-        run.compiled = walk.compiled or _within_compiled()
-        if self.config.schedule == "auto" and run.group.size > 1:  # graphs take another one, see `with_schedule`
-            run.agreement.add("compiled", run.compiled, _COMPILED)
-        mode = facts["mode"] = "training" if module.training else "evaluation"
+        wants_loss = self.pooling is None and self.token_losses.asked is None
+        group, callers = resolve_group(self.group), Callers.of_now(walk.compiled)
+        call = Call(view, group, self.config, self.task, given, callers, self.pooling, wants_loss)
+        mode = "training" if module.training else "evaluation"
         doing = f"forward pass {self.passes} of {type(module).__name__} in {mode}"
-        self.meet(run, error, doing)
+        agreement = Agreement({"served by": self.verdict, "mode": mode})
+        if self.config.schedule == "auto" and group.size > 1:  # graphs take another one, see `with_schedule`
+            agreement.add("compiled", call.compiled, _COMPILED)
+        self.meet(call, error, doing)
+        batch: Batch | None = None
         try:
-            if error is None and changed:
-                self.look(view, walk)
-            if error is None and run.group.size > 1:  # the first time all ranks meet in it, so before any of them fails
-                resources_of(run.group).topology(run.device)
-            check_joined()
-            for part in self.parts if error is None else ():
-                part.prepare(run)
+            if error is None:
+                if changed:
+                    self.look(view, walk)
+                batch = self._batch(call, agreement)
         except Exception as problem:
             error = problem
-        labels, agreement = run.batch.labels, run.agreement
         compared = agreement.checksums, agreement.advice, doing, agreement.seed
-        run.batch.tokens, agreement.seed = run.group.agree(facts, error, run.device, labels, *compared)
-        self.run, self.explicit = run, run.batch.sharded
+        tokens, seed = group.agree(agreement.facts, error, call.device, batch.labels if batch else 0, *compared)
+        assert batch is not None, "or its error was raised"
+        self.explicit = batch.sharded
+        checkpoints = self.checkpointing.found
+        memory = self.memory.choose(call, batch, checkpoints)
+        return ForwardPass(call, batch, checkpoints, memory, tokens, seed, self.tokens.for_layers(call, batch, memory))
+
+    def _batch(self, call: Call, agreement: Agreement) -> Batch:
+        """What this rank computes of a call, when all parts have admitted and checked it."""
+        if call.group.size > 1:  # the first time all ranks meet in it, so before any of them fails
+            resources_of(call.group).topology(call.device)
+        check_joined()
         for part in self.parts:
-            part.begin(run)
-        context = LayerContext(run.call, run.call.replay(), None, run.settings.tiled_mlp, run.obstacles)
-        self.context.enter(replace(context, cached=CachedPass(cache)) if isinstance(cache, ShardedCache) else context)
-        apart = run.task.reads and reader_of(view) is not view  # which is given it where it is called
-        return (), {**run.batch.inputs, **({} if apart else {CALL_KEY: run.call})}
+            part.admit(call, agreement)
+        batch = self.tokens.cut(call, agreement)
+        for part in self.parts:
+            part.check(call, batch, agreement)
+        return batch
 
     def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The forward pre-hook of the decoder, which is called by itself if the model was not."""
@@ -350,10 +359,9 @@ class _Patch:
 
     def is_called(self) -> bool:
         """Whether the model is being called; a call that was interrupted has not said that it ended."""
-        if not self.entered or self.run is None or self.run.compiled:
+        if not self.entered or self.run is None or self.run.call.compiled:
             return self.entered
-        calls = (frame.f_locals.get("self") for frame in frames() if frame.f_code.co_name == "_call_impl")
-        return any(getattr(module, PATCH, None) is self for module in calls)
+        return is_within(lambda module: getattr(module, PATCH, None) is self)
 
     @torch.compiler.disable
     def _begin_outside(self) -> None:
@@ -372,13 +380,12 @@ class _Patch:
                 kind.put(module, *given)
         self.view, self.met = view, walk.met()
 
-    def meet(self, run: ForwardPass, error: Exception | None, doing: str) -> None:
+    def meet(self, call: Call, error: Exception | None, doing: str) -> None:
         """At the first pass over a group all of its ranks have come so far, or none goes on to ask for hosts."""
-        if resources_of(run.group).knows_hosts:
+        if resources_of(call.group).knows_hosts:
             return
-        (sizes,) = (part.sizes for part in self.parts if isinstance(part, Recurrence))
-        facts = {"BurstConfig": str(self.config), "recurrent layers": ", ".join(map(str, sizes)) or "none"}
-        run.group.agree(facts, error, run.device, doing=doing)
+        sizes = ", ".join(map(str, self.recurrence.sizes)) or "none"
+        call.group.agree({"BurstConfig": str(self.config), "recurrent layers": sizes}, error, call.device, doing=doing)
 
     @torch.compiler.disable
     def after(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -388,7 +395,7 @@ class _Patch:
             if context is not None and context.cached is not None:
                 output.logits = context.cached.cache.end_step(output.logits)
             return output
-        if kwargs.get("labels") is not self.run.batch.inputs.get("labels"):
+        if kwargs.get("labels") is not self.labels:
             raise ConfigError(
                 "A forward pre-hook changed the labels after the batch was cut over the ranks, too late for the loss. "
                 "Register it before hf_burst.patch_model(model): it then sees the whole batch."
@@ -401,7 +408,8 @@ class _Patch:
     @torch.compiler.disable
     def end(self, *_: Any) -> None:
         """The forward hook that is called even if the pass failed."""
-        self.run, self.entered = None, False
+        self.run = self.labels = None
+        self.entered = False
         self.context.leave()
         for part in self.parts:
             part.end()

@@ -13,8 +13,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 Found = TypeVar("Found")
@@ -48,6 +50,11 @@ class ModelView:
         """The same with their paths."""
         pairs = zip(self.paths, self._modules, strict=True)
         return [(path, module) for path, known in pairs if (module := known()) is not None]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes, see [`device_of`]."""
+        return device_of(self.root)
 
     @property
     def layers(self) -> list[GradientCheckpointingLayer]:
@@ -93,6 +100,16 @@ class ModelView:
 
     def __reduce__(self) -> Any:
         return ModelView, (nn.Module(),)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes and its ranks communicate: there where its weights lie, or where FSDP2 brings those that
+    wait on the host (`CPUOffloadPolicy`)."""
+    weight = next(model.parameters())
+    kind = weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device.type
+    if kind == weight.device.type:
+        return weight.device
+    return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)
 
 
 class Walk:

@@ -15,7 +15,7 @@ from hf_burst.errors import BatchError
 from hf_burst.hf import patch
 from hf_burst.hf.batches.cutting import cut_inputs
 from hf_burst.hf.batches.documents import documents_of
-from hf_burst.hf.forward_pass import ForwardPass
+from hf_burst.hf.forward_pass import Agreement, Batch, Call, ForwardPass
 from hf_burst.hf.models import cut_point
 from hf_burst.hf.models.cut_point import TOKEN_INPUTS, CutPoint, TokenInput, cut_point_of
 from hf_burst.hf.models.task import CAUSAL, MASKED
@@ -210,9 +210,7 @@ def test_generation_passes_a_cut_point_untouched() -> None:
 
 
 class Recorder(Part):
-    """Notes the steps of its life, and has an input of tokens of its own."""
-
-    token_inputs = (TokenInput("token_weights"),)
+    """Notes the steps of its life."""
 
     def __init__(self) -> None:
         self.steps: list[str] = []
@@ -221,15 +219,19 @@ class Recorder(Part):
         self.steps.append("install")
         return ()
 
-    def prepare(self, run: ForwardPass) -> None:
-        self.steps.append("prepare")
-        assert run.batch.inputs["token_weights"].shape == run.batch.inputs["input_ids"].shape
-        del run.batch.inputs["token_weights"]
-        run.agreement.facts["colour"] = "red" if run.batch.given.get("colour") is None else "blue"
-        run.batch.inputs.pop("colour", None)
+    def admit(self, call: Call, agreement: Agreement) -> None:
+        self.steps.append("admit")
+        agreement.add("colour", "red" if call.given.get("colour") is None else "blue")
+
+    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
+        self.steps.append("check")
+        assert batch.inputs["input_ids"].numel() < call.given["input_ids"].numel()
 
     def begin(self, run: ForwardPass) -> None:
         self.steps.append("begin")
+
+    def arguments(self, run: ForwardPass) -> dict[str, Any]:
+        return {"colour": None}
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         self.steps.append("after")
@@ -245,21 +247,20 @@ class Recorder(Part):
 def add_a_part(rank: int, size: int) -> None:
     batch, model = models.make_batch("plain"), models.make_model("llama").train()
     wanted = models.plain_loss(model, batch)
-    parts = patch.make_parts
-    with mock.patch.object(patch, "make_parts", lambda *arguments: (*parts(*arguments), Recorder())):
+    parts = patch._Patch.make_parts
+    with mock.patch.object(patch._Patch, "make_parts", lambda *arguments: (*parts(*arguments), Recorder())):
         models.patch(model)
     recorder = part_of(model, Recorder)
-    batch["token_weights"] = torch.ones(2, 37)
     torch.testing.assert_close(model(**batch).loss, 2 * wanted)
-    assert recorder.steps == ["install", "end", "prepare", "begin", "after", "end"]
+    assert recorder.steps == ["install", "end", "admit", "check", "begin", "after", "end"]
     recorder.steps.clear()
     with mock.patch.object(type(model.model), "forward", side_effect=EOFError), pytest.raises(EOFError):
         model(**batch)
-    assert recorder.steps == ["end", "prepare", "begin", "end"]
+    assert recorder.steps == ["end", "admit", "check", "begin", "end"]
     recorder.steps.clear()
     with pytest.raises(hf_burst.errors.RankMismatchError, match="colour: rank 0 has red, rank 1 has blue"):
         model(**batch, colour=rank or None)
-    assert recorder.steps == ["end", "prepare", "end"], "no rank begins a pass on which they do not agree"
+    assert recorder.steps == ["end", "admit", "check", "end"], "no rank begins a pass on which they do not agree"
     hf_burst.unpatch_model(model)
     assert recorder.steps[-1] == "remove"
 

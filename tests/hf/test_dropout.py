@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import hf_burst
 from hf_burst.attention import ContextGroup
 from hf_burst.errors import RankMismatchError, UnsupportedModelError
-from hf_burst.hf.forward_pass import Agreement, random_rates
+from hf_burst.hf.forward_pass import random_rates
 from hf_burst.hf.parts.dropout import DropoutStreams, check_shared_dropout
 from tests.support import models
 from tests.support.ranks import RankPool
@@ -175,7 +175,7 @@ class Functional(nn.Module):
 def drop_by_function(rank: int, size: int, name: str) -> None:
     module, part = Functional(name), DropoutStreams()
     rates, group = list(random_rates(module.modules())), ContextGroup.from_mesh(None)
-    run = SimpleNamespace(random_rates=rates, group=group, agreement=Agreement())
+    run = SimpleNamespace(call=SimpleNamespace(random_rates=rates), group=group, seed=0)
     torch.manual_seed(1)
     x = torch.ones(200)
     part.begin(run)

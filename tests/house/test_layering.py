@@ -14,12 +14,12 @@ ORDER = [
 HF_ORDER = [
     "view",
     "overrides",
+    "callers",
     "cached_tokens",
     "row_states",
     "sharded_cache",
     "context",
     "attention",
-    "callers",
     "lazy_head",
     "groups",
     "models",

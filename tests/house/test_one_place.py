@@ -1,10 +1,17 @@
 """What the house does in one place."""
 
 import ast
+from dataclasses import fields
 from pathlib import Path
+
+from hf_burst.hf import context, forward_pass
 
 HF = Path(__file__).parents[2] / "hf_burst" / "hf"
 WALKS = {"modules", "named_modules", "children", "named_children"}
+
+
+FRAMES = {"_getframe", "_current_frames", "currentframe", "f_back", "f_locals"}
+STAGES = ("Call", "Batch", "ForwardPass", "ForwardCall", "LaidTokens", "LayerContext")
 
 
 def walks(path: Path) -> list[int]:
@@ -16,3 +23,21 @@ def walks(path: Path) -> list[int]:
 def test_one_file_walks_over_modules() -> None:
     found = {str(path.relative_to(HF)): lines for path in sorted(HF.rglob("*.py")) if (lines := walks(path))}
     assert set(found) == {"view.py"}, found
+
+
+def test_one_file_walks_over_frames_in_three_places() -> None:
+    named = {
+        path: names
+        for path in HF.parent.rglob("*.py")
+        if (names := FRAMES & {node.attr for node in ast.walk(ast.parse(path.read_text())) if hasattr(node, "attr")})
+    }
+    assert {str(path.relative_to(HF)) for path in named} == {"callers.py"}, named
+    tree = ast.parse((HF / "callers.py").read_text())
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    assert [getattr(function, "id", "") for function in calls].count("_frames") == 3
+
+
+def test_the_stages_of_a_pass_are_frozen_and_small() -> None:
+    for kind in (getattr(forward_pass, name, None) or getattr(context, name) for name in STAGES):
+        assert kind.__dataclass_params__.frozen, kind
+        assert len(fields(kind)) <= 8, kind

@@ -50,7 +50,7 @@ def adapted_mlp(bias: bool = False, dtype: torch.dtype = torch.float64, **option
 def joined(module: nn.Module) -> nn.Module:
     """A copy of a module, whose adapters have the forward of a patched model."""
     module = deepcopy(module)
-    run = SimpleNamespace(view=ModelView(module), compiled=False, checkpoints=Checkpoints())
+    run = SimpleNamespace(call=SimpleNamespace(view=ModelView(module), compiled=False), checkpoints=Checkpoints())
     Adapters().begin(run)  # type: ignore[arg-type]
     return module
 
@@ -391,7 +391,8 @@ def test_the_life_of_a_patched_model(tiles: int, calls: list[float]) -> None:
         mlp.up_proj.eval()(torch.zeros(1, 1, mlp.up_proj.in_features))
     assert len(calls) == counted, "a token alone is decoded by peft"
     mlp.up_proj.train()
-    Adapters().begin(SimpleNamespace(view=ModelView(model), compiled=True))  # type: ignore[arg-type]
+    compiled = SimpleNamespace(call=SimpleNamespace(view=ModelView(model), compiled=True))
+    Adapters().begin(compiled)  # type: ignore[arg-type]
     adapted = [module for module in model.modules() if hasattr(module, "lora_A")]
     assert not any("forward" in vars(layer) for layer in adapted)
     torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-5, atol=1e-5)

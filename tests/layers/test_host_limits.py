@@ -123,9 +123,9 @@ def test_weights_that_zero_3_divides_count_as_whole(rank: int) -> None:
         weight.ds_id, weight.ds_numel = 0, rank * size.adapted
         model.register_parameter("adapters", weight)
     batch = SimpleNamespace(layout=SimpleNamespace(batch_size=1, length=64))
-    checkpoints, group = SimpleNamespace(layers=0), SimpleNamespace(size=1)
-    run = SimpleNamespace(model=model, batch=batch, checkpoints=checkpoints, group=group, settings=hf_burst.Memory())
-    training = training_of(run, size)
+    group, view = SimpleNamespace(size=1), SimpleNamespace(modules=list(model.modules()))
+    call = SimpleNamespace(model=model, view=view, group=group, config=hf_burst.BurstConfig(memory=hf_burst.Memory()))
+    training = training_of(call, batch, SimpleNamespace(layers=0), size)
     assert (training.sharded, training.lora) == ("fsdp2", rank)
 
 

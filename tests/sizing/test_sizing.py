@@ -32,6 +32,7 @@ from hf_burst.hf.forward_pass import Checkpoints
 from hf_burst.hf.models.model_size import model_size, shape_named
 from hf_burst.hf.models.verdicts import SERVED
 from hf_burst.hf.parts.adapters import Adapters
+from hf_burst.hf.view import ModelView
 from hf_burst.plan import MaskPattern, RecurrentSize
 from hf_burst.sizing.gpus import DATA_SHEETS, Capacity, capacity_of, data_sheet, gpu_named
 from hf_burst.sizing.memory import _attention_backward, estimate_memory, kept_by_layer
@@ -99,7 +100,8 @@ def test_operations_are_those_that_torch_counts(checkpointing: bool, lora: int) 
     if lora:
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(base, peft.LoraConfig(r=lora, target_modules="all-linear"))
-        Adapters().begin(SimpleNamespace(model=model, compiled=False, checkpoints=Checkpoints()))  # type: ignore[arg-type]
+        call = SimpleNamespace(view=ModelView(model), compiled=False)
+        Adapters().begin(SimpleNamespace(call=call, checkpoints=Checkpoints()))  # type: ignore[arg-type]
     if checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
         base.enable_input_require_grads()

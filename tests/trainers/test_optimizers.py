@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from transformers.optimization import Adafactor
 
 import hf_burst
-from hf_burst.hf.groups import device_of
+from hf_burst.hf.view import device_of
 from recipes.benchmarks.training_job import quantise
 from tests.support import models, trainers
 from tests.support.ranks import RankPool

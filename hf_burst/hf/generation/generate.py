@@ -11,9 +11,10 @@ from transformers import GenerationConfig, MaxTimeCriteria, PreTrainedModel, Sto
 from ...errors import BatchError, ConfigError
 from ...ranks.group import ContextGroup
 from ..batches.sharded import checksum
-from ..groups import PATCH, device_of
+from ..groups import PATCH
 from ..parts.tokens import check_ranges
 from ..sharded_cache import ShardedCache
+from ..view import device_of
 from .each_token import EachToken, NotedStreamer, StreamerBehind
 from .memory import RememberedDocument, with_document
 from .request import (

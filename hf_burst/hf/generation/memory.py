@@ -20,12 +20,11 @@ from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..batches.documents import batch_shape, real_tokens
 from ..batches.sharded import checksum, sum_of_octets
-from ..groups import device_of
 from ..models.recurrent import recurrent_modules
 from ..parts.rope import follows_length
 from ..parts.tokens import numbers_tokens
 from ..sharded_cache import ShardedCache
-from ..view import ModelView
+from ..view import ModelView, device_of
 from .request import adapted_modules, adapters_at_work, cache_key, check, idle_weights, patched
 
 _ABOUT, _DOCUMENT = "memory.json", "document.safetensors"

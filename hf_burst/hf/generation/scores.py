@@ -13,11 +13,11 @@ from ...errors import BatchError, ConfigError
 from ...layers import loss
 from ..batches.documents import batch_shape
 from ..batches.sharded import checksum, sum_of_bits
-from ..groups import PATCH, device_of, resolve_group
+from ..groups import PATCH, resolve_group
 from ..lazy_head import is_partitioned, logits_of_some, values_of_tokens
 from ..parts.token_losses import Question, Scores, TokenLosses, check_weights, is_sharded_head
 from ..parts.tokens import check_ranges
-from ..view import inner_modules
+from ..view import device_of, inner_modules
 from .memory import RememberedDocument, with_document
 from .request import cache_key, check, patched
 

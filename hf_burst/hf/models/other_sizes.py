@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...errors import ConfigError
-from ..callers import frames
+from ..callers import _frames as frames
 
 
 def refuse_other_sizes(model: PreTrainedModel, weights: Mapping[str, Tensor], prefix: str, *args: Any) -> None:

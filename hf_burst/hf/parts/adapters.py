@@ -21,12 +21,12 @@ class Adapters(Part):
         # a compiler joins these passes over memory itself; hooks on all modules, such as a counter, see those of peft;
         # selective checkpoints keep outputs of peft's operators; asked once for each pass of the model, as a layer that
         # is computed again does what it did before
-        if run.compiled or run.checkpoints.selective or nn.modules.module._has_any_global_hook():
-            for layer in run.view.where(_is_adapter):
+        if run.call.compiled or run.checkpoints.selective or nn.modules.module._has_any_global_hook():
+            for layer in run.call.view.where(_is_adapter):
                 if (own := _AdaptedForward.of(layer)) is not None:
                     own.remove()
             return
-        for layer in run.view.where(_is_adapter):
+        for layer in run.call.view.where(_is_adapter):
             if "forward" not in vars(layer):
                 _AdaptedForward.put(layer)
 

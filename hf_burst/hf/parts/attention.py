@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...errors import ConfigError, UnsupportedModelError
 from ...ring.resources import resources_of
 from ..attention import ARRIVED, NAME, register
-from ..forward_pass import ForwardPass
+from ..forward_pass import Agreement, Call, ForwardPass
 from ..models.bypassed import attention_modules, check_attention_functions, forward_name, function_name
 from ..models.cut_point import reader_of
 from ..models.support import has_attention
@@ -132,8 +132,8 @@ class Attention(Part):
         self.modules, self.hooks.paths = list(attending), {id(module): path for module, path in attending.items()}
         return [module.register_forward_hook(self.hooks.check_arrived) for module in self.modules]
 
-    def prepare(self, run: ForwardPass) -> None:
-        reader = reader_of(run.view).root
+    def admit(self, call: Call, agreement: Agreement) -> None:
+        reader = reader_of(call.view).root
         if self.attends and reader.config._attn_implementation != NAME:
             raise ConfigError(
                 "The attention implementation of the model was changed after it was patched, so its loss would be "
@@ -142,19 +142,19 @@ class Attention(Part):
         forwards = (vars(module).get("forward") or type(module).forward for module in self.modules)
         distinct = {id(forward): forward for forward in forwards}
         names = sorted({function_name(forward) for forward in distinct.values()})
-        run.agreement.add("forward of attention", names, "Replace or wrap it on all ranks, or on none.")
-        resources_of(run.group).check()
+        agreement.add("forward of attention", names, "Replace or wrap it on all ranks, or on none.")
+        resources_of(call.group).check()
 
     def begin(self, run: ForwardPass) -> None:
-        self.hooks.under_way, self.hooks.ran = True, run.compiled
+        self.hooks.under_way, self.hooks.ran = True, run.call.compiled
         for module in self.modules:
             vars(module)[ARRIVED] = False
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if self.hooks.ran or any(vars(module)[ARRIVED] for module in self.modules):
             return
-        decoder = reader_of(run.view).root.base_model
-        forwards = map(forward_name, (run.model, decoder, *run.view.part(decoder).layers))
+        decoder = reader_of(run.call.view).root.base_model
+        forwards = map(forward_name, (run.model, decoder, *run.call.view.part(decoder).layers))
         other = next((name for name in forwards if not name.startswith(("transformers.", "hf_burst."))), None)
         if self.modules and other is not None:
             raise ConfigError(

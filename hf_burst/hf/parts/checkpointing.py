@@ -26,13 +26,11 @@ from ...layers.offload import SavedByLayer, detached_leaf, saved_in_place
 from ...sizing.memory_rule import HOST_ROOM
 from ...sizing.model import keeping
 from ..context import CheckpointedRun, current
-from ..forward_pass import Checkpoints, ForwardPass
+from ..forward_pass import Agreement, Batch, Call, Checkpoints, ForwardPass
 from ..models.hybrid import attending_share, attention_shapes
 from ..view import ModelView
 from .base import Part
-from .memory import MemoryRule
 from .replicas import takes_weights_apart
-from .tokens import Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +49,6 @@ class Checkpointing(Part):
     some layers do not keep their input, see [`LayerRun`].
     """
 
-    needs = (MemoryRule, Tokens)
-
     def __init__(self, advise: Callable[[BaseException | None], None]) -> None:
         self.share = 1.0
         self.advise = advise  # on memory that was short
@@ -63,22 +59,23 @@ class Checkpointing(Part):
         self.logged = False  # that fewer layers leave
         self.layers = self.offloading = self.started = 0  # that checkpoint; that offload in this pass; that ran
         self.per_checkpoint = 1
+        self.found = Checkpoints()  # in this pass
         self.selective = False  # whether a module checkpoints by a context_fn of the user's
         self.latest: LayerRun | None = None
         # of the latest, until the next layer runs: its address is not given away meanwhile
         self.output: tuple[torch.Tensor, Place] | None = None
         self.hook: RemovableHandle | None = None  # of the embeddings, in this pass
 
-    def prepare(self, run: ForwardPass) -> None:
-        share, offloading = run.settings.attention_keep, run.settings.activation_offloading
-        trains = run.model.training and torch.is_grad_enabled()
+    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
+        memory, trains = call.config.memory_settings, call.learns
+        share, offloading = memory.attention_keep, memory.activation_offloading
         if trains and self.host is not None and self.host.refused is not None:
             raise self.host.refused
-        wrapped = self.wrap(run.view)
-        if wrapped and 0 < share < 1 and run.group.size > 1 and run.batch.layout.beginning(1 - share) is None:
+        wrapped = self.wrap(call.view)
+        if wrapped and 0 < share < 1 and call.group.size > 1 and batch.layout.beginning(1 - share) is None:
             raise BatchError(
                 f"Memory(attention_keep={share}) needs batches of which every rank holds as much of each "
-                f"part of the sequence, and this one was cut into {len(run.batch.layout.owners)} chunks by another "
+                f"part of the sequence, and this one was cut into {len(batch.layout.owners)} chunks by another "
                 "BurstConfig. Give the BurstCollator (or shard_batch) the config of the model."
             )
         if offloading and not wrapped and trains:
@@ -87,35 +84,35 @@ class Checkpointing(Part):
                 "layer checkpoints. Set TrainingArguments(gradient_checkpointing=True), or call "
                 "model.gradient_checkpointing_enable()."
             )
-        if offloading and run.compiled and trains:
+        if offloading and call.compiled and trains:
             raise ConfigError(
                 f"Memory(activation_offloading={offloading}) offloads nothing of compiled layers: torch.compile "
                 "decides what these keep. Leave out one of the two."
             )
-        again = run.settings.layers_per_checkpoint > 1
-        if again and takes_weights_apart(run.view):
+        again = memory.layers_per_checkpoint > 1
+        if again and takes_weights_apart(call.view):
             raise ConfigError(
-                f"Memory(layers_per_checkpoint={run.settings.layers_per_checkpoint}) runs layers again in the "
+                f"Memory(layers_per_checkpoint={memory.layers_per_checkpoint}) runs layers again in the "
                 "backward pass, where DeepSpeed ZeRO-3 or FSDP1 has taken their weights apart. Train by FSDP2 or "
                 "ZeRO-2, or leave it at 1."
             )
-        repeatable = bool(wrapped) and not run.compiled and all(function.repeatable for function in wrapped)
-        repeatable = repeatable and _checkpoint_all_layers(run.view, wrapped)
-        run.checkpoints = Checkpoints(len(wrapped), repeatable, self.selective)
+        repeatable = bool(wrapped) and not call.compiled and all(function.repeatable for function in wrapped)
+        repeatable = repeatable and _checkpoint_all_layers(call.view, wrapped)
+        self.found = Checkpoints(len(wrapped), repeatable, self.selective)
         if again and not repeatable and trains:
             raise ConfigError(
-                f"Memory(layers_per_checkpoint={run.settings.layers_per_checkpoint}) is for layers that all "
+                f"Memory(layers_per_checkpoint={memory.layers_per_checkpoint}) is for layers that all "
                 "checkpoint, with use_reentrant=False, no context_fn, and no torch.compile. Set TrainingArguments("
                 "gradient_checkpointing=True, gradient_checkpointing_kwargs={'use_reentrant': False})."
             )
         keep = [function.options.get("use_reentrant") is False for function in wrapped if share]
         described = f"{len(wrapped)} modules, {sum(keep)} of them keep attention"
-        run.agreement.add("activation checkpointing", described if wrapped else None)
+        agreement.add("activation checkpointing", described if wrapped else None)
         self.layers = len(wrapped)
 
     def begin(self, run: ForwardPass) -> None:
-        self.share, self.per_checkpoint = run.settings.attention_keep, run.settings.layers_per_checkpoint
-        apart = run.settings.activation_offloading or self.per_checkpoint > 1
+        self.share, self.per_checkpoint = run.memory.attention_keep, run.memory.layers_per_checkpoint
+        apart = run.memory.activation_offloading or self.per_checkpoint > 1
         if apart and self.layers and torch.is_grad_enabled():
             self._prepare_host(run)
             # behind the hook by which Transformers has the embeddings require a gradient, when weights do not
@@ -178,11 +175,11 @@ class Checkpointing(Part):
         """Makes room on the host for what layers keep. Where the host has less of it than layers were to have by the
         config, all ranks raise. Layers that were chosen to leave stay on the GPU, as many as need be. The last layer
         keeps what it keeps: it is asked for at once."""
-        self.offloading = min(round(run.settings.activation_offloading * self.layers), self.layers - 1)
+        self.offloading = min(round(run.memory.activation_offloading * self.layers), self.layers - 1)
         if self.host is None or self.host.device != run.device:
             self.host, self.reserved, self.requested, self.available = HostMemory(run.device), 0, 0, None
         sizes = _kept_bytes(run, self.share)
-        if run.settings.activation_offloading != run.config.memory_settings.activation_offloading:
+        if run.memory.activation_offloading != run.call.config.memory_settings.activation_offloading:
             self._stay_within(run, sizes)
         needed = self._bytes_of_host(self.offloading, sizes)
         if needed > self.reserved:
@@ -200,7 +197,7 @@ class Checkpointing(Part):
         wanted, needed = self.offloading, self._bytes_of_host(self.offloading, sizes)
         if needed > self.reserved and needed != self.requested:  # once for batches of one size
             room = HOST_ROOM * (self.host.most - self.host.size)
-            smallest = int(-run.largest([-self.host.size - room], of_all=False)[0])
+            smallest = int(-run.call.largest([-self.host.size - room], of_all=False)[0])
             self.requested, self.available = needed, max(self.reserved, smallest)
         while (
             self.available is not None
@@ -236,13 +233,13 @@ def _checkpoint_all_layers(view: ModelView, functions: Sequence["_Checkpoint"]) 
 def _kept_bytes(run: ForwardPass, share: float) -> tuple[float, float]:
     """Bytes that a layer keeps: its input; and what attention returns, with the log-sum-exp of its rows, as a mean over
     layers with attention and without. Kernels of GPUs return 16 bits, whatever states are in."""
-    width, shapes = run.model.config.get_text_config().hidden_size, attention_shapes(run.view)
-    itemsize = _dtype_of_states(run.view).itemsize
+    width, shapes = run.model.config.get_text_config().hidden_size, attention_shapes(run.call.view)
+    itemsize = _dtype_of_states(run.call.view).itemsize
     narrow = min(itemsize, 2) if run.device.type == "cuda" else itemsize
     attention = 0 if shapes is None else shapes.q_heads * (shapes.value_dim * narrow + shapes.accumulator_itemsize)
     rows = run.batch.layout.batch_size * run.batch.layout.sharding.most_tokens
     page = HostMemory.page_bytes  # each of them takes whole pages
-    return rows * width * itemsize + page, attending_share(run.view) * (rows * share * attention + 2 * page)
+    return rows * width * itemsize + page, attending_share(run.call.view) * (rows * share * attention + 2 * page)
 
 
 def _dtype_of_states(view: ModelView) -> torch.dtype:

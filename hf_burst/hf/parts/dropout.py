@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from ...errors import UnsupportedModelError
-from ..forward_pass import ForwardPass
+from ..forward_pass import Agreement, Batch, Call, ForwardPass
 from .base import Part
 
 # what one process decides once for a whole sequence: to skip a layer, to drop weights
@@ -25,17 +25,17 @@ class DropoutStreams(Part):
         self.outer: list[tuple[torch.Generator, torch.Tensor]] = []
         self.seed = self.shared = 0
 
-    def prepare(self, run: ForwardPass) -> None:
-        if run.group.size > 1:
-            check_shared_dropout(run.random_rates)
-        if run.group.size > 1 and run.random_rates:  # drawn once all ranks go on
-            run.agreement.seed = _draw(torch.default_generator.clone_state())
+    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
+        if call.group.size > 1:
+            check_shared_dropout(call.random_rates)
+        if call.group.size > 1 and call.random_rates:  # drawn once all ranks go on
+            agreement.seed = _draw(torch.default_generator.clone_state())
 
     def begin(self, run: ForwardPass) -> None:
-        if run.group.size == 1 or not run.random_rates:
+        if run.group.size == 1 or not run.call.random_rates:
             return
         _draw(torch.default_generator)
-        drawn = torch.Generator("cpu").manual_seed(run.agreement.seed)
+        drawn = torch.Generator("cpu").manual_seed(run.seed)
         seeds = [_draw(drawn) for _ in range(run.group.size)]
         self.seed, self.shared = seeds[run.group.rank], sum(seeds) % 2**63
         accelerator = torch.accelerator.current_accelerator()

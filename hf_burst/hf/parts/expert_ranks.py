@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
-from ..forward_pass import ForwardPass
+from ..forward_pass import Agreement, Call
 from .base import Part
 
 _EXPERTS_DIM, _COPIES_DIM = "ep", "efsdp"  # of Transformers' mesh of experts
@@ -23,11 +23,11 @@ _ADAPTED = ".base_layer."
 class ExpertRanks(Part):
     """Checks a pass of a model whose experts lie on several ranks."""
 
-    def prepare(self, run: ForwardPass) -> None:
-        experts = dict(weights_of_experts(run.model))
+    def admit(self, call: Call, agreement: Agreement) -> None:
+        experts = dict(weights_of_experts(call.model))
         if not experts:
             return
-        if run.compiled:
+        if call.compiled:
             raise UnsupportedModelError(
                 "The model is compiled, and its experts lie on several ranks. Tokens that travel to them were not "
                 "compared with one process under torch.compile. Leave it out."
@@ -42,7 +42,7 @@ class ExpertRanks(Part):
                 f"An adapter of peft is on experts that lie on several ranks: {adapted}. It would be added to those of "
                 "one rank as if they were all. Train adapters of other layers, or load the model without ep_size."
             )
-        if run.config.gradients != "manual" and run.model.training and torch.is_grad_enabled():
+        if call.config.gradients != "manual" and call.learns:
             for name, weight in experts.items():
                 _check_division(name, weight)
 

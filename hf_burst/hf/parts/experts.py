@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 from ...errors import UnsupportedModelError
 from ...ranks.collectives import group_sum
 from ..context import CALL_KEY
-from ..forward_pass import ForwardPass
+from ..forward_pass import Agreement, Call, ForwardPass
 from ..view import ModelView
 from .base import Handles, Part
-from .shared_beginnings import SharedBeginnings
 
 
 class RouterLogits(Part):
@@ -23,8 +22,6 @@ class RouterLogits(Part):
 
     The scores of the routers are caught where the decoder returns them.
     """
-
-    needs = (SharedBeginnings,)
 
     def __init__(self, model: PreTrainedModel) -> None:
         check_balance(model)
@@ -35,10 +32,10 @@ class RouterLogits(Part):
             return ()
         return [view.root.base_model.register_forward_hook(self._catch, with_kwargs=True)]
 
-    def prepare(self, run: ForwardPass) -> None:
-        asked = run.batch.given.get("output_router_logits")
-        run.agreement.add("router logits", asked)
-        check_balance(run.model, asked)
+    def admit(self, call: Call, agreement: Agreement) -> None:
+        asked = call.given.get("output_router_logits")
+        agreement.add("router logits", asked)
+        check_balance(call.model, asked)
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if not self.layers or outputs.get("aux_loss") is None:
@@ -75,7 +72,7 @@ def check_balance(model: PreTrainedModel, asked: bool | None = None) -> None:
 def balance_share(run: ForwardPass) -> float:
     """The weight of the load-balancing loss on a rank. With `num_items_in_batch` it is yet to be multiplied by the
     number of processes, of which those of a group hold one batch."""
-    return 1 if run.batch.items is None else 1 / run.group.size
+    return 1 if run.call.items is None else 1 / run.group.size
 
 
 def balance_loss(layers: tuple[torch.Tensor, ...], chosen: int, run: ForwardPass) -> torch.Tensor:

@@ -11,11 +11,9 @@ from ...ranks.group import ContextGroup
 from ..batches.documents import TOKEN_KEYS, batch_shape, tokens_of
 from ..batches.sharded import checksum
 from ..context import CachedPass
-from ..forward_pass import ForwardPass
+from ..forward_pass import Agreement, Batch, Call, ForwardPass
 from ..sharded_cache import ShardedCache
 from .base import Part
-from .shared_beginnings import SharedBeginnings
-from .tokens import Tokens
 
 # what every row of a batch has of its own; the copies of a prompt have the same
 _BY_ROW = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
@@ -25,20 +23,18 @@ class KeyCache(Part):
     """Has the cache of a pass take up the keys of the prompt. Copies of a prompt in the batch, as for beams, are read
     once."""
 
-    needs = (SharedBeginnings, Tokens)
-
     def __init__(self) -> None:
         self.cache: ShardedCache | None = None  # of the pass
 
-    def prepare(self, run: ForwardPass) -> None:
-        layout = run.batch.layout
-        held = isinstance(run.batch.cache, ShardedCache)
+    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
+        layout = batch.layout
+        held = isinstance(call.cache, ShardedCache)
         if held and any(stop < layout.length - layout.padding for _, stop in layout.real):
             raise BatchError("Prompts are padded on the right. Pad on the left: tokenizer.padding_side = 'left'.")
-        run.agreement.add("a cache over ranks", held)
+        agreement.add("a cache over ranks", held)
 
     def begin(self, run: ForwardPass) -> None:
-        cache = run.batch.cache
+        cache = run.call.cache
         if not isinstance(cache, ShardedCache):
             return
         self.cache = cache

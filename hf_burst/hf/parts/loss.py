@@ -10,9 +10,8 @@ from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX, rows_by_weight
 from ...ranks.collectives import group_loss
 from ...ranks.group import ContextGroup
-from ..callers import multiplies_losses
 from ..context import CALL_KEY
-from ..forward_pass import ForwardPass
+from ..forward_pass import Agreement, Call, ForwardPass
 from ..groups import resolve_group
 from ..lazy_head import LazyLogits, loss_sum
 from ..models.bypassed import forward_name
@@ -21,9 +20,7 @@ from ..models.task import calls_loss_function, computes_loss, task_of
 from ..sharded_cache import ShardedCache
 from ..view import ModelView
 from .base import Part
-from .experts import RouterLogits, balance_share
-from .shared_beginnings import SharedBeginnings
-from .tokens import Tokens
+from .experts import balance_share
 
 _ITEMS = "num_items_in_batch (labels of all ranks: Trainer counts them unless average_tokens_across_devices=False)"
 _PAST_US = (
@@ -38,8 +35,6 @@ _PAST_US = (
 class Loss(Part):
     """Takes the place of the model's loss function."""
 
-    needs = (SharedBeginnings, Tokens, RouterLogits)
-
     def __init__(self, view: ModelView, group: ContextGroup | None) -> None:
         self.group, self.reads = group, view.find(task_of).reads
         computes = self.computes(view)
@@ -50,7 +45,8 @@ class Loss(Part):
         self.run: ForwardPass | None = None
         self.forward = ""  # of the model in the pass, by name
         self.items: float | None = None  # `num_items_in_batch` of the pass
-        self.computed = False  # whether the model has asked for the loss of the pass
+        self.asked = False  # whether there are targets for a loss
+        self.computed = False  # whether the model has asked for it
         self.targets: torch.Tensor | None = None
         self.weights: dict[int, torch.Tensor] | None = None  # the targets that count so many times, if not once
 
@@ -63,42 +59,46 @@ class Loss(Part):
         if not self.reads:
             self.computes(view).loss_function = self.compute
 
-    def prepare(self, run: ForwardPass) -> None:
-        if not self.reads and self.computes(run.view).loss_function != self.compute:
+    def admit(self, call: Call, agreement: Agreement) -> None:
+        if not self.reads and self.computes(call.view).loss_function != self.compute:
             raise ConfigError(
                 "The loss function of the model was changed after it was patched, so its loss would be wrong. Call "
                 "hf_burst.unpatch_model(model) first, then change it."
             )
-        self.forward = forward_name(run.model)
-        run.agreement.add("forward of the model", self.forward, "Replace or wrap it on all ranks, or on none.")
+        self.forward = forward_name(call.model)
+        agreement.add("forward of the model", self.forward, "Replace or wrap it on all ranks, or on none.")
         if self.forward.startswith("liger_kernel."):
             raise ConfigError(_PAST_US.format(self.forward))
-        self.items = None if run.batch.items is None else float(run.batch.items)
-        run.agreement.add(_ITEMS, self.items)
-        if run.targets is not None:
-            run.batch.labels = run.counted_labels
+        self.items = None if call.items is None else float(call.items)
+        agreement.add(_ITEMS, self.items)
 
     def begin(self, run: ForwardPass) -> None:
-        items, tokens, targets = self.items, run.batch.tokens, run.targets
+        items, tokens = self.items, run.tokens
+        self.asked = run.batch.targets is not None and run.call.wants_loss
         if items is not None and not items > 0 and (tokens or items):
             raise BatchError(
                 f"num_items_in_batch is {items:g}; it is the number of labels that count, over all ranks, and must be "
                 "above 0. Leave it out to average this batch by itself."
             )
-        if items is not None and self.averages and targets is not None:
-            items = run.batch.inputs["num_items_in_batch"] = self._items_of_batch(run, items)
+        if items is not None and self.averages and self.asked:
+            self.items = items = self._items_of_batch(run, items)
         fused = run.batch.inputs.get("fused_lm_head")  # TRL's trainers go on, with log_probs that are all 0
-        if run.model.training and targets is not None and tokens == 0 and not items and not fused:
+        if run.model.training and self.asked and tokens == 0 and not items and not fused:
             raise BatchError(
-                f"All labels of the batch are {IGNORE_INDEX}{run.task.shifted}, so there is nothing to learn from. "
-                "Drop such batches, or check how the labels are masked."
+                f"All labels of the batch are {IGNORE_INDEX}{run.call.task.shifted}, so there is nothing to learn "
+                "from. Drop such batches, or check how the labels are masked."
             )
         self.run, self.computed = run, False
-        self.weights = None if run.scored is None else rows_by_weight(run.scored, run.device)
-        self.targets = None if run.task.loss_in_model else targets
+        scored = run.batch.scored
+        self.weights = None if scored is None else rows_by_weight(scored, run.device)
+        self.targets = run.batch.targets if self.asked and not run.call.task.loss_in_model else None
+
+    def arguments(self, run: ForwardPass) -> dict[str, Any]:
         whole = run.group.size == 1 and run.batch.joined is None
-        cached = isinstance(run.batch.cache, ShardedCache)  # or some return none
-        run.batch.inputs |= run.task.overrides(use_cache=cached or (whole and not run.model.training))
+        cached = isinstance(run.call.cache, ShardedCache)  # or some return none
+        given = run.call.task.overrides(use_cache=cached or (whole and not run.model.training))
+        counted = self.averages and self.asked and self.items is not None
+        return given | ({"num_items_in_batch": self.items} if counted else {})
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if "log_probs" in outputs:  # TRL's output for `fused_lm_head=True`, whose trainers look at no other rank
@@ -106,19 +106,21 @@ class Loss(Part):
             if self.weights is not None:
                 parts = (weight * scores.index_select(0, index) for weight, index in self.weights.items())
                 scores = torch.cat([scores[:0], *parts])
-            loss = batch_loss(-scores.sum(), run, run.batch.items if run.batch.tokens else 1)  # as TRL, 0 and not nan
+            loss = batch_loss(-scores.sum(), run, run.call.items if run.tokens else 1)  # as TRL, 0 and not nan
             if "aux_loss" in outputs:  # that of the whole batch already
                 factor = run.model.config.get_text_config().router_aux_loss_coef * balance_share(run)
                 loss = loss + factor * outputs["aux_loss"]
             outputs["loss"] = loss
         elif self.reads:
-            if outputs.get("loss") is not None and self.items is not None and multiplies_losses():
+            if outputs.get("loss") is not None and self.items is not None and run.call.callers.multiply_losses:
                 outputs["loss"] = outputs["loss"] / run.group.size  # all ranks hold that of the whole batch
-        elif run.targets is not None and run.task.loss_in_model and not self.computed:
+        elif self.asked and run.call.task.loss_in_model and not self.computed:
             if outputs.get("loss") is not None:
                 raise ConfigError(_PAST_US.format(self.forward))
         elif self.targets is not None:
-            outputs["loss"] = batch_loss(loss_sum(outputs["logits"], self.targets), run, run.batch.items)
+            outputs["loss"] = batch_loss(
+                loss_sum(outputs["logits"], self.targets), run, self.items if self.averages else run.call.items
+            )
 
     def end(self) -> None:
         self.run = self.targets = self.weights = None
@@ -153,7 +155,7 @@ class Loss(Part):
     def _items_of_batch(self, run: ForwardPass, items: float) -> int:
         """`num_items_in_batch` of this batch alone, by which a class that computes its loss itself divides. `Trainer`
         counts the labels of all accumulated batches."""
-        mine = run.batch.labels if run.batch.sharded else run.batch.tokens
+        mine = run.batch.labels if run.batch.sharded else run.tokens
         doing = "a count of the labels of all ranks"  # also of groups that have not agreed on this pass
         total, _ = ContextGroup.from_mesh(None).agree({}, None, run.device, mine, doing=doing)
         if not run.model.training:
@@ -178,7 +180,7 @@ def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: torch.Tensor | 
     processes, whose gradients are averaged.
     """
     if items is None:
-        return group_loss(local_sum, 1 / run.batch.tokens if run.batch.tokens else math.nan, run.group)
+        return group_loss(local_sum, 1 / run.tokens if run.tokens else math.nan, run.group)
     if isinstance(items, torch.Tensor):
         items = items.to(local_sum)  # 1 over an integer would be fp32
     return group_loss(local_sum, 1 / (items * run.group.size if run.batch.sharded else items), run.group)

@@ -19,14 +19,13 @@ from ...sizing.gpus import Capacity
 from ...sizing.memory import TUNING, outside_of_torch
 from ...sizing.memory_rule import SETTINGS, Fit, at_level, bucket, fit, longest
 from ...sizing.model import ModelSize, Training
-from ..forward_pass import ForwardPass
+from ..forward_pass import Agreement, Batch, Call, Checkpoints
 from ..models.model_size import model_size
 from ..sharded_cache import ShardedCache
 from ..view import ModelView
 from .base import Part
 from .optimizers import bytes_to_come
 from .replicas import takes_weights_apart
-from .shared_beginnings import SharedBeginnings
 from .towers import Seen, learns, seen_in
 
 logger = logging.getLogger(__name__)
@@ -48,8 +47,6 @@ class MemoryRule(Part):
     these ranks take the highest level of the rule that one of them needs.
     """
 
-    needs = (SharedBeginnings,)
-
     def __init__(self, model: PreTrainedModel, config: BurstConfig) -> None:
         self.model_class = type(model)  # FSDP2 changes it
         self.fixed = set[str]()  # settings that some rank cannot have, and so stay at their defaults
@@ -70,22 +67,25 @@ class MemoryRule(Part):
         self.seen: Seen | None = None  # what the batch of the pass has for towers
         self.unknown = False  # whether the log has said that a tower cannot be counted
 
-    def prepare(self, run: ForwardPass) -> None:
-        self.seen = seen_in(run) if self.chooses and run.model.training and torch.is_grad_enabled() else None
+    def admit(self, call: Call, agreement: Agreement) -> None:
+        self.seen = seen_in(call) if self.chooses and call.learns else None
 
-    def begin(self, run: ForwardPass) -> None:
-        self._compare(run)
+    def choose(self, call: Call, batch: Batch, checkpoints: Checkpoints) -> Memory:
+        """The settings of a pass. The ranks may communicate."""
+        self._compare(call)
+        memory = call.config.memory_settings
         if not self.chooses:
-            return
-        self._count_errors(run)
-        self.steps = run.model.training and torch.is_grad_enabled()
+            return memory
+        self._count_errors(call)
+        self.steps = call.learns
         if self.steps:
-            run.settings = self._settings(run)
+            memory = self._settings(call, batch, checkpoints)
         elif self.chosen:  # an evaluation is to take no more than training
             most = max(self.chosen.values(), key=lambda choice: choice.level).training
-            run.settings = Memory(tiled_mlp=most.tiled_mlp, head_groups=most.head_groups)
-        if isinstance(run.batch.cache, ShardedCache) and not run.settings.tiled_mlp:
-            run.settings = replace(run.settings, tiled_mlp=_PROMPT_TILE)
+            memory = Memory(tiled_mlp=most.tiled_mlp, head_groups=most.head_groups)
+        if isinstance(call.cache, ShardedCache) and not memory.tiled_mlp:
+            memory = replace(memory, tiled_mlp=_PROMPT_TILE)
+        return memory
 
     def end(self) -> None:
         self.advise(sys.exception())
@@ -110,51 +110,54 @@ class MemoryRule(Part):
             more = "" if training.expandable_segments else f" {_EXPANDABLE}"
             problem.add_note(f"hf_burst: start again with BurstConfig(memory=hf_burst.Memory({settings})).{more}")
 
-    def _compare(self, run: ForwardPass) -> None:
+    def _compare(self, call: Call) -> None:
         """Raises on all ranks over which weights are sharded if some of them have another config: each group would
         gather layers in an order of its own, and wait for the others for ever."""
-        if self.compared or not run.sharing:
+        if self.compared or not call.sharing:
             return
         self.compared = True
-        own = zlib.crc32(str(run.config).encode())
-        largest, smallest = run.largest([own, -own])
+        own = zlib.crc32(str(call.config).encode())
+        largest, smallest = call.largest([own, -own])
         if largest != -smallest:
             raise ConfigError(
-                f"Weights are sharded over ranks that were patched with different settings; this one has {run.config}. "
-                "Layers would be gathered in different orders. Give patch_model the same BurstConfig on all ranks."
+                "Weights are sharded over ranks that were patched with different settings; this one has "
+                f"{call.config}. Layers would be gathered in different orders. Give patch_model the same BurstConfig on "
+                "all ranks."
             )
 
-    def _settings(self, run: ForwardPass) -> Memory:
+    def _settings(self, call: Call, batch: Batch, checkpoints: Checkpoints) -> Memory:
         if self.size is None:
-            self._look(run)
+            self._look(call, checkpoints)
         if self.size is None:
-            return run.settings
-        tokens = bucket(run.batch.layout.batch_size * run.batch.layout.length)
-        training = replace(training_of(run, self.size), length=tokens, expandable_segments=self.expandable)
-        training = self._with_images(run, training, self.size)
-        fixed = frozenset(self.fixed | _impossible(run))
+            return call.config.memory_settings
+        tokens = bucket(batch.layout.batch_size * batch.layout.length)
+        training = replace(
+            training_of(call, batch, checkpoints, self.size), length=tokens, expandable_segments=self.expandable
+        )
+        training = self._with_images(call, training, self.size)
+        fixed = frozenset(self.fixed | _impossible(call, checkpoints))
         least = max((level for known, level in self.least.items() if known <= tokens), default=0)
         choice = self.chosen.get((training, fixed, least))
         if choice is None:
             choice = fit(self.size, training, self.capacity, fixed, self.held, least)
             self.chosen[training, fixed, least] = choice
-        if run.sharing and (level := int(run.largest([choice.level])[0])) != choice.level:
+        if call.sharing and (level := int(call.largest([choice.level])[0])) != choice.level:
             choice = at_level(self.size, training, self.capacity, fixed, self.held, level)
         if (tokens, choice.level) not in self.told:
             self.told.add((tokens, choice.level))
-            self._tell(run, choice)
+            self._tell(call, batch, choice)
         self.latest = training, choice
         settings = choice.settings
-        if 0 < settings["attention_keep"] < 1 and run.batch.layout.beginning(1 - settings["attention_keep"]) is None:
+        if 0 < settings["attention_keep"] < 1 and batch.layout.beginning(1 - settings["attention_keep"]) is None:
             settings["attention_keep"] = 0.0  # ranks do not hold as much of each part
         return Memory(**settings)
 
-    def _with_images(self, run: ForwardPass, training: Training, size: ModelSize) -> Training:
+    def _with_images(self, call: Call, training: Training, size: ModelSize) -> Training:
         """How a batch with images is trained. As one image, of which the rank with the most encodes its part."""
         if self.seen is None:
             return training
         if self.seen.sound or not self.seen.tokens or size.tower is None:
-            self._tell_unknown(run)
+            self._tell_unknown(call)
         if not self.seen.tokens:
             return training
         return replace(
@@ -162,12 +165,12 @@ class MemoryRule(Part):
             images=1,
             image_tokens=bucket(self.seen.tokens),
             encoded_tokens=bucket(self.seen.encoded if size.tower is None or size.tower.dealt else self.seen.tokens),
-            frozen_towers=not learns(run.model.base_model, ()),
+            frozen_towers=not learns(call.model.base_model, ()),
         )
 
-    def _tell_unknown(self, run: ForwardPass) -> None:
+    def _tell_unknown(self, call: Call) -> None:
         """Says once that there may be too little room for a tower."""
-        if self.unknown or run.group.rank:
+        if self.unknown or call.group.rank:
             return
         self.unknown = True
         logger.warning(
@@ -177,38 +180,40 @@ class MemoryRule(Part):
             self.model_class.__name__,
         )
 
-    def _look(self, run: ForwardPass) -> None:
+    def _look(self, call: Call, checkpoints: Checkpoints) -> None:
         """Finds out, once, what the step has for itself on all ranks."""
-        own = held_bytes(run.model, run.device)
+        own = held_bytes(call.model, call.device)
         if own is None:
             self.chooses = False
             return
-        smallest = [-gpu_memory(run.device), -share_of_host(run.device), -processes()]
-        impossible = [float(name in _impossible(run)) for name in SETTINGS]  # what one rank cannot do, none does
+        smallest = [-gpu_memory(call.device), -share_of_host(call.device), -processes()]
+        impossible = [
+            float(name in _impossible(call, checkpoints)) for name in SETTINGS
+        ]  # what one rank cannot do, none does
         limits = [own, *smallest, not expandable_segments(), *impossible]
-        self.held, gpu, host, per_host, gaps, *impossible = run.largest(limits)
+        self.held, gpu, host, per_host, gaps, *impossible = call.largest(limits)
         self.expandable = not gaps
-        self.capacity = Capacity(int(-gpu), int(-host), int(-per_host), on_gpu=run.device.type == "cuda")
+        self.capacity = Capacity(int(-gpu), int(-host), int(-per_host), on_gpu=call.device.type == "cuda")
         self.fixed = {name for name, found in zip(SETTINGS, impossible, strict=True) if found}
         try:
-            self.size = model_size(self.model_class, run.model.config)
+            self.size = model_size(self.model_class, call.model.config)
         except BurstError as problem:
             self.chooses = False
             logger.info("hf_burst cannot tell what memory a step takes, and leaves all as it is: %s", problem)
             return
         if self.size.recurrent:
-            self.room = RoomForKernels(run.device)
+            self.room = RoomForKernels(call.device)
 
     def remove(self, view: ModelView) -> None:
         if self.room is not None:
             self.room.end()
 
-    def _count_errors(self, run: ForwardPass) -> None:
+    def _count_errors(self, call: Call) -> None:
         """In one process: if the latest step ran out of memory, batches of as many tokens, or more, begin one level
         higher. Torch counts its errors, wherever one was raised and whoever caught it. Over ranks such a step ends the
         job."""
-        short = out_of_memory(run.device)
-        if self.latest is not None and self.steps and short > self.short and run.group.size == 1 and not run.sharing:
+        short = out_of_memory(call.device)
+        if self.latest is not None and self.steps and short > self.short and call.group.size == 1 and not call.sharing:
             training, choice = self.latest
             self.least[training.length] = choice.level + 1
             logger.warning(
@@ -218,15 +223,16 @@ class MemoryRule(Part):
             )
         self.short = short
 
-    def _tell(self, run: ForwardPass, choice: Fit) -> None:
+    def _tell(self, call: Call, batch: Batch, choice: Fit) -> None:
         """Says what was chosen, or that nothing fits."""
-        if run.group.rank or not choice.level:
+        if call.group.rank or not choice.level:
             return
         assert self.size is not None, "looked at"
-        tokens = run.batch.layout.batch_size * run.batch.layout.length
+        layout = batch.layout
+        tokens = layout.batch_size * layout.length
         seen = f", {self.seen.tokens:,} of them of images," if self.seen is not None and self.seen.tokens else ""
-        batch, needs = (
-            f"{run.batch.layout.batch_size} x {run.batch.layout.length:,} tokens{seen}",
+        what, needs = (
+            f"{layout.batch_size} x {layout.length:,} tokens{seen}",
             described(choice, self.capacity.gpu_memory),
         )
         exactly = fit(self.size, replace(choice.training, length=tokens), self.capacity, SETTINGS, self.held)
@@ -235,12 +241,12 @@ class MemoryRule(Part):
             logger.warning(
                 "A training step of %s may run out of memory: it is predicted to take %s with %s. %s tokens fit. "
                 "Shard the sequence over more GPUs, train adapters (LoRA),%s or%s shorten it.",
-                *(batch, needs, named(choice), f"{most:,}"),
+                *(what, needs, named(choice), f"{most:,}"),
                 " give fewer or smaller images," if seen else "",
                 "" if choice.training.checkpointing else " set gradient_checkpointing=True, or",
             )
         else:
-            logger.info("hf_burst trains %s with %s: predicted are %s", batch, named(choice), needs)
+            logger.info("hf_burst trains %s with %s: predicted are %s", what, named(choice), needs)
         if not choice.training.expandable_segments:
             logger.info(_EXPANDABLE)
 
@@ -262,15 +268,15 @@ class RoomForKernels:
             torch.cuda.set_per_process_memory_fraction(self.before, self.device)
 
 
-def _impossible(run: ForwardPass) -> set[str]:
+def _impossible(call: Call, found: Checkpoints) -> set[str]:
     """The settings that the model cannot have as it is by now. A trainer may wrap or checkpoint it otherwise later."""
-    apart, checkpoints = takes_weights_apart(run.view), run.checkpoints.layers > 0
-    found = {
+    apart, checkpoints = takes_weights_apart(call.view), found.layers > 0
+    fixed = {
         "tiled_mlp": apart,
-        "layers_per_checkpoint": apart or (checkpoints and not run.checkpoints.repeatable),
-        "activation_offloading": run.compiled,
+        "layers_per_checkpoint": apart or (checkpoints and not found.repeatable),
+        "activation_offloading": call.compiled,
     }
-    return {name for name, impossible in found.items() if impossible}
+    return {name for name, impossible in fixed.items() if impossible}
 
 
 def gpu_memory(device: torch.device) -> int:
@@ -301,30 +307,30 @@ def expandable_segments() -> bool:
     return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in _ALLOCATOR)
 
 
-def training_of(run: ForwardPass, size: ModelSize) -> Training:
+def training_of(call: Call, batch: Batch, checkpoints: Checkpoints, size: ModelSize) -> Training:
     """How a model is trained, as far as a forward pass shows it."""
-    rows, length = run.batch.layout.batch_size, run.batch.layout.length
-    weights = list(run.model.parameters())
+    rows, length = batch.layout.batch_size, batch.layout.length
+    weights = list(call.model.parameters())
     trained = [weight for weight in weights if weight.requires_grad]
     count = sum(getattr(weight, "ds_numel", weight.numel()) for weight in trained)  # whole, also under ZeRO-3
     whole = count > size.weights / 2 or len(trained) == len(weights)
     lora = 0 if whole else max(1, round(count / max(1, size.adapted)))
     quantised = lora and any(type(weight).__name__ == "Params4bit" for weight in weights)
     wide = any(weight.dtype == torch.float32 for weight in trained)
-    modules = (getattr(module.forward, "__module__", "") for module in run.view.modules)
+    modules = (getattr(module.forward, "__module__", "") for module in call.view.modules)
     return Training(
         length=rows * length,  # as one document, whose exchange takes the most
         gpus=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
-        burst_size=run.group.size,
+        burst_size=call.group.size,
         sharded="fsdp2"
         if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in weights)
         else "ddp",
         weights="4bit" if quantised else "fp32" if wide else "bf16",
         lora=lora,
-        checkpointing=run.checkpoints.layers > 0,
+        checkpointing=checkpoints.layers > 0,
         fused=any(name.startswith("liger_kernel.") for name in modules),
         expandable_segments=expandable_segments(),
-        **{name: getattr(run.settings, name) for name in SETTINGS},
+        **{name: getattr(call.config.memory_settings, name) for name in SETTINGS},
     )
 
 

@@ -7,17 +7,14 @@ import torch
 
 from ...ranks.collectives import gather_kept, gather_tokens
 from ..batches.joining import Joined
-from ..forward_pass import ForwardPass
+from ..forward_pass import Agreement, Call, ForwardPass
 from ..lazy_head import logits_of_some
 from .base import Part
 from .deferred_logits import DeferredLogits, writes
-from .experts import RouterLogits
 from .head import Head
 from .key_cache import KeyCache
-from .loss import Loss
-from .shared_beginnings import SharedBeginnings
-from .states import States, whole
-from .token_losses import TokenLosses, check_head_again
+from .states import whole
+from .token_losses import check_head_again
 
 # one value a token, in TRL's output for `fused_lm_head=True`, which holds no logits
 _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
@@ -26,21 +23,18 @@ _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_
 class Outputs(Part):
     """Gathers outputs in sequence order. Those of a batch that arrived sharded stay sharded."""
 
-    # RouterLogits adds to the loss; the latter three read logits before they are gathered or dropped, or put states off
-    needs = (SharedBeginnings, RouterLogits, Loss, TokenLosses, States)
-
     def __init__(self, head: Head, key_cache: KeyCache) -> None:
         self.head, self.key_cache = head, key_cache
 
-    def prepare(self, run: ForwardPass) -> None:
-        run.agreement.add("hidden states", bool(run.batch.given.get("output_hidden_states")))
+    def admit(self, call: Call, agreement: Agreement) -> None:
+        agreement.add("hidden states", bool(call.given.get("output_hidden_states")))
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         layout, group = run.batch.layout, run.group
         if "log_probs" in outputs:
             _gather_fused(run, outputs)
             return
-        if run.task.reads or run.pooling:
+        if run.call.task.reads or run.call.pooling:
             outputs |= {name: whole(value) for name, value in outputs.items()}
         else:
             self._decide_logits(run, outputs)

@@ -11,10 +11,12 @@ from torch import nn
 from ...errors import ConfigError
 from ...plan import Hybrid, RecurrentSize
 from ...plan.recurrence import Way
+from ...ranks.group import ContextGroup
+from ...ranks.layout import SequenceLayout
 from ...recurrent import fla_kernels
 from ..batches.documents import CACHE_KEYS
 from ..context import CALL_KEY, LayerContext, current, refuse_blind_run
-from ..forward_pass import ForwardPass
+from ..forward_pass import Agreement, Call, ForwardPass
 from ..models.bypassed import check_recurrent_sources, function_name
 from ..models.hybrid import chosen_way, recurrent_sizes
 from ..models.recurrent import functions_of, is_recurrent, over_ranks, recurrent_modules
@@ -38,14 +40,13 @@ _REPLACED = (
 
 class Recurrence(Part):
     """Gives recurrent modules a forward over ranks. One that did not run in a pass, though its layer did, is an
-    error. What it finds: how large they are, and for what batches are cut."""
+    error."""
 
     def __init__(self) -> None:
         self.modules: list[Any] = []
         self.sizes: tuple[RecurrentSize, ...] = ()  # by kind; empty if one of them does not say
-        self.hybrid: Hybrid | None = None  # of the pass; `None` in one process
         self.unknown: list[str] = []
-        self.check = _Check()
+        self.ran = _Check()
         self.warned = False
 
     def look(self, view: ModelView) -> Handles:
@@ -54,23 +55,27 @@ class Recurrence(Part):
         self.sizes = view.find(recurrent_sizes)
         kinds = set(map(type, self.modules))
         self.unknown = sorted(kind.__name__ for kind in kinds if not set(functions_of(kind)) <= _ON_GPUS)
-        return [layer.register_forward_hook(self.check) for layer in view.layers if _own_recurrent(layer)]
+        return [layer.register_forward_hook(self.ran) for layer in view.layers if _own_recurrent(layer)]
 
     def overrides(self, view: ModelView) -> Iterator[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
         for module in self.modules:
             _check_forward(module)
             yield RecurrentForward, module, ()
 
-    def prepare(self, run: ForwardPass) -> None:
+    def admit(self, call: Call, agreement: Agreement) -> None:
         for module in self.modules:
             _check_forward(module)
-        self.hybrid = Hybrid(self.sizes) if self.sizes and run.group.size > 1 else None
         if self.modules:  # by which delta rules send other messages
-            run.agreement.add("kernels of flash-linear-attention", fla_kernels(run.device, 1) is not None)
+            agreement.add("kernels of flash-linear-attention", fla_kernels(call.device, 1) is not None)
 
-    def way(self, run: ForwardPass) -> Way:
+    def hybrid(self, group: ContextGroup) -> Hybrid | None:
+        """What a cut has to know of the recurrent layers; `None` in one process."""
+        return Hybrid(self.sizes) if self.sizes and group.size > 1 else None
+
+    def way(self, layout: SequenceLayout, group: ContextGroup) -> Way:
         """How recurrent layers pass what they know in a pass."""
-        return "states" if self.hybrid is None else chosen_way(self.hybrid, run.batch.layout, run.group.rank)
+        hybrid = self.hybrid(group)
+        return "states" if hybrid is None else chosen_way(hybrid, layout, group.rank)
 
     @property
     def forks(self) -> bool:
@@ -79,7 +84,7 @@ class Recurrence(Part):
         return bool(known) and all("states" in size.ways for size in self.sizes)
 
     def begin(self, run: ForwardPass) -> None:
-        self.check.under_way = True
+        self.ran.under_way = True
         for module in self.modules:
             module.forward.ran = False
         if self.unknown and run.device.type == "cuda" and run.group.size > 1 and not self.warned:
@@ -91,7 +96,7 @@ class Recurrence(Part):
             )
 
     def end(self) -> None:
-        self.check.under_way = False
+        self.ran.under_way = False
 
 
 def _check_forward(module: nn.Module) -> None:
@@ -125,7 +130,7 @@ class RecurrentForward(Override):
         assert context.call is not None, "asked before"
         self.ran = True
         if self.masks:
-            kwargs["attention_mask"] = context.call.real
+            kwargs["attention_mask"] = context.call.tokens.real
         if context.cached is None:  # a cache of Transformers would hold the states of a shard
             kwargs |= {name: None for name in CACHE_KEYS if name in kwargs}
         return self.sharded(self.module, *args, **kwargs)

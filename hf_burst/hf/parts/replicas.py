@@ -16,7 +16,7 @@ from ...config import BurstConfig
 from ...errors import ConfigError
 from ...ranks.group import ContextGroup
 from ..batches.sharded import sum_of_octets
-from ..forward_pass import ForwardPass
+from ..forward_pass import Agreement, Call, ForwardPass
 from ..lazy_head import is_partitioned
 from ..view import ModelView
 from .base import Part
@@ -52,28 +52,28 @@ class Replicas(Part):
         self.settled = False  # whether an update was seen
         self.compared: tuple[str, torch.Tensor] | None = None  # in this pass: a description, and the checksum
 
-    def prepare(self, run: ForwardPass) -> None:
+    def admit(self, call: Call, agreement: Agreement) -> None:
         self.compared = None
-        if run.group.size == 1:
+        if call.group.size == 1:
             return
-        parameters = list(run.model.parameters())
+        parameters = list(call.model.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         learns = torch.is_grad_enabled() and bool(trained)
-        if learns and run.model.training and not self.manual:
-            check_averaged(run.view, trained, run.group)
+        if learns and call.model.training and not self.manual:
+            check_averaged(call.view, trained, call.group)
         key = (len(parameters), *(id(parameter) for parameter in trained if _is_replicated(parameter)))
         if key != self.key:
-            if learns and run.model.training and not self.manual:
-                check_known_to_ddp(run.model)
+            if learns and call.model.training and not self.manual:
+                check_known_to_ddp(call.model)
                 _tell_of_hooks(trained)
             self.key, self.parameters, self.settled = key, "", False
-        if self.settled or (self.parameters and not learns) or has_fsdp1(run.view):
+        if self.settled or (self.parameters and not learns) or has_fsdp1(call.view):
             return
-        held = dict(run.model.named_parameters())
+        held = dict(call.model.named_parameters())
         description, checksum = _description(held), _checksum(held)
         self.compared = description, checksum
-        run.agreement.add(PARAMETERS, description, _AT_FIRST)
-        run.agreement.add(WEIGHTS, checksum, _UPDATED if description == self.parameters else _AT_FIRST)
+        agreement.add(PARAMETERS, description, _AT_FIRST)
+        agreement.add(WEIGHTS, checksum, _UPDATED if description == self.parameters else _AT_FIRST)
 
     def begin(self, run: ForwardPass) -> None:
         if self.compared is None:

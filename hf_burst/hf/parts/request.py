@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 from ...errors import BatchError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX
 from ..batches.documents import batch_shape, cache_of
-from ..callers import is_checkpointed
-from ..forward_pass import ForwardPass
+from ..forward_pass import Agreement, Call
 from ..models.peft_methods import check_adapters
 from ..sharded_cache import ShardedCache
 from .base import Part
@@ -23,8 +22,8 @@ _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_pro
 class Request(Part):
     """Checks what is asked of the model, and adds the facts of the request."""
 
-    def prepare(self, run: ForwardPass) -> None:
-        model, batch = run.model, run.batch.given
+    def admit(self, call: Call, agreement: Agreement) -> None:
+        model, batch = call.model, call.given
         for key in _DROPOUT_KEYS:
             rate = getattr(model.config, key, None)
             if model.training and rate:  # its mask would differ from that of one process
@@ -33,36 +32,36 @@ class Request(Part):
                     f"with {key}=0.0 (from_pretrained(..., {key}=0.0)), which is how long-context models are trained."
                 )
         _check_arguments(model, batch)
-        _check_backward(model, batch)
+        _check_backward(call)
         check_adapters(model)
         noisy = model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None)
-        if run.group.size > 1 and noisy:
+        if call.group.size > 1 and noisy:
             raise UnsupportedModelError(
                 "neftune_noise_alpha adds noise that depends on the length of the sequence, of which a rank has a "
                 "part. Leave it out of the training arguments."
             )
-        kind = run.device.type
-        run.agreement.facts |= {
+        kind = call.device.type
+        agreement.facts |= {
             "dtype": str(model.dtype),
             "training": model.training,
             "gradients": torch.is_grad_enabled(),
             "autocast": str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None,
             "fused_lm_head": bool(batch.get("fused_lm_head")),
-            "BurstConfig": str(run.config),
+            "BurstConfig": str(call.config),
             "transformers": transformers.__version__,
         }
 
 
-def _check_backward(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
+def _check_backward(call: Call) -> None:
     """Raises for gradients that are computed in another way than by a backward pass behind this pass."""
-    if torch.is_grad_enabled() and is_checkpointed():
+    if torch.is_grad_enabled() and call.callers.checkpoints:
         raise UnsupportedModelError(
             "torch.utils.checkpoint was given the whole model, and would stop its second run in the middle. Checkpoint "
             "its layers: model.gradient_checkpointing_enable(), or TrainingArguments(gradient_checkpointing=True)."
         )
     dual = forward_ad._current_level >= 0 and any(
         isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
-        for value in (*batch.values(), *model.parameters())
+        for value in (*call.given.values(), *call.model.parameters())
     )
     if dual:
         raise UnsupportedModelError(

@@ -12,17 +12,13 @@ from transformers import PreTrainedModel
 
 from ...errors import UnsupportedModelError
 from ..batches.sharded import LAYOUT_KEY, ShardedBatch, longest_position
-from ..forward_pass import ForwardPass
+from ..forward_pass import Agreement, Batch, Call, ForwardPass
 from ..view import ModelView
 from .base import Handles, Part
-from .shared_beginnings import SharedBeginnings
-from .tokens import Tokens
 
 
 class LongestPosition(Part):
     """Tells the rotary modules of a model the longest position of the pass under way."""
-
-    needs = (SharedBeginnings, Tokens)
 
     def __init__(self) -> None:
         self.rotary: list[nn.Module] = []  # whose frequencies follow from the longest position, or may come to do so
@@ -38,19 +34,19 @@ class LongestPosition(Part):
         appends = [module.register_forward_pre_hook(self._append, with_kwargs=True) for module in self.rotary]
         return appends + [module.register_forward_hook(self._cut) for module in self.rotary]
 
-    def prepare(self, run: ForwardPass) -> None:
+    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
         self.longest = None
         if not any(map(follows_length, self.rotary)):
             return
-        self._check_inside(run.model)
-        about: ShardedBatch | None = run.batch.given.get(LAYOUT_KEY)
+        self._check_inside(call.model)
+        about: ShardedBatch | None = batch.given.get(LAYOUT_KEY)
         if about is not None:
             self.longest = about.longest
-        elif run.batch.joined is not None:
-            self.longest = run.batch.joined.longest
+        elif batch.joined is not None:
+            self.longest = batch.joined.longest
         else:
-            self.longest = run.batch.layout.length - 1 if run.batch.sharded else longest_position(run.batch.given)
-        run.agreement.add("longest position", self.longest)
+            self.longest = batch.layout.length - 1 if batch.sharded else longest_position(batch.given)
+        agreement.add("longest position", self.longest)
 
     def begin(self, run: ForwardPass) -> None:
         self.value = self.longest

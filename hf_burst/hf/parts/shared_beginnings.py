@@ -14,12 +14,10 @@ from ..batches.documents import batch_shape, real_tokens
 from ..batches.joining import Joined, fit, join_texts, obstacle_in
 from ..batches.modalities import same_for_every_text
 from ..batches.sharded import is_sharded, sum_of_bits
-from ..forward_pass import ForwardPass
+from ..forward_pass import Agreement, Call
 from ..models.cut_point import cut_point_of, needs_positions, sees_blocks
 from ..view import ModelView
-from .base import Part
 from .recurrence import NO_FORKS, Recurrence
-from .request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -31,16 +29,14 @@ _LIBRARIES = {"hf_burst", "torch", "transformers", "accelerate", "deepspeed", "p
 _OF_ROWS = {"adapter_names", "alora_offsets"}  # but for these of peft
 
 
-class SharedBeginnings(Part):
-    """Joins the texts of a full batch, see [`Joined`]: the parts behind it are given one row.
+class SharedBeginnings:
+    """Joins the texts of a full batch, see [`Joined`].
 
     Args:
         view ([`ModelView`]): The model.
         recurrence ([`Recurrence`]): Knows its recurrent layers.
         positions (`Callable`): The position ids that the model makes for a batch, if not those from 0.
     """
-
-    needs = (Request,)
 
     def __init__(
         self,
@@ -52,61 +48,61 @@ class SharedBeginnings(Part):
         self.sees_blocks, self.by_place = view.find(sees_blocks), any(map(scales_by_place, view.modules))
         self.told: set[str] = set()  # what the log says once
 
-    def prepare(self, run: ForwardPass) -> None:
-        given, asked = run.batch.given, run.config.share_prefixes
-        if asked is False or is_sharded(given) or not run.task.causal or "input_ids" not in given:
-            return
-        if run.task.reads or run.pooling:  # what is returned is of all texts
-            return
+    def join(self, call: Call, agreement: Agreement) -> Joined | None:
+        """The texts of a batch as one row; `None` where that is not possible, or saves too little."""
+        given, asked = call.given, call.config.share_prefixes
+        if asked is False or is_sharded(given) or not call.task.causal or "input_ids" not in given:
+            return None
+        if call.task.reads or call.pooling:  # what is returned is of all texts
+            return None
         if given.get("inputs_embeds") is not None or given["input_ids"] is None:
-            return
+            return None
         labels = given.get("labels")
-        if not fit(given, labels) or not _joinable(run, labels is not None):
-            return  # other parts say what is wrong
-        obstacle = self._obstacle(run)
+        if not fit(given, labels) or not _joinable(call, labels is not None):
+            return None  # parts say what is wrong
+        obstacle = self._obstacle(call)
         if obstacle in self.told:
-            return
+            return None
         least = _LEAST if asked == "auto" else 1
         joined = join_texts(given, self.positions(given), least)
         if joined is None or (asked == "auto" and joined.tokens > (1 - _SAVED) * joined.given_tokens):
-            return
-        hooked = _hooked(run.view)
-        run.agreement.add("hooks that may have a value for each row", hooked, _HOOKS)
+            return None
+        hooked = _hooked(call.view)
+        agreement.add("hooks that may have a value for each row", hooked, _HOOKS)
         obstacle = obstacle or hooked
         if obstacle:
             self._tell(obstacle, f"Rows that begin alike are computed one by one: {obstacle}.")
-            return
+            return None
         saved = f"{joined.tokens:,} tokens instead of {joined.given_tokens:,}"
         self._tell("joined", f"What texts of a batch have in common at their beginning is computed once: {saved}.")
-        run.batch.joined = joined
-        run.batch.given = self._given(joined, given)
-        if run.group.size > 1:  # the row does not say which texts and labels it stands for
-            run.agreement.add("texts that begin alike", _content(joined))
+        if call.group.size > 1:  # the row does not say which texts and labels it stands for
+            agreement.add("texts that begin alike", _content(joined))
+        return joined
 
-    def _obstacle(self, run: ForwardPass) -> str:
+    def _obstacle(self, call: Call) -> str:
         """Why this pass cannot share anything; empty if it can."""
         if self.sees_blocks:
             return "tokens of images may see later ones"
-        if needs_positions(type(run.model)):
+        if needs_positions(type(call.model)):
             return "positions of images depend on other rows"
-        if run.model.training and getattr(run.model.get_input_embeddings(), "neftune_noise_alpha", None):
+        if call.model.training and getattr(call.model.get_input_embeddings(), "neftune_noise_alpha", None):
             return "noise of neftune_noise_alpha depends on the length of a row"
         if not self.recurrence.forks:
             return NO_FORKS
-        if found := obstacle_in(run.batch.given, bool(self.cut_point.path)):
+        if found := obstacle_in(call.given, bool(self.cut_point.path)):
             return found
-        if self.by_place and any(start for start, _ in real_tokens(run.batch.given)):
+        if self.by_place and any(start for start, _ in real_tokens(call.given)):
             return "queries are scaled by places that count padding"
-        if self.cut_point.path and not same_for_every_text(run.batch.given, run.model.config):
+        if self.cut_point.path and not same_for_every_text(call.given, call.model.config):
             return "images and sound are not the same for every text"
-        if run.config.share_prefixes == "auto" and run.compiled:
+        if call.config.share_prefixes == "auto" and call.compiled:
             return "every batch would be compiled anew"
-        rates = run.random_rates if run.config.share_prefixes == "auto" else []
+        rates = call.random_rates if call.config.share_prefixes == "auto" else []
         name = next((name for name, _ in rates), None)
         return "" if name is None else f"{name} would draw once for all of them (share_prefixes=True allows it)"
 
-    def _given(self, joined: Joined, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a pass over the row; those of all texts for a model that reads them before they are cut."""
+    def row(self, joined: Joined, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of the joined row; those of all texts for a model that reads them before they are cut."""
         batch = dict(given) if self.cut_point.path else dict(joined.batch)
         if "labels" not in given:
             batch.pop("labels", None)
@@ -138,11 +134,11 @@ def _may_know_rows(hook: Any) -> bool:
     return str(hook.__module__).partition(".")[0] not in _LIBRARIES
 
 
-def _joinable(run: ForwardPass, labelled: bool) -> bool:
+def _joinable(call: Call, labelled: bool) -> bool:
     """Whether a pass returns nothing that needs the rows one by one: a cache to go on with, or some logits and a loss
     of them."""
-    given = run.batch.given
-    if run.batch.cache is not None:
+    given = call.given
+    if call.cache is not None:
         return False
     keep = given.get("logits_to_keep", 0)
     if isinstance(keep, torch.Tensor) or keep:
@@ -154,8 +150,8 @@ def _joinable(run: ForwardPass, labelled: bool) -> bool:
             return False
     caches = given.get("use_cache")
     if caches is None:  # evaluation reads no cache behind labels
-        caches = not labelled and getattr(run.model.config, "use_cache", False)
-    return run.model.training or run.group.size > 1 or not caches
+        caches = not labelled and getattr(call.model.config, "use_cache", False)
+    return call.model.training or call.group.size > 1 or not caches
 
 
 def _content(joined: Joined) -> torch.Tensor:

@@ -21,13 +21,12 @@ from ...numerics import accumulation_dtype
 from ...ranks.collectives import gather_kept, gather_tokens, group_sum
 from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
-from ..forward_pass import ForwardPass
+from ..forward_pass import Agreement, Batch, Call, ForwardPass
 from ..lazy_head import is_partitioned
 from ..models.cut_point import reader_of
 from ..view import ModelView
 from .base import Handles, Part
 from .dropout import DropoutStreams
-from .tokens import Tokens
 
 # functions of a token that give no token what another one holds, for tensors whose last dimension is not that of tokens
 _BY_TOKEN = {
@@ -172,8 +171,6 @@ class States(Part):
     """For models without a language-model head: puts [`ShardedStates`] where the decoder or encoder returns its hidden
     states, and before its pooler."""
 
-    needs = (Tokens,)
-
     def __init__(self, streams: DropoutStreams) -> None:
         self.streams = streams
         self.run: ForwardPass | None = None
@@ -189,43 +186,43 @@ class States(Part):
             handles.append(pooler.register_forward_pre_hook(self._pooled))
         return handles
 
-    def prepare(self, run: ForwardPass) -> None:
-        run.agreement.add("pooling of embeddings", run.pooling)
-        if run.pooling is not None:
-            self._check_documents(run, run.pooling)
+    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
+        agreement.add("pooling of embeddings", call.pooling)
+        if call.pooling is not None:
+            self._check_documents(call, batch, call.pooling)
             return
-        if not run.task.reads:
+        if not call.task.reads:
             return
-        name, given, judges = type(run.model).__name__, run.batch.given, _judges(run.model)
-        layout, labels = run.batch.layout, given.get("labels")
-        pools = reader_of(run.view) is not run.view and _EACH_TOKEN not in judges
+        name, given, judges = type(call.model).__name__, batch.given, _judges(call.model)
+        layout, labels = batch.layout, given.get("labels")
+        pools = reader_of(call.view) is not call.view and _EACH_TOKEN not in judges
         if pools and any(len(bounds) > 2 for bounds in documents_in(layout)):
             raise BatchError(
                 f"The batch packs documents, and {name} judges a row as one. Give every document a row of its own "
                 "(packing=False, no DataCollatorWithFlattening)."
             )
-        if run.batch.sharded:
+        if batch.sharded:
             raise BatchError(f"{name} needs the labels of whole rows. Give full batches (no BurstCollator).")
-        if run.group.size > 1 and is_partitioned(run.model):
+        if call.group.size > 1 and is_partitioned(call.model):
             raise UnsupportedModelError(
                 f"{name} has no language-model head, and such models are not served over DeepSpeed ZeRO-3, which "
                 "divides the weights of a head. Use FSDP2, DDP or ZeRO-2."
             )
         mask = given.get("attention_mask")
         if layout.real and mask is not None:
-            self._check_padding(run, name, mask, labels)
+            self._check_padding(call, name, mask, labels)
 
-    def _check_documents(self, run: ForwardPass, pooling: str) -> None:
+    def _check_documents(self, call: Call, batch: Batch, pooling: str) -> None:
         """Raises for what has no embedding of each document."""
-        name, lengths = type(run.model).__name__, run.batch.given.get("cu_seq_lens_q")
+        name, lengths = type(call.model).__name__, batch.given.get("cu_seq_lens_q")
         if pooling not in POOLINGS:
             raise ConfigError(f"embeddings was given pooling={pooling!r}; it is one of {POOLINGS}.")
-        if not run.task.reads and run.model.base_model is run.model:
+        if not call.task.reads and call.model.base_model is call.model:
             raise UnsupportedModelError(
                 f"{name} has a head and no base model, of whose hidden states embeddings are made. Load the model by "
                 "AutoModel.from_pretrained."
             )
-        if run.batch.layout.parents:
+        if batch.layout.parents:
             raise BatchError(
                 "The texts of the batch were joined when it was sharded, so that their tokens stand for several. Leave "
                 "share_prefixes=True out of the config of BurstCollator, or give full batches."
@@ -234,14 +231,12 @@ class States(Part):
             raise BatchError(
                 "cu_seq_lens_q has a document of no tokens, which has no embedding. Drop empty texts from the batch."
             )
-        if run.group.size > 1 and is_partitioned(run.model):
+        if call.group.size > 1 and is_partitioned(call.model):
             raise UnsupportedModelError("Embeddings are not served over DeepSpeed ZeRO-3. Use FSDP2, DDP or ZeRO-2.")
-        for key in ("labels", "shift_labels"):  # of a shard
-            run.batch.inputs.pop(key, None)
 
-    def _check_padding(self, run: ForwardPass, name: str, mask: Tensor, labels: Any) -> None:
+    def _check_padding(self, call: Call, name: str, mask: Tensor, labels: Any) -> None:
         """Raises where a result follows from the states of padding, which sees other tokens than unpatched."""
-        judges = _judges(run.model)
+        judges = _judges(call.model)
         if _SPAN in judges:
             raise BatchError(
                 f"{name} chooses among all tokens, those of padding too, whose states differ from those of an "
@@ -254,8 +249,8 @@ class States(Part):
                     f"Tokens of padding that attention_mask hides have labels. Set them to {IGNORE_INDEX}."
                 )
             return
-        config, ids = run.model.config.get_text_config(), run.batch.given.get("input_ids")
-        if run.task.causal and reader_of(run.view) is not run.view:
+        config, ids = call.model.config.get_text_config(), call.given.get("input_ids")
+        if call.task.causal and reader_of(call.view) is not call.view:
             pad, last = config.pad_token_id, torch.arange(mask.shape[1], device=mask.device)
             seen = torch.ones_like(mask) if pad is None or ids is None else (ids != pad).to(mask)
             judged = (last * seen).argmax(-1)
@@ -264,24 +259,24 @@ class States(Part):
                     f"{name} judges the last token that is not config.pad_token_id ({pad}), and attention_mask hides "
                     "it. Pad with this token, or set config.pad_token_id to the token that pads."
                 )
-        elif not run.task.causal and getattr(config, "classifier_pooling", "cls") != "mean":
-            reads_first = reader_of(run.view) is not run.view or getattr(run.model, "pooler", None) is not None
+        elif not call.task.causal and getattr(config, "classifier_pooling", "cls") != "mean":
+            reads_first = reader_of(call.view) is not call.view or getattr(call.model, "pooler", None) is not None
             if reads_first and not mask[:, 0].all():
                 raise BatchError(f"{name} judges the first token of a row, which is padding. Pad on the right.")
 
     def begin(self, run: ForwardPass) -> None:
-        self.run, self.pooled = run if run.task.reads else None, False
+        self.run, self.pooled = run if run.call.task.reads else None, False
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
-        if self.run is not None and reader_of(run.view) is run.view:
+        if self.run is not None and reader_of(run.call.view) is run.call.view:
             self._check_pooled(run.model, outputs.get("pooler_output"))
             outputs["last_hidden_state"] = self._standing_for_all(outputs["last_hidden_state"])
-        if run.pooling:
+        if run.call.pooling:
             outputs.pop("hidden_states", None)  # would be gathered
             states = outputs["last_hidden_state"]
             if isinstance(states, Tensor):  # of a model with a language-model head
                 states = ShardedStates(states, run.batch.layout, run.group, self.streams.share)
-            outputs["last_hidden_state"] = vectors_of_documents(states, run.pooling)
+            outputs["last_hidden_state"] = vectors_of_documents(states, run.call.pooling)
 
     def end(self) -> None:
         self.run = None

@@ -13,7 +13,7 @@ from ...errors import ConfigError
 from ...layers.tiled import tiled
 from ...layers.tokenwise import obstacle_to_tiles
 from ..context import LayerContext, current, entered
-from ..forward_pass import ForwardPass
+from ..forward_pass import Agreement, Call, ForwardPass
 from ..models.cut_point import reader_of
 from ..models.recurrent import recurrent_modules
 from ..models.support import is_attention
@@ -21,7 +21,6 @@ from ..overrides import Override
 from ..view import ModelView, children_of, inner_modules
 from .base import Part
 from .expert_ranks import weights_of_experts
-from .memory import MemoryRule
 from .replicas import takes_weights_apart
 
 logger = logging.getLogger(__name__)
@@ -34,23 +33,22 @@ class TiledMLP(Part):
     """Gives the modules of a model that treat every token by itself a forward of their own, see [`tiled`]: its MLPs,
     and the experts behind a router, by `Memory.tiled_mlp`. Which do is found out when they run."""
 
-    needs = (MemoryRule,)
-
     def __init__(self) -> None:
         self.obstacles: dict[str, str] = {}  # of the latest pass
         self.logged = {""}
 
-    def prepare(self, run: ForwardPass) -> None:
-        if run.settings.tiled_mlp and takes_weights_apart(run.view):
+    def admit(self, call: Call, agreement: Agreement) -> None:
+        tile = call.config.memory_settings.tiled_mlp
+        if tile and takes_weights_apart(call.view):
             raise ConfigError(
-                f"Memory(tiled_mlp={run.settings.tiled_mlp}) runs MLPs again in the backward pass, where DeepSpeed "
+                f"Memory(tiled_mlp={tile}) runs MLPs again in the backward pass, where DeepSpeed "
                 "ZeRO-3 or FSDP1 has taken their weights apart. Train by FSDP2 or ZeRO-2, or set tiled_mlp=0."
             )
 
     def begin(self, run: ForwardPass) -> None:
-        self.obstacles = run.obstacles
+        self.obstacles = {}
         # adapters, wrappers and Liger's forwards may have come since the last pass
-        for name, module in reader_of(run.view).find(candidates) if run.settings.tiled_mlp else ():
+        for name, module in reader_of(run.call.view).find(candidates) if run.memory.tiled_mlp else ():
             _TiledForward.put(module, name)
 
     def end(self) -> None:

@@ -14,11 +14,9 @@ from ...ranks.collectives import gather_tokens
 from ...ranks.layout import SequenceLayout
 from ..batches.joining import Joined
 from ..batches.sharded import sum_of_bits
-from ..forward_pass import ForwardPass
+from ..forward_pass import Agreement, Batch, Call, ForwardPass
 from ..lazy_head import LazyLogits, is_partitioned
 from .base import Part
-from .shared_beginnings import SharedBeginnings
-from .tokens import Tokens
 
 _AGAIN = "{}, and losses of tokens need it once more in the backward pass. {}."
 _TAIL = "Wrap it together with the last norm, with reshard_after_forward=False, or leave it to the whole model"
@@ -38,12 +36,12 @@ class Scores:
     layout: SequenceLayout
     joined: Joined | None
 
-    def fit(self, run: ForwardPass) -> bool:
-        """Whether the tokens of a pass lie as these do."""
-        own, other = self.joined, run.batch.joined
+    def fit(self, batch: Batch) -> bool:
+        """Whether the tokens of a batch lie as these do."""
+        own, other = self.joined, batch.joined
         if own is None or other is None:
-            return own is other and self.layout == run.batch.layout
-        return self.layout == run.batch.layout and torch.equal(own.places, other.places)
+            return own is other and self.layout == batch.layout
+        return self.layout == batch.layout and torch.equal(own.places, other.places)
 
 
 @dataclass(frozen=True)
@@ -90,19 +88,16 @@ def check_head_again(head: nn.Module | None) -> None:
 class TokenLosses(Part):
     """Answers a [`Question`] of [`hf_burst.token_losses`] about each token, in the place of the logits."""
 
-    needs = (SharedBeginnings, Tokens)
-
     def __init__(self) -> None:
         self.asked: Question | None = None
-        self.targets: Tensor | None = None  # of this rank's tokens
 
-    def prepare(self, run: ForwardPass) -> None:
+    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
         if self.asked is None:
             return
-        layout, joined = run.batch.layout, run.batch.joined
-        if run.batch.given.get("logits_to_keep"):
+        layout, joined = batch.layout, batch.joined
+        if batch.given.get("logits_to_keep"):
             raise BatchError("token_losses and token_divergences score all tokens. Leave logits_to_keep out.")
-        if run.targets is None:
+        if batch.targets is None:
             raise BatchError(
                 "The labels are missing; token_losses and token_divergences need labels of the shape of input_ids, in "
                 "which -100 is not predicted."
@@ -114,36 +109,29 @@ class TokenLosses(Part):
             )
         whole = (layout.batch_size, layout.length - layout.padding)
         check_weights(self.asked.weights, whole if joined is None else tuple(joined.places.shape))
-        if self.asked.teacher is not None and not self.asked.teacher.fit(run):
+        if self.asked.teacher is not None and not self.asked.teacher.fit(batch):
             raise BatchError(
                 "The layers of the teacher see otherwise far than those of the model, or share other beginnings, so "
                 "each would cut the batch in its own way. Give both the same shards: batches of hf_burst.shard_batch "
                 "or BurstCollator."
             )
-        head = run.model.get_output_embeddings()
+        head = call.model.get_output_embeddings()
         if torch.is_grad_enabled() and head is not None and is_partitioned(head):
             raise UnsupportedModelError(_AGAIN.format("ZeRO-3 shards the head", "Use ZeRO-2"))
         weights = self.asked.weights
-        run.agreement.facts |= self.asked.facts
-        run.agreement.add(
-            "weights of tokens (checksum)", None if weights is None else sum_of_bits(weights.to(run.device))
-        )
-        self.targets = run.targets
-        for key in ("labels", "shift_labels"):  # the model is to compute no loss of its own
-            run.batch.inputs.pop(key, None)
+        agreement.facts |= self.asked.facts
+        summed = None if weights is None else sum_of_bits(weights.to(call.device))
+        agreement.add("weights of tokens (checksum)", summed)
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
-        if self.asked is None or self.targets is None:
+        if self.asked is None or run.batch.targets is None:
             return
         check_head_again(run.model.get_output_embeddings())
         layout, joined, weights = run.batch.layout, run.batch.joined, self.asked.weights
-        own = self.asked.answer(Scores(outputs["logits"], layout, joined), self.targets)
+        own = self.asked.answer(Scores(outputs["logits"], layout, joined), run.batch.targets)
         values = gather_tokens(own, layout, run.group)
         if joined is not None:
             values = joined.restored_scores(values)
-        if run.task.causal:
+        if run.call.task.causal:
             values = functional.pad(values, (1, 0))[:, :-1]
         outputs["loss"] = values if weights is None else values * weights.to(values)
-
-    def end(self) -> None:
-        self.targets = None

@@ -8,24 +8,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...config import Memory
 from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX
 from ...plan import Segments
-from ...plan.recurrence import Way
 from ...ranks.blocks import check_prefixes
+from ...ranks.layout import SequenceLayout
 from ..attention import masks_with_blocks, scales_by_place
 from ..batches.cutting import bound_arguments, cut_inputs, cut_masked_rows, cut_targets, layout_of
 from ..batches.documents import tokens_of
+from ..batches.joining import Joined
 from ..batches.modalities import SAME_MODALITIES, check_modalities, values_besides_text
 from ..batches.sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard, sum_of_bits
-from ..context import CALL_KEY, ForwardCall, change_call
-from ..forward_pass import ForwardPass
+from ..context import CALL_KEY, ForwardCall, LaidTokens, change_call
+from ..forward_pass import Agreement, Batch, Call, ForwardPass
 from ..models.cut_point import cut_point_of, modalities_of
 from ..models.support import layer_patterns
 from ..models.task import task_named
 from ..view import ModelView, children_of
 from .base import Handles, Part
-from .memory import MemoryRule
 from .recurrence import NO_FORKS, Recurrence
 from .shared_beginnings import SharedBeginnings
 
@@ -103,17 +104,15 @@ def segment_count(view: ModelView) -> int | None:
 
 
 class Tokens(Part):
-    """Lays the batch over the ranks. Targets are cut outside of the model, token inputs at its cut point."""
-
-    needs = (Recurrence, SharedBeginnings, MemoryRule)
+    """Makes a [`Batch`] of a call: texts that begin alike are joined, and all are laid over the ranks. Targets are cut
+    outside of the model, token inputs at its cut point."""
 
     def __init__(self, view: ModelView, recurrence: Recurrence) -> None:
         self.cut_point, self.recurrence = view.find(cut_point_of), recurrence
-        self.way: Way = "states"  # of the pass
         self._read_tables(view)
         # PaliGemma: 0 is a prefix, whose tokens see each other
         self.text_type = int(getattr(view.root.config.get_text_config(), "use_bidirectional_attention", None) is True)
-        self.positions: torch.Tensor | None = None
+        self.beginnings = SharedBeginnings(view, recurrence, self.own_positions)
         self.run: ForwardPass | None = None
 
     def look(self, view: ModelView) -> Handles:
@@ -123,53 +122,50 @@ class Tokens(Part):
         inner = view.root.get_submodule(self.cut_point.path)
         return [inner.register_forward_pre_hook(self._cut_inside, prepend=True, with_kwargs=True)]
 
-    def prepare(self, run: ForwardPass) -> None:
-        run.batch.sharded = is_sharded(run.batch.given)
-        if run.batch.sharded:
-            self._take_shard(run)
+    def cut(self, call: Call, agreement: Agreement) -> Batch:
+        """What this rank computes of the batch of a call; adds what describes the batch to the facts."""
+        if is_sharded(call.given):
+            batch = self._take_shard(call, agreement)
         else:
-            self._cut(run)
-        vocabulary = run.model.config.get_text_config().vocab_size
-        labels = {"labels": None} if run.task.reads else {}  # which are of another kind
-        check_ranges(run.batch.inputs | labels, vocabulary, self.segments, self.learned.limits)
-        layout = run.batch.layout
+            batch = self._cut(call, self.beginnings.join(call, agreement), agreement)
+        vocabulary = call.model.config.get_text_config().vocab_size
+        labels = {"labels": None} if call.task.reads else {}  # which are of another kind
+        check_ranges({**batch.inputs, **labels}, vocabulary, self.segments, self.learned.limits)
+        layout = batch.layout
         documents, chunks = layout.documents, layout.owners + layout.boundaries
-        self.way = self.recurrence.way(run)
-        run.agreement.advice["shared beginnings"] = _SAME_SHARING
-        run.agreement.facts |= {
+        agreement.advice["shared beginnings"] = _SAME_SHARING
+        agreement.facts |= {
             "batch": f"{layout.batch_size} x {layout.length - layout.padding} tokens",
             "documents": f"{sum(map(len, documents)) - layout.batch_size} (checksum {hash(documents):x})",
             "shared beginnings": f"{sum(map(bool, layout.parents))} (checksum {hash(layout.parents):x})",
             "chunks": f"{len(layout.owners)} (checksum {hash(chunks):x})",
-            "labels": run.batch.inputs.get("labels") is not None,
-            "sharded already": run.batch.sharded,
-            "recurrent layers by": self.way,
+            "labels": batch.inputs.get("labels") is not None,
+            "sharded already": batch.sharded,
+            "recurrent layers by": batch.way,
         }
+        if call.wants_loss:
+            return batch
+        inputs = {name: value for name, value in batch.inputs.items() if name not in ("labels", "shift_labels")}
+        return replace(batch, inputs=inputs)
+
+    def for_layers(self, call: Call, batch: Batch, memory: Memory) -> ForwardCall:
+        """What layers know of a pass, with the settings of memory that were chosen for it."""
+        layout = batch.layout
+        return ForwardCall(
+            layout,
+            Segments(layout.sharding, layout.documents, layout.parents),
+            call.group,
+            replace(call.config, memory=memory),
+            LaidTokens.of(layout, call.group.rank, tokens_of(batch.inputs).device, self.by_place),
+            call.task.causal,
+            batch.way,
+        )
 
     def begin(self, run: ForwardPass) -> None:
-        layout = run.batch.layout
-        encoded = layout.encode()
-        torch._dynamo.maybe_mark_dynamic(encoded, 0)  # another packing is no reason to compile anew
-        device = tokens_of(run.batch.inputs).device
-        fully_masked = run.batch.layout.fully_masked(run.group.rank)
-        real = run.batch.layout.counted(run.group.rank) if run.batch.layout.real else None
-        run.call = ForwardCall(
-            layout=run.batch.layout,
-            segments=Segments(layout.sharding, layout.documents, layout.parents),
-            group=run.group,
-            config=run.config,
-            settings=run.settings,
-            encoded=encoded,
-            causal=run.task.causal,
-            places=layout.places(run.group.rank).to(device) if self.by_place else None,
-            fully_masked=None if fully_masked is None else fully_masked.to(device),
-            real=None if real is None else real.to(device),
-            way=self.way,
-        )
         self.run = run
 
     def end(self) -> None:
-        self.run = self.positions = None
+        self.run = None
 
     def own_positions(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
         """The position ids that the model makes of a full batch without any, if not those from 0."""
@@ -181,16 +177,16 @@ class Tokens(Part):
         self.segments = segment_count(reader)
         self.by_place = any(map(scales_by_place, reader.modules))
 
-    def _take_shard(self, run: ForwardPass) -> None:
+    def _take_shard(self, call: Call, agreement: Agreement) -> Batch:
         """A batch that arrived sharded is passed on."""
-        name, about = type(run.model).__name__, run.batch.given.get(LAYOUT_KEY)
-        if self.cut_point.path and (modalities_of(run.model.config) or not run.pooling):
+        name, about = type(call.model).__name__, call.given.get(LAYOUT_KEY)
+        if self.cut_point.path and (modalities_of(call.model.config) or not call.pooling):
             raise BatchError(f"{name} reads whole sequences before they are cut. Give full batches (no BurstCollator).")
-        made_for = task_named(run.task.causal)  # models without a head have no shards of their own
-        run.batch.layout = layout_of_shard(run.batch.given, run.config, run.group, made_for)
+        made_for = task_named(call.task.causal)  # models without a head have no shards of their own
+        layout = layout_of_shard(call.given, call.config, call.group, made_for)
         why = "queries are scaled by places that count padding" if self.by_place and about and about.padded else ""
         why = why if self.recurrence.forks else NO_FORKS
-        if run.batch.layout.parents and why:
+        if layout.parents and why:
             raise BatchError(
                 f"The texts of the batch were joined, and in {name} {why}. Leave share_prefixes=True out of the "
                 "config of BurstCollator."
@@ -200,61 +196,79 @@ class Tokens(Part):
                 f"{name} counts positions from its padding_idx + 1, which was not known when the batch was sharded. "
                 "Give full batches (no BurstCollator)."
             )
-        if self.learned.from_mask and any(start for start, _ in run.batch.layout.real):
+        if self.learned.from_mask and any(start for start, _ in layout.real):
             raise BatchError(
                 f"{name} counts positions from the first token after the padding, which was not known when the batch "
                 "was sharded. Pad on the right, or give full batches (no BurstCollator)."
             )
-        run.batch.inputs = {key: value for key, value in run.batch.given.items() if key != LAYOUT_KEY}
-        run.batch.inputs["labels"] = run.targets
-        run.agreement.add(CONTENT, about.fingerprint if about else None)
+        agreement.add(CONTENT, about.fingerprint if about else None)
+        targets = call.given.get(call.task.targets)
+        inputs = {key: value for key, value in call.given.items() if key != LAYOUT_KEY} | {"labels": targets}
+        way = self.recurrence.way(layout, call.group)
+        return Batch(call.given, None, layout, sharded=True, inputs=inputs, way=way, targets=targets)
 
-    def _cut(self, run: ForwardPass) -> None:
+    def _cut(self, call: Call, joined: Joined | None, agreement: Agreement) -> Batch:
         """A full batch is cut: its targets here, its token inputs here or at the cut point."""
-        patterns = layer_patterns(run.model.config, run.task)
-        hybrid, ranks = self.recurrence.hybrid, run.group.size
-        joined = run.batch.joined
-        row, parents = (run.batch.given, ()) if joined is None else (joined.batch, (joined.parents,))
-        run.batch.layout = layout_of(row, run.config, ranks, run.task, patterns, hybrid, parents)
-        wraps = self.cut_point.path and modalities_of(run.model.config)
-        if wraps or run.batch.given.get("pixel_values") is not None:  # Chameleon has its images within
-            held = check_modalities(run.batch.given, type(run.model), self.text_type)
-            types = run.batch.given.get("token_type_ids")
-            if self.text_type and types is not None:
-                check_prefixes(types, run.batch.layout, run.model.config.get_text_config())
-            run.agreement.add("images and sound", held, SAME_MODALITIES)
-        labelled = row if "labels" in run.batch.given else {}
-        run.batch.inputs = run.batch.given | cut_targets(labelled, run.batch.layout, run.group.rank, run.task)
-        content = checksum(run.batch.given, run.batch.token_inputs) if run.group.size > 1 else None
-        if content is not None:
-            kinds = run.batch.given.get("mm_token_type_ids")
-            others = [*values_besides_text(run.batch.given), *([] if kinds is None else [kinds])]
-            for values in others if self.cut_point.path or run.task.reads else ():
-                content = content * 3 + sum_of_bits(values).to(content.device)
-            run.agreement.add(CONTENT, content)
-        self.positions = self.learned.make(run.batch.given)
+        given = call.given if joined is None else self.beginnings.row(joined, call.given)
+        row, parents = (given, ()) if joined is None else (joined.batch, (joined.parents,))
+        patterns, rank = layer_patterns(call.model.config, call.task), call.group.rank
+        hybrid = self.recurrence.hybrid(call.group)
+        layout = layout_of(row, call.config, call.group.size, call.task, patterns, hybrid, parents)
+        self._check_images(call, given, layout, agreement)
+        labelled = row if "labels" in given else {}
+        inputs = {**given, **cut_targets(labelled, layout, rank, call.task)}
+        self._add_content(call, given, agreement)
         if not self.cut_point.path:
-            run.batch.inputs = self._cut_inputs(run, run.batch.inputs)
+            inputs = self._cut_inputs(inputs, layout, rank, given)
+        targets = inputs.get(call.task.targets)
+        scored = None if joined is None else layout.shard(joined.scored, rank)
+        way = self.recurrence.way(layout, call.group)
+        return Batch(given, joined, layout, False, inputs, way, targets, scored)
 
-    def _cut_inputs(self, run: ForwardPass, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        layout, rank, masked = run.batch.layout, run.group.rank, self.cut_point.masked
+    def _check_images(self, call: Call, given: Mapping[str, Any], layout: SequenceLayout, agreement: Agreement) -> None:
+        """Raises for images and sound that are not served, and for prefixes that a cut would divide."""
+        wraps = self.cut_point.path and modalities_of(call.model.config)
+        if not wraps and given.get("pixel_values") is None:  # Chameleon has its images within
+            return
+        held = check_modalities(given, type(call.model), self.text_type)
+        types = given.get("token_type_ids")
+        if self.text_type and types is not None:
+            check_prefixes(types, layout, call.model.config.get_text_config())
+        agreement.add("images and sound", held, SAME_MODALITIES)
+
+    def _add_content(self, call: Call, given: Mapping[str, Any], agreement: Agreement) -> None:
+        """Adds a checksum of the batch to the facts."""
+        content = checksum(given, self.cut_point.inputs) if call.group.size > 1 else None
+        if content is None:
+            return
+        kinds = given.get("mm_token_type_ids")
+        others = [*values_besides_text(given), *([] if kinds is None else [kinds])]
+        for values in others if self.cut_point.path or call.task.reads else ():
+            content = content * 3 + sum_of_bits(values).to(content.device)
+        agreement.add(CONTENT, content)
+
+    def _cut_inputs(
+        self, inputs: Mapping[str, Any], layout: SequenceLayout, rank: int, given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The token inputs of this rank; positions that the model makes follow from what was given."""
+        masked = self.cut_point.masked
         part = cut_masked_rows(inputs, layout, rank, masked)
         done = [known.rows for known in masked]
-        return cut_inputs(part, layout, rank, run.batch.token_inputs, self.positions, done)
+        return cut_inputs(part, layout, rank, self.cut_point.inputs, self.learned.make(given), done)
 
     @torch.compiler.disable
     def _cut_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pre-hook of a cut point inside of the model."""
         if self.run is None:
             return None
-        whole = bound_arguments(module, args, kwargs)
-        if self.run.batch.sharded:
-            return (), {**whole, CALL_KEY: self.run.call}
-        joined = self.run.batch.joined
-        row = whole if joined is None else joined.inputs(whole, self.run.batch.token_inputs, self.cut_point.masked)
-        inputs = self._cut_inputs(self.run, row)
-        masks = masks_with_blocks(whole.get("attention_mask"), self.run.batch.layout)
-        call = replace(self.run.call, masks=masks)
+        whole, batch = bound_arguments(module, args, kwargs), self.run.batch
+        if batch.sharded:
+            return (), {**whole, CALL_KEY: self.run.layers}
+        joined = batch.joined
+        row = whole if joined is None else joined.inputs(whole, self.cut_point.inputs, self.cut_point.masked)
+        inputs = self._cut_inputs(row, batch.layout, self.run.group.rank, batch.given)
+        masks = masks_with_blocks(whole.get("attention_mask"), batch.layout)
+        call = replace(self.run.layers, masks=masks)
         change_call(call)
         return (), {**inputs, CALL_KEY: call}
 

@@ -16,12 +16,11 @@ from ...errors import BatchError, UnsupportedModelError
 from ...ranks.collectives import all_gather, group_sum
 from ...ranks.group import ContextGroup
 from ..context import current
-from ..forward_pass import ForwardPass, random_rates
+from ..forward_pass import Agreement, Call, ForwardPass, random_rates
 from ..models.cut_point import frames_apart, images_dealt_by, served_modalities, sound_dealt_by
 from ..overrides import Override
 from ..view import ModelView, inner_modules
 from .base import Part
-from .shared_beginnings import SharedBeginnings
 
 _PIXELS = ("pixel_values", "pixel_values_videos", "high_res_pixel_values")
 _GRIDS = ("image_grid_thw", "video_grid_thw", "image_grid_hw")
@@ -52,20 +51,20 @@ class Seen:
     sound: bool
 
 
-def seen_in(run: ForwardPass) -> Seen | None:
+def seen_in(call: Call) -> Seen | None:
     """What the batch of a pass has for towers; `None` for text.
 
     Raises:
         BatchError: If grids count other rows of pixels than there are.
     """
-    given, config, ids = run.batch.given, run.model.config, run.batch.given.get("input_ids")
+    given, config, ids = call.given, call.model.config, call.given.get("input_ids")
     if all(given.get(key) is None for key in _RUNS):
         return None
     known = {token for name in _PLACES if isinstance(token := getattr(config, name, None), int)}
     places = None if ids is None else torch.isin(ids, torch.tensor(sorted(known), device=ids.device))
     tokens = 0 if places is None else int(places.sum())
-    encoders = [own for own in vars(run.model.base_model).values() if isinstance(own, _SharedEncoder)]
-    loads = [own.loads(given, run.group.size) for own in encoders if not isinstance(own, _SharedClips)]
+    encoders = [own for own in vars(call.model.base_model).values() if isinstance(own, _SharedEncoder)]
+    loads = [own.loads(given, call.group.size) for own in encoders if not isinstance(own, _SharedClips)]
     by_rank = [sum(load) for load in zip(*(own for own in loads if own), strict=True)]
     share = max(by_rank) / sum(by_rank) if by_rank and None not in loads else 1.0
     return Seen(tokens, math.ceil(tokens * share), any(given.get(key) is not None for key in _SOUND))
@@ -73,8 +72,6 @@ def seen_in(run: ForwardPass) -> Seen | None:
 
 class Towers(Part):
     """Has each rank encode a share of the images and videos of a batch, dealt by their sizes, and of the sound."""
-
-    needs = (SharedBeginnings,)
 
     def overrides(self, view: ModelView) -> Iterator[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
         model = view.root
@@ -85,19 +82,19 @@ class Towers(Part):
             if how is not None and hasattr(type(owner), kind.name) and not own:
                 yield kind, owner, (how,)
 
-    def prepare(self, run: ForwardPass) -> None:
+    def admit(self, call: Call, agreement: Agreement) -> None:
         """Raises for noise that a model adds to sound, of which each rank would draw its own.
 
         Raises:
             BatchError: If it is not switched off.
         """
-        config, given = run.model.config, run.batch.given
-        heard = run.group.size > 1 and any(given.get(key) is not None for key in _SOUND)
-        quiet = "sample" in inspect.signature(type(run.model).forward).parameters and given.get("sample") is False
+        config, given = call.model.config, call.given
+        heard = call.group.size > 1 and any(given.get(key) is not None for key in _SOUND)
+        quiet = "sample" in inspect.signature(type(call.model).forward).parameters and given.get("sample") is False
         noisy = [name for name in config.sub_configs if getattr(getattr(config, name, None), "vae_std", 0)]
         if heard and noisy and not quiet:
             raise BatchError(
-                f"{type(run.model).__name__} adds noise to sound, and each rank would add another one. Give batches "
+                f"{type(call.model).__name__} adds noise to sound, and each rank would add another one. Give batches "
                 f"sample=False, where the class takes it, or set config.{noisy[0]}.vae_std to 0."
             )
 
@@ -107,10 +104,10 @@ class Towers(Part):
         Raises:
             BatchError: On all ranks, if one group has images, videos or sound, and another one has none.
         """
-        if not served_modalities(type(run.model)) or not run.sharing:
+        if not served_modalities(type(run.model)) or not run.call.sharing:
             return
         held = [float(run.batch.given.get(key) is not None) for key in _RUNS]
-        most = run.largest([*held, *(-own for own in held)])
+        most = run.call.largest([*held, *(-own for own in held)])
         if most[: len(held)] != [-least for least in most[len(held) :]]:
             raise BatchError(
                 "Some groups of ranks have images, videos or sound in this step, and others have none. FSDP2 shards "

@@ -21,7 +21,7 @@ from transformers.trainer_callback import ExportableState
 
 from ...errors import ConfigError
 from ...ranks.group import ContextGroup
-from ..callers import frames
+from ..callers import _frames as frames
 from .accelerate import BurstParallelismConfig
 from .identity import are_others, frozen_values, known_of
 
