@@ -23,7 +23,7 @@ from ..ranks.layout import SequenceLayout
 from .context import CachedPass, ForwardCall, current, refuse_blind_run
 
 NAME = "hf_burst"
-ARRIVED = "burst_arrived"  # the attribute of an attention module: whether it has called us in a sharded pass
+ARRIVED = "burst_arrived"  # the attribute of an attention module: whether it has reached us in a sharded pass
 _REFUSED = ("sinks", "position_bias", "indices")  # arguments that change the result
 # the functions of transformers.masking_utils that a mask may be made of
 _SLIDING, _CHUNKED, _CAUSAL = "sliding_window_overlay", "chunked_overlay", "causal_mask_function"
@@ -177,7 +177,7 @@ def attention_forward(
         elif burst_call is None and _is_of_a_pass(attention_mask):
             refuse_blind_run(module)
     if burst_call is not None:
-        setattr(module, ARRIVED, True)  # which the part `Attention` asks for
+        setattr(module, ARRIVED, True)  # which the part `Arrivals` asks for
     if burst_call is not None and burst_call.group.size == 1 and query.shape[2] != key.shape[2]:
         burst_call = None  # the rows that LazyMask.__getitem__ was asked for, beside the whole sequence
     if cached is not None and burst_call is None:

@@ -34,6 +34,7 @@ from .models.support import base_model, check_model, verdict_on
 from .models.task import task_of
 from .overrides import remove_overrides
 from .parts.adapters import Adapters
+from .parts.arrivals import Arrivals
 from .parts.attention import Attention
 from .parts.base import Part
 from .parts.checkpointing import Checkpointing
@@ -211,6 +212,7 @@ class _Patch:
             Replicas(self.config),
             ExpertRanks(),
             Attention(view),
+            Arrivals(),
             self.recurrence,
             GatedNorms(),
             self.memory,

@@ -162,9 +162,9 @@ def refuse_attention(rank: int, size: int, change: Change, how: str) -> None:
     with change(model):
         if how == "changed, then patched":
             models.patch(model)
-        with pytest.raises(ConfigError, match=rf"Attention \({path}\) ran without the attention function"):
+        with pytest.raises(ConfigError, match=rf"Attention \({path}\) was passed by"):
             called(**batch)
-        with pytest.raises(ConfigError, match=r"_attn.* ran without|of a copied model\) ran without"):
+        with pytest.raises(ConfigError, match=r"_attn.* was passed by|of a copied model\) was passed by"):
             copy.deepcopy(model)(**batch)
     loss = model(**batch).loss
     torch.testing.assert_close(loss, models.plain_loss(models.make_model("llama"), batch))

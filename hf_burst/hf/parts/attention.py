@@ -4,18 +4,16 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import ConfigError, UnsupportedModelError
 from ...ring.resources import resources_of
-from ..attention import ARRIVED, NAME, register
-from ..forward_pass import Agreement, Call, ForwardPass
-from ..models.bypassed import attention_modules, check_attention_functions, forward_name, function_name
+from ..attention import NAME, register
+from ..forward_pass import Agreement, Call
+from ..models.bypassed import check_attention_functions
 from ..models.cut_point import reader_of
 from ..models.support import has_attention
-from ..view import ModelView, inner_modules
+from ..view import ModelView
 from .base import Handles, Part
 
 _PATCHED: WeakKeyDictionary[PreTrainedModel, "Attention"] = WeakKeyDictionary()
@@ -54,44 +52,8 @@ def _holds(config: PreTrainedConfig, inner: PreTrainedConfig) -> bool:
     return any(getattr(config, key, None) is inner for key in config.sub_configs)
 
 
-def _arrived_inside(module: nn.Module) -> list[nn.Module]:
-    """The modules that have arrived inside of one whose class, from elsewhere, leaves it to them to attend."""
-    return [inner for inner in inner_modules(module) if getattr(inner, ARRIVED, False)]
-
-
-class _Hooks:
-    """The hook of modules that attend. It holds no module, so that a model is freed when it is let go."""
-
-    def __init__(self) -> None:
-        self.under_way = self.ran = False  # whether a pass is, and whether a module that attends ran in it
-        self.paths: dict[int, str] = {}  # of the modules that attend, by their ids
-
-    def check_arrived(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The forward hook of a module that attends. In a compiled graph nothing is left of it: what it asks is
-        answered when the graph is made."""
-        if self.under_way:
-            arrived = [module] if getattr(module, ARRIVED) else _arrived_inside(module)
-            if not arrived:
-                self._refuse(module)
-            for inner in arrived:
-                setattr(inner, ARRIVED, False)
-            if not torch.compiler.is_compiling():  # a graph may not change what lies outside of a checkpoint
-                self.ran = True
-
-    @torch.compiler.disable
-    def _refuse(self, module: nn.Module) -> None:
-        raise ConfigError(
-            f"{type(module).__name__} ({self.paths.get(id(module), 'of a copied model')}) ran without the attention "
-            f"function of hf_burst, so each rank would attend to its own tokens alone. Its forward is "
-            f"{forward_name(module)}. If a package replaced it, or that of its layer, as patches of attention, of "
-            "rotary positions and of windows do, switch that off. A class of your own has to call the function that "
-            "Transformers' ALL_ATTENTION_FUNCTIONS names, with all keyword arguments that it is given."
-        )
-
-
 class Attention(Part):
-    """Sets the attention implementation. An attention module that ran in a pass, and did not call our function, is an
-    error."""
+    """Sets the attention implementation, and puts it back."""
 
     def __init__(self, view: ModelView) -> None:
         model, reader = view.root, reader_of(view)
@@ -100,8 +62,7 @@ class Attention(Part):
         if self.before == NAME:  # of a patched model that is gone
             self.before = "sdpa" if model._supports_sdpa else "eager"
         check_attention_functions(view)
-        self.attends, self.hooks = reader.find(has_attention), _Hooks()
-        self.modules: list[nn.Module] = []  # those that attend
+        self.attends = reader.find(has_attention)
         self.copied: list[tuple[PreTrainedConfig, str | None]] = []  # configs of copied layers, and what they said
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -126,11 +87,8 @@ class Attention(Part):
     def look(self, view: ModelView) -> Handles:
         if not self.attends:
             return ()
-        reader = reader_of(view)
-        self._set_copies(reader)  # of layers that were added since
-        attending = reader.find(attention_modules)
-        self.modules, self.hooks.paths = list(attending), {id(module): path for module, path in attending.items()}
-        return [module.register_forward_hook(self.hooks.check_arrived) for module in self.modules]
+        self._set_copies(reader_of(view))  # of layers that were added since
+        return ()
 
     def admit(self, call: Call, agreement: Agreement) -> None:
         reader = reader_of(call.view).root
@@ -139,36 +97,10 @@ class Attention(Part):
                 "The attention implementation of the model was changed after it was patched, so its loss would be "
                 "wrong. Call hf_burst.unpatch_model(model) first, then change it."
             )
-        forwards = (vars(module).get("forward") or type(module).forward for module in self.modules)
-        distinct = {id(forward): forward for forward in forwards}
-        names = sorted({function_name(forward) for forward in distinct.values()})
-        agreement.add("forward of attention", names, "Replace or wrap it on all ranks, or on none.")
         resources_of(call.group).check()
-
-    def begin(self, run: ForwardPass) -> None:
-        self.hooks.under_way, self.hooks.ran = True, run.call.compiled
-        for module in self.modules:
-            vars(module)[ARRIVED] = False
-
-    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
-        if self.hooks.ran or any(vars(module)[ARRIVED] for module in self.modules):
-            return
-        decoder = reader_of(run.call.view).root.base_model
-        forwards = map(forward_name, (run.model, decoder, *run.call.view.part(decoder).layers))
-        other = next((name for name in forwards if not name.startswith(("transformers.", "hf_burst."))), None)
-        if self.modules and other is not None:
-            raise ConfigError(
-                f"The model computed without its attention modules, by {other}, so each rank would know its "
-                "own tokens alone. Put back the forward of the class: it calls the layers, and they their attention."
-            )
-
-    def end(self) -> None:
-        self.hooks.under_way = False
 
     def remove(self, view: ModelView) -> None:
         _PATCHED.pop(view.root, None)
-        for module in view.modules:
-            vars(module).pop(ARRIVED, None)
         if self.attends and next(_users_of(view.root), None) is None:
             self._set(view, self.before)
             for config in _configs_of(reader_of(view)):  # layers may have been copied since

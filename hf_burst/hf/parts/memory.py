@@ -121,8 +121,8 @@ class MemoryRule(Part):
         if largest != -smallest:
             raise ConfigError(
                 "Weights are sharded over ranks that were patched with different settings; this one has "
-                f"{call.config}. Layers would be gathered in different orders. Give patch_model the same BurstConfig on "
-                "all ranks."
+                f"{call.config}. Layers would be gathered in different orders. Give patch_model the same BurstConfig "
+                "on all ranks."
             )
 
     def _settings(self, call: Call, batch: Batch, checkpoints: Checkpoints) -> Memory:

@@ -14,14 +14,15 @@ from ...plan.recurrence import Way
 from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
 from ...recurrent import fla_kernels
+from ..attention import ARRIVED
 from ..batches.documents import CACHE_KEYS
 from ..context import CALL_KEY, LayerContext, current, refuse_blind_run
 from ..forward_pass import Agreement, Call, ForwardPass
 from ..models.bypassed import check_recurrent_sources, function_name
 from ..models.hybrid import chosen_way, recurrent_sizes
-from ..models.recurrent import functions_of, is_recurrent, over_ranks, recurrent_modules
+from ..models.recurrent import functions_of, over_ranks, recurrent_modules
 from ..overrides import Override
-from ..view import ModelView, own_modules
+from ..view import ModelView
 from .base import Handles, Part
 
 logger = logging.getLogger(__name__)
@@ -39,14 +40,12 @@ _REPLACED = (
 
 
 class Recurrence(Part):
-    """Gives recurrent modules a forward over ranks. One that did not run in a pass, though its layer did, is an
-    error."""
+    """Gives recurrent modules a forward over ranks."""
 
     def __init__(self) -> None:
         self.modules: list[Any] = []
         self.sizes: tuple[RecurrentSize, ...] = ()  # by kind; empty if one of them does not say
         self.unknown: list[str] = []
-        self.ran = _Check()
         self.warned = False
 
     def look(self, view: ModelView) -> Handles:
@@ -55,7 +54,7 @@ class Recurrence(Part):
         self.sizes = view.find(recurrent_sizes)
         kinds = set(map(type, self.modules))
         self.unknown = sorted(kind.__name__ for kind in kinds if not set(functions_of(kind)) <= _ON_GPUS)
-        return [layer.register_forward_hook(self.ran) for layer in view.layers if _own_recurrent(layer)]
+        return ()
 
     def overrides(self, view: ModelView) -> Iterator[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
         for module in self.modules:
@@ -84,9 +83,6 @@ class Recurrence(Part):
         return bool(known) and all("states" in size.ways for size in self.sizes)
 
     def begin(self, run: ForwardPass) -> None:
-        self.ran.under_way = True
-        for module in self.modules:
-            module.forward.ran = False
         if self.unknown and run.device.type == "cuda" and run.group.size > 1 and not self.warned:
             self.warned = True
             logger.warning(
@@ -94,9 +90,6 @@ class Recurrence(Part):
                 "loss of a batch of yours by hf-burst check --batch.",
                 ", ".join(self.unknown),
             )
-
-    def end(self) -> None:
-        self.ran.under_way = False
 
 
 def _check_forward(module: nn.Module) -> None:
@@ -114,7 +107,6 @@ class RecurrentForward(Override):
         super().__init__(module, own)
         self.replaces, self.sharded = type(module).forward, over_ranks(type(module))
         self.masks = "attention_mask" in inspect.signature(self.replaces).parameters
-        self.ran = False  # over ranks, since its layer began
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop(CALL_KEY, None)
@@ -128,32 +120,9 @@ class RecurrentForward(Override):
     @torch.compiler.disable  # it sends messages; what is around it compiles
     def _over_ranks(self, context: LayerContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert context.call is not None, "asked before"
-        self.ran = True
+        vars(self.module)[ARRIVED] = True
         if self.masks:
             kwargs["attention_mask"] = context.call.tokens.real
         if context.cached is None:  # a cache of Transformers would hold the states of a shard
             kwargs |= {name: None for name in CACHE_KEYS if name in kwargs}
         return self.sharded(self.module, *args, **kwargs)
-
-
-class _Check:
-    """The forward hook of layers around recurrent modules. It holds no module, so that a model is freed."""
-
-    def __init__(self) -> None:
-        self.under_way = False  # whether a pass is
-
-    @torch.compiler.disable
-    def __call__(self, layer: nn.Module, args: Any, output: Any) -> None:
-        for module in _own_recurrent(layer) if self.under_way else ():
-            if not module.forward.ran:
-                raise ConfigError(
-                    f"{type(layer).__name__} did not call the forward of its {type(module).__name__}, so that no state "
-                    "passed from rank to rank. Was it replaced after the model was patched? Unpatch the model, then "
-                    "patch it anew."
-                )
-            module.forward.ran = False
-
-
-def _own_recurrent(layer: nn.Module) -> list[Any]:
-    """The recurrent modules inside of a layer, and of no other layer in it."""
-    return [module for module in own_modules(layer)[1:] if is_recurrent(module)]

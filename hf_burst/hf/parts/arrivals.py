@@ -1,0 +1,115 @@
+"""Whether the layers that mix tokens reached hf_burst: else each rank would know its own tokens alone."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ConfigError
+from ..attention import ARRIVED
+from ..forward_pass import Agreement, Call, ForwardPass
+from ..models.bypassed import attention_modules, forward_name, function_name
+from ..models.cut_point import reader_of
+from ..models.recurrent import is_recurrent, recurrent_modules
+from ..models.support import has_attention
+from ..view import ModelView, inner_modules, own_modules
+from .base import Handles, Part
+
+
+class Arrivals(Part):
+    """Counts the modules that reached hf_burst in a pass: those that attend mark themselves in its attention function,
+    those with a state in its forward. A module that attends and ran, or a layer with a state that ran, and has no mark,
+    is an error."""
+
+    def __init__(self) -> None:
+        self.hook = _Hook()
+        self.attending: list[nn.Module] = []
+        self.modules: list[nn.Module] = []  # these, and those with a state
+
+    def look(self, view: ModelView) -> Handles:
+        reader = reader_of(view)
+        attending = reader.find(attention_modules) if reader.find(has_attention) else {}
+        self.attending, self.hook.paths = list(attending), {id(module): path for module, path in attending.items()}
+        self.modules = [*attending, *view.find(recurrent_modules)]
+        handles = [module.register_forward_hook(self.hook.attended) for module in attending]
+        return handles + [layer.register_forward_hook(self.hook.passed) for layer in view.layers if _stateful(layer)]
+
+    def admit(self, call: Call, agreement: Agreement) -> None:
+        forwards = (vars(module).get("forward") or type(module).forward for module in self.attending)
+        distinct = {id(forward): forward for forward in forwards}
+        names = sorted({function_name(forward) for forward in distinct.values()})
+        agreement.add("forward of attention", names, "Replace or wrap it on all ranks, or on none.")
+
+    def begin(self, run: ForwardPass) -> None:
+        self.hook.under_way, self.hook.ran = True, run.call.compiled
+        for module in self.modules:
+            vars(module)[ARRIVED] = False
+
+    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+        if self.hook.ran or any(vars(module)[ARRIVED] for module in self.attending):
+            return
+        view = run.call.view
+        decoder = reader_of(view).root.base_model
+        forwards = map(forward_name, (view.root, decoder, *view.part(decoder).layers))
+        other = next((name for name in forwards if not name.startswith(("transformers.", "hf_burst."))), None)
+        if self.attending and other is not None:
+            raise ConfigError(
+                f"The model computed without its attention modules, by {other}, so each rank would know its "
+                "own tokens alone. Put back the forward of the class: it calls the layers, and they their attention."
+            )
+
+    def end(self) -> None:
+        self.hook.under_way = False
+
+    def remove(self, view: ModelView) -> None:
+        for module in view.modules:
+            vars(module).pop(ARRIVED, None)
+
+
+class _Hook:
+    """The forward hooks. They hold no module, so that a model is freed when it is let go."""
+
+    def __init__(self) -> None:
+        self.under_way = self.ran = False  # whether a pass is, and whether a module that attends ran in it
+        self.paths: dict[int, str] = {}  # of the modules that attend, by their ids
+
+    def attended(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Of a module that attends. In a compiled graph nothing is left of it: what it asks is answered when the graph
+        is made."""
+        if not self.under_way:
+            return
+        # a class from elsewhere may leave it to modules inside
+        arrived = [module] if getattr(module, ARRIVED) else _arrived_inside(module)
+        if not arrived:
+            self._refuse(module, self.paths.get(id(module), "of a copied model"))
+        for inner in arrived:
+            setattr(inner, ARRIVED, False)
+        if not torch.compiler.is_compiling():  # a graph may not change what lies outside of a checkpoint
+            self.ran = True
+
+    @torch.compiler.disable
+    def passed(self, layer: nn.Module, args: Any, output: Any) -> None:
+        """Of a layer with a state."""
+        for module in _stateful(layer) if self.under_way else ():
+            if not vars(module)[ARRIVED]:
+                self._refuse(module, f"of a {type(layer).__name__}")
+            vars(module)[ARRIVED] = False
+
+    @torch.compiler.disable
+    def _refuse(self, module: nn.Module, where: str) -> None:
+        raise ConfigError(
+            f"{type(module).__name__} ({where}) was passed by: hf_burst did not compute it, so each rank would know "
+            f"its own tokens alone. Its forward is {forward_name(module)}. If a package replaced it, or that of its "
+            "layer, as patches of attention, of rotary positions and of windows do, switch that off, or unpatch the "
+            "model and patch it anew. A class of your own has to call the function that Transformers' "
+            "ALL_ATTENTION_FUNCTIONS names, with all keyword arguments that it is given."
+        )
+
+
+def _arrived_inside(module: nn.Module) -> list[nn.Module]:
+    return [inner for inner in inner_modules(module) if getattr(inner, ARRIVED, False)]
+
+
+def _stateful(layer: nn.Module) -> list[nn.Module]:
+    """The modules with a state inside of a layer, and of no other layer in it."""
+    return [module for module in own_modules(layer)[1:] if is_recurrent(module)]
