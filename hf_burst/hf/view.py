@@ -19,6 +19,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..errors import ConfigError
+
 Found = TypeVar("Found")
 
 
@@ -38,18 +40,21 @@ class ModelView:
 
     @property
     def root(self) -> Any:
-        return self._modules[0]()
+        root = self._modules[0]()
+        if root is None:
+            raise ConfigError("The model of this view is gone. Keep the model.")
+        return root
 
     @property
     def modules(self) -> list[nn.Module]:
         """All modules, the root first."""
-        return [module for known in self._modules if (module := known()) is not None]
+        return [module for _, module in self.named]
 
     @property
     def named(self) -> list[tuple[str, nn.Module]]:
         """The same with their paths."""
-        pairs = zip(self.paths, self._modules, strict=True)
-        return [(path, module) for path, known in pairs if (module := known()) is not None]
+        pairs = zip(self.paths, [self.root, *(known() for known in self._modules[1:])], strict=True)
+        return [(path, module) for path, module in pairs if module is not None]
 
     @property
     def device(self) -> torch.device:

@@ -115,7 +115,8 @@ def test_a_cut_point_is_found_by_the_class_or_its_base():
     assert cut_point_of(ModelView(model)) == CutPoint("")
     with mock.patch.object(cut_point, "CUT_POINTS", {"LlamaForCausalLM": CutPoint("model")}):
         assert cut_point_of(ModelView(model)) == CutPoint("model")
-        assert cut_point_of(ModelView(models.make_model("gpt2"))) == CutPoint("")
+        model = models.make_model("gpt2")
+        assert cut_point_of(ModelView(model)) == CutPoint("")
 
 
 def patch_inside(model: PreTrainedModel) -> PreTrainedModel:

@@ -114,7 +114,8 @@ def test_norms_of_delta_rules_are_found(name: str, activation: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "lfm2", "granite", "zamba"])
 def test_other_models_have_none(name: str) -> None:
     """Granite's Mamba2 layers gate before they norm."""
-    assert gated_norms(ModelView(models.make_model(name))) == []
+    model = models.make_model(name)
+    assert gated_norms(ModelView(model)) == []
 
 
 @pytest.mark.parametrize("kind", [GateFirst, OneMore, OtherEpsilon, OtherGate, OfGroups, OfThreeDimensions, Pair])

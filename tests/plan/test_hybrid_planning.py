@@ -312,7 +312,8 @@ def test_rows_share_their_cut() -> None:
 
 
 def test_sizes_of_models() -> None:
-    sizes = {name: recurrent_sizes(ModelView(models.make_model(name))) for name in models.RECURRENT}
+    tiny = {name: models.make_model(name) for name in (*models.RECURRENT, "llama")}
+    sizes = {name: recurrent_sizes(ModelView(model)) for name, model in tiny.items()}
     assert sizes["qwen3_5"] == (RecurrentSize("delta", 1, 4, 8, 6, key_heads=2, channels=2 * 2 * 8 + 4 * 6, reach=3),)
     (kimi,) = sizes["kimi_linear"]
     assert (kimi.kind, kimi.decays) == ("delta", kimi.keys)
@@ -320,11 +321,10 @@ def test_sizes_of_models() -> None:
     assert {own.kind for own in sizes["lfm2"]} == {"convolution"}
     assert {own.kind for own in sizes["zamba"]} == {"selective"}
     for name in models.RECURRENT:
-        model = models.make_model(name)
-        shapes = attention_shapes(ModelView(model))
-        assert shapes is None or shapes.q_heads == model.config.num_attention_heads
+        shapes = attention_shapes(ModelView(tiny[name]))
+        assert shapes is None or shapes.q_heads == tiny[name].config.num_attention_heads
         assert sum(own.layers for own in sizes[name]) >= 1
-    assert recurrent_sizes(ModelView(models.make_model("llama"))) == ()
+    assert sizes["llama"] == ()
 
 
 def ways_of(rank: int, size: int) -> list[tuple[str, float]]:
