@@ -22,8 +22,7 @@ from .watch import Watch, group_key
 
 class ControlGroup:
     """The group of gloo's that belongs to a process group. All of its ranks make it at the same time, within a limit.
-    They find each other through the store of the job, so that a rank which waits for the others in vain sends nothing.
-    """
+    They find each other through the store of the job, so that a rank which waits in vain sends nothing."""
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch, limit: timedelta) -> None:
         self.watch = watch
@@ -67,9 +66,8 @@ class ControlGroup:
 
 
 def _connect(group: dist.ProcessGroup, store: Any, limit: timedelta) -> Any:
-    """The backend. It listens where torch chooses if that serves the users' group already, or if a user named an
-    interface. Else the name of a host may lead to an address that no other host reaches, so it listens at the one by
-    which this process reaches the store of the job."""
+    """The backend. It listens where torch chooses if that serves the users' group already, or users name an interface.
+    Else the name of a host may lead nowhere, and it listens at the address of this process towards the store."""
     gloo: Any = dist.ProcessGroupGloo
     served = "gloo" in dist.get_backend(group) or "GLOO_SOCKET_IFNAME" in os.environ
     address = "" if served else address_towards(store)

@@ -181,7 +181,7 @@ def test_ranks_that_wait_in_different_places(scene: Callable[[int, int], None], 
     assert kind is RankMismatchError
     for message in (text, elsewhere["said"]):
         assert f"Rank 0 waits in {doing}." in message
-        assert f"Rank 1 runs its own code after {latest} and 1 collectives of others." in message
+        assert f"Rank 1 runs its own code after {latest} and 1 other collective." in message
     assert "its stacks" in elsewhere["said"]
     assert "raised" in elsewhere or elsewhere["exit"] == 1
 
@@ -251,9 +251,7 @@ def test_a_callback_that_calls_the_model_on_one_rank(tmp_path: Path, place: str,
     kind, text = called["raised"]
     assert kind is RankMismatchError
     assert re.search("[Rr]ank 0(:| waits in) forward pass [0-9]+ of LlamaForCausalLM in evaluation", text)
-    assert re.search(
-        "[Rr]ank 1(:| waits in) " if not other else "Rank 1 runs its own code .*collectives of others", text
-    )
+    assert re.search("[Rr]ank 1(:| waits in) " if not other else "Rank 1 runs its own code .* other collective", text)
     assert went_on["exit"] in (0, 1), "it is not ended by gloo"
     assert went_on.get("raised", (None,))[0] is not AssertionError, went_on
     assert "raised" in went_on or went_on["exit"] == 1
@@ -360,7 +358,7 @@ def test_a_pass_that_one_rank_of_two_groups_skips() -> None:
     for own in told[2:]:
         text = own.get("said", "") + str(own.get("raised", ""))
         assert "Rank 2 waits in forward pass 2 of LlamaForCausalLM in training." in text
-        assert f"Rank 3 runs its own code after {FIRST} and 1 collectives of others." in text
+        assert f"Rank 3 runs its own code after {FIRST} and 1 other collective." in text
     assert all("raised" in own or own["exit"] == 1 for own in told)
 
 
@@ -398,7 +396,9 @@ def broadcast_alone(rank: int, size: int) -> None:
 def test_a_rank_that_receives_alone() -> None:
     waiting, elsewhere = play(broadcast_alone)
     assert waiting["raised"][0] is RankMismatchError
-    assert "Rank 1 runs its own code after a comparison of what ranks hold and 1 coll" in waiting["raised"][1]
+    assert (
+        "Rank 1 runs its own code after a comparison of what ranks hold and 1 other collective" in waiting["raised"][1]
+    )
     assert "raised" in elsewhere or elsewhere["exit"] == 1
 
 

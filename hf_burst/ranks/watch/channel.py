@@ -36,7 +36,6 @@ class Watch:
     patience = 3.0  # seconds that a rank waits before it looks at the others
     interval = 1.0  # seconds between two beats
     grace = 15.0  # seconds in which a rank that is stuck in code of others may be freed by an error there
-    warns = 60.0  # seconds after which a waiting rank says for whom it waits
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.world = ref(world)
@@ -55,7 +54,7 @@ class Watch:
         self.seen: dict[tuple[int, str], int] = {}  # at which beats ranks that wait for ever were in their states
         self.verdict: Verdict | None = None
         self.told = 0.0  # when this rank learned of it
-        self.tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self.tasks: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._post()
         self.heart = Thread(target=self._run, name="hf_burst watch", daemon=True)
         self.heart.start()
@@ -116,8 +115,9 @@ class Watch:
         """Waits in the call under way until all have come, and ends with it if that is proved to be hopeless."""
         last = time.monotonic() + limit.total_seconds()
         while not ready():
-            if self._named(self.call.members) and time.monotonic() > self.told + 2 * self.interval:  # others know, too
-                raise RankMismatchError(self._named(self.call.members))
+            named = self._named(self.call.members)
+            if named and 0.0 < self.told < time.monotonic() - 2 * self.interval:  # by now others know of it, too
+                raise RankMismatchError(named)
             if time.monotonic() > last:
                 raise dist.DistStoreError(f"timed out after {limit}")
             time.sleep(0.005)
@@ -127,25 +127,24 @@ class Watch:
         at_once = "hf_burst: rank %d lost another rank in %s. Look for the first error in the logs of the others."
         logger.error(at_once, self.rank, doing)  # a launcher ends the rank soon
         late = "imed out" in str(problem) or "timeout" in str(problem)
-        what = f"Rank {self.rank} lost the connection to another rank in {doing}."
-        if late:
-            what = f"Rank {self.rank} waited in {doing} until the time limit of the process group ran out."
+        limit = f"waited in {doing} until the time limit of the process group ran out"
+        what = f"Rank {self.rank} {limit if late else f'lost the connection to another rank in {doing}'}."
         others = [rank for rank in members if rank != self.rank]
         found: dict[int, Report | None] = {}
-        reached = self._within(4 * self.interval, lambda: self._hear(others, found, what if late else ""))
-        if self._named([self.rank, *members]) and not late:
-            return RankMismatchError(self._named([self.rank, *members]))
+        told = f"{what} {TOO_SLOW} {START_ANEW}" if late else ""
+        reached = self._within(4 * self.interval, lambda: self._hear(others, found, told))
+        named = self._named([self.rank, *members])
+        if named and not late:
+            return RankMismatchError(named)
         silent = [rank for rank in others if rank not in found]
         return LostRankError(f"{what} {why_lost(late, found, silent, reached)}")
 
-    def _hear(self, ranks: Sequence[int], found: dict[int, Report | None], late: str) -> None:
-        """Finds what ranks post in the next seconds, `None` if they never did. If this one was late, they are told to
-        show their stacks, and go on to no call with it."""
+    def _hear(self, ranks: Sequence[int], found: dict[int, Report | None], told: str) -> None:
+        """Finds what ranks post in the next seconds, `None` if they never did. If they are told something, they show
+        their stacks, and raise it in a later call."""
         before = {rank: self._read(rank) for rank in ranks}
-        if late and self.verdict is None:
-            self.store.set(
-                "verdict", pickle.dumps(Verdict(f"{late} {TOO_SLOW} {START_ANEW}", dict.fromkeys(ranks, "")))
-            )
+        if told and self.verdict is None:
+            self.store.set("verdict", pickle.dumps(Verdict(told, dict.fromkeys(ranks, ""))))
         for _ in range(12):
             time.sleep(self.interval / 4)
             self._beat()
@@ -162,8 +161,6 @@ class Watch:
                 task = self.tasks.get(timeout=self.interval)
             except Empty:
                 task = self._beat
-            if task is None:
-                return
             try:
                 task()
             except dist.DistError as problem:  # the store has gone with the process that holds it
@@ -187,7 +184,6 @@ class Watch:
             self.state = report.state
             self.since = now
             self.again = now + self.patience
-            self.seen.clear()
         if self.verdict is not None:
             self._obey(self.verdict, report, now)
         elif report.kind and now >= self.again:
@@ -202,7 +198,7 @@ class Watch:
             self.store.set("verdict", pickle.dumps(Verdict.of(found)))
         waited = now - self.since
         self.again = now if found else now + min(15.0, max(self.interval, waited / 2))
-        if not found and waited > self.warns > waited - 15.0:
+        if not found and waited > 60.0 > waited - 15.0:
             others = " ".join(str(read(rank) or "") for rank in members if rank != self.rank)
             logger.warning("hf_burst: rank %d has waited for %.0f s. %s", self.rank, waited, others)
 
@@ -257,7 +253,7 @@ class Watch:
                 logger.error("hf_burst: %s", self.explain(problem, everyone, "a message of torch.distributed"))
         if answers:
             self._within(4 * self.interval, lambda: self._post(ended))
-        self.tasks.put(None)
+        self.tasks.put(sys.exit)  # ends the thread
         return answers
 
 
@@ -270,8 +266,7 @@ def _end(watch: ref["Watch"], heart: Thread, limit: float) -> None:
 
 
 def _uncaught() -> BaseException | None:
-    """What ends this process. A child of multiprocessing ends while it is raised; torch's `spawn` exits because of it,
-    by `sys.exit(1)`."""
+    """What ends this process: raised just now in a child of multiprocessing, turned to `sys.exit(1)` by `spawn`."""
     of_script = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # in a notebook, of an old cell
     problem = sys.exc_info()[1] or of_script
     if isinstance(problem, SystemExit):
@@ -289,9 +284,8 @@ def begun_over(group: Any) -> int:
 
 def lost(problem: BaseException) -> bool:
     """Whether an error is that of a backend of torch.distributed whose messages do not come through."""
-    if not isinstance(problem, RuntimeError) or isinstance(problem, BurstError):
-        return False
-    return isinstance(problem, dist.DistError) or "gloo/" in str(problem) or "NCCL" in str(problem)
+    of_backend = isinstance(problem, dist.DistError) or "gloo/" in str(problem) or "NCCL" in str(problem)
+    return of_backend and isinstance(problem, RuntimeError) and not isinstance(problem, BurstError)
 
 
 _WATCHES: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
@@ -301,7 +295,6 @@ def watch_of_process() -> Watch:
     """The watch of this process; for processes that torch.distributed has joined."""
     world = dist.group.WORLD
     assert world is not None, "asked by one of several ranks"
-    found = _WATCHES.get(world)
-    if found is None:
-        found = _WATCHES[world] = Watch(world)
-    return found
+    if world not in _WATCHES:
+        _WATCHES[world] = Watch(world)
+    return _WATCHES[world]

@@ -14,14 +14,12 @@ LEFT = (
     "lack of memory, and others went on with it. Let such an error end the job, and all ranks do the same."
 )
 TOO_SLOW = (
-    "If a rank was slow, raise the limit: TrainingArguments(ddp_timeout=SECONDS), or init_process_group(timeout=...). "
-    "Else look at the log of the rank that did not come."
+    "If a rank was slow, raise the limit (ddp_timeout=SECONDS, init_process_group(timeout=...)); else see its stacks."
 )
 _TOGETHER = (
     "Every rank of a group must call the model equally often, and in the same turn: let all ranks evaluate, and save "
     "or print on one (docs/how-to/troubleshooting.md, 'It hangs')."
 )
-_LOOK = "Look for the first error in the logs of the other ranks, at the memory of their hosts, and at the network."
 
 
 @lru_cache(maxsize=64)
@@ -100,7 +98,7 @@ class Report:
         if self.kind:
             return f"Rank {self.rank} {'is' if self.kind == 'messages' else 'waits'} in {self.doing}."
         since = sum(own.since for own in self.counts.values())
-        called = f" and {since} collectives of others" if since else ""
+        called = f" and {since} other collective{'s' * (since > 1)}" if since else ""
         return f"Rank {self.rank} runs its own code after {self.latest}{called}."
 
 
@@ -108,10 +106,12 @@ def stuck(rank: int, read: Callable[[int], Report | None], path: tuple[Report, .
     """The reports by which `rank`, at the end of a path, waits for ever: a chain to a rank that has ended, or a circle.
     Empty if there is no proof of one. Out of a collective of others the chain only leads back."""
     report = read(rank)
-    path = path if report is None else (*path, report)
-    for number in [] if report is None else report.members or [earlier.rank for earlier in path]:
+    if report is None:
+        return ()
+    path = (*path, report)
+    for number in report.members or [earlier.rank for earlier in path]:
         other = None if number == rank else read(number)
-        if report is None or other is None or not report.needs(other):
+        if other is None or not report.needs(other):
             continue
         if other in path:
             return path
@@ -157,4 +157,5 @@ def why_lost(late: bool, found: dict[int, Report | None], silent: Sequence[int],
             known.append(str(report))
     if silent and reached:
         known.append(f"Nothing was heard of rank {', '.join(map(str, silent))}: killed, stalled, or out of reach.")
-    return " ".join([*known, TOO_SLOW if late and reached and not silent else _LOOK, START_ANEW])
+    look = "Look for the first error in the logs of the other ranks, at the memory of their hosts, and at the network."
+    return " ".join([*known, TOO_SLOW if late and reached and not silent else look, START_ANEW])
