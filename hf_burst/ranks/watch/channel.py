@@ -123,9 +123,9 @@ class Watch:
             time.sleep(0.005)
 
     def explain(self, problem: BaseException, members: Sequence[int], doing: str) -> BurstError:
-        """The error that stands for one of torch.distributed, after what the others post within some seconds."""
+        """The error that stands for one of torch.distributed, after what others post within some seconds."""
         at_once = "hf_burst: rank %d lost another rank in %s. Look for the first error in the logs of the others."
-        logger.error(at_once, self.rank, doing)  # a launcher ends the rank soon
+        logger.error(at_once, self.rank, doing)  # a launcher may end this one soon
         late = "imed out" in str(problem) or "timeout" in str(problem)
         limit = f"waited in {doing} until the time limit of the process group ran out"
         what = f"Rank {self.rank} {limit if late else f'lost the connection to another rank in {doing}'}."
@@ -229,15 +229,15 @@ class Watch:
         world: Any = dist.distributed_c10d._world
         for group, (backend, _) in list(world.pg_map.items()):  # the main thread may destroy them meanwhile
             own = self.counts.get(group) or Counts()
-            own = replace(own, since=begun_over(group) - own.base, exact="gloo" not in backend)
-            counts[group_key(group.group_name, tuple(world.pg_group_ranks.get(group, ())))] = own
+            ranks = tuple(world.pg_group_ranks.get(group, ()))
+            exact = "nccl" in backend or len(ranks) == 2
+            counts[group_key(group.group_name, ranks)] = replace(own, since=begun_over(group) - own.base, exact=exact)
         report = replace(self.call, beat=self.beats, counts=counts, ended=ended)
         self.store.set(f"{self.rank}", pickle.dumps(report))
         self.verdict = self.verdict or self._read("verdict")
         return report
 
     def _read(self, key: int | str) -> Any:
-        """What a rank has posted last, or was decided."""
         return pickle.loads(self.store.get(f"{key}")) if self.store.check([f"{key}"]) else None
 
     def end(self) -> bool:

@@ -16,10 +16,7 @@ LEFT = (
 TOO_SLOW = (
     "If a rank was slow, raise the limit (ddp_timeout=SECONDS, init_process_group(timeout=...)); else see its stacks."
 )
-_TOGETHER = (
-    "Every rank of a group must call the model equally often, and in the same turn: let all ranks evaluate, and save "
-    "or print on one (docs/how-to/troubleshooting.md, 'It hangs')."
-)
+_TOGETHER = "Let all ranks call the model equally often, and in one order (docs/how-to/troubleshooting.md, 'It hangs')."
 
 
 @lru_cache(maxsize=64)
