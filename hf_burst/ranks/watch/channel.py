@@ -41,7 +41,7 @@ class Watch:
         self.world = ref(world)
         self.rank = dist.get_rank()
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        self.store = dist.PrefixStore("hf_burst", store)  # type: ignore[attr-defined]
+        self.store: Any = dist.PrefixStore("hf_burst", store)  # type: ignore[attr-defined]
         self.store.delete_key("verdict")  # of another default group over the same store
         self.handled = id(sys.exc_info()[1])  # a fork inherits what its parent handles
         self.counts: WeakKeyDictionary[dist.ProcessGroup, Counts] = WeakKeyDictionary()
@@ -174,7 +174,8 @@ class Watch:
     def _within(self, seconds: float, task: Callable[[], object]) -> bool:
         """Whether the heart did a task in time, since a lost connection to the store may hold it up for long."""
         done = Event()
-        self.tasks.put(lambda: (task(), done.set()))
+        self.tasks.put(task)
+        self.tasks.put(done.set)
         return self.heart.is_alive() and done.wait(seconds)
 
     def _beat(self) -> None:
@@ -209,7 +210,7 @@ class Watch:
         if not self.told:
             self.told = now
             if self._named([self.rank]):
-                faulthandler.dump_traceback(sys.__stderr__)
+                faulthandler.dump_traceback(2)  # standard error, which notebooks replace
             if hangs:
                 logger.error("hf_burst, rank %d: %s", self.rank, verdict.text)
         elif hangs and now > self.told + self.grace:

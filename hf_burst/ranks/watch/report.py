@@ -64,9 +64,9 @@ class Report:
             begun = there.agreed if self.kind == "agree" else there.exchanges
             return begun < self.number or bool(there.broken)
         return any(
-            own.met == there.met and own.since > there.since and (own.exact or not there.since)
+            own.met == theirs.met and own.since > theirs.since and (own.exact or not theirs.since)
             for key, own in self.counts.items()
-            if (there := other.counts.get(key)) is not None
+            if (theirs := other.counts.get(key)) is not None
         )
 
     def has_left(self, other: "Report") -> bool:
