@@ -29,9 +29,8 @@ class ControlGroup:
         self.size = group.size()
         self.opened = set[str]()  # devices on which all ranks have called the process group itself
         key = f"control {group_key(group.group_name, tuple(dist.get_process_group_ranks(group)))}"
-        all_came = (
-            -(-watch.store.add(key, 1) // self.size) * self.size
-        )  # earlier groups of this name may have been made
+        came = watch.store.add(key, 1)
+        all_came = -(-came // self.size) * self.size  # earlier groups of this name may have been made
         try:
             watch.wait(lambda: int(watch.store.add(key, 0)) >= all_came, limit)
         except BaseException:  # also when the user interrupts: whoever comes later must not connect to this rank

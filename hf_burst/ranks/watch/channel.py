@@ -42,7 +42,7 @@ class Watch:
         self.rank = dist.get_rank()
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self.store: Any = dist.PrefixStore("hf_burst", store)  # type: ignore[attr-defined]
-        self.store.delete_key("verdict")  # of another default group over the same store
+        self.store.delete_key(f"verdict {self.rank}")  # of another default group over the same store
         self.handled = id(sys.exc_info()[1])  # a fork inherits what its parent handles
         self.counts: WeakKeyDictionary[dist.ProcessGroup, Counts] = WeakKeyDictionary()
         self.controls: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
@@ -52,8 +52,8 @@ class Watch:
         self.since = 0.0  # when it began
         self.again = 0.0  # when to look at the others
         self.seen: dict[tuple[int, str], int] = {}  # at which beats ranks that wait for ever were in their states
-        self.verdict: Verdict | None = None
-        self.told = 0.0  # when this rank learned of it
+        self.verdict: Verdict | None = None  # that names this rank
+        self.told = 0.0  # when it learned of it
         self.tasks: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._post()
         self.heart = Thread(target=self._run, name="hf_burst watch", daemon=True)
@@ -115,9 +115,10 @@ class Watch:
         """Waits in the call under way until all have come, and ends with it if that is proved to be hopeless."""
         last = time.monotonic() + limit.total_seconds()
         while not ready():
-            named = self._named(self.call.members)
-            if named and 0.0 < self.told < time.monotonic() - 2 * self.interval:  # by now others know of it, too
-                raise RankMismatchError(named)
+            if (
+                self.verdict is not None and 0.0 < self.told < time.monotonic() - 2 * self.interval
+            ):  # others know by now
+                raise RankMismatchError(self.verdict.text)
             if time.monotonic() > last:
                 raise dist.DistStoreError(f"timed out after {limit}")
             time.sleep(0.005)
@@ -133,9 +134,8 @@ class Watch:
         found: dict[int, Report | None] = {}
         told = f"{what} {TOO_SLOW} {START_ANEW}" if late else ""
         reached = self._within(4 * self.interval, lambda: self._hear(others, found, told))
-        named = self._named([self.rank, *members])
-        if named and not late:
-            return RankMismatchError(named)
+        if self.verdict is not None and not late:
+            return RankMismatchError(self.verdict.text)
         silent = [rank for rank in others if rank not in found]
         return LostRankError(f"{what} {why_lost(late, found, silent, reached)}")
 
@@ -143,8 +143,8 @@ class Watch:
         """Finds what ranks post in the next seconds, `None` if they never did. If they are told something, they show
         their stacks, and raise it in a later call."""
         before = {rank: self._read(rank) for rank in ranks}
-        if told and self.verdict is None:
-            self.store.set("verdict", pickle.dumps(Verdict(told, dict.fromkeys(ranks, ""))))
+        if told:
+            self._tell(Verdict(told, dict.fromkeys(ranks, "")))
         for _ in range(12):
             time.sleep(self.interval / 4)
             self._beat()
@@ -196,7 +196,7 @@ class Watch:
         found = stuck(self.rank, read)
         twice = [one.ended or one.beat > self.seen.setdefault((one.rank, one.state), one.beat) + 1 for one in found]
         if found and all(twice):
-            self.store.set("verdict", pickle.dumps(Verdict.of(found)))
+            self._tell(Verdict.of(found))
         waited = now - self.since
         self.again = now if found else now + min(15.0, max(self.interval, waited / 2))
         if not found and waited > 60.0 > waited - 15.0:
@@ -204,13 +204,12 @@ class Watch:
             logger.warning("hf_burst: rank %d has waited for %.0f s. %s", self.rank, waited, others)
 
     def _obey(self, verdict: Verdict, own: Report, now: float) -> None:
-        """Shows the stacks of a rank that a verdict names. One that hangs in code of others, where nothing can be
-        raised, says the verdict, and is ended if the errors of other ranks do not end it."""
+        """Shows the stacks of this rank. If it hangs in code of others, where nothing can be raised, it says the verdict,
+        and ends if the errors of other ranks do not end it."""
         hangs = own.kind != "agree" and verdict.states.get(self.rank) == own.state
         if not self.told:
             self.told = now
-            if self._named([self.rank]):
-                faulthandler.dump_traceback(2)  # standard error, which notebooks replace
+            faulthandler.dump_traceback(2)  # standard error, which notebooks replace
             if hangs:
                 logger.error("hf_burst, rank %d: %s", self.rank, verdict.text)
         elif hangs and now > self.told + self.grace:
@@ -219,9 +218,9 @@ class Watch:
             logging.shutdown()
             os._exit(1)
 
-    def _named(self, members: Sequence[int]) -> str:
-        """The verdict, if it names one of these ranks: no call over them will come to an end."""
-        return "" if self.verdict is None or self.verdict.states.keys().isdisjoint(members) else self.verdict.text
+    def _tell(self, verdict: Verdict) -> None:
+        for rank in verdict.states:
+            self.store.set(f"verdict {rank}", pickle.dumps(verdict))
 
     def _post(self, ended: str = "") -> Report:
         """Posts where this rank stands, and reads what others decided."""
@@ -235,7 +234,7 @@ class Watch:
             counts[group_key(group.group_name, ranks)] = replace(own, since=begun_over(group) - own.base, exact=exact)
         report = replace(self.call, beat=self.beats, counts=counts, ended=ended)
         self.store.set(f"{self.rank}", pickle.dumps(report))
-        self.verdict = self.verdict or self._read("verdict")
+        self.verdict = self.verdict or self._read(f"verdict {self.rank}")
         return report
 
     def _read(self, key: int | str) -> Any:
