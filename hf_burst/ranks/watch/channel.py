@@ -204,8 +204,8 @@ class Watch:
             logger.warning("hf_burst: rank %d has waited for %.0f s. %s", self.rank, waited, others)
 
     def _obey(self, verdict: Verdict, own: Report, now: float) -> None:
-        """Shows the stacks of this rank. If it hangs in code of others, where nothing can be raised, it says the verdict,
-        and ends if the errors of other ranks do not end it."""
+        """Shows the stacks of this rank. If it hangs in code of others, where nothing can be raised, it logs the
+        verdict, and ends if no error of other ranks ends it."""
         hangs = own.kind != "agree" and verdict.states.get(self.rank) == own.state
         if not self.told:
             self.told = now
