@@ -115,9 +115,8 @@ class Watch:
         """Waits in the call under way until all have come, and ends with it if that is proved to be hopeless."""
         last = time.monotonic() + limit.total_seconds()
         while not ready():
-            if (
-                self.verdict is not None and 0.0 < self.told < time.monotonic() - 2 * self.interval
-            ):  # others know by now
+            known = 0.0 < self.told < time.monotonic() - 2 * self.interval  # by the others as well
+            if self.verdict is not None and known:
                 raise RankMismatchError(self.verdict.text)
             if time.monotonic() > last:
                 raise dist.DistStoreError(f"timed out after {limit}")
