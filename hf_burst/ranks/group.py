@@ -212,7 +212,7 @@ class ContextGroup:
         process_group = group_by_name(self.name)
         limit = _limit_of(process_group, device)
         error = error if _interrupts(error) else self._refusal(process_group) or error
-        facts = facts | {_EXCHANGES: watch_of_process().exchanges(process_group)}
+        facts = facts | {_EXCHANGES: watch_of_process().counts_of(process_group).exchanges}
         text = json.dumps(facts, sort_keys=True, default=str)
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
         contents = torch.zeros((), dtype=torch.int64, device=device)
@@ -256,8 +256,7 @@ class ContextGroup:
     @property
     def broken(self) -> bool:
         """Whether a pass over the group ended on this rank in its middle, so that calls over it are refused."""
-        counts = watch_of_process().counts.get(self.process_group) if self.size > 1 else None
-        return counts is not None and bool(counts.broken)
+        return self.size > 1 and bool(watch_of_process().counts_of(self.process_group).broken)
 
     def _refusal(self, process_group: dist.ProcessGroup) -> ConfigError | None:
         """Why this is not the process group of this object any more, although it has its name."""

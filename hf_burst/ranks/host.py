@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError
 
@@ -59,6 +60,18 @@ def host_id() -> str:
     except OSError:  # not on Linux
         return socket.gethostname()
     return f"{socket.gethostname()} (boot {boot[:8]})"  # as long as a person reads it in a message
+
+
+def address_towards(store: Any) -> str:
+    """The address of this host on the way to a store; empty for one in files."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if not hasattr(store, "port"):
+        return ""
+    family, kind, protocol, _, there = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(there)  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def misplaced(hosts: Sequence[str], size: int) -> str | None:

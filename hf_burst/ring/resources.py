@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
-from ..ranks.control import end_control
 from ..ranks.group import ContextGroup, group_by_name
 from ..ranks.host import Topology, host_id, neighbours_per_host
+from ..ranks.watch import watch_of_process
 from . import Exchange, ExchangeClock, Exchanges, PeerToPeer, Symmetric, SymmetricPool, open_pool
 
 _NOT_SYMMETRIC = "BurstConfig(transport='symmetric') cannot be had: {}. Take 'auto', which falls back to 'p2p'."
@@ -176,7 +176,7 @@ class GroupResources:
         self._pools.clear()
         self._ranks_per_host = None
         if self.group.size > 1:
-            end_control(self.group.process_group)
+            watch_of_process().controls.pop(self.group.process_group, None)
 
 
 _OPEN: WeakKeyDictionary[dist.ProcessGroup, GroupResources] = WeakKeyDictionary()

@@ -1,7 +1,6 @@
 """Finds ranks that wait for each other in vain, and waits for slow ones: a side channel next to torch.distributed."""
 
 from .channel import Watch, watch_of_process
-from .counts import group_key
-from .report import LEFT, START_ANEW, Report, Verdict, stuck
+from .report import LEFT, START_ANEW, Counts, Report, Verdict, group_key, stuck
 
-__all__ = ["LEFT", "START_ANEW", "Report", "Verdict", "Watch", "group_key", "stuck", "watch_of_process"]
+__all__ = ["LEFT", "START_ANEW", "Counts", "Report", "Verdict", "Watch", "group_key", "stuck", "watch_of_process"]

@@ -1,135 +1,100 @@
 """The side channel of a job: ranks that do different things end by an error, and slow ranks never do.
 
-Nothing is posted while all goes well. A rank that waits for longer than some seconds raises a poll counter in the store
-of the job. A thread of every process sees it, and posts where its main thread stands. Only a proof is an error: ranks
-that wait for each other in a circle, or for one that has ended. The proof must be seen twice, unchanged. A rank that
-posts nothing counts as slow.
+A thread of every rank, its heart, posts once a second in the store of the job what the calls of the rank noted down. A
+rank that waits for some seconds reads what others posted. Only a proof is an error: ranks that wait for each other in a
+circle, or for one that has ended, seen twice and unchanged. Then they show their stacks, and end by one sentence.
 """
 
-import json
+import faulthandler
 import logging
 import multiprocessing.util
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from threading import Event, Thread, get_ident
-from typing import Any, Literal
+from functools import cache
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
 from ...errors import BurstError, ConfigError, LostRankError, RankMismatchError
-from .counts import Counts, begun_over, group_key
-from .report import START_ANEW, Report, StoreState, Verdict, stuck, why_lost
-from .stack import stand_of
-from .worker import Worker
+from .report import START_ANEW, TOO_SLOW, Counts, Report, Verdict, group_key, stuck, why_lost
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What the ranks of a group do together, as a [`Report`] has it."""
-
-    kind: Literal["agree", "collective", "messages"]
-    group: str
-    members: tuple[int, ...]
-    number: int
-    doing: str
-
-
 class Watch:
-    """The side channel of one process, made at its first call over ranks; it ends with the processes' default group.
+    """The side channel of one process, made at its first call over ranks; it ends with the default group `world`."""
 
-    Args:
-        world (`ProcessGroup`): The default group.
-    """
-
-    patience = 3.0  # seconds that a rank waits before it asks
-    interval = 1.0  # seconds between two looks at the poll counter
+    patience = 3.0  # seconds that a rank waits before it looks at the others
+    interval = 1.0  # seconds between two beats
     grace = 15.0  # seconds in which a rank that is stuck in code of others may be freed by an error there
-    warns = 60.0  # seconds after which a waiting rank says for whom it waits
 
     def __init__(self, world: dist.ProcessGroup) -> None:
-        self.world, self.rank = ref(world), dist.get_rank()
+        self.world = ref(world)
+        self.rank = dist.get_rank()
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        self.store = dist.PrefixStore("hf_burst", store)  # type: ignore[attr-defined]
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
-        self.in_processes = hasattr(store, "port")  # or in files
-        self.thread = get_ident()
+        self.store: Any = dist.PrefixStore("hf_burst", store)  # type: ignore[attr-defined]
+        self.store.delete_key(f"verdict {self.rank}")  # of another default group over the same store
         self.handled = id(sys.exc_info()[1])  # a fork inherits what its parent handles
-        self.call: _Call | None = None
-        self.latest = "its start"
         self.counts: WeakKeyDictionary[dist.ProcessGroup, Counts] = WeakKeyDictionary()
-        self.verdict: Verdict | None = None
-        self.heard = False  # whether the ranks that it names know of it
-        self.last_report: Report | None = None  # of the process that holds the store, and takes it along
-        self.born = self._polls()  # what is older is of another default group over the same store
-        self.store.set(f"watch {self.rank}", "")
-        self.answered, self.told = 0, False
-        self.place = ""
-        self.since, self.again = time.monotonic(), 0.0
-        self.suspected: list[str] = []
-        self.stopped = Event()
-        self.worker = Worker()
-        self.listener = Thread(target=self._run, name="hf_burst watch", daemon=True)
-        self.listener.start()
-        threads = self.listener, self.worker.thread
-        # of children of multiprocessing, too. It stays when this watch has gone: its threads may still be on their way
-        multiprocessing.util.Finalize(None, _end, args=(ref(self), threads, self.patience), exitpriority=1)
+        self.controls: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
+        self.call = Report(self.rank)  # what this rank called last, and whether that is under way
+        self.beats = 0
+        self.state = ""
+        self.since = 0.0  # when it began
+        self.again = 0.0  # when to look at the others
+        self.seen: dict[tuple[int, str], int] = {}  # at which beats ranks that wait for ever were in their states
+        self.verdict: Verdict | None = None  # that names this rank
+        self.told = 0.0  # when it learned of it
+        self.tasks: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._post()
+        self.heart = Thread(target=self._run, name="hf_burst watch", daemon=True)
+        self.heart.start()
+        # of children of multiprocessing, too. It stays when this watch has gone: its thread may still be on its way
+        multiprocessing.util.Finalize(None, _end, args=(ref(self), self.heart, self.patience), exitpriority=1)
+
+    def counts_of(self, group: dist.ProcessGroup) -> Counts:
+        return self.counts.setdefault(group, Counts())
 
     @contextmanager
     def calling(self, group: dist.ProcessGroup, doing: str) -> Iterator["Watch"]:
-        """A call in which all ranks of a group meet, and this watch to wait for it by [`wait`] and [`until`]. After one
-        that this rank gave up, it refuses all later ones over these ranks, and the others are told.
-
-        Raises:
-            ConfigError: If a pass over them ended in the middle before.
-            RankMismatchError: If they wait in different places.
-            LostRankError: If one of them ended, or did not come within the time limit.
-        """
-        counts = self.counts.setdefault(group, Counts())
+        """A call in which all ranks of a group meet; refused by a ConfigError if a pass over them was given up."""
+        counts = self.counts_of(group)
         if counts.broken:
             raise ConfigError(
                 f"A pass over these ranks ended in the middle ({counts.broken}), so that they no longer agree "
                 f"on what was sent. Take smaller batches if memory was short. {START_ANEW}"
             )
-        self.thread = get_ident()
         counts.agreed += 1
-        with self._under_way("agree", group, doing):
+        with self._under_way(group, "agree", doing, counts.agreed):
             yield self
         counts.met = counts.agreed
-        counts.mark = begun_over(group) - counts.own
-        self.latest = doing
+        counts.base = begun_over(group)
+        self.call = replace(self.call, latest=doing)
 
     @contextmanager
     def messaging(self, group: dist.ProcessGroup) -> Iterator[None]:
-        """The messages of one attention, or of another exchange. If they end in the middle, no rank is sure any more of
-        what was sent: the others are told, and calls over these ranks are refused."""
-        before, counts = begun_over(group), self.counts.setdefault(group, Counts())
+        """The messages of one exchange."""
+        counts = self.counts_of(group)
         counts.exchanges += 1
-        try:
-            with self._under_way("messages", group, f"the messages after {self.latest}"):
-                yield
-        finally:
-            counts.own += begun_over(group) - before
-
-    def exchanges(self, group: dist.ProcessGroup) -> int:
-        """How many exchanges of attention this rank has begun over a group."""
-        counts = self.counts.get(group)
-        return 0 if counts is None else counts.exchanges
+        with self._under_way(group, "messages", f"the messages after {self.call.latest}", counts.exchanges):
+            before = begun_over(group)
+            yield
+            counts.base += begun_over(group) - before
 
     @contextmanager
-    def _under_way(self, kind: Literal["agree", "messages"], group: dist.ProcessGroup, doing: str) -> Iterator[None]:
-        members, counts = tuple(dist.get_process_group_ranks(group)), self.counts[group]
-        outer = self.call
-        number = counts.agreed if kind == "agree" else counts.exchanges
-        self.call = _Call(kind, group_key(group.group_name, members), members, number, doing)
+    def _under_way(self, group: dist.ProcessGroup, kind: str, doing: str, number: int) -> Iterator[None]:
+        members = tuple(dist.get_process_group_ranks(group))
+        key, outer = group_key(group.group_name, members), self.call
+        self.call = replace(outer, kind=kind, doing=doing, group=key, members=members, number=number)
         try:
             yield
         except BaseException as problem:  # also when the user interrupts
@@ -142,279 +107,165 @@ class Watch:
 
     def give_up(self, group: dist.ProcessGroup, problem: BaseException) -> None:
         """Tells the ranks of a group that a pass over them ended on this one by a problem, and refuses later calls."""
-        counts = self.counts.setdefault(group, Counts())
+        counts = self.counts_of(group)
         counts.broken = counts.broken or repr(problem).splitlines()[0][:300]
-        self.worker.within(self.interval, self._tell)
+        self._within(self.interval, self._post)
 
-    def wait(self, work: dist.Work) -> None:
-        """Waits for a collective by gloo of the call under way, and ends with it if that is proved to be hopeless."""
-        while True:
-            self._check_call()
-            try:
-                work.wait(timedelta(seconds=self.interval))
-                return
-            except RuntimeError:
-                if work.is_completed():  # it may have ended well just after the second was over
-                    work.wait()
-                    return
-
-    def until(self, ready: Callable[[], bool], limit: timedelta) -> None:
-        """Asks the store until all have come to the call under way, and ends as [`wait`] does."""
-        began = time.monotonic()
+    def wait(self, ready: Callable[[], bool], limit: timedelta) -> None:
+        """Waits in the call under way until all have come, and ends with it if that is proved to be hopeless."""
+        last = time.monotonic() + limit.total_seconds()
         while not ready():
-            self._check_call()
-            waited = time.monotonic() - began
-            if waited > limit.total_seconds():
+            known = 0.0 < self.told < time.monotonic() - 2 * self.interval  # by the others as well
+            if self.verdict is not None and known:
+                raise RankMismatchError(self.verdict.text)
+            if time.monotonic() > last:
                 raise dist.DistStoreError(f"timed out after {limit}")
-            time.sleep(min(0.05, 0.001 + waited / 20))
-
-    def _check_call(self) -> None:
-        if self.verdict is None or self.call is None or not self.verdict.concerns(self.call.members):
-            return
-        if self.heard or self.stopped.is_set():
-            raise RankMismatchError(self.verdict.text)
+            time.sleep(0.005)
 
     def explain(self, problem: BaseException, members: Sequence[int], doing: str) -> BurstError:
-        """The error that stands for one of torch.distributed, after what the others answer within some seconds."""
+        """The error that stands for one of torch.distributed, after what others post within some seconds."""
         at_once = "hf_burst: rank %d lost another rank in %s. Look for the first error in the logs of the others."
-        logger.error(at_once, self.rank, doing)  # a launcher ends the rank soon
-        answered: dict[int, Report] = {}
-        unknown: list[int] = []
-        reached = self.worker.within(4 * self.interval, lambda: self._ask(members, answered, unknown))
-        reports = {rank: report for rank, report in list(answered.items()) if rank != self.rank}
-        if self.last_report is not None:
-            reports.setdefault(self.last_report.rank, self.last_report)
-        if self.verdict is not None and self.verdict.concerns([self.rank, *members]):
-            return RankMismatchError(self.verdict.text)
-        store: StoreState = "closed" if self.last_report is not None else "open" if reached else "lost"
-        never = [rank for rank in unknown if rank not in reports] if store == "open" else []
-        silent = [rank for rank in members if rank not in {self.rank, *reports, *never}]
+        logger.error(at_once, self.rank, doing)  # a launcher may end this one soon
         late = "imed out" in str(problem) or "timeout" in str(problem)
-        what = f"Rank {self.rank} lost the connection to another rank in {doing}."
-        if late:
-            what = f"Rank {self.rank} waited in {doing} until the time limit of the process group ran out."
-        return LostRankError(f"{what} {why_lost(late, list(reports.values()), never, silent, store)}")
+        limit = f"waited in {doing} until the time limit of the process group ran out"
+        what = f"Rank {self.rank} {limit if late else f'lost the connection to another rank in {doing}'}."
+        others = [rank for rank in members if rank != self.rank]
+        found: dict[int, Report | None] = {}
+        told = f"{what} {TOO_SLOW} {START_ANEW}" if late else ""
+        reached = self._within(4 * self.interval, lambda: self._hear(others, found, told))
+        if self.verdict is not None and not late:
+            return RankMismatchError(self.verdict.text)
+        silent = [rank for rank in others if rank not in found]
+        return LostRankError(f"{what} {why_lost(late, found, silent, reached)}")
+
+    def _hear(self, ranks: Sequence[int], found: dict[int, Report | None], told: str) -> None:
+        """Finds what ranks post in the next seconds, `None` if they never did. If they are told something, they show
+        their stacks, and raise it in a later call."""
+        before = {rank: self._read(rank) for rank in ranks}
+        if told:
+            self._tell(Verdict(told, dict.fromkeys(ranks, "")))
+        for _ in range(12):
+            time.sleep(self.interval / 4)
+            self._beat()
+        for rank, earlier in before.items():
+            report = self._read(rank)
+            if earlier is None or report.ended or report.beat > earlier.beat:
+                found[rank] = report
 
     def _run(self) -> None:
-        """The thread: reads the poll counter, answers, and asks if the main thread waits."""
+        """The heart, which also does what the main thread asks for. It ends with the store or the default group."""
         failed = False
-        while not self.stopped.wait(self.interval) and dist.is_initialized() and dist.group.WORLD is self.world():
+        while dist.is_initialized() and dist.group.WORLD is self.world():
             try:
-                self._turn()
+                task = self.tasks.get(timeout=self.interval)
+            except Empty:
+                task = self._beat
+            try:
+                task()
             except dist.DistError as problem:  # the store has gone with the process that holds it
                 logger.debug("hf_burst no longer hears of the other ranks: %s", problem)
-                break
+                return
             except Exception:  # it looks again: what the user changes meanwhile may be whole by then
                 if not failed:
                     logger.exception("hf_burst, rank %d, failed to look where ranks wait.", self.rank)
                 failed = True
-        if not self.stopped.is_set():  # else the process ends, and has something to tell
-            self.stopped.set()
-            self.worker.end()
 
-    def _turn(self) -> None:
-        if self.last_report is None:
-            self._answer(self._polls())
-        report, now = self._report(self.answered), time.monotonic()
-        if report.state != self.place:
-            self.place, self.since, self.again = report.state, now, now + self.patience
-            self.told, self.suspected = False, []
-        if report.kind == "agree" and self.verdict is not None and not self.heard:
-            self._hear()
-        elif report.kind and self.verdict is not None and self.verdict.states.get(str(self.rank)) == report.state:
-            self._free(report)
-        elif not report.kind or now < self.again:
-            return
-        elif self.last_report is None:
-            self._look(now)
-        elif self.last_report.rank in report.members and report.needs(self.last_report):
-            self.verdict = Verdict.of([report, self.last_report])
+    def _within(self, seconds: float, task: Callable[[], object]) -> bool:
+        """Whether the heart did a task in time, since a lost connection to the store may hold it up for long."""
+        done = Event()
+        self.tasks.put(task)
+        self.tasks.put(done.set)
+        return self.heart.is_alive() and done.wait(seconds)
 
-    def _look(self, now: float) -> None:
-        """Asks the others, and decides when it has seen the same proof twice."""
-        reports: dict[int, Report] = {}
-        found = stuck(self.rank, self._reader(reports, self.stopped.is_set, 3 * self.interval))
-        states, waited = [report.state for report in found], now - self.since
+    def _beat(self) -> None:
+        report = self._post()
+        now = time.monotonic()
+        if report.state != self.state:
+            self.state = report.state
+            self.since = now
+            self.again = now + self.patience
+        if self.verdict is not None:
+            self._obey(self.verdict, report, now)
+        elif report.kind and now >= self.again:
+            self._look(report.members, now)
+
+    def _look(self, members: Sequence[int], now: float) -> None:
+        """Reads what the others have posted, and decides when it has seen the same proof twice."""
+        read = cache(self._read)
+        found = stuck(self.rank, read)
+        twice = [one.ended or one.beat > self.seen.setdefault((one.rank, one.state), one.beat) + 1 for one in found]
+        if found and all(twice):
+            self._tell(Verdict.of(found))
+        waited = now - self.since
         self.again = now if found else now + min(15.0, max(self.interval, waited / 2))
-        if found and states == self.suspected:
-            self._decide(Verdict.of(found), found[0])
-        elif waited > self.warns and not self.told:
-            self.told = True
-            others = " ".join(str(report) for rank, report in reports.items() if rank != self.rank)
+        if not found and waited > 60.0 > waited - 15.0:
+            others = " ".join(str(read(rank) or "") for rank in members if rank != self.rank)
             logger.warning("hf_burst: rank %d has waited for %.0f s. %s", self.rank, waited, others)
-        self.suspected = states
 
-    def _decide(self, verdict: Verdict, own: Report) -> None:
-        """Tells all ranks, since the end of this one may take the store along."""
-        before, known = self._decided()
-        if known is None:
-            self.store.compare_set("verdict", before, json.dumps(asdict(replace(verdict, polls=self.answered))))
-        self._tell()
-        self.verdict = self.verdict or verdict
-        self._free(own)
-
-    def _hear(self) -> None:
-        """Waits until the ranks that a verdict names know of it. Then this one may raise: the connections that it
-        closes by that are errors of gloo on the others, which say the verdict first."""
-        assert self.verdict is not None, "it is known"
-        try:
-            if self.last_report is None:
-                read = self._reader({}, self.stopped.is_set, self.grace)
-                for rank in self.verdict.states:
-                    read(int(rank))
-                self.stopped.wait(self.interval)  # and the look that follows
-        finally:
-            self.heard = True
-
-    def _free(self, report: Report) -> None:
-        """Says the verdict on a rank that hangs in code of others, where nothing can be raised, and ends it if the
-        errors of other ranks do not."""
-        assert self.verdict is not None, "it is known"
-        if report.kind == "agree":
-            return  # raises by itself
+    def _obey(self, verdict: Verdict, own: Report, now: float) -> None:
+        """Shows the stacks of this rank. If it hangs in code of others, where nothing can be raised, it logs the
+        verdict, and ends if no error of other ranks ends it."""
+        hangs = own.kind != "agree" and verdict.states.get(self.rank) == own.state
         if not self.told:
-            self.told, self.again = True, time.monotonic() + self.grace
-            logger.error("hf_burst, rank %d: %s", self.rank, self.verdict.text)
-        elif time.monotonic() >= self.again:
-            logger.critical("hf_burst ends rank %d, whose main thread waits for ever (%s).", self.rank, report.line)
-            self.worker.within(
-                4 * self.interval, lambda: self._leave("was ended by hf_burst, since it waited for ever,")
-            )
-            self.worker.within(self.interval, _flush)
+            self.told = now
+            faulthandler.dump_traceback(2)  # standard error, which notebooks replace
+            if hangs:
+                logger.error("hf_burst, rank %d: %s", self.rank, verdict.text)
+        elif hangs and now > self.told + self.grace:
+            logger.critical("hf_burst ends rank %d, whose main thread waits for ever.", self.rank)
+            self._post("was ended by hf_burst, since it waited for ever,")
+            logging.shutdown()
             os._exit(1)
 
-    def _report(self, polls: int, ended: str = "") -> Report:
-        call, stand = self.call, stand_of(self.thread)
-        report = Report(self.rank, polls, self.latest, stand.line, ended=ended)
-        groups: dict[str, tuple[str, tuple[int, ...], str]] = {}
+    def _tell(self, verdict: Verdict) -> None:
+        for rank in verdict.states:
+            self.store.set(f"verdict {rank}", pickle.dumps(verdict))
+
+    def _post(self, ended: str = "") -> Report:
+        """Posts where this rank stands, and reads what others decided."""
+        self.beats += 1
+        counts = dict[str, Counts]()
         world: Any = dist.distributed_c10d._world
         for group, (backend, _) in list(world.pg_map.items()):  # the main thread may destroy them meanwhile
-            members = tuple(world.pg_group_ranks.get(group, ()))
-            key, counts = group_key(group.group_name, members), self.counts.get(group) or Counts()
-            groups[group.group_name] = key, members, backend
-            report.agreed[key] = counts.agreed
-            report.begun[key], report.exchanges[key] = begun_over(group) - counts.own, counts.exchanges
-            if report.begun[key] == counts.mark:
-                report.idle[key] = counts.met
-            if counts.broken:
-                report.broken[key] = counts.broken
-        if stand.group in groups and not ended and (call is None or call.kind == "messages"):
-            key, members, backend = groups[stand.group]
-            counted = stand.meets or "gloo" not in backend
-            if call is None or counted:  # else messages prove more
-                collective = _Call("collective", key, members, report.begun[key], stand.doing)
-                return replace(report, **vars(collective), counted=counted)
-        return report if call is None else replace(report, **vars(call))
+            own = self.counts.get(group) or Counts()
+            ranks = tuple(world.pg_group_ranks.get(group, ()))
+            exact = "nccl" in backend or len(ranks) == 2
+            counts[group_key(group.group_name, ranks)] = replace(own, since=begun_over(group) - own.base, exact=exact)
+        report = replace(self.call, beat=self.beats, counts=counts, ended=ended)
+        self.store.set(f"{self.rank}", pickle.dumps(report))
+        self.verdict = self.verdict or self._read(f"verdict {self.rank}")
+        return report
 
-    def _answer(self, polls: int, ended: str = "") -> None:
-        """Posts where this rank stands, if the counter has risen since, and reads what was decided."""
-        if polls == self.answered and not ended:
-            return
-        self.answered = polls
-        if self.verdict is None:  # before it answers, so that who answers knows
-            self.verdict = self._decided()[1]
-        self.store.set(f"rank {self.rank}", json.dumps(asdict(self._report(polls, ended))))
-        if self.store.check(["closed by"]):
-            report = self._read(int(self.store.get("closed by")))
-            self.last_report = report if report is not None and report.ended else None
-
-    def _tell(self, ended: str = "") -> None:
-        """Posts where this rank stands, and makes the others look."""
-        if self.last_report is None:
-            self._answer(self._ask_all(), ended)
-
-    def _decided(self) -> tuple[str, Verdict | None]:
-        """What the store holds of a verdict, and the one of these processes."""
-        text = self.store.get("verdict").decode() if self.store.check(["verdict"]) else ""
-        verdict = Verdict(**json.loads(text)) if text else None
-        return text, verdict if verdict is not None and verdict.polls > self.born else None
-
-    def _ask(self, members: Sequence[int], reports: dict[int, Report], unknown: list[int]) -> None:
-        """Collects what these ranks answer within some seconds, and which of them never made a watch."""
-        if self.last_report is None:
-            unknown += [rank for rank in members if not self.store.check([f"watch {rank}"])]
-            read = self._reader(reports, lambda: False, 3 * self.interval)
-            for rank in members:
-                read(rank)
-
-    def _reader(
-        self, reports: dict[int, Report], given_up: Callable[[], bool], seconds: float
-    ) -> Callable[[int], Report | None]:
-        """Makes the others look, and collects what a rank then answers; `None` if it does not in time."""
-        polls, last = self._ask_all(), time.monotonic() + seconds
-        self._answer(polls)
-
-        def read(rank: int) -> Report | None:
-            while rank not in reports:
-                report = self._read(rank)
-                if report is not None and (report.polls >= polls or report.ended):
-                    reports[rank] = report
-                elif given_up() or time.monotonic() > last:
-                    return None
-                else:
-                    self._answer(self._polls())
-                    time.sleep(self.interval / 10)
-            return reports[rank]
-
-        return read
-
-    def _ask_all(self) -> int:
-        return int(self.store.add("polls", 1))
-
-    def _polls(self) -> int:
-        return int(self.store.get("polls")) if self.store.check(["polls"]) else 0
-
-    def _read(self, rank: int) -> Report | None:
-        key = f"rank {rank}"
-        report = Report(**json.loads(self.store.get(key))) if self.store.check([key]) else None
-        return None if report is not None and report.ended and report.polls <= self.born else report
+    def _read(self, key: int | str) -> Any:
+        return pickle.loads(self.store.get(f"{key}")) if self.store.check([f"{key}"]) else None
 
     def end(self) -> bool:
         """Tells the others that this process ends, and the user what a lost connection means that ended it. Returns
-        whether the store answered: the threads of this watch wait for one whose host is gone."""
-        answers = True
-        if not self.stopped.is_set():
-            self.stopped.set()
-            if dist.is_initialized():  # else the store may be gone as well
-                answers = self.worker.within(2.0, self._polls)
-                problem = _uncaught()
-                if problem is None or id(problem) == self.handled:
-                    ended = "ended"
-                else:
-                    ended = f"ended by {problem!r}".splitlines()[0][:300]
-                    if lost(problem):
-                        everyone = range(dist.get_world_size())
-                        explained = self.explain(problem, everyone, "a message of torch.distributed")
-                        logger.error("hf_burst: %s", explained)
-                if answers:
-                    self.worker.within(4 * self.interval, lambda: self._leave(ended))
-        self.worker.end()
+        whether the store answered: the heart waits for one whose host is gone."""
+        answers = self._within(2.0, self._post)
+        problem = _uncaught()
+        ended = "ended"
+        if problem is not None and id(problem) != self.handled:
+            ended = f"ended by {problem!r}".splitlines()[0][:300]
+            if lost(problem):
+                everyone = range(dist.get_world_size())
+                logger.error("hf_burst: %s", self.explain(problem, everyone, "a message of torch.distributed"))
+        if answers:
+            self._within(4 * self.interval, lambda: self._post(ended))
+        self.tasks.put(sys.exit)  # ends the thread
         return answers
 
-    def _leave(self, ended: str) -> None:
-        """Tells the others that this process ends, and gives them time if their store ends with it."""
-        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not self.in_processes
-        closes = self.rank == 0 and not by_agent
-        if closes:
-            self.store.set("closed by", str(self.rank))
-        self._tell(ended)
-        if closes:
-            time.sleep(1.5 * self.interval)  # until the others know, whom torch would show a trace for each question
 
-
-def _end(watch: ref["Watch"], threads: Sequence[Thread], limit: float) -> None:
-    """Ends the threads before the interpreter. One that came back from torch later would abort the process: Python ends
+def _end(watch: ref["Watch"], heart: Thread, limit: float) -> None:
+    """Ends the heart before the interpreter. If it came back from torch later, it would abort the process: Python ends
     it by unwinding its stack, which destructors of torch do not allow."""
-    own = watch()
-    last = time.monotonic() + (limit if own is None or own.end() else 0.5)
-    for thread in threads:
-        thread.join(max(0.0, last - time.monotonic()))
+    own = watch() if dist.is_initialized() else None  # else it is on its way out
+    heart.join(limit if own is None or own.end() else 0.5)
     time.sleep(0.05)  # gloo's own threads wait for the interpreter as well, to let go of the last collective's tensors
 
 
 def _uncaught() -> BaseException | None:
-    """What ends this process. A child of multiprocessing ends while it is raised; torch's `spawn` exits because of it,
-    by `sys.exit(1)`."""
+    """What ends this process: raised just now in a child of multiprocessing, turned to `sys.exit(1)` by `spawn`."""
     of_script = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # in a notebook, of an old cell
     problem = sys.exc_info()[1] or of_script
     if isinstance(problem, SystemExit):
@@ -422,18 +273,18 @@ def _uncaught() -> BaseException | None:
     return problem
 
 
-def _flush() -> None:
-    """Writes what is said but not yet written, before a process ends at once."""
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+def begun_over(group: Any) -> int:
+    """How many collectives of a process group this rank has begun; of gloo, messages between two ranks as well."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:  # a backend that does not count
+        return 0
 
 
 def lost(problem: BaseException) -> bool:
     """Whether an error is that of a backend of torch.distributed whose messages do not come through."""
-    if not isinstance(problem, RuntimeError) or isinstance(problem, BurstError):
-        return False
-    return isinstance(problem, dist.DistError) or "gloo/" in str(problem) or "NCCL" in str(problem)
+    of_backend = isinstance(problem, dist.DistError) or "gloo/" in str(problem) or "NCCL" in str(problem)
+    return of_backend and isinstance(problem, RuntimeError) and not isinstance(problem, BurstError)
 
 
 _WATCHES: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
@@ -443,7 +294,6 @@ def watch_of_process() -> Watch:
     """The watch of this process; for processes that torch.distributed has joined."""
     world = dist.group.WORLD
     assert world is not None, "asked by one of several ranks"
-    found = _WATCHES.get(world)
-    if found is None:
-        found = _WATCHES[world] = Watch(world)
-    return found
+    if world not in _WATCHES:
+        _WATCHES[world] = Watch(world)
+    return _WATCHES[world]
