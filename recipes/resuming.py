@@ -103,11 +103,12 @@ def checkpoint(training: "TrainingArguments", run: dict[str, Any]) -> str | None
             )
         return str(resume)
     latest = hf_burst.last_checkpoint(output_dir)
-    begun = sorted(Path(output_dir).glob("checkpoint-*")) if latest is None else []
-    if latest is None and choice != AUTO:
-        problem = f"resume_from_checkpoint is true, but {output_dir!r} holds no whole checkpoint."
+    begun = sorted(Path(output_dir).glob("checkpoint-*[0-9]")) if latest is None else []
+    if latest is None:
+        nothing = f"resume_from_checkpoint is true, but {output_dir!r} holds no whole checkpoint."
+        problem = why_not_anew(begun) if choice == AUTO else nothing
     else:
-        problem = why_not_anew(begun) if latest is None else of_another_run(latest, run) if choice == AUTO else None
+        problem = of_another_run(latest, run) if choice == AUTO else None
     end_together(problem)
     if begun and training.process_index == 0:
         print(f"begins anew: {begun[0]} was cut off, and {output_dir} holds no whole checkpoint")
