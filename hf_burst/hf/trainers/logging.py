@@ -65,6 +65,7 @@ class BurstCallback(TrainerCallback):
         device = trainer.args.device
         sheet = data_sheet(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak = peak_flops or (sheet.peak if sheet else 0.0)
+        self.clock: ExchangeClock | None = None
         self.handle: RemovableHandle | None = None
         self.lengths_told = False  # whether warnings of lengths were given, or are not wanted
 
@@ -166,7 +167,7 @@ class BurstCallback(TrainerCallback):
         """Sets what a log adds up to zero."""
         self.passes = self.tokens = self.given = 0
         self.pairs = self.imbalance = self.seconds = 0.0
-        self.clock: ExchangeClock | None = None
+        self.clock = None
 
     def _look(self) -> None:
         now = time.perf_counter()

@@ -85,7 +85,7 @@ def what_is_missing(checkpoint: str | Path) -> str | None:
     return next((fault for fault, _ in _gather(_look(Path(checkpoint))) if fault is not None), None)
 
 
-def recorded(state: TrainerState) -> dict[str, Any]:
+def recorded(state: Any) -> dict[str, Any]:
     """Returns what [`BurstResume`] wrote into the state of a trainer."""
     return dict(state.stateful_callbacks.get(BurstResume.__name__, {}).get("attributes", {}))
 
