@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 STATE = "trainer_state.json"  # Trainer writes it last
 DEEPSPEED = "*_states.pt"  # weights, optimizer and scheduler
 NEEDED = {  # Trainer does not go on without weights, and without the others it says nothing
-    "weights": ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp_*/.metadata", DEEPSPEED),
+    "weights": ("*model*.safetensors", "*_model*.bin", "pytorch_model_fsdp_*/.metadata", DEEPSPEED),
     "optimizer": ("optimizer.pt", "optimizer.bin", "optimizer_*/.metadata", DEEPSPEED),
     "scheduler": ("scheduler.pt", DEEPSPEED),
 }
-ARCHIVES = ("optimizer.*", "scheduler.pt", "scaler.pt", "*model*.bin", "training_args.bin", "rng_state*.pth", DEEPSPEED)
+ARCHIVES = ("optimizer.*", "scheduler.pt", "scaler.pt", "*_model*.bin", "rng_state*.pth", DEEPSPEED)
 JSONS = ("config.json", "*_config.json", "*.safetensors.index.json", "*.bin.index.json")
 UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, SafetensorError, BadZipFile)
 
