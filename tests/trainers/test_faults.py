@@ -429,10 +429,11 @@ def test_sharded_checkpoints_of_fsdp2(ranks: Ranks, tmp_path: Path, before: Case
     wanted = ranks(before.ranks).run(resumed_with, str(tmp_path / "whole"), before, SHARDED)[0]
     folder = copy(tmp_path / "whole", tmp_path / "again", 4)
     part = max(Path(folder).rglob("optimizer_0/*.distcp"), key=lambda file: file.stat().st_size)
-    content = part.read_bytes()
-    part.write_bytes(content[:-1])
-    assert f"EOFError: {part.name} is too short" in (what_is_missing(part.parents[1]) or "")
-    part.write_bytes(content)
+    for file, problem in ((part, f"(EOFError: {part.name} is too short)"), (part.parent / ".metadata", "(")):
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) // 2])
+        assert f"optimizer_0/.metadata is cut off {problem}" in (what_is_missing(part.parents[1]) or "")
+        file.write_bytes(content)
     for found in ranks(after.ranks).run(resumed_with, folder, after, SHARDED):
         assert found["start"] == "checkpoint-4"
         for key in KEYS:

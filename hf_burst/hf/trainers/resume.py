@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sized
 from fnmatch import fnmatch
 from math import prod
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 from zlib import crc32
@@ -15,8 +16,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from tqdm.auto import tqdm
-from transformers import TrainerCallback, TrainerState
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
 
 from ...errors import ConfigError
 from ...ranks.group import ContextGroup
@@ -33,7 +33,7 @@ NEEDED = {  # Trainer does not go on without weights, and without the others it 
 }
 ARCHIVES = ("optimizer.*", "scheduler.pt", "scaler.pt", "*_model*.bin", "rng_state*.pth", DEEPSPEED)
 JSONS = ("config.json", "*_config.json", "*.safetensors.index.json", "*.bin.index.json")
-UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, SafetensorError, BadZipFile)
+UNREADABLE = (OSError, EOFError, ValueError, TypeError, AttributeError, SafetensorError, BadZipFile, UnpicklingError)
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
