@@ -19,6 +19,7 @@ import settings
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from evaluation_settings import Evaluation
 from needles import Needles, read_haystack
 from pictures import draw_positions, draw_recall
 from scoring import (
@@ -38,7 +39,6 @@ import hf_burst
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from evaluate import Evaluation
 
 
 def place(model: torch.nn.Module, accelerator: Accelerator) -> torch.nn.Module:
@@ -65,7 +65,7 @@ def load_model(model: ModelSettings, burst: BurstSettings, vocabulary: int, seed
     return models.load_model(model, models.load_config(model, vocabulary), burst, seed)
 
 
-def recall(model: torch.nn.Module, needles: Needles, wanted: "Evaluation", groups: Groups) -> list[Cell]:
+def recall(model: torch.nn.Module, needles: Needles, wanted: Evaluation, groups: Groups) -> list[Cell]:
     """The squares of the heat maps, of all tasks."""
     squares = list(product(wanted.tasks, wanted.lengths, wanted.depth_values))
     numbers = range(wanted.seed, wanted.seed + wanted.samples)
@@ -92,7 +92,7 @@ class Questions:
     tasks: dict[str, Any]  # RULER's tasks with their texts
 
 
-def read(tokenizer: PreTrainedTokenizerBase, wanted: "Evaluation", accelerator: Accelerator) -> Questions:
+def read(tokenizer: PreTrainedTokenizerBase, wanted: Evaluation, accelerator: Accelerator) -> Questions:
     """What the model is asked; raises for all that cannot be asked."""
     needles = None
     if wanted.tasks:
@@ -111,7 +111,7 @@ def read(tokenizer: PreTrainedTokenizerBase, wanted: "Evaluation", accelerator: 
 
 
 def read_documents(
-    tokenizer: PreTrainedTokenizerBase, wanted: "Evaluation", accelerator: Accelerator
+    tokenizer: PreTrainedTokenizerBase, wanted: Evaluation, accelerator: Accelerator
 ) -> tuple[list[list[int]], "Dataset | None"]:
     """Pieces of text of the longest length, or chats that are no longer, as `sft.py` reads them."""
     name, longest = f"documents {wanted.documents}", wanted.lengths[-1]
@@ -173,7 +173,7 @@ def of_another(folder: Path, model: str | None) -> str | None:
     )
 
 
-def evaluate(model_settings: ModelSettings, burst: BurstSettings, wanted: "Evaluation") -> Groups:
+def evaluate(model_settings: ModelSettings, burst: BurstSettings, wanted: Evaluation) -> Groups:
     """Evaluates what the settings say, and writes each part when it is done; the processes stay joined."""
     settings.probe("output_dir", wanted.output_dir)
     folder, groups = Path(wanted.output_dir), Groups(Accelerator(parallelism_config=burst.parallelism))

@@ -5,19 +5,16 @@ import json
 import os
 import platform
 from collections.abc import Iterator
-from dataclasses import asdict
 from glob import glob
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from settings import DataSettings, ModelSettings
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import TrainingArguments
 
 AUTO, START = "auto", "resume_from_checkpoint"
 NO, YES = ("none", "false", "no"), ("true", "yes")
-RUN = "run_settings.json"  # in output_dir, of the run that wrote its last checkpoint there
 FREE = (  # settings by which the same experiment is another run; of those that end in _ all with this beginning
     *("num_train_epochs", "max_steps", "output_dir", "resume_from_checkpoint", "ignore_data_skip", "do_"),
     *("save_", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "enable_jit_checkpoint"),
@@ -39,11 +36,15 @@ READ = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".jsonl", ".json", ".parq
 PIECE, PIECES = 1 << 20, 64  # bytes of a file, and how many pieces are read of a large one
 
 
-def settings_of(training: "TrainingArguments", model: "ModelSettings", documents: "DataSettings") -> dict[str, Any]:
-    """What must not change where the same command goes on: the model, the data, and how it is trained."""
-    every = {"trained by": type(training).__name__, **training.to_dict(), **asdict(model), **asdict(documents)}
+def settings_of(training: "TrainingArguments", chosen: dict[str, Any]) -> dict[str, Any]:
+    """What must not change where the same command goes on: the model, the data, and how it is trained.
+
+    Args:
+        chosen (`dict[str, Any]`): The settings of the model and of the data.
+    """
+    every = {"trained by": type(training).__name__, **training.to_dict(), **chosen}
     every |= {name: getattr(training, name, None) for name in ("eos_token", "pad_token")}  # to_dict hides them
-    every["dataset"] = [known for name in documents.dataset for known in contents(name)]
+    every["dataset"] = [known for name in chosen["dataset"] for known in contents(name)]
     every |= {name: str(Path(every[name]).resolve()) for name in PATHS if Path(every.get(name) or "?").exists()}
     beginnings = tuple(name for name in FREE if name.endswith("_"))
     own = {name: value for name, value in every.items() if name not in FREE and not name.startswith(beginnings)}
@@ -82,8 +83,8 @@ def checkpoint(training: "TrainingArguments", run: dict[str, Any]) -> str | None
     """The folder to resume from, by `resume_from_checkpoint`, on which all ranks agree.
 
     `"auto"` is the latest whole checkpoint in `output_dir` if there is any, which must be of the same settings. `true`
-    is the latest one, of whichever settings; else it is a folder. `"auto"` is `None` also where the first checkpoint of
-    a run of the same settings was cut off.
+    is the latest one, of whichever settings; else it is a folder. `"auto"` is `None` also where every checkpoint was
+    cut off while it was written.
 
     Args:
         run (`dict[str, Any]`): The settings of this run.
@@ -93,62 +94,50 @@ def checkpoint(training: "TrainingArguments", run: dict[str, Any]) -> str | None
     if choice in NO:
         return None
     import hf_burst
-    from hf_burst.hf.trainers.resume import numbered, what_is_missing
+    from hf_burst.hf.trainers.resume import what_is_missing
 
-    if choice in (AUTO, *YES):
-        latest = hf_burst.last_checkpoint(output_dir)
-        problem, begun = None, [] if latest is not None else numbered(output_dir)
-        if latest is None and choice != AUTO:
-            problem = f"resume_from_checkpoint is true, but {output_dir!r} holds no whole checkpoint."
-        elif latest is not None and choice == AUTO:
-            problem = of_another_run(latest, run)
-        elif begun:
-            problem = why_not_anew(begun, run)
-        end_together(problem)
-        if begun and training.process_index == 0:
-            print(f"begins anew: {begun[0]} was cut off, and {output_dir} holds no whole checkpoint")
-        return latest
-    fault = what_is_missing(str(resume))
-    if fault is not None:
-        raise SystemExit(f"resume_from_checkpoint {resume!r} is not whole: {fault}. Give true for the last whole one.")
-    return str(resume)
+    if choice not in (AUTO, *YES):
+        if (fault := what_is_missing(str(resume))) is not None:
+            raise SystemExit(
+                f"resume_from_checkpoint {resume!r} is not whole: {fault}. Give true for the last whole one."
+            )
+        return str(resume)
+    latest = hf_burst.last_checkpoint(output_dir)
+    begun = sorted(Path(output_dir).glob("checkpoint-*[0-9]")) if latest is None else []
+    if latest is None:
+        nothing = f"resume_from_checkpoint is true, but {output_dir!r} holds no whole checkpoint."
+        problem = why_not_anew(begun) if choice == AUTO else nothing
+    else:
+        problem = of_another_run(latest, run) if choice == AUTO else None
+    end_together(problem)
+    if begun and training.process_index == 0:
+        print(f"begins anew: {begun[0]} was cut off, and {output_dir} holds no whole checkpoint")
+    return latest
 
 
 def of_another_run(folder: str, run: dict[str, Any]) -> str | None:
     """Why a recipe does not go on from a checkpoint: it is of a run with other settings. `None` if it is not."""
+    from transformers import TrainerState
+
     from hf_burst.hf.trainers.resume import STATE, recorded
 
-    state = json.loads((Path(folder) / STATE).read_text())
-    before = recorded(state.get("stateful_callbacks") or {}).get("settings") or {}
+    before = recorded(TrainerState.load_from_json(str(Path(folder) / STATE))).get("settings") or {}
     advice = "Set another output_dir, or resume_from_checkpoint: true to go on from it, or false to train anew."
     if not before:
         return f"{folder} does not tell by which settings it was trained. {advice}"
     return (changed := difference(before, run)) and f"{folder} was trained with {changed} now. {advice}"
 
 
-def why_not_anew(begun: list[Path], run: dict[str, Any]) -> str | None:
-    """Why a recipe does not begin anew beside checkpoints of which none is whole.
-
-    They are not its own, or it had gone on from another folder. Or one has its last file, so that it was not cut off,
-    and may be all that is left of a training.
-    """
+def why_not_anew(begun: list[Path]) -> str | None:
+    """Why a recipe does not begin anew beside checkpoints of which none is whole: one was written to its end, and may
+    be all that is left of a training."""
     from hf_burst.hf.trainers.resume import STATE
 
-    folder = begun[0].parent
-    problem = f"{str(folder)!r} holds checkpoints, such as {begun[0].name}, of which none is whole"
-    advice = "Set another output_dir, or resume_from_checkpoint: false to train anew, which overwrites them."
-    ended = next((path for path in begun if holds_json(path / STATE)), None)
-    if ended is not None:
-        return f"{problem}, though {ended.name} was written to its end. {advice}"
-    before = json.loads((folder / RUN).read_text()) if holds_json(folder / RUN) else {}
-    if not before:
-        return f"{problem}, and no settings of the run that wrote them. {advice}"
-    if (start := before.get(START)) is not None:
-        return (
-            f"{problem}. The run that wrote them had gone on from {start!r}: set resume_from_checkpoint to it. {advice}"
-        )
-    changed = difference(before, run)
-    return changed and f"{problem}. They were written with {changed} now. {advice}"
+    ended = next((path.name for path in begun if holds_json(path / STATE)), None)
+    return ended and (
+        f"{str(begun[0].parent)!r} holds no whole checkpoint, though {ended} was written to its end. Set another "
+        "output_dir, or resume_from_checkpoint: false to train anew, which overwrites it."
+    )
 
 
 def difference(before: dict[str, Any], run: dict[str, Any]) -> str | None:
@@ -194,28 +183,3 @@ def end_together(problem: str | None) -> None:
         dist.all_gather_object(every, problem)
     if (told := next(filter(None, every), None)) is not None:
         raise SystemExit(told)
-
-
-def remember(run: dict[str, Any]) -> "TrainerCallback":
-    """A callback that writes the settings of the run, and where it began, into `output_dir` before each checkpoint."""
-    from transformers import TrainerCallback
-
-    class Remember(TrainerCallback):
-        """One rank of each host writes. It comes after `BurstResume`, by which all ranks agree to save."""
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if control.should_save and args.local_process_index == 0:
-                written = Path(args.output_dir) / f".{RUN}.{args.process_index}"
-                written.parent.mkdir(parents=True, exist_ok=True)
-                written.write_text(json.dumps({**run, START: args.resume_from_checkpoint}, indent=1) + "\n")
-                written.replace(written.with_name(RUN))
-
-        on_epoch_end = on_step_end
-
-    return Remember()
-
-
-def train(trainer: "Trainer") -> None:
-    """Trains from the beginning or the checkpoint. Afterwards the model is that of the end, also of a run that was
-    killed while its end was written: `BurstResume` trains no further."""
-    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)

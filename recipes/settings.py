@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -271,7 +271,7 @@ def prepare(
     if training.process_index == 0 and (warning := overruled(burst.burst_size)):
         print(f"WARNING: {warning}", file=sys.stderr)
     keep_time_limit(training)
-    run = resuming.settings_of(training, model, documents)
+    run = resuming.settings_of(training, {**asdict(model), **asdict(documents)})
     training.resume_from_checkpoint = resuming.checkpoint(training, run)
     held = held_in(training.output_dir)
     if held and training.resume_from_checkpoint is None and training.process_index == 0:

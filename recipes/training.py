@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import command_line
-import resuming
 import settings
 from settings import BurstSettings, DataSettings, ModelSettings
 
@@ -23,8 +22,8 @@ def callbacks(model: ModelSettings, config: "PreTrainedConfig", run: dict[str, A
     """What a recipe adds to the trainer; `run` are the settings that checkpoints remember."""
     import models
 
-    resume = [hf_burst.BurstResume(run, other_data=True), resuming.remember(run)]
-    return [*resume, *([models.SaveConfig(config, differs=bool(model.rope_scaling))] if model.use_peft else [])]
+    resume = hf_burst.BurstResume(run, other_data=True)
+    return [resume, *([models.SaveConfig(config, differs=bool(model.rope_scaling))] if model.use_peft else [])]
 
 
 def make(
@@ -141,7 +140,7 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
     report.follow(trainer)
     trainer.accelerator.print(report.kernels(trainer))
     retry_when_short(trainer)
-    resuming.train(trainer)
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     save(trainer)
     last = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry][-1:]
     done = last == [trainer.state.global_step] and not training.load_best_model_at_end

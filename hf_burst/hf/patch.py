@@ -28,7 +28,6 @@ from .context import CALL_KEY, CachedPass, LayerContext, PassContext, current
 from .forward_pass import Agreement, Batch, Call, ForwardPass
 from .groups import OLD_ARGUMENTS, PATCH, check_joined, resolve_group
 from .models.cut_point import reader_of
-from .models.other_sizes import refuse_other_sizes
 from .models.peft_methods import check_adapters
 from .models.support import base_model, check_model, verdict_on
 from .models.task import task_of
@@ -250,7 +249,6 @@ class _Patch:
             model.register_forward_pre_hook(self.before, with_kwargs=True),
             model.register_forward_hook(self.after, prepend=True, with_kwargs=True),
             model.register_forward_hook(self.end, always_call=True),
-            model.register_load_state_dict_pre_hook(refuse_other_sizes),
         ]
 
     def remove(self, view: ModelView) -> None:

@@ -143,6 +143,11 @@ class SequenceLayout:
     def batch_size(self) -> int:
         return len(self.documents)
 
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """For each row, the tokens `[start, stop)` that are not padding."""
+        return self.real or ((0, self.length - self.padding),) * self.batch_size
+
     @lru_cache(maxsize=64)  # noqa: B019, since layouts are values
     def beginning(self, share: float) -> "SequenceLayout | None":
         """The layout of the first part of the sequence: on every rank its first tokens, the same number on each. `None`
@@ -187,8 +192,7 @@ class SequenceLayout:
 
     def counted(self, rank: int) -> Tensor:
         """Which tokens of `rank` are not padding: `torch.BoolTensor` of shape `(batch, length / ranks)`."""
-        spans = self.real or ((0, self.length - self.padding),) * self.batch_size
-        starts, stops = torch.tensor(spans, device="cpu").T[..., None]
+        starts, stops = torch.tensor(self.spans, device="cpu").T[..., None]
         tokens = self.indices(rank)
         return (tokens >= starts) & (tokens < stops)
 
@@ -196,13 +200,12 @@ class SequenceLayout:
         """Where each token of `rank` stands in its row, padding included; where a row has several documents, in its
         document, and behind those that it continues. `torch.LongTensor` of shape `(batch, length / ranks)`."""
         rows = []
-        spans, parents = self.real or ((0, self.length - self.padding),) * self.batch_size, self.parents
-        for row, (bounds, (start, stop)) in enumerate(zip(self.documents, spans, strict=True)):
+        for row, (bounds, (start, stop)) in enumerate(zip(self.documents, self.spans, strict=True)):
             packed = sum(start <= bound < stop for bound in bounds) > 1
             ends = list[int]()  # of each document, counted as its tokens are
             shifts = list[int]()
             for document, (first, end) in enumerate(pairwise(bounds)):
-                parent = parents[row][document] if parents else -1
+                parent = self.parents[row][document] if self.parents else -1
                 shifts.append(first - (ends[parent] if parent >= 0 else 0) if packed else 0)
                 ends.append(end - shifts[-1])
             sizes = torch.tensor(bounds, device="cpu").diff()

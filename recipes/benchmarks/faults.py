@@ -256,7 +256,7 @@ class Job:
         codes = [process.returncode if rank in ends else None for rank, process in enumerate(processes)]
         since = mark.stat().st_mtime if mark.exists() else begun
         said = (self.folder / "0.out").read_text().splitlines()
-        resumed = next((Path(line.split(" (")[0]).name for line in said if line.startswith("goes on from ")), None)
+        resumed = next((line.split()[3] for line in said if line.startswith("goes on from ")), None)
         sentences = [sentence((self.folder / f"{rank}.err").read_text()) for rank in range(len(processes))]
         return Outcome(codes, round(max(ends.values(), default=since) - since, 1), sentences, resumed)
 

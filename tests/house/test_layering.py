@@ -97,6 +97,17 @@ def test_no_module_imports_itself_by_a_detour() -> None:
     assert len(order) >= len(MODULES)
 
 
+def test_no_two_recipes_import_each_other() -> None:
+    """Nor by a detour, within functions, or for types alone."""
+    graph: dict[str, set[str]] = {}
+    for path in (ROOT.parent / "recipes").glob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        graph[path.stem] = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        graph[path.stem] |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert {"settings", "models"} <= graph["training"]
+    TopologicalSorter(graph).prepare()  # raises an error that names the circle
+
+
 def test_the_documented_order_is_this_one() -> None:
     page = (ROOT.parent / "docs/explanation/architecture.md").read_text()
     named = re.findall(r"^  (\w+)(?:\.py|/) ", page, re.MULTILINE)

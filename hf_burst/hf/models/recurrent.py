@@ -53,7 +53,7 @@ def _last_states(call: ForwardCall) -> LastStates | None:
     if context is None or context.cached is None:
         return None
     layout = call.layout
-    stops = [stop for _, stop in layout.real] or [layout.length - layout.padding] * layout.batch_size
+    stops = [stop for _, stop in layout.spans]
     return LastStates.of(call.segments, call.group, stops)
 
 

@@ -1,7 +1,7 @@
-"""TRL's `GKDTrainer`, which learns from a teacher: to it, a group of ranks is one process.
+"""Distillation by TRL's `GKDTrainer`, which takes a group of ranks for one process.
 
-Its loss follows from the logits of two models, which are too large to gather for long sequences. So it is computed by
-[`hf_burst.token_divergences`], some tokens at a time. Answers that it learns from are generated over all ranks.
+The loss compares the logits of two models, which are too large to gather for long sequences:
+[`hf_burst.token_divergences`] computes it some tokens at a time. The ranks of a group generate answers together.
 """
 
 from collections.abc import Callable
@@ -28,15 +28,15 @@ _READ = ("input_ids", "attention_mask", "labels")
 
 
 class Distillation:
-    """Wraps the methods of one trainer in which ranks of a group would come apart, or hold all logits.
+    """Replaces the steps of a trainer that would hold all logits, or give each rank answers of its own.
 
     Args:
-        trainer (`GKDTrainer`): It is being made.
+        trainer (`GKDTrainer`): The trainer, while it is made.
         accelerator (`Accelerator`): Its accelerator.
         size (`int`): The ranks of a group.
 
     Raises:
-        ConfigError: Under DeepSpeed, or if its steps are not those that are known.
+        ConfigError: Under DeepSpeed, or if TRL's steps have other names.
     """
 
     def __init__(self, trainer: Any, accelerator: Accelerator, size: int) -> None:
@@ -52,8 +52,8 @@ class Distillation:
             setattr(trainer, name, update_wrapper(partial(wrapper, method), method))
 
     def take_teacher(self, teacher: nn.Module) -> None:
-        """Patches the teacher, which the trainer may have loaded by itself, as the model. accelerate leaves it on the
-        host where FSDP shards the model."""
+        """Patches the teacher, which the trainer may have loaded itself, with the settings of the model. Under FSDP it
+        is moved to the device, because accelerate leaves it on the host."""
         if self.sharded and not getattr(teacher, "is_quantized", False):  # which was placed when it was loaded
             teacher.to(self.device)
         own = patched_inside(self.trainer.model)
@@ -68,7 +68,7 @@ class Distillation:
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
-        """The loss of a batch, whose tokens `Trainer` has counted once for each rank of the group."""
+        """Returns the loss of a batch. `Trainer` has counted its tokens once for each rank of the group."""
         trainer, items = self.trainer, num_items_in_batch
         if items is not None and trainer.args.average_tokens_across_devices:
             items = items / self.size
@@ -85,7 +85,7 @@ class Distillation:
     def generate(
         self, method: Callable[..., Any], model: nn.Module, inputs: dict[str, Any], generation_config: GenerationConfig
     ) -> Any:
-        """Answers of the model, or of its teacher. With a cache, also beside checkpoints, which TRL switches off."""
+        """Returns answers of the model or its teacher. TRL switches the cache off beside checkpoints; here it is on."""
         config = GenerationConfig(**{**generation_config.to_dict(), "use_cache": True})
         with answering(model, partial(answer, model, self.group, self.device)):
             return method(model, inputs, config)

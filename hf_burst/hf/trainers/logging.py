@@ -1,4 +1,4 @@
-"""What people watch while a model trains: speed, memory, balance and messages, in the logs of `Trainer`."""
+"""`BurstCallback`: speed, memory, balance and messages of a training, in the logs of `Trainer`."""
 
 import logging
 import resource
@@ -32,25 +32,25 @@ logger = logging.getLogger(__name__)
 
 
 class BurstCallback(TrainerCallback):
-    """Adds speed, memory, balance and messages to everything that a trainer logs, for Weights & Biases, TensorBoard,
-    trackio and the log history; and prints a line with the time that is left. It warns of a `max_length` that
-    is still the default of TRL, and once of a document that has more tokens than the model has positions.
+    """Logs speed, memory, balance and messages with each training loss (Weights & Biases, TensorBoard, trackio, log
+    history), and prints a line with the time that is left. It warns if `max_length` is still the default of TRL, and
+    once if a document has more tokens than the model has positions.
 
     | key | value |
     |---|---|
-    | `tokens_per_second_per_gpu` | tokens that are not padding, each counted once, by seconds and processes |
-    | `mfu` | model FLOPs utilisation: the share of the GPU's peak in bf16; nothing is counted that is computed again |
-    | `peak_memory_gib` | of torch's allocator on the rank with the most; on CPUs of the whole process |
-    | `packing_imbalance` | by how much the busiest rank's attention is above the mean, 0.02 is 2 % |
-    | `exchange_seconds` | of one step, in which attention waited for other ranks; measured in the step after a log |
+    | `tokens_per_second_per_gpu` | tokens without padding, each counted once, per second and process |
+    | `mfu` | model FLOPs utilisation: the share of the GPU's peak in bf16, without what is computed a second time |
+    | `peak_memory_gib` | peak of torch's allocator on the rank with the most; on CPUs, of the whole process |
+    | `packing_imbalance` | how far the attention of the busiest rank is above the mean: 0.02 is 2 % |
+    | `exchange_seconds` | seconds of one step, the first after a log, in which attention waited for other ranks |
 
-    Numbers are those of the steps since the last log. Evaluation and saving do not count. Ranks exchange five numbers
-    for each log, and no step waits for the device but those that are logged.
+    The numbers cover the steps since the last log, without evaluation and saving. Ranks exchange six numbers a log, and
+    only steps that are logged wait for the device.
 
     Args:
-        trainer (`Trainer`): The trainer, of any kind, of a patched model.
-        peak_flops (`float`, *optional*): FLOP/s of one GPU, for `mfu`. By default that of its data sheet; there is no
-            `mfu` for GPUs that are not known.
+        trainer (`Trainer`): Any trainer of a patched model.
+        peak_flops (`float`, *optional*): FLOP/s of one GPU, for `mfu`; those of its data sheet by default. Without a
+            data sheet there is no `mfu`.
         progress (`bool`, defaults to `True`): Whether to print a line for each log.
 
     Example:
@@ -65,16 +65,12 @@ class BurstCallback(TrainerCallback):
         device = trainer.args.device
         sheet = data_sheet(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak = peak_flops or (sheet.peak if sheet else 0.0)
-        self.passes = self.tokens = self.given = 0  # of training, since the last log
-        self.pairs = self.imbalance = 0.0  # of these passes, added up
-        self.seconds = self.mark = 0.0  # of the steps since the last log; when the clock was looked at
-        self.samples = self.warm = False  # whether the next step's messages are timed; whether one step is over
         self.clock: ExchangeClock | None = None
         self.handle: RemovableHandle | None = None
-        self.lengths_told = False  # whether nothing more is to be said of lengths, and of positions of the model
+        self.lengths_told = False  # whether warnings of lengths were given, or are not wanted
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Goes before the callbacks that report, and finds the model."""
+        """Finds the model, and puts this callback before those that report."""
         callbacks = self.trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)
@@ -95,8 +91,10 @@ class BurstCallback(TrainerCallback):
         self.trained = _share_that_learns(model.get_submodule(language_model_path(ModelView(model))))
         self.on_train_end()  # of a training that was interrupted
         self.handle = model.register_forward_pre_hook(self._count)
-        self.began, self.first, self.warm, self.samples = time.perf_counter(), state.global_step, False, False
-        self.mark = self.began
+        self.first = state.global_step
+        self.began = self.mark = time.perf_counter()  # when counting began, and when the clock was last read
+        self.warm = False  # whether a step is over
+        self.samples = False  # whether messages of the next step are timed
         self._reset()
         warning = None if self.lengths_told else untouched_length(args)
         if state.is_world_process_zero and warning is not None:
@@ -105,7 +103,7 @@ class BurstCallback(TrainerCallback):
             tqdm.write(shared_by(self.group.size, args.world_size))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Starts to time messages, if this is the step for it."""
+        """Times messages in the step after a log."""
         if self.samples and self.group.size > 1:
             self.clock = resources_of(self.group).clock = ExchangeClock(args.device)
         self.samples = False
@@ -119,7 +117,7 @@ class BurstCallback(TrainerCallback):
             self.began, self.first = self.mark, state.global_step
 
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Leaves out the time of an evaluation, or of a checkpoint."""
+        """Leaves out the seconds of an evaluation or of a checkpoint."""
         self.mark = time.perf_counter()
 
     on_save = on_evaluate
@@ -145,7 +143,7 @@ class BurstCallback(TrainerCallback):
 
     @torch.compiler.disable
     def _count(self, module: nn.Module, args: Any) -> None:
-        """The forward pre-hook, behind that of the patch."""
+        """Adds up what a pass of the model computes: a forward pre-hook that comes after the patch's."""
         if not module.training:
             resources_of(self.group).clock = None  # of a training that was interrupted
         elif torch.is_grad_enabled() and self.patch.run is not None:
@@ -159,7 +157,6 @@ class BurstCallback(TrainerCallback):
                 self._warn_of_positions(module, longest_of(layout))
 
     def _warn_of_positions(self, model: Any, longest: int) -> None:
-        """Says once that a document has more tokens than the model has positions."""
         said = f"A document of the batch has {longest:,} tokens"
         warning = beyond_positions(model.config, longest, said, "rope_parameters of its config")
         if warning is not None:
@@ -167,7 +164,7 @@ class BurstCallback(TrainerCallback):
             self.lengths_told = True
 
     def _reset(self) -> None:
-        """Begins with the numbers of the next log."""
+        """Sets what a log adds up to zero."""
         self.passes = self.tokens = self.given = 0
         self.pairs = self.imbalance = self.seconds = 0.0
         self.clock = None
@@ -177,7 +174,7 @@ class BurstCallback(TrainerCallback):
         self.seconds, self.mark = self.seconds + now - self.mark, now
 
     def _numbers(self) -> dict[str, float]:
-        """The numbers of all ranks."""
+        """Returns the numbers of a log, over all ranks."""
         flops = self.size.flops(self.tokens, self.pairs, self.trained) if self.size else 0.0
         exchange = -1.0 if self.clock is None else self.clock.seconds()
         device = self.trainer.args.device
@@ -195,7 +192,6 @@ class BurstCallback(TrainerCallback):
         }
 
     def _line(self, state: TrainerState, logs: dict[str, float]) -> str:
-        """The progress, and the time that is left."""
         done = state.global_step - self.first
         each = (time.perf_counter() - self.began) / done if done else self.seconds  # evaluation and saving included
         left = timedelta(seconds=round(each * (state.max_steps - state.global_step)))
@@ -208,14 +204,13 @@ class BurstCallback(TrainerCallback):
 
 
 def shared_by(size: int, processes: int) -> str:
-    """How many processes share a sequence, in a sentence."""
     if processes == 1:
         return "hf_burst: 1 process, so no sequence is shared"
     return f"hf_burst: {processes} processes, of which {size} share each sequence"
 
 
 def untouched_length(training: Any) -> str | None:
-    """What there is to say of arguments whose `max_length` is that of their class of TRL, which prepares the data."""
+    """Returns a warning if `max_length` is the default of a class of TRL, which cuts or drops longer texts."""
     kinds = (kind for kind in type(training).__mro__ if kind.__module__.startswith("trl."))
     kind = next((kind for kind in kinds if isinstance(vars(kind).get("max_length"), int)), None)
     prepared = (getattr(training, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
@@ -228,19 +223,19 @@ def untouched_length(training: Any) -> str | None:
 
 
 def tokens_of(layout: SequenceLayout) -> int:
-    """The tokens of a batch that are not padding."""
-    return sum(stop - start for start, stop in _spans(layout))
+    """Returns the number of tokens that are not padding."""
+    return sum(stop - start for start, stop in layout.spans)
 
 
 def given_tokens(layout: SequenceLayout) -> int:
-    """The same, of all texts where some were joined."""
+    """Returns the number of tokens that were given: those of a shared beginning count for each text."""
     if not layout.parents:
         return tokens_of(layout)
     return sum(int(layout.texts(rank).sum()) for rank in range(layout.ranks)) - layout.padding
 
 
 def pairs_of(layout: SequenceLayout, size: ModelSize) -> float:
-    """The (query, key) pairs of these tokens, added up over the layers of a model."""
+    """Returns the number of (query, key) pairs in all layers of a model."""
     pairs = 0.0
     if layout.parents:  # without padding, but for that of the last chunk
         masks = ((count, mask) for pattern, count in size.patterns for mask in layout.masks(pattern))
@@ -251,7 +246,7 @@ def pairs_of(layout: SequenceLayout, size: ModelSize) -> float:
 
 
 def longest_of(layout: SequenceLayout) -> int:
-    """The tokens of the longest text of a batch, with all that it continues."""
+    """Returns the number of tokens of the longest text, with the beginning that it shares."""
     if layout.parents:
         masks = (mask for mask in layout.masks(MaskPattern()))
         return max(
@@ -263,19 +258,14 @@ def longest_of(layout: SequenceLayout) -> int:
 
 
 def _bounds(layout: SequenceLayout) -> Iterator[tuple[int, ...]]:
-    """The cumulative boundaries of the documents of each row that are not padding, from 0."""
-    for (start, stop), row in zip(_spans(layout), layout.documents, strict=True):
+    """Yields the cumulative boundaries of the documents of each row, from 0 and without padding."""
+    for (start, stop), row in zip(layout.spans, layout.documents, strict=True):
         if stop > start:
             yield (0, *(bound - start for bound in row if start < bound < stop), stop - start)
 
 
-def _spans(layout: SequenceLayout) -> tuple[tuple[int, int], ...]:
-    """Where the tokens of each row lie that are not padding."""
-    return layout.real or ((0, layout.length - layout.padding),) * layout.batch_size
-
-
 def peak_memory(device: torch.device) -> float:
-    """The most memory so far, in GiB: of torch's allocator on a GPU, else of this process."""
+    """Returns the GiB of the peak so far: of torch's allocator on a GPU, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss, in bytes
@@ -283,6 +273,6 @@ def peak_memory(device: torch.device) -> float:
 
 
 def _share_that_learns(model: nn.Module) -> float:
-    """The share of the weights that have a gradient; DeepSpeed has sizes of its own for those that it shards."""
+    """Returns the share of the weights that learn. DeepSpeed keeps the sizes of those that it shards."""
     sizes = [(getattr(weight, "ds_numel", weight.numel()), weight.requires_grad) for weight in model.parameters()]
     return sum(size for size, learns in sizes if learns) / sum(size for size, _ in sizes)
