@@ -124,8 +124,8 @@ def generate(patched: bool) -> list[float]:
 def compared(name: str, kind: str | None, patched: bool) -> list[float]:
     """The errors of a class, as the tables of coverage have them, whose comparisons run on all processes."""
     from hf_burst.check.compare import compare
-    from recipes.tiny_models import tiny_model
     from tests.support.image_verdicts import compare_images
+    from tests.support.tiny_models import tiny_model
 
     if not patched:
         return []
