@@ -1,6 +1,5 @@
-"""The table of `coverage.py` is of all classes, the list of served classes follows from it, and a part of it, another one
-every day, still holds. `COVERAGE_SEED=738000` chooses a day's part, `COVERAGE_CLASSES="A B"` classes by
-name.
+"""The table of `coverage.py` is of all classes, the list of served classes follows from it, and a part of it, another
+one every day, still holds. `COVERAGE_SEED=738000` chooses a day's part, `COVERAGE_CLASSES="A B"` classes by name.
 """
 
 import datetime
