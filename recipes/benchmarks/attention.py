@@ -17,12 +17,11 @@ On two CPU processes, to see that it works (most peers need GPUs):
     torchrun --nproc-per-node 2 recipes/benchmarks/attention.py --device cpu --dtype float32 --q-heads 4 \\
         --kv-heads 2 4 --head-dim 16 --lengths 256 512 --check-length 64 --out outputs/attention_cpu.json
 
-README.md beside this file says how it is measured and how to read the result. plot.py draws it.
+README.md beside this file says how it is measured and how to read the result.
 """
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -40,6 +39,7 @@ from hf_burst.config import Chunking
 from hf_burst.errors import BurstError, ConfigError
 from hf_burst.plan import Mask, chunks_per_rank
 from recipes.benchmarks.contenders import Case, Contender, Documents, hf_burst, limit
+from recipes.benchmarks.harness import at_least, options_of, seconds, write
 from recipes.benchmarks.measure import Effort, check, measure
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.peers import peers
@@ -50,26 +50,28 @@ from recipes.benchmarks.report import markdown, reasons, rows
 SCHEDULES = ("auto", "kv_ring", "burst", "ulysses")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 LENGTHS = (8192, 16384, 32768, 65536, 131072)
-_DAY_S = 86400
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options: the attention to measure, how long, and where the result goes."""
+def options() -> argparse.ArgumentParser:
+    """The options: the attention to measure, how long, and where the result goes."""
+    parser = options_of(__doc__, timeout_s=120.0)
     parser.add_argument(
-        "--lengths", type=int, nargs="+", help=f"tokens of the whole sequence ({' '.join(map(str, LENGTHS))})"
+        "--lengths", type=at_least(1), nargs="+", help=f"tokens of the whole sequence ({' '.join(map(str, LENGTHS))})"
     )
-    parser.add_argument("--kv-heads", type=int, nargs="+", default=[8], help="key heads, a table each")
-    parser.add_argument("--q-heads", type=int, default=32)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--kv-heads", type=at_least(1), nargs="+", default=[8], help="key heads, a table each")
+    parser.add_argument("--q-heads", type=at_least(1), default=32)
+    parser.add_argument("--head-dim", type=at_least(1), default=128)
+    parser.add_argument("--batch", type=at_least(1), default=1)
     parser.add_argument(
         "--documents",
-        type=int,
+        type=at_least(1),
         nargs=2,
         metavar=("SHORTEST", "LONGEST"),
         help="tokens of packed documents, whose logarithms are uniform; one whole sequence by default",
     )
-    parser.add_argument("--window", type=int, help="tokens that a query sees backwards beside itself; all by default")
+    parser.add_argument(
+        "--window", type=at_least(0), help="tokens that a query sees backwards beside itself; all by default"
+    )
     parser.add_argument("--chunkings", nargs="+", choices=get_args(Chunking), default=["balanced"])
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), help="names of BurstConfig.schedule")
@@ -78,21 +80,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--burst", type=_setting, nargs="+", default=[], metavar="NAME=VALUE", help="further settings of BurstConfig"
     )
     parser.add_argument("--contenders", nargs="+", default=["*"], help="patterns of names, such as limit 'hf_burst*'")
-    parser.add_argument("--seconds", type=float, default=180.0, help="time for the lengths of one number of key heads")
-    parser.add_argument("--rounds", type=int, nargs=2, default=(3, 30), metavar=("FEWEST", "MOST"))
     parser.add_argument(
-        "--in-a-row", type=int, default=4, help="calls that follow each other, as layers do; fewer if calls are slow"
+        "--seconds", type=seconds, default=180.0, help="time for the lengths of one number of key heads"
     )
-    parser.add_argument("--warmup", type=int, default=56, help="calls before the first round; fewer if they are slow")
+    parser.add_argument("--rounds", type=at_least(1), nargs=2, default=(3, 30), metavar=("FEWEST", "MOST"))
+    parser.add_argument(
+        "--in-a-row",
+        type=at_least(1),
+        default=4,
+        help="calls that follow each other, as layers do; fewer if slow",
+    )
+    parser.add_argument(
+        "--warmup", type=at_least(0), default=56, help="calls before the first round; fewer if they are slow"
+    )
     parser.add_argument(
         "--check-length",
-        type=int,
+        type=at_least(1),
         help="tokens at which results are compared with fp64 (2048; with documents, as many a rank)",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one call may take")
-    parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
-    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
+    return parser
 
 
 def benchmark(arguments: argparse.Namespace, others: Sequence[Contender] = ()) -> int:
@@ -101,7 +107,7 @@ def benchmark(arguments: argparse.Namespace, others: Sequence[Contender] = ()) -
     Contenders of packages that are not installed are no failure.
 
     Args:
-        arguments (`argparse.Namespace`): As `add_arguments` reads them.
+        arguments (`argparse.Namespace`): As `options` reads them.
         others (sequence of [`Contender`]): Contenders beside the limit and hf_burst's schedules.
 
     Returns:
@@ -117,7 +123,6 @@ def benchmark(arguments: argparse.Namespace, others: Sequence[Contender] = ()) -
         print(f"attention.py: {error}", file=sys.stderr)
         return 2
     try:
-        _check_out(arguments.out, ranks)
         result = _matrix(arguments, contenders, ranks)
     except BurstError as error:
         ranks.say(f"attention.py: {error}")
@@ -141,27 +146,12 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _validate(arguments: argparse.Namespace) -> None:
-    counts = ("q_heads", "head_dim", "batch", "check_length", "timeout", "seconds", "in_a_row")
-    for name in counts:
-        value = getattr(arguments, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be a number above 0.")
-    if arguments.timeout > _DAY_S:
-        raise ConfigError(f"--timeout is {arguments.timeout}; it must be at most {_DAY_S} seconds, a day.")
-    if arguments.warmup < 0:
-        raise ConfigError(f"--warmup is {arguments.warmup}; it must be at least 0.")
-    if arguments.lengths and min(arguments.lengths) < 1:
-        raise ConfigError(f"--lengths are {arguments.lengths}; give numbers of tokens, at least 1.")
     for kv_heads in arguments.kv_heads:
-        if kv_heads < 1 or arguments.q_heads % kv_heads:
+        if arguments.q_heads % kv_heads:
             raise ConfigError(f"--q-heads {arguments.q_heads} is no whole multiple of --kv-heads {kv_heads}.")
-    if arguments.documents and not 1 <= arguments.documents[0] <= arguments.documents[1]:
-        raise ConfigError(f"--documents is {arguments.documents}; give the shortest, at least 1, and the longest.")
-    if arguments.window is not None and arguments.window < 0:
-        raise ConfigError(f"--window is {arguments.window}; give the tokens visible backwards, or leave it out.")
-    fewest, most = arguments.rounds
-    if not 1 <= fewest <= most:
-        raise ConfigError(f"--rounds is {fewest} {most}; give the fewest, at least 1, and the most.")
+    for name in ("documents", "rounds"):
+        if (pair := getattr(arguments, name)) and pair[0] > pair[1]:
+            raise ConfigError(f"--{name} is {pair[0]} {pair[1]}; give the smaller number first.")
     settings = {"kernel": arguments.kernel, **dict(arguments.burst)}
     for name in ("schedule", "chunking"):
         if name in settings:
@@ -184,22 +174,6 @@ def _requested(arguments: argparse.Namespace, others: Sequence[Contender]) -> li
         names = ", ".join(repr(contender.name) for contender in contenders)
         raise ConfigError(f"--contenders {' '.join(map(repr, arguments.contenders))} is none of {names}.")
     return matching
-
-
-def _check_out(out: Path | None, ranks: Ranks) -> None:
-    """Raises on all ranks if rank 0 cannot write the result. An older result stays as it is."""
-    problem = None
-    if out is not None and ranks.rank == 0:
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.open("a").close()
-            if not out.stat().st_size:
-                out.unlink()
-        except OSError as error:
-            problem = (time.time(), f"--out is {out}, where no result can be written: {error}")
-    refusal = ranks.agree(problem)
-    if refusal is not None:
-        raise ConfigError(refusal)
 
 
 def set_lengths(arguments: argparse.Namespace, ranks: Ranks) -> None:
@@ -226,7 +200,7 @@ def _matrix(arguments: argparse.Namespace, contenders: Sequence[Contender], rank
     sample = Mask(256, window=arguments.window, documents=bounds)
     native, refusals = choose_native(arguments.kernel, ranks, dtype, arguments.head_dim, sample)
     ranks.say(f"kernel {native.name} on {ranks.size} x {ranks.device.type}" + "".join(f"\n  {why}" for why in refusals))
-    result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
+    result = environment(ranks, arguments.commit)
     result |= {"settings": _settings(arguments), "kernel": native.name, "kernels_refused": refusals}
     result |= {"checks": [], "results": []}
     for kv_heads in arguments.kv_heads:
@@ -264,7 +238,7 @@ def _lengths(
     start, warm = time.perf_counter(), frozenset[str]()
     lengths = sorted(set(arguments.lengths))
     for index, length in enumerate(lengths):
-        passed = float(ranks.largest(torch.tensor([time.perf_counter() - start], dtype=torch.float64))[0])
+        (passed,) = ranks.largest([time.perf_counter() - start])
         share = length / sum(lengths[index:])
         left, rounds = arguments.seconds - passed, tuple(arguments.rounds)
         effort = Effort(
@@ -275,9 +249,7 @@ def _lengths(
         results = measure(contenders, at_length, ranks, effort)
         warm |= {measured.contender.name for measured in results if measured.status == "ok"}
         result["results"] += rows(results, at_length)
-        if arguments.out is not None and ranks.rank == 0:
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(arguments.out, result, ranks)
 
 
 def _status(result: dict[str, Any]) -> int:
@@ -297,13 +269,5 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    add_arguments(parser)
-    return benchmark(parser.parse_args(), peers())
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(benchmark(options().parse_args(), peers()))

@@ -48,13 +48,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 import hf_burst
 from hf_burst.cli.launch import launched
 from recipes.benchmarks.fits import GIB, Watcher
+from recipes.benchmarks.harness import Row, at_least, options_of
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.training import at_least
 from recipes.benchmarks.training_job import LORA, SHAPES, make_model
 from recipes.byte_tokenizer import byte_tokenizer
 
-Row = dict[str, Any]
 GENERATION, REWARDS, TRAINING, REST = "generation", "rewards", "training", "rest"
 OLD, REFERENCE = "old log-probabilities", "reference log-probabilities"
 PARTS = (GENERATION, OLD, REFERENCE, REWARDS, TRAINING, REST)
@@ -209,7 +208,7 @@ def run(arguments: argparse.Namespace) -> None:
     args = settings(arguments, contender, folder)
     device, start = args.device, time.perf_counter()  # joins the processes
     ranks = Ranks(device.type, arguments.timeout)
-    tell(ranks, folder, environment=environment(ranks, sys.argv[: -len(arguments.attempt) - 1], arguments.commit))
+    tell(ranks, folder, environment=environment(ranks, arguments.commit, sys.argv[1 : -len(arguments.attempt) - 1]))
     changes = {} if arguments.layers is None else {"num_hidden_layers": arguments.layers}
     longest = prompt + arguments.answer_length
     model: Any = make_model(arguments.shape, longest, getattr(torch, arguments.dtype), device, changes)
@@ -241,7 +240,7 @@ def run(arguments: argparse.Namespace) -> None:
             tell(ranks, folder, begun={"warm": warm, **found})
             return
         length_of_answers(arguments.answer_length)
-        tell(ranks, folder, rollout={"warm": warm, **slowest(found, ranks)})
+        tell(ranks, folder, rollout={"warm": warm, **{kind: ranks.slowest(own) for kind, own in found.items()}})
 
     length_of_answers(arguments.warm_length)
     clock = Clock(arguments.iterations, device, noted)
@@ -252,12 +251,6 @@ def run(arguments: argparse.Namespace) -> None:
         clock.watcher.join()
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
-
-
-def slowest(found: Row, ranks: Ranks) -> Row:
-    """The largest value of any rank."""
-    every = ranks.gather(found)
-    return {kind: {name: max(each[kind][name] for each in every) for name in found[kind]} for kind in found}
 
 
 def tell(ranks: Ranks, folder: Path, **line: Any) -> None:
@@ -357,7 +350,7 @@ def device_of(arguments: argparse.Namespace) -> str:
 
 
 def read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, timeout_s=400.0)  # of an attempt
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--layers", type=at_least(1), help="how many layers of that width (as many as the shape has)")
     parser.add_argument("--prompts", type=at_least(1), nargs="+", default=[32768], help="tokens of hf_burst's prompts")
@@ -379,10 +372,6 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--trl-attention", default="sdpa", help="attn_implementation of TRL's model")
     parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU, for both")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights (bfloat16 on GPUs)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--timeout", type=float, default=400.0, help="seconds that one attempt may take")
-    parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
-    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     parser.add_argument("--attempt", nargs=3, help=argparse.SUPPRESS)  # contender, prompt, folder
     arguments = parser.parse_args()
     arguments.dtype = arguments.dtype or ("float32" if device_of(arguments) == "cpu" else "bfloat16")
@@ -418,7 +407,6 @@ def main() -> int:
         if arguments.out is not None:
             given = {name: value for name, value in vars(arguments).items() if name not in ("out", "attempt")}
             result = {**about, "settings": given, "results": list(rows.values())}
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
     ok = False

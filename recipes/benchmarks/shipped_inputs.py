@@ -19,7 +19,6 @@ from benchmarks.provenance import git_commit, hardware, versions
 from byte_tokenizer import byte_tokenizer
 from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, ProcessorMixin
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_burst
 
@@ -131,21 +130,18 @@ class OfImages(transformers.Qwen3VLProcessor):
 
 
 def load(folder: Path) -> None:
-    """Loads a model by plain Transformers; its outputs are numbers. It is whole, as in a process of its own, and on the
-    GPU where there is one: Liger may have replaced layers of its class, which need it."""
-    unset_hf_deepspeed_config()
-    config, device = AutoConfig.from_pretrained(folder), "cuda" if torch.cuda.is_available() else "cpu"
-    model = models.auto_class(config).from_pretrained(folder, dtype="auto").to(device)
+    """Loads a model by plain Transformers; its outputs are numbers."""
+    model = models.auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype="auto")
     with torch.no_grad():
-        logits = model(input_ids=torch.arange(4, 68, device=device)[None]).logits
+        logits = model(input_ids=torch.arange(4, 68)[None]).logits
     assert logits.isfinite().all(), "its outputs are not finite"
 
 
-def machine(size: int) -> dict[str, Any]:
+def machine(size: int, commit: str | None) -> dict[str, Any]:
     """Where and with what the processes run."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
-        "git_commit": git_commit(Path(__file__).parent),
+        "git_commit": commit or git_commit(Path(__file__).parent),
         "hardware": hardware(device, size, 1),
         "versions": {"hf_burst": hf_burst.__version__, **versions(cuda=device.type == "cuda")},
     }

@@ -18,7 +18,6 @@ the shapes of their inputs. The profiler makes steps some percent longer.
 import argparse
 import json
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -36,12 +35,13 @@ import hf_burst
 from hf_burst.plan import Mask
 from recipes.benchmarks.contenders import Case
 from recipes.benchmarks.contenders import hf_burst as hf_burst_attention
+from recipes.benchmarks.harness import options_of, write
 from recipes.benchmarks.measure import listening
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_contenders import burst
-from recipes.benchmarks.training_job import SHAPES, apply_liger, make_job, make_model
+from recipes.benchmarks.training_job import SHAPES, apply_liger, make_job, make_model, random_tokens
 
 Span = tuple[float, float]
 # the first group of which a word is in a kernel's name
@@ -136,12 +136,6 @@ def profiled(profiler: profile, seconds: float) -> dict[str, Any]:
 Steps = tuple[Callable[[], Any], Callable[[], Any]]  # makes one; the settings that were chosen
 
 
-def tokens_of(arguments: argparse.Namespace, vocabulary: int, ranks: Ranks) -> torch.Tensor:
-    """Random tokens, the same on every rank."""
-    generator = torch.Generator().manual_seed(arguments.length)
-    return torch.randint(0, vocabulary, (1, arguments.length), generator=generator).to(ranks.device)
-
-
 @contextmanager
 def training(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Steps]:
     """Steps of an optimizer."""
@@ -155,7 +149,7 @@ def training(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Steps]:
         layers=arguments.layers,
         gated_norms=arguments.gated_norms,
     )
-    job.tokens = tokens_of(arguments, job.base.config.vocab_size, ranks)
+    job.tokens = random_tokens(arguments.length, job.base, ranks.device)
 
     def step() -> None:
         loss(job).backward()
@@ -176,7 +170,7 @@ def reading(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Steps]:
         apply_liger(model)
     model.config.use_cache = model.generation_config.use_cache = True
     hf_burst.patch_model(model, hf_burst.BurstConfig.from_dict(arguments.settings))
-    tokens = tokens_of(arguments, model.config.vocab_size, ranks)
+    tokens = random_tokens(arguments.length, model, ranks.device)
     yield partial(hf_burst.remember, model, tokens), dict
 
 
@@ -215,7 +209,7 @@ def attending(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Steps]:
 
 def main() -> None:
     """Makes four steps, the last one under the profiler."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, timeout_s=600.0)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-hybrid")
     parser.add_argument("--layers", type=int, help="of the model (as many as the shape has)")
     parser.add_argument("--length", type=int, default=65536, help="tokens of the whole sequence")
@@ -227,12 +221,9 @@ def main() -> None:
     parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU")
     parser.add_argument("--gated-norms", action="store_true", help="fla's norms of gated outputs")
     parser.add_argument("--settings", type=json.loads, default={}, help="of BurstConfig and Memory, as JSON")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
-    parser.add_argument("--out", type=Path, required=True, help="where the result goes, as JSON")
     arguments = parser.parse_args()
-    ranks = Ranks(arguments.device, 600)
-    result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
+    ranks = Ranks(arguments.device, arguments.timeout)
+    result = environment(ranks, arguments.commit)
     seconds = list[float]()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ranks.cuda else [])]
     profiler = profile(activities=activities, record_shapes=True)
@@ -240,22 +231,16 @@ def main() -> None:
     with listening() as said, steps(arguments, ranks) as (step, chosen):
         for index in range(4):
             ranks.align()
-            if ranks.cuda:
-                torch.cuda.synchronize()
             if index == 3 and ranks.rank == 0:
+                ranks.wait()
                 profiler.start()
-            start = time.perf_counter()
-            step()
-            if ranks.cuda:
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
+            seconds.append(ranks.time(step))
             if index == 3 and ranks.rank == 0:
                 profiler.stop()
     if ranks.rank == 0:
         found = {"steps_s": seconds, "chosen": chosen(), **profiled(profiler, seconds[-1]), "said": said}
         ranks.say(json.dumps({name: found[name] for name in ("steps_s", "groups", "nothing", "chosen")}))
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result | found, indent=1) + "\n")
+        write(arguments.out, result | found, ranks)
     ranks.close()
 
 

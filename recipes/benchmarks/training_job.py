@@ -102,6 +102,12 @@ class Job:
         return batch
 
 
+def random_tokens(length: int, model: PreTrainedModel, device: torch.device) -> torch.Tensor:
+    """One sequence, the same on every rank."""
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(0, model.config.vocab_size, (1, length), generator=generator).to(device)
+
+
 def config_of(shape: str, **changes: Any) -> PreTrainedConfig:
     """The config of a name of `SHAPES`, with other values for some of its attributes."""
     return AutoConfig.for_model(**{**SHAPES[shape], **changes})

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -194,22 +193,12 @@ def _seconds(function: Callable[[], Any], ranks: Ranks, at_least: float = 0.2, o
     A busy device runs slower than one that was idle before.
     """
 
-    def run(calls: int) -> float:
-        if ranks.cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        if ranks.cuda:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) / calls
-
     if not once:
-        run(1)
-    mean = run(1)
+        ranks.time(function)
+    mean = ranks.time(function)
     if not once and mean < at_least:
-        mean = run(max(3, math.ceil(at_least / mean)))
-    return float(ranks.largest(torch.tensor([mean], dtype=torch.float64))[0])
+        mean = ranks.time(function, max(3, math.ceil(at_least / mean)))
+    return ranks.largest([mean])[0]
 
 
 def flops(job: Job, length: int, lora: bool) -> float:
