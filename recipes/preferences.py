@@ -3,7 +3,7 @@
 import json
 from functools import partial
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import report
@@ -13,6 +13,9 @@ from datasets import Dataset, Features, Json, List, Value
 from settings import DataSettings, using
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 from trl.data_utils import extract_prompt
+
+if TYPE_CHECKING:
+    from training import Start
 
 
 def load_pairs(settings: DataSettings, training: DPOConfig | RewardConfig) -> tuple[Dataset, Dataset | None]:
@@ -92,6 +95,16 @@ def count_same(pairs: Dataset) -> int:
     batches = pairs.select_columns(["chosen", "rejected"]).with_format("arrow").iter(batch_size=WRITTEN)
     columns = ((batch["chosen"].to_pylist(), batch["rejected"].to_pylist()) for batch in batches)
     return sum(one == other for chosen, rejected in columns for one, other in zip(chosen, rejected, strict=True))
+
+
+def make_trainer(kind: type[DPOTrainer] | type[RewardTrainer], start: "Start", **more: Any) -> Any:
+    """TRL's trainer of a kind on pairs, none longer than `max_length`."""
+    rows, longest = load_pairs(start.documents, start.args), start.args.max_length
+    start.args.max_length = None  # TRL would cut answers off, or leave longer pairs out without a word
+    trainer = start.make(kind, rows, **more)
+    start.args.max_length = longest
+    fit_pairs(trainer, start.documents, longest)
+    return trainer
 
 
 def fit_pairs(trainer: DPOTrainer | RewardTrainer, settings: DataSettings, longest: int) -> None:
