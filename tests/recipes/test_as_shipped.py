@@ -12,7 +12,8 @@ from unittest import mock
 
 import pytest
 
-from recipes.benchmarks import as_shipped, provenance
+from recipes.benchmarks import provenance
+from tests.support import as_shipped
 
 ROOT = Path(__file__).parents[2]
 CPU = ("accelerate_2_processes.yaml",)  # as all whose names end in _cpu.yaml
@@ -20,7 +21,7 @@ CPU = ("accelerate_2_processes.yaml",)  # as all whose names end in _cpu.yaml
 
 def run(out: Path, *options: str, timeout: float = 580) -> tuple[int, dict[str, dict]]:
     """The exit status, and the row of each file."""
-    command = [sys.executable, "recipes/benchmarks/as_shipped.py", "--out", str(out), *options]
+    command = [sys.executable, "-m", "tests.support.as_shipped", "--out", str(out), *options]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode in (0, 1), done.stderr
@@ -117,7 +118,7 @@ def test_a_later_call_replaces_its_own_rows(monkeypatch: pytest.MonkeyPatch, tmp
     out, status = tmp_path / "out.json", "ok"
     monkeypatch.setattr(as_shipped, "ran", ran)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setitem(sys.modules, "benchmarks", types.SimpleNamespace(shipped_inputs=inputs))
+    monkeypatch.setitem(sys.modules, "tests.support.shipped_inputs", inputs)
     before = json.loads(RESULT.read_text())["results"]
     (old,), (other,) = ([row for row in before if row["config"] == f"{name}_4gpu.yaml"] for name in ("dpo", "grpo"))
     old |= {"files": ["earlier.yaml"], "config": "earlier.yaml"}

@@ -1,9 +1,9 @@
 """Runs what recipes/configs ships for GPUs: two steps of each distinct combination of recipe, dtype, adapters, bits,
 kind of model, rows and wrapping, with a small random model of the same kind in the place of its own.
 
-    python recipes/benchmarks/as_shipped.py --processes 2 --out outputs/as_shipped.json
-    python recipes/benchmarks/as_shipped.py --processes 2 --only 'grpo_*' 'accelerate_*' --out outputs/as_shipped.json
-    ACCELERATE_USE_CPU=1 python recipes/benchmarks/as_shipped.py --out outputs/as_shipped.json
+    python -m tests.support.as_shipped --processes 2 --out outputs/as_shipped.json
+    python -m tests.support.as_shipped --processes 2 --only 'grpo_*' 'accelerate_*' --out outputs/as_shipped.json
+    ACCELERATE_USE_CPU=1 python -m tests.support.as_shipped --out outputs/as_shipped.json
 
 The launch line in the comment of a file says its recipe and wrapping. Lines for one process run in one, the others in
 `--processes`. Every recipe is launched as users launch it. The model that comes out is loaded by plain Transformers;
@@ -160,9 +160,10 @@ def is_adapter(run: Run) -> bool:
 
 def work(kind: str, recipe: str, words: list[str]) -> None:
     """What each launched process does: runs a recipe, with a processor of images for a small model of this kind."""
-    sys.path[:1] = [str(ROOT), str(ROOT / "recipes")]  # the recipes' modules, and not those of benchmarks
+    sys.path[:1] = [str(ROOT), str(ROOT / "recipes")]  # the recipes' modules, and not those beside this file
     import beginning  # noqa: F401 (before torch)
-    from benchmarks import shipped_inputs
+
+    from tests.support import shipped_inputs
 
     sys.argv = [f"{recipe}.py", *words]
     with shipped_inputs.processors(kind):
@@ -214,7 +215,7 @@ def steps(
     Raises:
         RuntimeError: If a part fails.
     """
-    from benchmarks import shipped_inputs
+    from tests.support import shipped_inputs
 
     inputs, output = folder / "inputs", folder / name
 
@@ -275,8 +276,8 @@ def main() -> None:
     followed = {every[at][0].recipe: at for at in reversed(plain)}
     held = json.loads(args.out.read_text())["results"] if args.out.exists() else []
     held = [row for row in held if combination(row) in [run.combination for run, _ in every]]
-    sys.path[:1] = [str(ROOT), str(ROOT / "recipes")]
-    from benchmarks import shipped_inputs
+    sys.path[:0] = [str(ROOT / "recipes")]
+    from tests.support import shipped_inputs
 
     failed = False
     with tempfile.TemporaryDirectory() as temporary:

@@ -15,15 +15,15 @@ import models
 import torch
 import transformers
 import yaml
-from benchmarks.provenance import git_commit, hardware, versions
 from byte_tokenizer import byte_tokenizer
 from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, ProcessorMixin
 
 import hf_burst
+from recipes.benchmarks.provenance import git_commit, hardware, versions
 
 VOCABULARY, POSITIONS = 320, 512
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "recipes/configs"
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": POSITIONS}
 SIZES |= {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
