@@ -23,11 +23,12 @@ from hypothesis import strategies as st
 from hf_burst.config import Memory
 from hf_burst.errors import ConfigError
 from hf_burst.plan import Mask
-from recipes.benchmarks import attention, predictions, recurrent, step_profile, training_contenders
+from recipes.benchmarks import attention, recurrent, step_profile, training_contenders
 from recipes.benchmarks.contenders import Case, Contender, Documents, Prepared, hf_burst
 from recipes.benchmarks.native import Native
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.report import markdown
+from tests.support import predictions
 from tests.support.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
