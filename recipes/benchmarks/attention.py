@@ -8,10 +8,6 @@ The whole matrix on 4 GPUs, then the same with the kernels of FlashAttention-2 f
     torchrun --nproc-per-node 4 recipes/benchmarks/attention.py --kv-heads 8 32 --kernel flash_attn_2 \\
         --contenders limit 'hf_burst*' 'ulysses*' 'ring*' --out outputs/attention_4xH200_fa2.json
 
-The schedules of hf_burst beside the limit, without other packages:
-
-    torchrun --nproc-per-node 4 recipes/benchmarks/attention.py --lengths 16384 131072 --contenders limit 'hf_burst*'
-
 On two CPU processes, to see that it works (most peers need GPUs):
 
     torchrun --nproc-per-node 2 recipes/benchmarks/attention.py --device cpu --dtype float32 --q-heads 4 \\
@@ -21,7 +17,7 @@ README.md beside this file says how it is measured and how to read the result.
 """
 
 import argparse
-import json
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -39,13 +35,12 @@ from hf_burst.config import Chunking
 from hf_burst.errors import BurstError, ConfigError
 from hf_burst.plan import Mask, chunks_per_rank
 from recipes.benchmarks.contenders import Case, Contender, Documents, hf_burst, limit
-from recipes.benchmarks.harness import at_least, options_of, seconds, write
-from recipes.benchmarks.measure import Effort, check, measure
+from recipes.benchmarks.harness import at_least, options_of, seconds, setting, settings_of, table, write
+from recipes.benchmarks.measure import PASSES, Effort, Measured, check, measure
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.peers import peers
-from recipes.benchmarks.provenance import environment
+from recipes.benchmarks.provenance import environment, interquartile_range
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.report import markdown, reasons, rows
 
 SCHEDULES = ("auto", "kv_ring", "burst", "ulysses")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -77,7 +72,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), help="names of BurstConfig.schedule")
     parser.add_argument("--kernel", default="auto", help="a name of BurstConfig.kernel, for contenders with a choice")
     parser.add_argument(
-        "--burst", type=_setting, nargs="+", default=[], metavar="NAME=VALUE", help="further settings of BurstConfig"
+        "--burst", type=setting, nargs="+", default=[], metavar="NAME=VALUE", help="further settings of BurstConfig"
     )
     parser.add_argument("--contenders", nargs="+", default=["*"], help="patterns of names, such as limit 'hf_burst*'")
     parser.add_argument(
@@ -130,19 +125,8 @@ def benchmark(arguments: argparse.Namespace, others: Sequence[Contender] = ()) -
     finally:
         ranks.close()
     if ranks.rank == 0:
-        print("\n".join([markdown([result]), *reasons(result)]))
+        print("\n".join([markdown(result), *reasons(result)]))
     return _status(result)
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    """Reads `name=value`; the value is JSON, or else a string."""
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
 
 
 def _validate(arguments: argparse.Namespace) -> None:
@@ -201,7 +185,7 @@ def _matrix(arguments: argparse.Namespace, contenders: Sequence[Contender], rank
     native, refusals = choose_native(arguments.kernel, ranks, dtype, arguments.head_dim, sample)
     ranks.say(f"kernel {native.name} on {ranks.size} x {ranks.device.type}" + "".join(f"\n  {why}" for why in refusals))
     result = environment(ranks, arguments.commit)
-    result |= {"settings": _settings(arguments), "kernel": native.name, "kernels_refused": refusals}
+    result |= {"settings": settings_of(arguments), "kernel": native.name, "kernels_refused": refusals}
     result |= {"checks": [], "results": []}
     for kv_heads in arguments.kv_heads:
         case = Case(
@@ -262,11 +246,98 @@ def _status(result: dict[str, Any]) -> int:
     return 1 if failed or not expected & measured else 0
 
 
-def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options, as the result keeps them."""
-    return {
-        name: value for name, value in vars(arguments).items() if isinstance(value, int | float | str | list | tuple)
+def rows(results: Sequence[Measured], case: Case) -> list[dict[str, Any]]:
+    """The rows of one case. Ratios between contenders are ratios of medians."""
+    medians = {
+        measured.contender.name: {name: statistics.median(measured.seconds[name]) for name in PASSES}
+        for measured in results
+        if measured.status == "ok"
     }
+    return [_row(measured, case, medians) for measured in results]
+
+
+def _row(measured: Measured, case: Case, medians: dict[str, dict[str, float]]) -> dict[str, Any]:
+    name = measured.contender.name
+    row: dict[str, Any] = {
+        "contender": name,
+        "config": measured.contender.config,
+        "limit_kernel": case.native.name,
+        "length": case.length,
+        "batch": case.batch,
+        "q_heads": case.q_heads,
+        "kv_heads": case.kv_heads,
+        "head_dim": case.head_dim,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "documents": len(case.mask.documents) - 1,
+        "document_tokens": [case.documents.shortest, case.documents.longest] if case.documents else None,
+        "window": case.window,
+        "ranks": case.ranks,
+        "status": measured.status,
+        "reason": measured.reason,
+        "said": measured.said,
+    }
+    if measured.status != "ok" or measured.run is None:
+        return row
+    own, flops = medians[name], case.flops()
+    limit = medians.get("limit")
+    return row | {
+        "calls": measured.calls,
+        "seconds": measured.seconds,
+        "median_s": own,
+        "iqr_s": {part: interquartile_range(measured.seconds[part]) for part in PASSES},
+        "tflops_per_gpu": {part: flops[part] / own[part] / 1e12 for part in PASSES},
+        "share_of_limit": {part: limit[part] / own[part] for part in PASSES} if limit else None,
+        "times_as_fast_as": {rival: medians[rival]["both"] / own["both"] for rival in medians if rival != name},
+        "peak_memory_bytes": measured.peak_bytes,
+        "memory_outside_allocator_bytes": measured.outside_bytes,
+    }
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Tables of Markdown, one for each number of key heads."""
+    tables = []
+    for heads in dict.fromkeys(row["kv_heads"] for row in result["results"]):
+        part = [row for row in result["results"] if row["kv_heads"] == heads]
+        row, lengths = part[0], sorted({row["length"] for row in part})
+        title = (
+            f"{row['ranks']} x {result['hardware']['device']}, {row['q_heads']} query and {heads} key heads, "
+            f"{row['dtype']}, limit by {row['limit_kernel']}{mask_of(row)}"
+        )
+        names = dict.fromkeys(row["contender"] for row in part)
+        cells = [[name, *(_cell(part, name, length) for length in lengths)] for name in names]
+        tables.append(f"{title}:\n\n{table(['TF/s per GPU (share of the limit)', *map(_tokens, lengths)], cells)}\n")
+    return "\n".join(tables)
+
+
+def mask_of(row: dict[str, Any]) -> str:
+    """Documents and window, as a title names them. Older results have neither."""
+    documents, window = row.get("document_tokens"), row.get("window")
+    packed = f", documents of {documents[0]} to {documents[1]} tokens" if documents else ""
+    return packed + (f", window {window}" if window is not None else "")
+
+
+def _tokens(length: int) -> str:
+    return f"{length // 1024}K" if length % 1024 == 0 else str(length)
+
+
+def _cell(part: Sequence[dict[str, Any]], name: str, length: int) -> str:
+    row = next((row for row in part if row["contender"] == name and row["length"] == length), None)
+    if row is None:
+        return ""
+    if row["status"] != "ok":
+        return str(row["status"])
+    rate, share = row["tflops_per_gpu"]["both"], row["share_of_limit"]
+    digits = f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
+    return digits if share is None or name == "limit" else f"{digits} ({share['both']:.0%})"
+
+
+def reasons(result: dict[str, Any]) -> list[str]:
+    """Reasons why contenders are missing, each of them once."""
+    reasons: dict[str, None] = {}
+    for row in [*result["results"], *result["checks"]]:
+        if row["status"] != "ok":
+            reasons[f"{row['contender']} {row['status']}: {row['reason'][:200]}"] = None
+    return list(reasons)
 
 
 if __name__ == "__main__":

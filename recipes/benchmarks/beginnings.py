@@ -26,7 +26,7 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from hf_burst.plan import MaskPattern
-from recipes.benchmarks.harness import at_least, options_of, write
+from recipes.benchmarks.harness import Row, at_least, options_of, table, write
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.steps import Way, measure, with_medians
@@ -117,20 +117,18 @@ def ceilings(arguments: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def table(result: dict[str, Any]) -> str:
+def summary_table(rows: list[Row]) -> str:
     """The result as Markdown."""
-    lines = ["| contender | s a step | sharing is so many times as fast | GiB | of the host |"]
-    lines.append("|---|---:|---:|---:|---:|")
-    shared = next((row for row in result["results"] if row["contender"] == "shared"), {})
-    faster = {"shared": 1.0, **shared.get("times_as_fast_as", {})}
-    for row in result["results"]:
-        name = row["contender"]
-        cells = [row["reason"], "", "", ""]
+    shared = next((row for row in rows if row["contender"] == "shared"), {})
+    faster = {name: f"{times:.2f}" for name, times in {"shared": 1.0, **shared.get("times_as_fast_as", {})}.items()}
+    cells = []
+    for row in rows:
+        found = [row["contender"], row["reason"]]
         if "median_s" in row:
-            cells = [f"{row['median_s']:.3f}", f"{faster[name]:.2f}" if name in faster else ""]
-            cells += [f"{row[f'{kind}_memory_gib']:.1f}" for kind in ("peak", "host")]
-        lines.append(f"| {' | '.join([name, *cells])} |")
-    return "\n".join(lines)
+            peaks = (f"{row[f'{kind}_memory_gib']:.1f}" for kind in ("peak", "host"))
+            found[1:] = [f"{row['median_s']:.3f}", faster.get(row["contender"], ""), *peaks]
+        cells.append(found)
+    return table(["contender", "s a step", "sharing is so many times as fast", "GiB", "of the host"], cells)
 
 
 def read_arguments() -> argparse.Namespace:
@@ -170,7 +168,7 @@ def main() -> int:
         result["results"] = [row | {"settings": row["chosen"]} for row in with_medians(found)]
         write(arguments.out, result, ranks)
     ranks.say(json.dumps(result["ceilings"]))
-    ranks.say(table(result))
+    ranks.say(summary_table(result["results"]))
     ranks.close()
     return 0 if any("median_s" in row for row in result["results"]) else 1
 

@@ -43,7 +43,7 @@ from hf_burst.attention.shared_keys import Exchange, Keys, attend_to_shared, exc
 from hf_burst.hf.generation.step_graphs import Recording
 from hf_burst.kernels import Scores
 from hf_burst.plan import Mask
-from recipes.benchmarks.harness import Row, at_least, options_of, write
+from recipes.benchmarks.harness import Row, at_least, options_of, settings_of, write
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
@@ -218,7 +218,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     arguments = parser.parse_args()
     ranks = Ranks(arguments.device, arguments.timeout)
-    result: Row = {**environment(ranks, arguments.commit), "settings": vars(arguments) | {"out": None}}
+    result: Row = {**environment(ranks, arguments.commit), "settings": settings_of(arguments)}
     bench, rows = Bench(arguments, ranks), list[Row]()
 
     def measure(name: str, length: int, function: Callable[[], Row]) -> bool:

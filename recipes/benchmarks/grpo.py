@@ -48,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 import hf_burst
 from hf_burst.cli.launch import launched
 from recipes.benchmarks.fits import GIB, Watcher
-from recipes.benchmarks.harness import Row, at_least, options_of
+from recipes.benchmarks.harness import Row, at_least, options_of, settings_of, table
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_job import LORA, SHAPES, make_model
@@ -328,20 +328,16 @@ def summary(row: Row, iterations: int) -> Row:
     }
 
 
-def table(rows: list[Row]) -> str:
+def summary_table(rows: list[Row]) -> str:
     """The result as Markdown."""
-    lines = [
-        f"| contender | prompt | {' | '.join(PARTS)} | s a rollout | peak GiB |",
-        "|---|" + "---:|" * (len(PARTS) + 3),
-    ]
+    cells = []
     for row in rows:
-        if "median_s" not in row:
-            lines.append(f"| {row['contender']} | {row['prompt']:,} | {row['reason']} |")
-            continue
-        parts = " | ".join(f"{row['median_s'][name]:.2f}" for name in PARTS)
-        memory = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
-        lines.append(f"| {row['contender']} | {row['prompt']:,} | {parts} | {row['rollout_s']:.2f} | {memory} |")
-    return "\n".join(lines)
+        found = [row["contender"], f"{row['prompt']:,}", row["reason"]]
+        if "median_s" in row:
+            memory = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+            found[2:] = [*(f"{row['median_s'][name]:.2f}" for name in PARTS), f"{row['rollout_s']:.2f}", memory]
+        cells.append(found)
+    return table(["contender", "prompt", *PARTS, "s a rollout", "peak GiB"], cells)
 
 
 def device_of(arguments: argparse.Namespace) -> str:
@@ -405,8 +401,7 @@ def main() -> int:
     def found(row: Row, about: Mapping[str, Any]) -> None:
         rows[row["contender"], row["prompt"]] = row
         if arguments.out is not None:
-            given = {name: value for name, value in vars(arguments).items() if name not in ("out", "attempt")}
-            result = {**about, "settings": given, "results": list(rows.values())}
+            result = {**about, "settings": settings_of(arguments), "results": list(rows.values())}
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
     ok = False
@@ -417,7 +412,7 @@ def main() -> int:
             ok = ok or held
             if held and not ours:
                 break
-    print(table(list(rows.values())), file=sys.stderr, flush=True)
+    print(summary_table(list(rows.values())), file=sys.stderr, flush=True)
     return int(not ok)
 
 

@@ -1,9 +1,10 @@
 """What the benchmarks share: the options of their command lines, and where a result goes."""
 
 import argparse
+import ast
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,31 @@ def write(out: Path | None, result: Any, ranks: Ranks) -> None:
         out.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def settings_of(arguments: argparse.Namespace) -> Row:
+    """The options, as a result keeps them."""
+    kinds = int | float | str | list | tuple
+    return {name: value for name, value in vars(arguments).items() if isinstance(value, kinds)}
+
+
 def rows_in(out: Path | None) -> list[Row]:
     """The rows of earlier runs."""
     rows: list[Row] = json.loads(out.read_text()) if out is not None and out.exists() else []
     return rows
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """Reads `name=value`; the value is a literal of Python or JSON, or else a word."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
+    try:
+        return name, ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(value, value))
+    except (SyntaxError, ValueError):
+        return name, value
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table of Markdown; cells that are missing at the end of a row are empty."""
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    filled = ([*map(str, line), *[""] * (len(heads) - len(line))] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in filled)

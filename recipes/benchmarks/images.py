@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, Trainer, TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
@@ -40,7 +39,7 @@ from recipes.benchmarks.harness import file_to_write, options_of, rows_in, write
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.step_profile import profiled
+from recipes.benchmarks.step_profile import profiled, profiler_of
 from recipes.benchmarks.training_job import LORA, SHAPES, head_size
 from recipes.benchmarks.training_limits import limits, parts_of_limits
 
@@ -191,10 +190,8 @@ def errors(arguments: argparse.Namespace, ranks: Ranks) -> dict[str, float]:
 class Profile(TrainerCallback):
     """Profiles the step behind so many, on the first rank."""
 
-    def __init__(self, steps: int, device: torch.device) -> None:
-        self.steps, self.first = steps, not int(os.environ.get("RANK", "0"))
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-        self.profiler = profile(activities=activities, record_shapes=True)
+    def __init__(self, steps: int, ranks: Ranks) -> None:
+        self.steps, self.first, self.profiler = steps, ranks.rank == 0, profiler_of(ranks)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.first and state.global_step == self.steps:
@@ -212,7 +209,7 @@ def train(arguments: argparse.Namespace, args: Any, ranks: Ranks) -> tuple[Any, 
     hf_burst.patch_model(model, hf_burst.BurstConfig.from_dict(arguments.settings))
     batch = make_batch(model.config, arguments.length, arguments.images, arguments.frames)
     measure = Measure(ranks)
-    profiling = Profile(arguments.steps, args.device) if arguments.profile is not None else None
+    profiling = Profile(arguments.steps, ranks) if arguments.profile is not None else None
     callbacks = [measure] if profiling is None else [measure, profiling]
     args.max_steps += len(callbacks) - 1
     rows: Any = [batch] * args.max_steps

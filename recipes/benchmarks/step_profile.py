@@ -127,6 +127,12 @@ def operations(profiler: profile) -> list[dict[str, Any]]:
     ]
 
 
+def profiler_of(ranks: Ranks) -> profile:
+    """What records a step."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ranks.cuda else [])]
+    return profile(activities=activities, record_shapes=True)
+
+
 def profiled(profiler: profile, seconds: float) -> dict[str, Any]:
     """All that is written of a step that took so many seconds."""
     kernels = kernels_of(profiler)
@@ -225,8 +231,7 @@ def main() -> None:
     ranks = Ranks(arguments.device, arguments.timeout)
     result = environment(ranks, arguments.commit)
     seconds = list[float]()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ranks.cuda else [])]
-    profiler = profile(activities=activities, record_shapes=True)
+    profiler = profiler_of(ranks)
     steps = attending if arguments.attention else reading if arguments.read else training
     with listening() as said, steps(arguments, ranks) as (step, chosen):
         for index in range(4):

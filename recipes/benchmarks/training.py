@@ -20,7 +20,6 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from hf_burst.cli.launch import launched
 from hf_burst.plan import Mask
-from recipes.benchmarks.harness import Row, at_least, options_of, write
+from recipes.benchmarks.harness import Row, at_least, options_of, table, write
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
@@ -74,21 +73,17 @@ def summary(
     return found
 
 
-def table(result: dict[str, Any]) -> str:
+def summary_table(rows: list[Row]) -> str:
     """The result as Markdown."""
-    lines = ["| tokens | contender | s a step | MFU | GiB | of the host | share of its limit |"]
-    lines.append("|---:|---|---:|---:|---:|---:|---:|")
-    for row in result["results"]:
-        if "median_s" not in row:
-            lines.append(f"| {row['length']} | {row['contender']} | {row['reason']} | | | | |")
-            continue
-        shares = [row["mfu"], row["share_of_limit"]]
-        mfu, share = ("" if value is None else f"{value:.1%}" for value in shares)
-        host = row["host_memory_gib"]
-        gib = f"{row['peak_memory_gib']:.1f} | {'' if host is None else format(host, '.1f')}"
-        numbers = f"{row['median_s']:.3f} | {mfu} | {gib} | {share}"
-        lines.append(f"| {row['length']} | {row['contender']} | {numbers} |")
-    return "\n".join(lines)
+    cells = []
+    for row in rows:
+        found = [row["length"], row["contender"], row["reason"]]
+        if "median_s" in row:
+            mfu, share = ("" if value is None else f"{value:.1%}" for value in (row["mfu"], row["share_of_limit"]))
+            host = "" if row["host_memory_gib"] is None else f"{row['host_memory_gib']:.1f}"
+            found[2:] = [f"{row['median_s']:.3f}", mfu, f"{row['peak_memory_gib']:.1f}", host, share]
+        cells.append(found)
+    return table(["tokens", "contender", "s a step", "MFU", "GiB", "of the host", "share of its limit"], cells)
 
 
 def longest(text: str) -> tuple[str, int]:
@@ -238,7 +233,7 @@ def main() -> int:
             result["results"] = [*before, *summary(rows, length, work, bounds, arguments)]
             write(arguments.out, result, ranks)
     ranks.say(json.dumps(result["parts_of_limits"]))
-    ranks.say(table(result))
+    ranks.say(summary_table(result["results"]))
     ranks.close()
     return 0 if any("median_s" in row for row in result["results"]) else 1
 

@@ -1,6 +1,5 @@
 """The contenders of training.py, over several ranks and on one GPU: contexts that prepare the model of a job."""
 
-import ast
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,6 +19,7 @@ from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts.adapters import Adapters
 from hf_burst.hf.parts.checkpointing import Checkpointing
 from hf_burst.hf.parts.memory import MemoryRule
+from recipes.benchmarks.harness import setting
 from recipes.benchmarks.steps import Loss, Way
 from recipes.benchmarks.training_job import Job, checkpoint_layers, hooks_removed
 from recipes.benchmarks.training_limits import LIMITS, mixers_of
@@ -318,13 +318,7 @@ def read_settings(text: str) -> tuple[str, Contender]:
     Raises:
         ArgumentTypeError: If there is no such setting or value.
     """
-    settings: dict[str, Any] = {}
-    for pair in text.split(",") if text != "default" else ():
-        name, _, value = pair.partition("=")
-        try:
-            settings[name] = ast.literal_eval(value)
-        except (SyntaxError, ValueError):  # a word
-            settings[name] = value
+    settings = dict(map(setting, text.split(","))) if text != "default" else {}
     try:
         config_of(settings)
     except ConfigError as problem:
@@ -353,7 +347,6 @@ CONTENDERS = {
     "accelerate context parallelism, cuDNN": Contender(CUDNN),
     "DeepSpeed Ulysses, cuDNN": Contender(partial(deepspeed, kernel="sdpa")),
     "DeepSpeed Ulysses, flash-attn 4": Contender(FLASH_4),
-    "ringmaster, cuDNN": Contender(partial(axolotl, kernel="sdpa")),
     "ringmaster, flash-attn 4": Contender(partial(axolotl, kernel="flash_attention_4"), hybrids=None),
     "ringmaster zigzag, flash-attn 2": Contender(ZIGZAG),
 }
@@ -376,11 +369,8 @@ LIGER = partial(plain, fused=True)
 TILED = partial(LIGER, tiled=True)
 ALONE: dict[str, Way] = {
     "Transformers, cuDNN": partial(plain, kernel="sdpa"),
-    "Transformers, flash-attn 4": plain,
     "Transformers, Liger's loss": LIGER,
-    "Transformers, Liger's loss and tiles": TILED,
     "Transformers' offloading, Liger's loss and tiles": partial(TILED, offloaded="transformers"),
-    "TRL's offloading, Liger's loss": partial(LIGER, offloaded="trl"),
     "TRL's offloading, Liger's loss and tiles": partial(TILED, offloaded="trl"),
 }
 SINGLE = {name: Contender(way, hybrids=None, several=False) for name, way in ALONE.items()}

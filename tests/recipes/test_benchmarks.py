@@ -27,7 +27,6 @@ from recipes.benchmarks import attention, recurrent, step_profile, training_cont
 from recipes.benchmarks.contenders import Case, Contender, Documents, Prepared, hf_burst
 from recipes.benchmarks.native import Native
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.report import markdown
 from tests.support import predictions
 from tests.support.ranks import RankPool
 
@@ -373,7 +372,7 @@ def test_a_table_has_rates_and_shares_of_the_limit() -> None:
     row = {"ranks": 2, "q_heads": 4, "kv_heads": 2, "dtype": "float32", "limit_kernel": "cpu_flash", "status": "ok"}
     row |= {"contender": "hf_burst burst", "tflops_per_gpu": {"both": 0.00012}, "share_of_limit": {"both": 1.56}}
     rows = [row | {"length": length} for length in (1024, 2048)]
-    lines = markdown([{"hardware": {"device": "x"}, "results": rows, "checks": []}]).splitlines()
+    lines = attention.markdown({"hardware": {"device": "x"}, "results": rows, "checks": []}).splitlines()
     assert "| TF/s per GPU (share of the limit) | 1K | 2K |" in lines
     assert "| hf_burst burst | 0.00012 (156%) | 0.00012 (156%) |" in lines
 
