@@ -54,20 +54,15 @@ GOAL = 0.99
 FILLERS = 16
 CURVE_SEQUENCES = 512
 _WIDTHS = {"hidden_size": 64, "intermediate_size": 128}
-_HEADS = {
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
 SIZES: dict[str, dict[str, Any]] = {  # by the kind of layers
     "attention": {
         **{**_WIDTHS, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
         "initializer_range": 0.07,
     },
     "recurrent": {
-        **{**_WIDTHS, "num_hidden_layers": 1, "layer_types": ["linear_attention"], **_STATES},
-        "initializer_range": 0.2,
+        **{**_WIDTHS, "num_hidden_layers": 1, "layer_types": ["linear_attention"], "linear_num_key_heads": 4},
+        **{"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        **{"linear_conv_kernel_dim": 2, "initializer_range": 0.2},
     },
 }
 OPTIONS: dict[str, tuple[int | float, str]] = {  # whole numbers are at least 1, but for the seed

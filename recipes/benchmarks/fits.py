@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.initialization import no_init_weights
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
@@ -46,8 +46,6 @@ from recipes.benchmarks.training_job import TINY, quantise
 GIB = 2**30
 SHAPES = {**shapes.SHAPES, "tiny": TINY}
 OUTSIDE = 2.1  # GiB that CUDA and NCCL were measured to take on two H200s, beside symmetric buffers
-# sizes of a config on which no buffer depends
-FEW = ("vocab_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_experts")
 
 
 class Watcher(threading.Thread):
@@ -126,48 +124,19 @@ def make_model(arguments: argparse.Namespace, length: int, device: torch.device)
     that learn are in fp32, as accelerate's mixed precision wants them, frozen ones in bf16, or in 4 bits."""
     config = config_of(arguments, length)
     dtype = torch.float32 if arguments.weights == "all" else torch.bfloat16
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        known = {id(buffer): name for name, buffer in model.named_buffers()}
-    few = {name: min(value, 8) for name, value in vars(config).items() if name in FEW and isinstance(value, int)}
-    buffers_alike = AutoConfig.for_model(**{**SHAPES[arguments.model], **few})
-    small = AutoModelForCausalLM.from_config(buffers_alike)
+    with no_init_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     noise = (torch.randn(2**22 + 1, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
-    for layer in model.model.layers:
-        fill(layer, noise)
-        if arguments.weights == "qlora":
-            quantise_layer(layer.to(device))
-    fill(model, noise)
-    for module in model.modules():  # what is computed, and not stored: frequencies, scales
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[key] = small.get_buffer(known[id(buffer)]).clone()
     model.tie_weights()
-    model.is_loaded_in_4bit = arguments.weights == "qlora"
+    for name, weight in model.named_parameters():
+        if weight.dim() < 2:  # of norms, and biases
+            weight.data.fill_(float("bias" not in name))
+        else:
+            for part in weight.data.view(-1).split(len(noise)):
+                part.copy_(noise[: len(part)])
+    if arguments.weights == "qlora":
+        quantise(model, device)
     return model
-
-
-def quantise_layer(layer: nn.Module) -> None:
-    """Puts the weights of one layer into 4 bits."""
-    holder, holder.model = nn.Module(), nn.Module()
-    holder.model.layers = nn.ModuleList([layer])
-    quantise(holder)  # type: ignore[arg-type]
-
-
-def fill(module: nn.Module, noise: torch.Tensor) -> None:
-    """Gives weights that have no memory some: ones for norms, zeros for biases, and for matrices `noise` again and
-    again."""
-    for owner in module.modules():
-        for key, weight in list(owner._parameters.items()):
-            if weight is None or not weight.is_meta:
-                continue
-            fresh = torch.empty(weight.shape, dtype=weight.dtype)
-            if weight.dim() < 2:
-                fresh.fill_(float("bias" not in key))
-            else:
-                for part in fresh.view(-1).split(len(noise)):
-                    part.copy_(noise[: len(part)])
-            owner._parameters[key] = nn.Parameter(fresh, requires_grad=weight.requires_grad)
 
 
 def batch_of(length: int, document: int, vocabulary: int) -> dict[str, torch.Tensor]:

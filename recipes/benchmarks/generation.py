@@ -48,7 +48,7 @@ from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_job import SHAPES, apply_liger, head_size, make_model
-from recipes.benchmarks.training_limits import product_seconds, widths_of
+from recipes.benchmarks.training_limits import forward_products, widths_of
 
 QUESTION = 32  # tokens
 _CALLS = 100  # of what takes less than a millisecond
@@ -113,10 +113,8 @@ class Bench:
     def prefill_limit(self, length: int) -> dict[str, float]:
         """Seconds of the products and of attention alone."""
         config, ranks, size, dtype = self.config, self.ranks, head_size(self.model), self.model.dtype
-        own, products = length // ranks.size, 0.0
-        widths = [pair for layer in self.model.model.layers for pair in widths_of(layer)]
-        for taken, made in set(widths):
-            products += widths.count((taken, made)) * product_seconds(own, taken, made, dtype, ranks)
+        once = forward_products(self.model.model, length // ranks.size, ranks)
+        products = sum(once[width] for layer in self.model.model.layers for width in widths_of(layer))
         native, _ = choose_native("auto", ranks, dtype, size, Mask(256))
         share, kv_share = config.num_attention_heads // ranks.size, max(1, config.num_key_value_heads // ranks.size)
         shapes = [(1, length, heads, size) for heads in (share, kv_share, kv_share)]

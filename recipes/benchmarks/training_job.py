@@ -241,12 +241,13 @@ def fuse_gated_norms(model: PreTrainedModel) -> None:
             mixer.norm.weight = norm.weight
 
 
-def quantise(model: PreTrainedModel) -> None:
+def quantise(model: PreTrainedModel, device: torch.device | None = None) -> None:
     """Puts the weights of all linear layers but the head into 4 bits, as `BitsAndBytesConfig(load_in_4bit=True)` with
-    NF4 and double quantisation loads them, one layer after another."""
+    NF4 and double quantisation loads them, one layer after another, each on a device if one is named."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for layer in model.model.layers:
+        layer.to(device or next(layer.parameters()).device)
         for name, linear in [*layer.named_modules()]:
             if isinstance(linear, nn.Linear):
                 small = Linear4bit(

@@ -44,9 +44,8 @@ def parts_of_limits(decoder: Any, ranks: Ranks, length: int, native: Native, lor
     hidden, own, dtype = config.hidden_size, length // ranks.size, decoder.dtype
     passes = 1 if lora else 2  # frozen weights need no gradient
     every = [widths_of(layer) for layer in decoder.layers]
-    once, back = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
-    for taken, made in {width for widths in every for width in widths}:
-        once[taken, made] = product_seconds(own, taken, made, dtype, ranks)
+    once, back = forward_products(decoder, own, ranks), dict[tuple[int, int], float]()
+    for taken, made in once:
         of_weights = product_seconds(taken, own, made, dtype, ranks)
         back[taken, made] = product_seconds(own, made, taken, dtype, ranks) + (passes - 1) * of_weights
     forward = sum(once[width] for widths in every for width in widths)
@@ -73,6 +72,12 @@ def parts_of_limits(decoder: Any, ranks: Ranks, length: int, native: Native, lor
         "recurrence backward": len(mixers) * recurrence_back,
         "recurrence again": len(mixers) * recurrence,
     }
+
+
+def forward_products(decoder: Any, own: int, ranks: Ranks) -> dict[tuple[int, int], float]:
+    """Seconds of each kind of matrix product in the layers of a decoder, of a rank's tokens, by its widths."""
+    kinds = {width for layer in decoder.layers for width in widths_of(layer)}
+    return {(taken, made): product_seconds(own, taken, made, decoder.dtype, ranks) for taken, made in kinds}
 
 
 def widths_of(layer: nn.Module) -> list[tuple[int, int]]:
