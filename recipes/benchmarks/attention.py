@@ -50,49 +50,25 @@ LENGTHS = (8192, 16384, 32768, 65536, 131072)
 def options() -> argparse.ArgumentParser:
     """The options: the attention to measure, how long, and where the result goes."""
     parser = options_of(__doc__, timeout_s=120.0)
-    parser.add_argument(
-        "--lengths", type=at_least(1), nargs="+", help=f"tokens of the whole sequence ({' '.join(map(str, LENGTHS))})"
-    )
+    parser.add_argument("--lengths", type=at_least(1), nargs="+", help=f"tokens of the whole sequence {LENGTHS}")
     parser.add_argument("--kv-heads", type=at_least(1), nargs="+", default=[8], help="key heads, a table each")
     parser.add_argument("--q-heads", type=at_least(1), default=32)
     parser.add_argument("--head-dim", type=at_least(1), default=128)
     parser.add_argument("--batch", type=at_least(1), default=1)
-    parser.add_argument(
-        "--documents",
-        type=at_least(1),
-        nargs=2,
-        metavar=("SHORTEST", "LONGEST"),
-        help="tokens of packed documents, whose logarithms are uniform; one whole sequence by default",
-    )
-    parser.add_argument(
-        "--window", type=at_least(0), help="tokens that a query sees backwards beside itself; all by default"
-    )
+    documents = "shortest and longest, in tokens, of packed documents, whose logarithms are uniform"
+    parser.add_argument("--documents", type=at_least(1), nargs=2, help=documents)
+    parser.add_argument("--window", type=at_least(0), help="tokens that a query sees backwards beside itself (all)")
     parser.add_argument("--chunkings", nargs="+", choices=get_args(Chunking), default=["balanced"])
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), help="names of BurstConfig.schedule")
     parser.add_argument("--kernel", default="auto", help="a name of BurstConfig.kernel, for contenders with a choice")
-    parser.add_argument(
-        "--burst", type=setting, nargs="+", default=[], metavar="NAME=VALUE", help="further settings of BurstConfig"
-    )
+    parser.add_argument("--burst", type=setting, nargs="+", default=[], help="NAME=VALUE: settings of BurstConfig")
     parser.add_argument("--contenders", nargs="+", default=["*"], help="patterns of names, such as limit 'hf_burst*'")
-    parser.add_argument(
-        "--seconds", type=seconds, default=180.0, help="time for the lengths of one number of key heads"
-    )
+    parser.add_argument("--seconds", type=seconds, default=180.0, help="for all lengths of one number of key heads")
     parser.add_argument("--rounds", type=at_least(1), nargs=2, default=(3, 30), metavar=("FEWEST", "MOST"))
-    parser.add_argument(
-        "--in-a-row",
-        type=at_least(1),
-        default=4,
-        help="calls that follow each other, as layers do; fewer if slow",
-    )
-    parser.add_argument(
-        "--warmup", type=at_least(0), default=56, help="calls before the first round; fewer if they are slow"
-    )
-    parser.add_argument(
-        "--check-length",
-        type=at_least(1),
-        help="tokens at which results are compared with fp64 (2048; with documents, as many a rank)",
-    )
+    parser.add_argument("--in-a-row", type=at_least(1), default=4, help="calls without a pause; fewer if slow")
+    parser.add_argument("--warmup", type=at_least(0), default=56, help="calls before the first round; fewer if slow")
+    parser.add_argument("--check-length", type=at_least(1), help="tokens of the comparison with fp64 (2048)")
     return parser
 
 
@@ -149,11 +125,7 @@ def _requested(arguments: argparse.Namespace, others: Sequence[Contender]) -> li
     settings = [dict(arguments.burst) | {"chunking": chunking} for chunking in dict.fromkeys(arguments.chunkings)]
     own = [hf_burst(schedule, setting) for schedule in arguments.schedules for setting in settings]
     contenders = [limit(), *own, *others]
-    matching = [
-        contender
-        for contender in contenders
-        if any(fnmatch(contender.name, pattern) for pattern in arguments.contenders)
-    ]
+    matching = [one for one in contenders if any(fnmatch(one.name, pattern) for pattern in arguments.contenders)]
     if not matching:
         names = ", ".join(repr(contender.name) for contender in contenders)
         raise ConfigError(f"--contenders {' '.join(map(repr, arguments.contenders))} is none of {names}.")

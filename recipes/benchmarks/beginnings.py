@@ -31,7 +31,7 @@ from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.steps import Way, measure, with_medians
 from recipes.benchmarks.training_contenders import burst
-from recipes.benchmarks.training_job import SHAPES, Job, make_job
+from recipes.benchmarks.training_job import Job, add_model, make_job
 
 Batch = dict[str, torch.Tensor]
 
@@ -133,15 +133,13 @@ def summary_table(rows: list[Row]) -> str:
 
 def read_arguments() -> argparse.Namespace:
     parser = options_of(__doc__, timeout_s=600.0)
-    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
-    parser.add_argument("--layers", type=at_least(1), help="how many layers of that width (as many as the shape has)")
+    add_model(parser)
     parser.add_argument("--what", choices=("questions", "pairs"), default="questions", help="SFT, or DPO")
     parser.add_argument("--beginning", type=at_least(2), default=65536, help="tokens that all rows share")
     parser.add_argument("--ending", type=at_least(1), default=1024, help="tokens of each row after them")
     parser.add_argument("--endings", type=at_least(2), default=8, help="rows; 2 for a pair")
     parser.add_argument("--memory", choices=("auto", "manual"), default="auto", help="as in BurstConfig")
     parser.add_argument("--leave-out", nargs="+", default=[], help="contenders that do not run")
-    parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU")
     parser.add_argument("--rounds", type=at_least(1), default=5, help="timed steps of every contender")
     parser.add_argument("--warmup", type=at_least(0), default=1, help="steps before them")
     arguments = parser.parse_args()

@@ -47,7 +47,7 @@ from recipes.benchmarks.harness import Row, at_least, options_of, settings_of, w
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.training_job import SHAPES, apply_liger, head_size, make_model
+from recipes.benchmarks.training_job import add_model, apply_liger, head_size, make_model
 from recipes.benchmarks.training_limits import forward_products, widths_of
 
 QUESTION = 32  # tokens
@@ -75,7 +75,7 @@ class Bench:
         self.arguments, self.ranks = arguments, ranks
         longest = max([*arguments.prompts, *arguments.decode, arguments.memory, *arguments.alone])
         dtype = getattr(torch, arguments.dtype)
-        self.model: Any = make_model(arguments.shape, longest + 1024, dtype, ranks.device).eval()
+        self.model: Any = make_model(arguments.shape, longest + 1024, dtype, ranks.device, arguments.layers).eval()
         if arguments.liger:
             apply_liger(self.model)
         self.model.config.use_cache = self.model.generation_config.use_cache = True
@@ -204,7 +204,7 @@ class Bench:
 def main() -> int:
     """Measures all; what one GPU cannot hold is written down as it says so."""
     parser = options_of(__doc__, timeout_s=600.0)
-    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    add_model(parser)
     parser.add_argument("--prompts", type=int, nargs="*", default=[131072, 524288], help="tokens that are read")
     parser.add_argument("--decode", type=int, nargs="*", default=[524288], help="tokens before those that are written")
     parser.add_argument("--memory", type=int, default=262144, help="tokens of the document that is asked")
@@ -212,7 +212,6 @@ def main() -> int:
     parser.add_argument("--tokens", type=at_least(2), default=32, help="that are written; the first is the prompt's")
     parser.add_argument("--alone", type=int, nargs="*", default=[], help="prompts of one process, the longest last")
     parser.add_argument("--bandwidth", type=float, default=3.0, help="TB/s at which keys can be read")
-    parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU, for all")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     arguments = parser.parse_args()
     ranks = Ranks(arguments.device, arguments.timeout)

@@ -51,7 +51,7 @@ from recipes.benchmarks.fits import GIB, Watcher
 from recipes.benchmarks.harness import Row, at_least, options_of, settings_of, table
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.training_job import LORA, SHAPES, make_model
+from recipes.benchmarks.training_job import LORA, add_model, make_model
 from recipes.byte_tokenizer import byte_tokenizer
 
 GENERATION, REWARDS, TRAINING, REST = "generation", "rewards", "training", "rest"
@@ -209,9 +209,8 @@ def run(arguments: argparse.Namespace) -> None:
     device, start = args.device, time.perf_counter()  # joins the processes
     ranks = Ranks(device.type, arguments.timeout)
     tell(ranks, folder, environment=environment(ranks, arguments.commit, sys.argv[1 : -len(arguments.attempt) - 1]))
-    changes = {} if arguments.layers is None else {"num_hidden_layers": arguments.layers}
-    longest = prompt + arguments.answer_length
-    model: Any = make_model(arguments.shape, longest, getattr(torch, arguments.dtype), device, changes)
+    longest, dtype = prompt + arguments.answer_length, getattr(torch, arguments.dtype)
+    model: Any = make_model(arguments.shape, longest, dtype, device, arguments.layers)
     model.config.use_cache = model.generation_config.use_cache = True
     if contender == "hf_burst":
         hf_burst.patch_model(model)
@@ -347,16 +346,10 @@ def device_of(arguments: argparse.Namespace) -> str:
 
 def read_arguments() -> argparse.Namespace:
     parser = options_of(__doc__, timeout_s=400.0)  # of an attempt
-    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
-    parser.add_argument("--layers", type=at_least(1), help="how many layers of that width (as many as the shape has)")
+    add_model(parser)
     parser.add_argument("--prompts", type=at_least(1), nargs="+", default=[32768], help="tokens of hf_burst's prompts")
-    parser.add_argument(
-        "--trl-prompts",
-        type=at_least(1),
-        nargs="+",
-        default=[32768, 16384, 8192, 4096],
-        help="of which TRL measures the longest that it holds",
-    )
+    parser.add_argument("--trl-prompts", type=at_least(1), nargs="+", help="TRL's; the longest that it holds counts")
+    parser.set_defaults(trl_prompts=[32768, 16384, 8192, 4096])
     parser.add_argument("--answers", type=at_least(2), default=8, help="to a prompt")
     parser.add_argument("--answer-length", type=at_least(1), default=1024, help="tokens of each of them")
     parser.add_argument("--warm-length", type=at_least(1), default=32, help="tokens of those of the first rollout")
@@ -366,7 +359,6 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--trl-rows", type=at_least(1), default=1, help="that TRL trains at a time on a rank")
     parser.add_argument("--trl-attention", default="sdpa", help="attn_implementation of TRL's model")
-    parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU, for both")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights (bfloat16 on GPUs)")
     parser.add_argument("--attempt", nargs=3, help=argparse.SUPPRESS)  # contender, prompt, folder
     arguments = parser.parse_args()

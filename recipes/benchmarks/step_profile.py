@@ -41,7 +41,7 @@ from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_contenders import burst
-from recipes.benchmarks.training_job import SHAPES, apply_liger, make_job, make_model, random_tokens
+from recipes.benchmarks.training_job import add_model, apply_liger, make_job, make_model, random_tokens
 
 Span = tuple[float, float]
 # the first group of which a word is in a kernel's name
@@ -170,8 +170,7 @@ def training(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Steps]:
 def reading(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Steps]:
     """Documents that a model remembers."""
     dtype = torch.bfloat16 if ranks.cuda else torch.float32
-    changes = {} if arguments.layers is None else {"num_hidden_layers": arguments.layers}
-    model: Any = make_model(arguments.shape, arguments.length + 1, dtype, ranks.device, changes).eval()
+    model: Any = make_model(arguments.shape, arguments.length + 1, dtype, ranks.device, arguments.layers).eval()
     if arguments.liger:
         apply_liger(model)
     model.config.use_cache = model.generation_config.use_cache = True
@@ -216,15 +215,13 @@ def attending(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Steps]:
 def main() -> None:
     """Makes four steps, the last one under the profiler."""
     parser = options_of(__doc__, timeout_s=600.0)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-hybrid")
-    parser.add_argument("--layers", type=int, help="of the model (as many as the shape has)")
+    add_model(parser, "qwen3.5-hybrid")
     parser.add_argument("--length", type=int, default=65536, help="tokens of the whole sequence")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--read", action="store_true", help="a document, without training")
     kinds.add_argument("--attention", action="store_true", help=f"alone, of {_HEADS} query heads of {_HEAD_SIZE}")
     parser.add_argument("--kv-heads", type=int, default=8, help="of attention alone")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all large linear layers")
-    parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU")
     parser.add_argument("--gated-norms", action="store_true", help="fla's norms of gated outputs")
     parser.add_argument("--settings", type=json.loads, default={}, help="of BurstConfig and Memory, as JSON")
     arguments = parser.parse_args()

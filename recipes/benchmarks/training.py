@@ -33,7 +33,7 @@ from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.steps import measure, with_medians
 from recipes.benchmarks.training_contenders import CONTENDERS, NAMED, SINGLE, read_settings
-from recipes.benchmarks.training_job import SHAPES, Job, head_size, make_job, random_tokens
+from recipes.benchmarks.training_job import Job, add_model, head_size, make_job, random_tokens
 from recipes.benchmarks.training_limits import flops, limits, parts_of_limits
 
 KNOWN = CONTENDERS | SINGLE | NAMED
@@ -97,56 +97,25 @@ def longest(text: str) -> tuple[str, int]:
 def read_arguments() -> argparse.Namespace:
     """Reads the command line, and ends the process with a sentence if it cannot be used."""
     parser = options_of(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
-    parser.add_argument("--layers", type=at_least(1), help="how many layers of that width (as many as the shape has)")
+    add_model(parser)
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all large linear layers")
     parser.add_argument("--qlora", action="store_true", help="the same of weights in 4 bits, on one GPU")
-    parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU, for all")
-    parser.add_argument(
-        "--gated-norms",
-        action="store_true",
-        help="flash-linear-attention's norms of the gated outputs of recurrent layers, for all",
-    )
+    parser.add_argument("--gated-norms", action="store_true", help="fla's norms of gated outputs, for all")
     parser.add_argument("--compile", action="store_true", help="every layer compiled by itself, for all")
     parser.add_argument("--lengths", type=at_least(2), nargs="+", default=[32768], help="tokens of the whole sequence")
-    parser.add_argument(
-        "--document",
-        type=at_least(2),
-        help="tokens of each packed document (one document): the memory of the whole sequence, and little attention",
-    )
+    parser.add_argument("--document", type=at_least(2), help="tokens of each packed document (one document)")
     parser.add_argument("--contenders", nargs="+", choices=KNOWN, help="by default all that know such a model")
+    burst = "one more contender: settings of hf_burst.Memory, such as tiled_mlp=16384,activation_offloading=1.0"
+    parser.add_argument("--hf-burst", type=read_settings, action="append", default=[], help=burst)
+    parser.add_argument("--longest", type=longest, nargs="+", default=[], help="NAME=TOKENS: none of longer sequences")
     parser.add_argument(
-        "--hf-burst",
-        metavar="NAME=VALUE,...",
-        type=read_settings,
-        action="append",
-        default=[],
-        help="one more contender: settings of hf_burst.Memory, such as tiled_mlp=16384,activation_offloading=1.0",
-    )
-    parser.add_argument(
-        "--longest",
-        metavar="NAME=TOKENS",
-        type=longest,
-        nargs="+",
-        default=[],
-        help="contenders that are left out of longer sequences",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=at_least(1),
-        nargs="+",
-        default=[5],
-        help="timed steps of every contender; one number, or one a length from the shortest on",
+        "--rounds", type=at_least(1), nargs="+", default=[5], help="timed steps; one number, or one a length"
     )
     parser.add_argument("--warmup", type=at_least(0), default=1, help="steps before them")
     parser.add_argument("--check-length", type=at_least(2), help="tokens of the comparison before the first step (all)")
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="as on a smaller GPU (all that it has)")
-    parser.add_argument(
-        "--give-back",
-        action="store_true",
-        help="page-locked memory is given back after each step: for contenders that together take more than the host "
-        "has",
-    )
+    given = "page-locked memory is given back after each step, where the host has too little for all contenders"
+    parser.add_argument("--give-back", action="store_true", help=given)
     parser.add_argument("--no-limits", action="store_true", help="do not measure the least time of a step")
     arguments = parser.parse_args()
     check_arguments(parser, arguments)
