@@ -27,7 +27,7 @@ from datasets import (
 )
 from datasets.exceptions import DatasetsError
 from settings import TEXT_FILES, DataSettings, RowError, using
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 from trl import SFTConfig
 from trl.data_utils import common_prefix_length
 
@@ -269,6 +269,22 @@ def cut_ends(rows: Dataset, share: float, column: str) -> tuple[Dataset, Dataset
     return begins, ends
 
 
+def load_made(
+    settings: DataSettings,
+    training: TrainingArguments,
+    make: Callable[[Dataset, str, list[str]], Dataset],
+    text_column: str = "text",
+    ends: bool = False,
+) -> tuple[Dataset, Dataset | None]:
+    """What `make` makes of the rows to train on, and of those to evaluate on, if there are any. It is given the setting
+    and the names that they come from, too."""
+    seed = training.seed if training.data_seed is None else training.data_seed
+    rows, held_out = load_splits(settings, seed, text_column, ends)
+    made = make(rows, "dataset", settings.dataset)
+    names = settings.eval_dataset or settings.dataset
+    return made, None if held_out is None else make(held_out, "eval_dataset", names)
+
+
 def load_tokens(
     settings: DataSettings,
     tokenizer: PreTrainedTokenizerBase,
@@ -278,14 +294,8 @@ def load_tokens(
 ) -> tuple[Dataset, Dataset | None]:
     """Tokens and labels to train on and to evaluate on, none longer than `max_length`, with a report of the lengths.
     Chats and completions are refused where text alone is trained on. `ends` is that of `load_splits`."""
-    sources = (("dataset", settings.dataset), ("eval_dataset", settings.eval_dataset or settings.dataset))
-    seed = training.seed if training.data_seed is None else training.data_seed
-    fitting: list[Dataset | None] = []
-    splits = load_splits(settings, seed, training.dataset_text_field, ends)
-    for rows, (kind, names) in zip(splits, sources, strict=True):
-        if rows is None:
-            fitting.append(None)
-            continue
+
+    def make(rows: Dataset, kind: str, names: list[str]) -> Dataset:
         name = f"{kind} {names}"
         if text_alone and (keys := answer_columns(rows)):
             raise SystemExit(
@@ -293,15 +303,17 @@ def load_tokens(
                 "chats and completions by recipes/sft.py."
             )
         tokens = tokenize(rows, tokenizer, training, name, names)
-        if not fitting and training.process_index == 0:
+        if kind == "dataset" and training.process_index == 0:
             report.report_lengths(lengths(tokens), training.max_length, training.output_dir)
         fitted = fit(tokens, training, settings.too_long, name)
         if len(fitted) != len(tokens) and training.process_index == 0:
             verb = "dropped" if settings.too_long == "drop" else "split"
             print(f"{name}: {(lengths(tokens) > training.max_length).sum():,} rows longer than max_length are {verb}.")
-        fitting.append(fitted)
+        return fitted
+
+    made = load_made(settings, training, make, training.dataset_text_field, ends)
     training.assistant_only_loss = False  # done: TRL is given labels
-    return fitting[0], fitting[1]
+    return made
 
 
 def tokenize_text(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, column: str) -> dict[str, list[int]]:

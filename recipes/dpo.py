@@ -17,7 +17,6 @@ Four GPUs, Llama-3.1-8B-Instruct with LoRA:
 
 from typing import TYPE_CHECKING, Any
 
-import command_line
 import settings
 import training
 from settings import BurstSettings, DataSettings, ModelSettings
@@ -37,24 +36,13 @@ def check(model: ModelSettings, pairs: DataSettings, burst: BurstSettings, args:
 
 def make_trainer(arguments: list[str]) -> "tuple[DPOTrainer, BurstSettings]":
     """The trainer that the command line and its YAML files describe."""
-    kinds = (ModelSettings, DataSettings, BurstSettings, "DPOConfig")
-    model, pairs, burst, args = command_line.parse(arguments, kinds, DEFAULTS, check)
-    run = settings.prepare(args, model, pairs, burst)
-    import models  # the settings are right; these take seconds
+    start = training.begin(arguments, "DPOConfig", DEFAULTS, check)
     import preferences
-    import report
     from trl import DPOTrainer
 
-    tokenizer = models.load_tokenizer(model)
-    config = models.load_config(model, len(tokenizer))
-    report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
-    rows = preferences.load_pairs(pairs, args)
-    longest, args.max_length = args.max_length, None  # TRL would cut answers off
-    reference = None if model.use_peft else models.load_model(model, config, burst, args.seed)
-    trainer = training.make(DPOTrainer, model, run, config, burst, args, rows, tokenizer, ref_model=reference)
-    args.max_length = longest
-    preferences.fit_pairs(trainer, pairs, longest)
-    return trainer, burst
+    start.warn()
+    reference = None if start.model.use_peft else start.load_model()
+    return preferences.make_trainer(DPOTrainer, start, ref_model=reference), start.burst
 
 
 if __name__ == "__main__":

@@ -17,14 +17,13 @@ Four GPUs, a model of 8,192 positions extended to 65,536:
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import command_line
 import settings
 import training
 from settings import BurstSettings, DataSettings, ModelSettings
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     import torch
     from datasets import Dataset
     from scoring import PositionLosses
-    from transformers import PreTrainedTokenizerBase
     from trl import SFTConfig, SFTTrainer
 
 DEFAULTS = {"too_long": "split", "packing": True, "output_dir": "outputs/extended"}
@@ -65,34 +63,27 @@ def measure(trainer: "SFTTrainer", windows: list[list[int]], old: int, model: "t
         return losses_by_position(model, trainer.args.max_length, windows, Groups(trainer.accelerator), [old])
 
 
-def pretrain(
-    model: ModelSettings,
-    burst: BurstSettings,
-    args: "SFTConfig",
-    extension: Extension,
-    rows: "Dataset",
-    tokenizer: "PreTrainedTokenizerBase",
-) -> None:
+def pretrain(start: training.Start, rows: "Dataset") -> None:
     """Trains a model from its config, at its own length, and makes it the one that is extended."""
     import data
-    import models
     import report
     from transformers.trainer_utils import IntervalStrategy
     from trl import SFTTrainer
 
-    config, short = models.load_config(model, len(tokenizer)), copy.copy(args)
-    short.max_length, short.max_steps = config.max_position_embeddings, extension.pretraining_steps
-    short.per_device_train_batch_size, short.gradient_accumulation_steps = extension.pretraining_batch, 1
+    short = copy.copy(start.args)
+    short.max_length, short.max_steps = start.config.max_position_embeddings, start.more.pretraining_steps
+    short.per_device_train_batch_size, short.gradient_accumulation_steps = start.more.pretraining_batch, 1
     short.eval_strategy, short.load_best_model_at_end = IntervalStrategy.NO, False
-    short.output_dir = str(Path(args.output_dir) / "short")
-    whole, pieces = copy.copy(model), data.fit(rows, short, "split", "the pretraining")
-    whole.use_peft = False
-    trainer = training.make(SFTTrainer, whole, {}, config, burst, short, (pieces, None), tokenizer)
+    short.output_dir = str(Path(start.args.output_dir) / "short")
+    pieces = data.fit(rows, short, "split", "the pretraining")
+    whole = replace(start, model=copy.copy(start.model), args=short, run={})
+    whole.model.use_peft = False
+    trainer = whole.make(SFTTrainer, (pieces, None))
     report.follow(trainer)
     trainer.train()
     trainer.save_model()
     trainer.accelerator.wait_for_everyone()
-    model.model_name_or_path, model.model_config = short.output_dir, {}
+    start.model.model_name_or_path, start.model.model_config = short.output_dir, {}
 
 
 def write(curves: Mapping[str, "PositionLosses"], old: int, args: "SFTConfig", made_by: dict[str, Any]) -> None:
@@ -124,25 +115,22 @@ def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, a
 
 
 def main(arguments: list[str]) -> None:
-    kinds = (ModelSettings, DataSettings, BurstSettings, "SFTConfig", Extension)
-    model, documents, burst, args, extension = command_line.parse(arguments, kinds, DEFAULTS, check)
-    run = settings.prepare(args, model, documents, burst)
-    import data  # the settings are right; these take seconds
-    import models
+    start = training.begin(arguments, "SFTConfig", DEFAULTS, check, Extension)
+    import data
     import report
     from trl import SFTTrainer
 
     from hf_burst.hf.models.positions import pretrained_length
 
-    tokenizer = models.load_tokenizer(model, args)
+    model, args, extension = start.model, start.args, start.more
     scaling, model.rope_scaling = model.rope_scaling, {}
-    config = models.load_config(model, len(tokenizer)).get_text_config()
+    config = start.config.get_text_config()
     old, pretrained = config.max_position_embeddings, pretrained_length(config)
     if args.max_length <= old:
         raise SystemExit(
             f"max_length is {args.max_length:,}, and the model has {old:,} positions; set max_length higher."
         )
-    train, held_out = data.load_tokens(documents, tokenizer, args, ends=False)
+    train, held_out = data.load_tokens(start.documents, start.tokenizer, args, ends=False)
     assert held_out is not None, "checked before"
     long = (ids for ids in held_out["input_ids"] if len(ids) == args.max_length)
     windows = list(islice(long, extension.windows))
@@ -152,16 +140,15 @@ def main(arguments: list[str]) -> None:
             "held out; eval_share draws whole texts of several."
         )
     if extension.pretraining_steps:
-        pretrain(model, burst, args, extension, train, tokenizer)
-    before = models.load_model(model, models.load_config(model, len(tokenizer)), burst, args.seed)
+        pretrain(start, train)
+    before = replace(start).load_model()  # its config is read anew
     model.rope_scaling = scaling or {"rope_type": "yarn", "factor": args.max_length / pretrained}
-    config = models.load_config(model, len(tokenizer))
-    trainer = training.make(SFTTrainer, model, run, config, burst, args, (train, held_out), tokenizer)
+    trainer = replace(start).make(SFTTrainer, (train, held_out))
     measured = partial(measure, trainer, windows, old)
     curves = {BEFORE: measured(before), STRETCHED: measured(trainer.model)}
     del before
     first, made_by = trainer.is_world_process_zero(), report.made_by(trainer.accelerator.num_processes)
-    training.train(trainer, burst, lambda: curves.update({TRAINED: measured(trainer.model)}))
+    training.train(trainer, start.burst, lambda: curves.update({TRAINED: measured(trainer.model)}))
     if first:
         write(curves, old, args, made_by)
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import command_line
 import settings
 import training
 from settings import BurstSettings, DataSettings, ModelSettings
@@ -54,7 +53,7 @@ class Rewards:
                 raise SystemExit(f"reward has {name!r}; give 'answer', or a function of a file: rewards.py:name.")
 
 
-def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, rewards: Rewards, args: Any) -> None:
+def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, args: Any, rewards: Rewards) -> None:
     """Checks the settings before torch is imported."""
     args.max_length = rewards.max_length
     settings.check(model, documents, burst, args)
@@ -67,22 +66,14 @@ def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, r
 
 def make_trainer(arguments: list[str]) -> "tuple[GRPOTrainer, BurstSettings]":
     """The trainer that the command line and its YAML files describe."""
-    kinds = (ModelSettings, DataSettings, BurstSettings, Rewards, "GRPOConfig")
-    model, documents, burst, rewards, args = command_line.parse(arguments, kinds, DEFAULTS, check)
-    args.max_length = rewards.max_length
-    run = settings.prepare(args, model, documents, burst)
-    import models  # the settings are right; these take seconds
+    start = training.begin(arguments, "GRPOConfig", DEFAULTS, check, Rewards)
     import prompts
-    import report
     from trl import GRPOTrainer
 
-    tokenizer = models.load_tokenizer(model, args)
-    config = models.load_config(model, len(tokenizer))
-    report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
-    rows = prompts.load_prompts(documents, tokenizer, args)
-    functions = [prompts.reward_function(name, rows[0]) for name in rewards.reward]
-    trainer = training.make(GRPOTrainer, model, run, config, burst, args, rows, tokenizer, reward_funcs=functions)
-    return trainer, burst
+    start.warn()
+    rows = prompts.load_prompts(start.documents, start.tokenizer, start.args)
+    functions = [prompts.reward_function(name, rows[0]) for name in start.more.reward]
+    return start.make(GRPOTrainer, rows, reward_funcs=functions), start.burst
 
 
 if __name__ == "__main__":

@@ -3,41 +3,40 @@
 import json
 from functools import partial
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import report
 from chats import Message, clean, parse_tools, without_nulls
-from data import WRITTEN, is_text, lengths, load_splits, map_rows, refuse_besides_text, too_long
+from data import WRITTEN, is_text, lengths, load_made, map_rows, refuse_besides_text, too_long
 from datasets import Dataset, Features, Json, List, Value
 from settings import DataSettings, using
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 from trl.data_utils import extract_prompt
+
+if TYPE_CHECKING:
+    from training import Start
 
 
 def load_pairs(settings: DataSettings, training: DPOConfig | RewardConfig) -> tuple[Dataset, Dataset | None]:
     """Pairs of answers as TRL wants them: `chosen`, `rejected` and `prompt`, as text or as messages."""
     if settings.too_long == "split":
         raise SystemExit("too_long is 'split', but a pair of answers cannot be split; set refuse or drop.")
-    seed = training.seed if training.data_seed is None else training.data_seed
-    loaded: list[Dataset | None] = []
-    for rows, names in zip(load_splits(settings, seed), (settings.dataset, settings.eval_dataset), strict=True):
-        if rows is not None:
-            names = names or settings.dataset
-            if missing := {"chosen", "rejected"} - set(rows.column_names):
-                raise SystemExit(f"dataset {names} has no column {' or '.join(sorted(missing))}: {rows.column_names}.")
-            with using(f"dataset {names}"), training.main_process_first(desc="cleaning"):
-                refuse_besides_text(rows)
-                text, others = is_text(rows, "chosen"), set(rows.column_names) & {"tools", "chat_template_kwargs"}
-                function = partial(clean_pair, text=text, others=others)
-                features = features_of_pairs(text, others)
-                rows = map_rows(rows, function, names, features=features, desc="Cleaning messages")
-            if training.process_index == 0 and (same := count_same(rows)):
-                print(
-                    f"dataset {names}: chosen equals rejected in {same:,} of {len(rows):,} pairs; they teach nothing."
-                )
-        loaded.append(rows)
-    return loaded[0], loaded[1]
+
+    def make(rows: Dataset, kind: str, names: list[str]) -> Dataset:
+        if missing := {"chosen", "rejected"} - set(rows.column_names):
+            raise SystemExit(f"dataset {names} has no column {' or '.join(sorted(missing))}: {rows.column_names}.")
+        with using(f"dataset {names}"), training.main_process_first(desc="cleaning"):
+            refuse_besides_text(rows)
+            text, others = is_text(rows, "chosen"), set(rows.column_names) & {"tools", "chat_template_kwargs"}
+            function = partial(clean_pair, text=text, others=others)
+            features = features_of_pairs(text, others)
+            rows = map_rows(rows, function, names, features=features, desc="Cleaning messages")
+        if training.process_index == 0 and (same := count_same(rows)):
+            print(f"dataset {names}: chosen equals rejected in {same:,} of {len(rows):,} pairs; they teach nothing.")
+        return rows
+
+    return load_made(settings, training, make)
 
 
 def features_of_pairs(text: bool, others: set[str]) -> Features:
@@ -92,6 +91,16 @@ def count_same(pairs: Dataset) -> int:
     batches = pairs.select_columns(["chosen", "rejected"]).with_format("arrow").iter(batch_size=WRITTEN)
     columns = ((batch["chosen"].to_pylist(), batch["rejected"].to_pylist()) for batch in batches)
     return sum(one == other for chosen, rejected in columns for one, other in zip(chosen, rejected, strict=True))
+
+
+def make_trainer(kind: type[DPOTrainer] | type[RewardTrainer], start: "Start", **more: Any) -> Any:
+    """TRL's trainer of a kind on pairs, none longer than `max_length`."""
+    rows, longest = load_pairs(start.documents, start.args), start.args.max_length
+    start.args.max_length = None  # TRL would cut answers off, or leave longer pairs out without a word
+    trainer = start.make(kind, rows, **more)
+    start.args.max_length = longest
+    fit_pairs(trainer, start.documents, longest)
+    return trainer
 
 
 def fit_pairs(trainer: DPOTrainer | RewardTrainer, settings: DataSettings, longest: int) -> None:

@@ -23,13 +23,8 @@ def load_prompts(
     if settings.too_long == "split":
         raise SystemExit("too_long is 'split', but a prompt cannot be split; set refuse or drop.")
     longest = training.max_length - training.max_completion_length
-    seed = training.seed if training.data_seed is None else training.data_seed
-    found: list[Dataset | None] = []
-    for rows, names in zip(data.load_splits(settings, seed), (settings.dataset, settings.eval_dataset), strict=True):
-        if rows is None:
-            found.append(None)
-            continue
-        names = names or settings.dataset
+
+    def make(rows: Dataset, kind: str, names: list[str]) -> Dataset:
         if "prompt" not in rows.column_names:
             raise SystemExit(f"dataset {names} has no column prompt: {rows.column_names}.")
         with using(f"dataset {names}"), training.main_process_first(desc="counting tokens"):
@@ -39,9 +34,9 @@ def load_prompts(
         over = data.too_long(sizes, longest, settings.too_long, "prompts without max_completion_length")
         if over.any() and training.process_index == 0:
             print(f"{over.sum():,} prompts of more than {longest:,} tokens are dropped.")
-        found.append(rows.select(numpy.flatnonzero(~over)))
-    assert found[0] is not None, "there is something to train on"
-    return found[0], found[1]
+        return rows.select(numpy.flatnonzero(~over))
+
+    return data.load_made(settings, training, make)
 
 
 def count(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

@@ -53,32 +53,33 @@ from hf_burst.attention import SequenceLayout
 GOAL = 0.99
 FILLERS = 16
 CURVE_SEQUENCES = 512
-SIZES = {  # by the kind of layers
+_WIDTHS = {"hidden_size": 64, "intermediate_size": 128}
+SIZES: dict[str, dict[str, Any]] = {  # by the kind of layers
     "attention": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **{**_WIDTHS, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
         "initializer_range": 0.07,
     },
     "recurrent": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 1,
-        "layer_types": ["linear_attention"],
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "linear_conv_kernel_dim": 2,
-        "initializer_range": 0.2,
+        **{**_WIDTHS, "num_hidden_layers": 1, "layer_types": ["linear_attention"], "linear_num_key_heads": 4},
+        **{"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        **{"linear_conv_kernel_dim": 2, "initializer_range": 0.2},
     },
 }
-DEFAULTS = {  # what each learns by in a minute
-    "attention": {"num_questions": 1, "learning_rate": 2e-3, "adam_beta2": 0.95},
-    "recurrent": {"num_questions": 4, "learning_rate": 1e-2, "adam_beta2": 0.99},
+OPTIONS: dict[str, tuple[int | float, str]] = {  # whole numbers are at least 1, but for the seed
+    "length": (64, "tokens in a sequence"),
+    "num_keys": (4, "facts in a sequence, one a key"),
+    "num_values": (8, "values a key can have; chance is 1 / num_values"),
+    "num_questions": (1, "questions at the end"),
+    "steps": (300, "of training"),
+    "batch_size": (32, "sequences of a step"),
+    "learning_rate": (2e-3, "of AdamW"),
+    "adam_beta2": (0.95, "of AdamW"),
+    "eval_every": (20, "steps between two points of the curves"),
+    "eval_sequences": (1024, "sequences of the final accuracies"),
+    "seed": (0, "of weights and data"),
 }
+# what each learns by in a minute
+DEFAULTS = {"attention": {}, "recurrent": {"num_questions": 4, "learning_rate": 1e-2, "adam_beta2": 0.99}}
 CARRIERS = {"attention": "attention", "recurrent": "states"}
 CUT = hf_burst.BurstConfig(chunking="zigzag")
 LASTING = -6.0  # of A_log: a state keeps more than half of itself over 64 tokens, and not a few tokens as by default
@@ -88,24 +89,13 @@ Batch = dict[str, torch.Tensor]
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", choices=tuple(SIZES), default="attention", help="what the model is made of")
-    parser.add_argument("--length", type=int, default=64, help="tokens in a sequence")
-    parser.add_argument("--num_keys", type=int, default=4, help="facts in a sequence, one a key")
-    parser.add_argument("--num_values", type=int, default=8, help="values a key can have; chance is 1 / num_values")
-    parser.add_argument("--num_questions", type=int, help="questions at the end; by default 1, recurrent layers: 4")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch_size", type=int, default=32)
-    parser.add_argument("--learning_rate", type=float, help="by default 2e-3, recurrent layers: 1e-2")
-    parser.add_argument("--adam_beta2", type=float, help="by default 0.95, recurrent layers: 0.99")
-    parser.add_argument("--eval_every", type=int, default=20, help="steps between two points of the curves")
-    parser.add_argument("--eval_sequences", type=int, default=1024, help="sequences of the final accuracies")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/recall"))
+    for name, (value, told) in OPTIONS.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value, help=f"{told} (%(default)s)")
+    parser.set_defaults(**DEFAULTS[parser.parse_known_args()[0].layers])
     args = parser.parse_args()
-    for name, value in DEFAULTS[args.layers].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    for name in ("length", "num_keys", "num_questions", "batch_size", "eval_every", "eval_sequences"):
-        if getattr(args, name) < 1:
+    for name, (value, _) in OPTIONS.items():
+        if isinstance(value, int) and name != "seed" and getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}; it must be at least 1")
     if args.num_values < 2:
         parser.error("--num_values must be at least 2: with one value there is nothing to recall")
@@ -164,63 +154,52 @@ class Recall:
         return model
 
 
-class AcrossShards:
-    """The patched model takes full batches, equal on all ranks, and returns what one process would."""
+class Run:
+    """A model that is trained: patched, on full batches that are equal on all ranks; or plain, on this rank's tokens,
+    which see those before them on this rank and nothing else."""
 
-    key, color = "across_shards", "#117733"
-
-    def __init__(self, task: Recall) -> None:
-        self.task, self.label = task, f"{CARRIERS[task.layers]} across shards (hf_burst)"
-
-    def model(self) -> PreTrainedModel:
-        return hf_burst.patch_model(self.task.model(), CUT)
-
-    def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        return model(**batch).loss
-
-    def hits(self, model: torch.nn.Module, batch: Batch) -> tuple[int, int]:
-        """Right answers, and answers."""
-        targets = batch["labels"][:, -self.task.questions :]
-        logits = model(input_ids=batch["input_ids"], logits_to_keep=self.task.questions + 1).logits
-        return int((logits[:, :-1].argmax(-1) == targets).sum()), targets.numel()
-
-
-class WithinShard:
-    """The plain model on this rank's tokens, which see those before them on this rank and nothing else."""
-
-    key, color = "within_shard", "#bb2244"
-
-    def __init__(self, task: Recall) -> None:
-        self.task, self.label = task, f"{CARRIERS[task.layers]} within the shard (no patch)"
+    def __init__(self, task: Recall, across: bool) -> None:
+        self.task, self.across, carrier = task, across, CARRIERS[task.layers]
+        self.key, self.color = ("across_shards", "#117733") if across else ("within_shard", "#bb2244")
+        self.label = f"{carrier} across shards (hf_burst)" if across else f"{carrier} within the shard (no patch)"
 
     def model(self) -> PreTrainedModel:
-        return self.task.model()
+        model = self.task.model()
+        return hf_burst.patch_model(model, CUT) if self.across else model
 
-    def shard(self, batch: Batch) -> Batch:
-        """This rank's part. The mask of ones says that a jump in the position ids begins no new document."""
+    def given(self, batch: Batch) -> tuple[Batch, torch.Tensor]:
+        """What the model takes, and the answer to each token, if any. The mask of ones says that a jump in the position
+        ids begins no new document."""
+        if self.across:
+            return {"input_ids": batch["input_ids"]}, batch["labels"].roll(-1, 1)
         part = hf_burst.shard_batch(batch, config=CUT)
         tokens, targets = part["input_ids"], part["shift_labels"]
         if self.task.ranks > 1 and (targets != -100).any():
             assert (tokens < self.task.first_fact).all(), "the rank that is asked holds a fact"
         mask = torch.ones_like(tokens)
-        return {"input_ids": tokens, "position_ids": part["position_ids"], "attention_mask": mask, "labels": targets}
+        return {"input_ids": tokens, "position_ids": part["position_ids"], "attention_mask": mask}, targets
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """That of the rank that is asked and 0 elsewhere; times the ranks, since DDP averages the gradients."""
-        shard = self.shard(batch)
+        """Within the shard that of the rank that is asked and 0 elsewhere; times the ranks, since DDP averages
+        gradients."""
+        if self.across:
+            return model(**batch).loss
+        inputs, targets = self.given(batch)
         answers = len(batch["labels"]) * self.task.questions
-        loss = model(**shard, shift_labels=shard["labels"], num_items_in_batch=answers).loss
+        loss = model(**inputs, labels=targets, shift_labels=targets, num_items_in_batch=answers).loss
         return loss * self.task.ranks
 
     def hits(self, model: torch.nn.Module, batch: Batch) -> tuple[int, int]:
         """Right answers, and answers: none on ranks that are not asked."""
-        shard = self.shard(batch)
-        targets = shard.pop("labels")
+        inputs, targets = self.given(batch)
+        keep = {"logits_to_keep": self.task.questions + 1} if self.across else {}
+        logits = model(**inputs, **keep).logits
+        targets = targets[:, -logits.shape[1] :]
         asked = targets != -100
-        return int((model(**shard).logits[asked].argmax(-1) == targets[asked]).sum()), int(asked.sum())
+        return int((logits[asked].argmax(-1) == targets[asked]).sum()), int(asked.sum())
 
 
-def train(accelerator: Accelerator, args: argparse.Namespace, run: AcrossShards | WithinShard) -> dict[str, Any]:
+def train(accelerator: Accelerator, args: argparse.Namespace, run: Run) -> dict[str, Any]:
     """One run: the accuracies every `eval_every` steps, the final one on more sequences, and the seconds it took."""
     set_seed(args.seed)
     model = run.model()
@@ -259,7 +238,7 @@ def train(accelerator: Accelerator, args: argparse.Namespace, run: AcrossShards 
     return {"steps": steps, "accuracy": curve, "final_accuracy": final, "seconds": seconds}
 
 
-def draw(results: dict[str, Any], runs: tuple[AcrossShards, WithinShard], path: Path) -> None:
+def draw(results: dict[str, Any], runs: tuple[Run, Run], path: Path) -> None:
     """The learning curves."""
     task, figure = runs[0].task, Figure(figsize=(8, 4.6), layout="constrained")
     curves = figure.subplots()
@@ -280,14 +259,14 @@ def main() -> None:
     args = parse_args()
     accelerator = Accelerator()  # without a mesh all ranks share every sequence; one of the two models is not patched
     task = Recall(args, ranks=accelerator.num_processes)
-    runs = AcrossShards(task), WithinShard(task)
+    runs = Run(task, across=True), Run(task, across=False)
     across, within = (train(accelerator, args, run) for run in runs)
     chance = 1 / task.values
     answers = args.eval_sequences * args.num_questions
     noise = 4 * (chance * (1 - chance) / answers) ** 0.5  # 4 standard deviations of guessing
     proven = across["final_accuracy"] >= GOAL and abs(within["final_accuracy"] - chance) <= noise
     results = {
-        "runs": {AcrossShards.key: across, WithinShard.key: within},
+        "runs": {runs[0].key: across, runs[1].key: within},
         "chance": chance,
         "ranks": task.ranks,
         "question": {"tokens": list(task.asked_at), "rank": task.home},

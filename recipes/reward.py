@@ -17,7 +17,6 @@ Four GPUs, Llama-3.1-8B-Instruct with LoRA:
 
 from typing import TYPE_CHECKING, Any
 
-import command_line
 import settings
 import training
 from settings import BurstSettings, DataSettings, ModelSettings
@@ -39,24 +38,14 @@ def check(model: ModelSettings, pairs: DataSettings, burst: BurstSettings, args:
 
 def make_trainer(arguments: list[str]) -> "tuple[RewardTrainer, BurstSettings]":
     """The trainer that the command line and its YAML files describe."""
-    kinds = (ModelSettings, DataSettings, BurstSettings, "RewardConfig")
-    model, pairs, burst, args = command_line.parse(arguments, kinds, DEFAULTS, check)
-    run = settings.prepare(args, model, pairs, burst)
-    import models  # the settings are right; these take seconds
+    start = training.begin(arguments, "RewardConfig", DEFAULTS, check)
+    import models
     import preferences
-    import report
     from trl import RewardTrainer
 
-    tokenizer = models.load_tokenizer(model, args)
-    config = models.load_config(model, len(tokenizer))
-    models.give_rewards(config)
-    report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
-    rows = preferences.load_pairs(pairs, args)
-    longest, args.max_length = args.max_length, None  # TRL would leave longer pairs out without a word
-    trainer = training.make(RewardTrainer, model, run, config, burst, args, rows, tokenizer)
-    args.max_length = longest
-    preferences.fit_pairs(trainer, pairs, longest)
-    return trainer, burst
+    models.give_rewards(start.config)
+    start.warn()
+    return preferences.make_trainer(RewardTrainer, start), start.burst
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.ruler import cwe_utils, vt_utils
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from scoring import score_answers
 from transformers import PreTrainedTokenizerBase
 
@@ -69,23 +68,6 @@ class ShardedLM(HFLM):
             tokens = [*context, *continuation][-(self.max_length + 1) :]
             scores.append(tuple(score_answers(self.model, [tokens], [len(continuation)])[0]))
         return scores
-
-    @torch.no_grad()
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of whole texts, in windows of `max_length` tokens; over all processes."""
-        totals = []
-        for request in requests:
-            windows = get_rolling_token_windows(
-                self.tok_encode(request.args[0], add_special_tokens=False), self.prefix_token_id, self.max_length, 1
-            )
-            total = 0.0
-            for context, continuation in map(make_disjoint_window, windows):
-                ids = torch.tensor([[*context, *continuation]], device=self.model.device)
-                labels = ids.clone()
-                labels[:, : len(context)] = -100
-                total -= float(hf_burst.token_losses(self.model, {"input_ids": ids, "labels": labels}).double().sum())
-            totals.append(total)
-        return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy answers; over all processes.

@@ -147,7 +147,7 @@ def losses_by_position(
     model: torch.nn.Module,
     length: int,
     windows: Sequence[list[int]],
-    groups: Groups | None = None,
+    groups: Groups,
     marks: Iterable[int] = (),
 ) -> PositionLosses:
     """The loss of a patched model by the position in windows of text.
@@ -156,19 +156,19 @@ def losses_by_position(
         model (`nn.Module`): A patched model. All processes call this, with the same windows.
         length (`int`): Tokens of a window.
         windows (sequence of `list[int]`): Token ids.
-        groups ([`Groups`], *optional*): They share the windows out. Without them, each group does all windows.
+        groups ([`Groups`]): They share the windows out.
         marks (iterable of `int`): Positions below `length` that no bin lies across.
     """
     edges = position_edges(length, marks)
     bins = torch.bucketize(torch.arange(1, length), torch.tensor(edges[1:]), right=True).to(model.device)
     totals = torch.zeros(2, len(edges) - 1, dtype=torch.float64, device=model.device)
-    for window, counts in groups.own(windows) if groups else ((window, True) for window in windows):
+    for window, counts in groups.own(windows):
         ids = torch.tensor([window], device=model.device)
         losses = hf_burst.token_losses(model, {"input_ids": ids, "labels": ids})[0, 1:].double()
         if counts:
             totals[0].index_add_(0, bins, losses)
             totals[1].index_add_(0, bins, torch.ones_like(losses))
-    sums, tokens = (groups.add(totals) if groups else totals).cpu()
+    sums, tokens = groups.add(totals).cpu()
     return PositionLosses(edges, (sums / tokens).tolist(), tokens.long().tolist())
 
 

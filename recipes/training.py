@@ -2,6 +2,8 @@
 
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,42 +28,90 @@ def callbacks(model: ModelSettings, config: "PreTrainedConfig", run: dict[str, A
     return [resume, *([models.SaveConfig(config, differs=bool(model.rope_scaling))] if model.use_peft else [])]
 
 
-def make(
-    kind: "type[Trainer]",
-    model: ModelSettings,
-    run: dict[str, Any],
-    config: "PreTrainedConfig",
-    burst: BurstSettings,
-    args: "TrainingArguments",
-    rows: "tuple[Dataset, Dataset | None]",
-    tokenizer: "PreTrainedTokenizerBase",
-    **more: Any,
-) -> Any:
-    """TRL's trainer of a kind, for the patched model and the adapters that the settings describe.
+@dataclass
+class Start:
+    """Where a recipe stands when its settings are right and torch is imported."""
+
+    model: ModelSettings
+    documents: DataSettings
+    burst: BurstSettings
+    args: Any  # TRL's training arguments
+    more: Any  # further settings of the recipe
+    run: dict[str, Any]  # what checkpoints remember
+    tokenizer: "PreTrainedTokenizerBase"
+
+    @cached_property
+    def config(self) -> "PreTrainedConfig":
+        """The config of the model."""
+        import models
+
+        return models.load_config(self.model, len(self.tokenizer))
+
+    def warn(self) -> None:
+        """Warns where sequences are longer than the positions of the model."""
+        import models
+        import report
+
+        pretrained = bool(self.model.model_name_or_path)
+        report.warn(self.args, models.too_short_a_rope(self.config, self.args.max_length, pretrained))
+
+    def load_model(self) -> Any:
+        """The patched model."""
+        import models
+
+        return models.load_model(self.model, self.config, self.burst, self.args.seed)
+
+    def make(self, kind: "type[Trainer]", rows: "tuple[Dataset, Dataset | None]", **more: Any) -> Any:
+        """TRL's trainer of a kind, for the patched model and the adapters that the settings describe.
+
+        Args:
+            rows (`tuple[Dataset, Dataset | None]`): What it trains on, and what it is evaluated on.
+            more: Further arguments of this kind of trainer.
+        """
+        import models
+
+        with settings.using("the settings", RuntimeError):
+            patched = self.load_model()
+            loaded = {"use_cache": patched.config.use_cache} if hasattr(patched.config, "use_cache") else {}
+            given = {"processing_class": self.tokenizer, **more}
+            trainer: Any = with_whole_warmup(kind)(
+                patched,
+                args=self.args,
+                train_dataset=rows[0],
+                eval_dataset=rows[1],
+                peft_config=models.adapter_config(self.model, self.config),
+                callbacks=callbacks(self.model, self.config, self.run),
+                **given,
+            )
+            trainer.loaded_config = loaded  # what training changes, and a saved model is to have
+            models.cast_outside_of_autocast(trainer.model, self.args.device)
+            return trainer
+
+
+def begin(
+    arguments: list[str],
+    kind: str,
+    defaults: dict[str, Any],
+    check: Callable[..., None] = settings.check,
+    more: type | None = None,
+) -> Start:
+    """Reads the settings of a recipe, and checks them before torch is imported.
 
     Args:
-        run (`dict[str, Any]`): The settings that checkpoints remember, of `settings.prepare`.
-        rows (`tuple[Dataset, Dataset | None]`): What it trains on, and what it is evaluated on.
-        more: Further arguments of this kind of trainer.
+        arguments (`list[str]`): The command line.
+        kind (`str`): The name of TRL's training arguments.
+        defaults (`dict[str, Any]`): Defaults of this recipe.
+        check (`Callable`): Is given the settings, and raises for wrong ones.
+        more (`type`, *optional*): A dataclass of further settings.
     """
-    import models
+    kinds = (ModelSettings, DataSettings, BurstSettings, kind, *([more] if more else []))
+    model, documents, burst, args, *others = command_line.parse(arguments, kinds, defaults, check)
+    if not hasattr(args, "max_length"):  # of GRPO, whose recipe has one
+        args.max_length = others[0].max_length
+    run = settings.prepare(args, model, documents, burst)
+    import models  # takes seconds
 
-    with settings.using("the settings", RuntimeError):
-        patched: Any = models.load_model(model, config, burst, args.seed)  # by hf_burst
-        loaded = {"use_cache": patched.config.use_cache} if hasattr(patched.config, "use_cache") else {}
-        trainer: Any = with_whole_warmup(kind)(
-            patched,
-            args=args,
-            train_dataset=rows[0],
-            eval_dataset=rows[1],
-            processing_class=tokenizer,
-            peft_config=models.adapter_config(model, config),
-            callbacks=callbacks(model, config, run),
-            **more,
-        )
-        trainer.loaded_config = loaded  # what training changes, and a saved model is to have
-        models.cast_outside_of_autocast(trainer.model, args.device)
-        return trainer
+    return Start(model, documents, burst, args, others[0] if others else None, run, models.load_tokenizer(model, args))
 
 
 def with_whole_warmup(kind: Any) -> Any:
@@ -87,36 +137,31 @@ def sft_trainer(
 ) -> "tuple[SFTTrainer, BurstSettings]":
     """TRL's trainer on tokens and labels, as the command line and its YAML files describe it. Chats and completions are
     refused where text alone is trained on."""
-    kinds = (ModelSettings, DataSettings, BurstSettings, "SFTConfig")
-    defaults = {"use_liger_kernel": find_spec(settings.LIGER) is not None, **defaults}  # on GPUs
-    model, documents, burst, args = command_line.parse(arguments, kinds, defaults, settings.check)
-    run = settings.prepare(args, model, documents, burst)
-    import data  # the settings are right; these take seconds
+    on_gpus = {"use_liger_kernel": find_spec(settings.LIGER) is not None}
+    start = begin(arguments, "SFTConfig", {**on_gpus, **defaults})
+    import data
+    import groups
     import images
     import models
-    import report
     from trl import SFTTrainer
 
-    tokenizer = models.load_tokenizer(model, args)
-    config = models.load_config(model, len(tokenizer))
-    seen = images.load_images(documents, args) if models.has_towers(config) and not text_alone else None
-    processor = tokenizer if seen is None else images.load_processor(model)
-    load_from_checkpoint(model, config, args)
+    documents, args = start.documents, start.args
+    seen = images.load_images(documents, args) if models.has_towers(start.config) and not text_alone else None
+    processor = None if seen is None else images.load_processor(start.model)
+    load_from_checkpoint(start.model, start.config, args)
     if seen is not None:
         images.arrange(args)
-        trainer = make(SFTTrainer, model, run, config, burst, args, seen, processor)
+        trainer = start.make(SFTTrainer, seen, processing_class=processor)
         images.pack(trainer)
-        return trainer, burst
-    report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
-    rows = data.load_tokens(documents, tokenizer, args, text_alone)
-    if documents.group_rows == 1:
-        return make(SFTTrainer, model, run, config, burst, args, rows, tokenizer), burst
-    import groups
-
-    rows = groups.load_groups(documents, rows, args)
-    trainer = make(SFTTrainer, model, run, config, burst, args, rows, tokenizer)
-    groups.collate(trainer)
-    return trainer, burst
+        return trainer, start.burst
+    start.warn()
+    rows = data.load_tokens(documents, start.tokenizer, args, text_alone)
+    if documents.group_rows > 1:
+        rows = groups.load_groups(documents, rows, args)
+    trainer = start.make(SFTTrainer, rows)
+    if documents.group_rows > 1:
+        groups.collate(trainer)
+    return trainer, start.burst
 
 
 def load_from_checkpoint(model: ModelSettings, config: "PreTrainedConfig", args: "TrainingArguments") -> None:

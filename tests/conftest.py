@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Llama 4 with a tower raises by itself in some versions of Transformers, on any number of processes."""
     files = ("test_images.py", "test_shared_images.py")
     for item in (item for item in items if item.path.name in files and "[Llama4" in item.name):
-        from recipes.coverage import KEPT  # which takes a second to import
+        from tests.support.coverage import KEPT  # which takes a second to import
 
         version, why = KEPT["Llama4ForConditionalGeneration"]
         if transformers.__version__.startswith(f"{version}."):

@@ -8,21 +8,16 @@ The whole matrix on 4 GPUs, then the same with the kernels of FlashAttention-2 f
     torchrun --nproc-per-node 4 recipes/benchmarks/attention.py --kv-heads 8 32 --kernel flash_attn_2 \\
         --contenders limit 'hf_burst*' 'ulysses*' 'ring*' --out outputs/attention_4xH200_fa2.json
 
-The schedules of hf_burst beside the limit, without other packages:
-
-    torchrun --nproc-per-node 4 recipes/benchmarks/attention.py --lengths 16384 131072 --contenders limit 'hf_burst*'
-
 On two CPU processes, to see that it works (most peers need GPUs):
 
     torchrun --nproc-per-node 2 recipes/benchmarks/attention.py --device cpu --dtype float32 --q-heads 4 \\
         --kv-heads 2 4 --head-dim 16 --lengths 256 512 --check-length 64 --out outputs/attention_cpu.json
 
-README.md beside this file says how it is measured and how to read the result. plot.py draws it.
+README.md beside this file says how it is measured and how to read the result.
 """
 
 import argparse
-import json
-import math
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -40,59 +35,41 @@ from hf_burst.config import Chunking
 from hf_burst.errors import BurstError, ConfigError
 from hf_burst.plan import Mask, chunks_per_rank
 from recipes.benchmarks.contenders import Case, Contender, Documents, hf_burst, limit
-from recipes.benchmarks.measure import Effort, check, measure
+from recipes.benchmarks.harness import at_least, options_of, seconds, setting, settings_of, table, write
+from recipes.benchmarks.measure import PASSES, Effort, Measured, check, measure
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.peers import peers
-from recipes.benchmarks.provenance import environment
+from recipes.benchmarks.provenance import environment, interquartile_range
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.report import markdown, reasons, rows
 
 SCHEDULES = ("auto", "kv_ring", "burst", "ulysses")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 LENGTHS = (8192, 16384, 32768, 65536, 131072)
-_DAY_S = 86400
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options: the attention to measure, how long, and where the result goes."""
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", help=f"tokens of the whole sequence ({' '.join(map(str, LENGTHS))})"
-    )
-    parser.add_argument("--kv-heads", type=int, nargs="+", default=[8], help="key heads, a table each")
-    parser.add_argument("--q-heads", type=int, default=32)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument(
-        "--documents",
-        type=int,
-        nargs=2,
-        metavar=("SHORTEST", "LONGEST"),
-        help="tokens of packed documents, whose logarithms are uniform; one whole sequence by default",
-    )
-    parser.add_argument("--window", type=int, help="tokens that a query sees backwards beside itself; all by default")
+def options() -> argparse.ArgumentParser:
+    """The options: the attention to measure, how long, and where the result goes."""
+    parser = options_of(__doc__, timeout_s=120.0)
+    parser.add_argument("--lengths", type=at_least(1), nargs="+", help=f"tokens of the whole sequence {LENGTHS}")
+    parser.add_argument("--kv-heads", type=at_least(1), nargs="+", default=[8], help="key heads, a table each")
+    parser.add_argument("--q-heads", type=at_least(1), default=32)
+    parser.add_argument("--head-dim", type=at_least(1), default=128)
+    parser.add_argument("--batch", type=at_least(1), default=1)
+    documents = "shortest and longest, in tokens, of packed documents, whose logarithms are uniform"
+    parser.add_argument("--documents", type=at_least(1), nargs=2, help=documents)
+    parser.add_argument("--window", type=at_least(0), help="tokens that a query sees backwards beside itself (all)")
     parser.add_argument("--chunkings", nargs="+", choices=get_args(Chunking), default=["balanced"])
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), help="names of BurstConfig.schedule")
     parser.add_argument("--kernel", default="auto", help="a name of BurstConfig.kernel, for contenders with a choice")
-    parser.add_argument(
-        "--burst", type=_setting, nargs="+", default=[], metavar="NAME=VALUE", help="further settings of BurstConfig"
-    )
+    parser.add_argument("--burst", type=setting, nargs="+", default=[], help="NAME=VALUE: settings of BurstConfig")
     parser.add_argument("--contenders", nargs="+", default=["*"], help="patterns of names, such as limit 'hf_burst*'")
-    parser.add_argument("--seconds", type=float, default=180.0, help="time for the lengths of one number of key heads")
-    parser.add_argument("--rounds", type=int, nargs=2, default=(3, 30), metavar=("FEWEST", "MOST"))
-    parser.add_argument(
-        "--in-a-row", type=int, default=4, help="calls that follow each other, as layers do; fewer if calls are slow"
-    )
-    parser.add_argument("--warmup", type=int, default=56, help="calls before the first round; fewer if they are slow")
-    parser.add_argument(
-        "--check-length",
-        type=int,
-        help="tokens at which results are compared with fp64 (2048; with documents, as many a rank)",
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one call may take")
-    parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
-    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
+    parser.add_argument("--seconds", type=seconds, default=180.0, help="for all lengths of one number of key heads")
+    parser.add_argument("--rounds", type=at_least(1), nargs=2, default=(3, 30), metavar=("FEWEST", "MOST"))
+    parser.add_argument("--in-a-row", type=at_least(1), default=4, help="calls without a pause; fewer if slow")
+    parser.add_argument("--warmup", type=at_least(0), default=56, help="calls before the first round; fewer if slow")
+    parser.add_argument("--check-length", type=at_least(1), help="tokens of the comparison with fp64 (2048)")
+    return parser
 
 
 def benchmark(arguments: argparse.Namespace, others: Sequence[Contender] = ()) -> int:
@@ -101,7 +78,7 @@ def benchmark(arguments: argparse.Namespace, others: Sequence[Contender] = ()) -
     Contenders of packages that are not installed are no failure.
 
     Args:
-        arguments (`argparse.Namespace`): As `add_arguments` reads them.
+        arguments (`argparse.Namespace`): As `options` reads them.
         others (sequence of [`Contender`]): Contenders beside the limit and hf_burst's schedules.
 
     Returns:
@@ -117,7 +94,6 @@ def benchmark(arguments: argparse.Namespace, others: Sequence[Contender] = ()) -
         print(f"attention.py: {error}", file=sys.stderr)
         return 2
     try:
-        _check_out(arguments.out, ranks)
         result = _matrix(arguments, contenders, ranks)
     except BurstError as error:
         ranks.say(f"attention.py: {error}")
@@ -125,43 +101,17 @@ def benchmark(arguments: argparse.Namespace, others: Sequence[Contender] = ()) -
     finally:
         ranks.close()
     if ranks.rank == 0:
-        print("\n".join([markdown([result]), *reasons(result)]))
+        print("\n".join([markdown(result), *reasons(result)]))
     return _status(result)
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    """Reads `name=value`; the value is JSON, or else a string."""
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
-
-
 def _validate(arguments: argparse.Namespace) -> None:
-    counts = ("q_heads", "head_dim", "batch", "check_length", "timeout", "seconds", "in_a_row")
-    for name in counts:
-        value = getattr(arguments, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be a number above 0.")
-    if arguments.timeout > _DAY_S:
-        raise ConfigError(f"--timeout is {arguments.timeout}; it must be at most {_DAY_S} seconds, a day.")
-    if arguments.warmup < 0:
-        raise ConfigError(f"--warmup is {arguments.warmup}; it must be at least 0.")
-    if arguments.lengths and min(arguments.lengths) < 1:
-        raise ConfigError(f"--lengths are {arguments.lengths}; give numbers of tokens, at least 1.")
     for kv_heads in arguments.kv_heads:
-        if kv_heads < 1 or arguments.q_heads % kv_heads:
+        if arguments.q_heads % kv_heads:
             raise ConfigError(f"--q-heads {arguments.q_heads} is no whole multiple of --kv-heads {kv_heads}.")
-    if arguments.documents and not 1 <= arguments.documents[0] <= arguments.documents[1]:
-        raise ConfigError(f"--documents is {arguments.documents}; give the shortest, at least 1, and the longest.")
-    if arguments.window is not None and arguments.window < 0:
-        raise ConfigError(f"--window is {arguments.window}; give the tokens visible backwards, or leave it out.")
-    fewest, most = arguments.rounds
-    if not 1 <= fewest <= most:
-        raise ConfigError(f"--rounds is {fewest} {most}; give the fewest, at least 1, and the most.")
+    for name in ("documents", "rounds"):
+        if (pair := getattr(arguments, name)) and pair[0] > pair[1]:
+            raise ConfigError(f"--{name} is {pair[0]} {pair[1]}; give the smaller number first.")
     settings = {"kernel": arguments.kernel, **dict(arguments.burst)}
     for name in ("schedule", "chunking"):
         if name in settings:
@@ -175,31 +125,11 @@ def _requested(arguments: argparse.Namespace, others: Sequence[Contender]) -> li
     settings = [dict(arguments.burst) | {"chunking": chunking} for chunking in dict.fromkeys(arguments.chunkings)]
     own = [hf_burst(schedule, setting) for schedule in arguments.schedules for setting in settings]
     contenders = [limit(), *own, *others]
-    matching = [
-        contender
-        for contender in contenders
-        if any(fnmatch(contender.name, pattern) for pattern in arguments.contenders)
-    ]
+    matching = [one for one in contenders if any(fnmatch(one.name, pattern) for pattern in arguments.contenders)]
     if not matching:
         names = ", ".join(repr(contender.name) for contender in contenders)
         raise ConfigError(f"--contenders {' '.join(map(repr, arguments.contenders))} is none of {names}.")
     return matching
-
-
-def _check_out(out: Path | None, ranks: Ranks) -> None:
-    """Raises on all ranks if rank 0 cannot write the result. An older result stays as it is."""
-    problem = None
-    if out is not None and ranks.rank == 0:
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.open("a").close()
-            if not out.stat().st_size:
-                out.unlink()
-        except OSError as error:
-            problem = (time.time(), f"--out is {out}, where no result can be written: {error}")
-    refusal = ranks.agree(problem)
-    if refusal is not None:
-        raise ConfigError(refusal)
 
 
 def set_lengths(arguments: argparse.Namespace, ranks: Ranks) -> None:
@@ -226,8 +156,8 @@ def _matrix(arguments: argparse.Namespace, contenders: Sequence[Contender], rank
     sample = Mask(256, window=arguments.window, documents=bounds)
     native, refusals = choose_native(arguments.kernel, ranks, dtype, arguments.head_dim, sample)
     ranks.say(f"kernel {native.name} on {ranks.size} x {ranks.device.type}" + "".join(f"\n  {why}" for why in refusals))
-    result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
-    result |= {"settings": _settings(arguments), "kernel": native.name, "kernels_refused": refusals}
+    result = environment(ranks, arguments.commit)
+    result |= {"settings": settings_of(arguments), "kernel": native.name, "kernels_refused": refusals}
     result |= {"checks": [], "results": []}
     for kv_heads in arguments.kv_heads:
         case = Case(
@@ -264,7 +194,7 @@ def _lengths(
     start, warm = time.perf_counter(), frozenset[str]()
     lengths = sorted(set(arguments.lengths))
     for index, length in enumerate(lengths):
-        passed = float(ranks.largest(torch.tensor([time.perf_counter() - start], dtype=torch.float64))[0])
+        (passed,) = ranks.largest([time.perf_counter() - start])
         share = length / sum(lengths[index:])
         left, rounds = arguments.seconds - passed, tuple(arguments.rounds)
         effort = Effort(
@@ -275,9 +205,7 @@ def _lengths(
         results = measure(contenders, at_length, ranks, effort)
         warm |= {measured.contender.name for measured in results if measured.status == "ok"}
         result["results"] += rows(results, at_length)
-        if arguments.out is not None and ranks.rank == 0:
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(arguments.out, result, ranks)
 
 
 def _status(result: dict[str, Any]) -> int:
@@ -290,20 +218,99 @@ def _status(result: dict[str, Any]) -> int:
     return 1 if failed or not expected & measured else 0
 
 
-def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options, as the result keeps them."""
-    return {
-        name: value for name, value in vars(arguments).items() if isinstance(value, int | float | str | list | tuple)
+def rows(results: Sequence[Measured], case: Case) -> list[dict[str, Any]]:
+    """The rows of one case. Ratios between contenders are ratios of medians."""
+    medians = {
+        measured.contender.name: {name: statistics.median(measured.seconds[name]) for name in PASSES}
+        for measured in results
+        if measured.status == "ok"
+    }
+    return [_row(measured, case, medians) for measured in results]
+
+
+def _row(measured: Measured, case: Case, medians: dict[str, dict[str, float]]) -> dict[str, Any]:
+    name = measured.contender.name
+    row: dict[str, Any] = {
+        "contender": name,
+        "config": measured.contender.config,
+        "limit_kernel": case.native.name,
+        "length": case.length,
+        "batch": case.batch,
+        "q_heads": case.q_heads,
+        "kv_heads": case.kv_heads,
+        "head_dim": case.head_dim,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "documents": len(case.mask.documents) - 1,
+        "document_tokens": [case.documents.shortest, case.documents.longest] if case.documents else None,
+        "window": case.window,
+        "ranks": case.ranks,
+        "status": measured.status,
+        "reason": measured.reason,
+        "said": measured.said,
+    }
+    if measured.status != "ok" or measured.run is None:
+        return row
+    own, flops = medians[name], case.flops()
+    limit = medians.get("limit")
+    return row | {
+        "calls": measured.calls,
+        "seconds": measured.seconds,
+        "median_s": own,
+        "iqr_s": {part: interquartile_range(measured.seconds[part]) for part in PASSES},
+        "tflops_per_gpu": {part: flops[part] / own[part] / 1e12 for part in PASSES},
+        "share_of_limit": {part: limit[part] / own[part] for part in PASSES} if limit else None,
+        "times_as_fast_as": {rival: medians[rival]["both"] / own["both"] for rival in medians if rival != name},
+        "peak_memory_bytes": measured.peak_bytes,
+        "memory_outside_allocator_bytes": measured.outside_bytes,
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    add_arguments(parser)
-    return benchmark(parser.parse_args(), peers())
+def markdown(result: dict[str, Any]) -> str:
+    """Tables of Markdown, one for each number of key heads."""
+    tables = []
+    for heads in dict.fromkeys(row["kv_heads"] for row in result["results"]):
+        part = [row for row in result["results"] if row["kv_heads"] == heads]
+        row, lengths = part[0], sorted({row["length"] for row in part})
+        title = (
+            f"{row['ranks']} x {result['hardware']['device']}, {row['q_heads']} query and {heads} key heads, "
+            f"{row['dtype']}, limit by {row['limit_kernel']}{mask_of(row)}"
+        )
+        names = dict.fromkeys(row["contender"] for row in part)
+        cells = [[name, *(_cell(part, name, length) for length in lengths)] for name in names]
+        tables.append(f"{title}:\n\n{table(['TF/s per GPU (share of the limit)', *map(_tokens, lengths)], cells)}\n")
+    return "\n".join(tables)
+
+
+def mask_of(row: dict[str, Any]) -> str:
+    """Documents and window, as a title names them. Older results have neither."""
+    documents, window = row.get("document_tokens"), row.get("window")
+    packed = f", documents of {documents[0]} to {documents[1]} tokens" if documents else ""
+    return packed + (f", window {window}" if window is not None else "")
+
+
+def _tokens(length: int) -> str:
+    return f"{length // 1024}K" if length % 1024 == 0 else str(length)
+
+
+def _cell(part: Sequence[dict[str, Any]], name: str, length: int) -> str:
+    row = next((row for row in part if row["contender"] == name and row["length"] == length), None)
+    if row is None:
+        return ""
+    if row["status"] != "ok":
+        return str(row["status"])
+    rate, share = row["tflops_per_gpu"]["both"], row["share_of_limit"]
+    digits = f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
+    return digits if share is None or name == "limit" else f"{digits} ({share['both']:.0%})"
+
+
+def reasons(result: dict[str, Any]) -> list[str]:
+    """Reasons why contenders are missing, each of them once."""
+    reasons: dict[str, None] = {}
+    for row in [*result["results"], *result["checks"]]:
+        if row["status"] != "ok":
+            reasons[f"{row['contender']} {row['status']}: {row['reason'][:200]}"] = None
+    return list(reasons)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(benchmark(options().parse_args(), peers()))

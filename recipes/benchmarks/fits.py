@@ -23,10 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.initialization import no_init_weights
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
@@ -40,14 +38,14 @@ from hf_burst.sizing import shapes
 from hf_burst.sizing.gpus import Capacity, capacity_of, gpu_named
 from hf_burst.sizing.memory_rule import Fit, fit, longest
 from hf_burst.sizing.model import Training
-from recipes.benchmarks.provenance import SCHEMA_VERSION, git_commit, hardware, versions
+from recipes.benchmarks.harness import options_of, rows_in, write
+from recipes.benchmarks.provenance import environment
+from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_job import TINY, quantise
 
 GIB = 2**30
 SHAPES = {**shapes.SHAPES, "tiny": TINY}
 OUTSIDE = 2.1  # GiB that CUDA and NCCL were measured to take on two H200s, beside symmetric buffers
-# sizes of a config on which no buffer depends
-FEW = ("vocab_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_experts")
 
 
 class Watcher(threading.Thread):
@@ -68,9 +66,9 @@ class Watcher(threading.Thread):
 class Measure(TrainerCallback):
     """Notes the peaks of every step."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.steps, self.start = device, list[dict[str, Any]](), 0.0
-        self.watcher = Watcher(device) if device.type == "cuda" else None
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.device, self.steps, self.start = ranks, ranks.device, list[dict[str, Any]](), 0.0
+        self.watcher = Watcher(ranks.device) if ranks.cuda else None
         if self.watcher is not None:
             self.watcher.start()
 
@@ -95,7 +93,11 @@ class Measure(TrainerCallback):
                 "short": stats["num_ooms"],
             }
         self.steps.append({"seconds": time.perf_counter() - self.start, **own})
-        say(" ".join(f"{name} {value:.2f}" for name, value in self.steps[-1].items()))
+        self.ranks.say(" ".join(f"{name} {value:.2f}" for name, value in self.steps[-1].items()))
+
+    def on_all_ranks(self) -> list[dict[str, Any]]:
+        """The largest values of every step."""
+        return [self.ranks.slowest(step) for step in self.steps]
 
     def end(self) -> None:
         """Ends the thread: one that came back from the driver after Python has ended would abort the process."""
@@ -107,12 +109,6 @@ class Measure(TrainerCallback):
 def targets(text: str) -> str | list[str]:
     """The modules that get adapters. With Liger, peft cannot adapt fused experts, which "all-linear" has among them."""
     return text if text == "all-linear" else text.split(",")
-
-
-def say(text: str) -> None:
-    """Prints on the first rank, at once."""
-    if not int(os.environ.get("RANK", "0")):
-        print(text, flush=True)
 
 
 def config_of(arguments: argparse.Namespace, length: int = 4096) -> Any:
@@ -128,68 +124,31 @@ def make_model(arguments: argparse.Namespace, length: int, device: torch.device)
     that learn are in fp32, as accelerate's mixed precision wants them, frozen ones in bf16, or in 4 bits."""
     config = config_of(arguments, length)
     dtype = torch.float32 if arguments.weights == "all" else torch.bfloat16
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        known = {id(buffer): name for name, buffer in model.named_buffers()}
-    few = {name: min(value, 8) for name, value in vars(config).items() if name in FEW and isinstance(value, int)}
-    buffers_alike = AutoConfig.for_model(**{**SHAPES[arguments.model], **few})
-    small = AutoModelForCausalLM.from_config(buffers_alike)
+    with no_init_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     noise = (torch.randn(2**22 + 1, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
-    for layer in model.model.layers:
-        fill(layer, noise)
-        if arguments.weights == "qlora":
-            quantise_layer(layer.to(device))
-    fill(model, noise)
-    for module in model.modules():  # what is computed, and not stored: frequencies, scales
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[key] = small.get_buffer(known[id(buffer)]).clone()
     model.tie_weights()
-    model.is_loaded_in_4bit = arguments.weights == "qlora"
+    for name, weight in model.named_parameters():
+        if weight.dim() < 2:  # of norms, and biases
+            weight.data.fill_(float("bias" not in name))
+        else:
+            for part in weight.data.view(-1).split(len(noise)):
+                part.copy_(noise[: len(part)])
+    if arguments.weights == "qlora":
+        quantise(model, device)
     return model
 
 
-def quantise_layer(layer: nn.Module) -> None:
-    """Puts the weights of one layer into 4 bits."""
-    holder, holder.model = nn.Module(), nn.Module()
-    holder.model.layers = nn.ModuleList([layer])
-    quantise(holder)  # type: ignore[arg-type]
+def batch_of(length: int, document: int, vocabulary: int) -> dict[str, torch.Tensor]:
+    """A sequence, packed of documents of one size, or whole."""
+    tokens = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(length))
+    positions = torch.arange(length)[None] % (document or length)
+    return {"input_ids": tokens, "labels": tokens, "position_ids": positions}
 
 
-def fill(module: nn.Module, noise: torch.Tensor) -> None:
-    """Gives weights that have no memory some: ones for norms, zeros for biases, and for matrices `noise` again and
-    again."""
-    for owner in module.modules():
-        for key, weight in list(owner._parameters.items()):
-            if weight is None or not weight.is_meta:
-                continue
-            fresh = torch.empty(weight.shape, dtype=weight.dtype)
-            if weight.dim() < 2:
-                fresh.fill_(float("bias" not in key))
-            else:
-                for part in fresh.view(-1).split(len(noise)):
-                    part.copy_(noise[: len(part)])
-            owner._parameters[key] = nn.Parameter(fresh, requires_grad=weight.requires_grad)
-
-
-class Rows(Dataset[dict[str, torch.Tensor]]):
-    """The same sequence for every step, packed of documents of one size, or whole."""
-
-    def __init__(self, length: int, document: int, vocabulary: int, steps: int) -> None:
-        tokens = torch.randint(0, vocabulary, (length,), generator=torch.Generator().manual_seed(length))
-        positions = torch.arange(length) % (document or length)
-        self.row, self.steps = {"input_ids": tokens, "labels": tokens, "position_ids": positions}, steps
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self.row
-
-
-def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A batch."""
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+def first(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A collator for data that are batches."""
+    return batches[0]
 
 
 def promised(arguments: argparse.Namespace, gpus: int) -> tuple[int, Fit]:
@@ -221,20 +180,21 @@ def make_trainer(arguments: argparse.Namespace, length: int, measure: Measure, a
         model = get_peft_model(model, LoraConfig(r=16, target_modules=arguments.targets))
     if arguments.contender == "hf_burst":
         hf_burst.patch_model(model, hf_burst.BurstConfig.from_dict(arguments.settings))
-    rows = Rows(length, arguments.document, model.config.get_text_config().vocab_size, arguments.steps)
+    batch = batch_of(length, arguments.document, model.config.get_text_config().vocab_size)
     if arguments.contender == "trl":
-        return trl_trainer(model, args, rows, measure)
-    return Trainer(model, args, train_dataset=rows, data_collator=collate, callbacks=[measure])
+        return trl_trainer(model, args, batch["input_ids"][0].tolist(), measure)
+    rows: Any = [batch] * arguments.steps
+    return Trainer(model, args, train_dataset=rows, data_collator=first, callbacks=[measure])
 
 
-def trl_trainer(model: Any, args: TrainingArguments, rows: Rows, measure: Measure) -> Trainer:
+def trl_trainer(model: Any, args: TrainingArguments, tokens: list[int], measure: Measure) -> Trainer:
     """The trainer of TRL's guide to long contexts: its own loss some tokens at a time, its collator."""
-    from datasets import Dataset as Table
+    from datasets import Dataset
     from trl import SFTTrainer
 
     from recipes.byte_tokenizer import byte_tokenizer
 
-    table = Table.from_dict({"input_ids": [rows.row["input_ids"].tolist()] * len(rows)})
+    table = Dataset.from_dict({"input_ids": [tokens] * args.max_steps})
     return SFTTrainer(model, args, train_dataset=table, processing_class=byte_tokenizer(), callbacks=[measure])
 
 
@@ -296,9 +256,8 @@ def chosen_of(model: Any) -> dict[str, Any] | None:
     return described(parts[0].latest[-1]) if parts and parts[0].latest else None
 
 
-def main() -> None:
-    """Trains, and writes a row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def read_arguments() -> argparse.Namespace:
+    parser = options_of(__doc__, timeout_s=None)
     parser.add_argument("--model", required=True, choices=SHAPES)
     parser.add_argument("--layers", type=int, help="(default those of the shape)")
     parser.add_argument("--weights", choices=("all", "lora", "qlora"), default="all", help="(default %(default)s)")
@@ -312,39 +271,30 @@ def main() -> None:
     smaller = f"GiB: as on a smaller GPU, {OUTSIDE:g} GiB of which are taken outside of torch's allocator"
     parser.add_argument("--gpu-memory", type=float, help=smaller)
     parser.add_argument("--folder", default="outputs/fits", help="of the trainer")
-    parser.add_argument("--out", type=Path, help="a JSON file, to which the row is added")
-    parser.add_argument("--commit", help="of the measured code, where there is no checkout")
     arguments = parser.parse_args()
     if arguments.contender == "trl" and arguments.length is None:
         parser.error("--contender trl needs --length, as max_length")
+    return arguments
+
+
+def main() -> None:
+    """Trains, and adds a row to the file."""
+    arguments, gpus = read_arguments(), int(os.environ.get("WORLD_SIZE", "1"))
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_burst").setLevel(logging.INFO)
-    gpus = int(os.environ.get("WORLD_SIZE", "1"))
     if arguments.gpu_memory is not None:
         as_on_a_smaller_gpu(arguments.gpu_memory)
     length, promise = promised(arguments, gpus)
-    row: dict[str, Any] = {
-        "schema": SCHEMA_VERSION,
-        "command": " ".join(sys.argv),
-        "git_commit": arguments.commit or git_commit(Path(__file__).parent),
-        "model": arguments.model,
-        "layers": arguments.layers,
-        "weights": arguments.weights,
-        "targets": arguments.targets,
-        "contender": arguments.contender,
-        "length": length,
-        "document": arguments.document,
-        "expandable_segments": expandable_segments(),
-        "gpu_memory_gib": arguments.gpu_memory,
-        "promised": described(promise),
-    }
-    say(json.dumps(row["promised"]))
+    args = training_arguments(arguments, gpus)  # joins the processes
+    ranks = Ranks(args.device.type)
+    told = ("model", "layers", "weights", "targets", "contender", "document")
+    row = environment(ranks, arguments.commit) | {name: getattr(arguments, name) for name in told}
+    row |= {"length": length, "expandable_segments": expandable_segments(), "gpu_memory_gib": arguments.gpu_memory}
+    row["promised"] = described(promise)
+    ranks.say(json.dumps(row["promised"]))
     if arguments.steps:
-        row |= run(arguments, length, gpus)
-    if arguments.out is not None and not int(os.environ.get("RANK", "0")):
-        rows = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps([*rows, row], indent=1) + "\n")
+        row |= run(arguments, length, args, ranks)
+    write(arguments.out, [*rows_in(arguments.out), row], ranks)
 
 
 def as_on_a_smaller_gpu(memory_gib: float) -> None:
@@ -355,29 +305,21 @@ def as_on_a_smaller_gpu(memory_gib: float) -> None:
     memory.gpu_memory = lambda device: int(memory_gib * GIB)
 
 
-def run(arguments: argparse.Namespace, length: int, gpus: int) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, length: int, args: TrainingArguments, ranks: Ranks) -> dict[str, Any]:
     """Trains some steps, and tells what they took, or how they ended."""
-    args = training_arguments(arguments, gpus)
-    start, measure, status, reason, chosen = time.perf_counter(), Measure(args.device), "ok", None, None
+    start, measure, status, reason, chosen = time.perf_counter(), Measure(ranks), "ok", None, None
     try:
         trainer = make_trainer(arguments, length, measure, args)
-        say(f"made after {time.perf_counter() - start:.0f} s")
+        ranks.say(f"made after {time.perf_counter() - start:.0f} s")
         trainer.train()
-        chosen = (
-            chosen_of(trainer.accelerator.unwrap_model(trainer.model)) if arguments.contender == "hf_burst" else None
-        )
+        if arguments.contender == "hf_burst":
+            chosen = chosen_of(trainer.accelerator.unwrap_model(trainer.model))
     except Exception as problem:  # whatever ends it is a result
         status, reason = "failed", f"{type(problem).__name__}: {str(problem)[:600]}"
-        print(f"rank {args.process_index}: {reason}", flush=True)  # the others may wait for ever
+        print(f"rank {ranks.rank}: {reason}", flush=True)  # the others may wait for ever
     measure.end()
-    about = {"hardware": hardware(args.device, gpus, 1), "versions": versions(cuda=args.device.type == "cuda")}
-    if dist.is_initialized() and status == "ok":
-        every: list[Any] = [None] * gpus
-        dist.all_gather_object(every, measure.steps)
-        measure.steps = [
-            {name: max(each[name] for each in steps) for name in steps[0]} for steps in zip(*every, strict=True)
-        ]
-    return about | {"status": status, "reason": reason, "chosen": chosen, "steps": measure.steps}
+    steps = measure.on_all_ranks() if status == "ok" else measure.steps
+    return {"status": status, "reason": reason, "chosen": chosen, "steps": steps}
 
 
 if __name__ == "__main__":

@@ -43,13 +43,13 @@ from hf_burst.attention.shared_keys import Exchange, Keys, attend_to_shared, exc
 from hf_burst.hf.generation.step_graphs import Recording
 from hf_burst.kernels import Scores
 from hf_burst.plan import Mask
+from recipes.benchmarks.harness import Row, at_least, options_of, settings_of, write
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.training_job import SHAPES, apply_liger, head_size, make_model
-from recipes.benchmarks.training_limits import product_seconds, widths_of
+from recipes.benchmarks.training_job import add_model, apply_liger, head_size, make_model
+from recipes.benchmarks.training_limits import forward_products, widths_of
 
-Row = dict[str, Any]
 QUESTION = 32  # tokens
 _CALLS = 100  # of what takes less than a millisecond
 _WARM = 131072  # tokens of a prompt that goes before a longer one: with as many, the same kernels and schedule
@@ -68,26 +68,6 @@ class Clock(BaseStreamer):
         pass
 
 
-def options() -> argparse.ArgumentParser:
-    """What to measure, and where the result goes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
-    parser.add_argument("--prompts", type=int, nargs="*", default=[131072, 524288], help="tokens that are read")
-    parser.add_argument("--decode", type=int, nargs="*", default=[524288], help="tokens before those that are written")
-    parser.add_argument("--memory", type=int, default=262144, help="tokens of the document that is asked")
-    parser.add_argument("--questions", type=int, nargs="*", default=[1, 8, 64], help=f"of {QUESTION} tokens, at once")
-    parser.add_argument("--tokens", type=int, default=32, help="that are written")
-    parser.add_argument("--alone", type=int, nargs="*", default=[], help="prompts of one process, the longest last")
-    parser.add_argument("--bandwidth", type=float, default=3.0, help="TB/s at which keys can be read")
-    parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU, for all")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one call may take")
-    parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
-    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
-    return parser
-
-
 class Bench:
     """The model, and what is measured of it."""
 
@@ -95,7 +75,7 @@ class Bench:
         self.arguments, self.ranks = arguments, ranks
         longest = max([*arguments.prompts, *arguments.decode, arguments.memory, *arguments.alone])
         dtype = getattr(torch, arguments.dtype)
-        self.model: Any = make_model(arguments.shape, longest + 1024, dtype, ranks.device).eval()
+        self.model: Any = make_model(arguments.shape, longest + 1024, dtype, ranks.device, arguments.layers).eval()
         if arguments.liger:
             apply_liger(self.model)
         self.model.config.use_cache = self.model.generation_config.use_cache = True
@@ -113,13 +93,7 @@ class Bench:
         """Seconds of a call on the slowest rank, of so many in a row, after one that does not count (`warm`)."""
         (warm or function)()
         self.ranks.align()
-        start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        if self.ranks.cuda:
-            torch.cuda.synchronize()
-        seconds = torch.tensor([(time.perf_counter() - start) / calls], dtype=torch.float64)
-        return float(self.ranks.largest(seconds)[0])
+        return self.ranks.largest([self.ranks.time(function, calls)])[0]
 
     def alone(self, length: int, where: str) -> Row:
         """`model.generate` of one process; all ranks do the same, each by itself."""
@@ -139,10 +113,8 @@ class Bench:
     def prefill_limit(self, length: int) -> dict[str, float]:
         """Seconds of the products and of attention alone."""
         config, ranks, size, dtype = self.config, self.ranks, head_size(self.model), self.model.dtype
-        own, products = length // ranks.size, 0.0
-        widths = [pair for layer in self.model.model.layers for pair in widths_of(layer)]
-        for taken, made in set(widths):
-            products += widths.count((taken, made)) * product_seconds(own, taken, made, dtype, ranks)
+        once = forward_products(self.model.model, length // ranks.size, ranks)
+        products = sum(once[width] for layer in self.model.model.layers for width in widths_of(layer))
         native, _ = choose_native("auto", ranks, dtype, size, Mask(256))
         share, kv_share = config.num_attention_heads // ranks.size, max(1, config.num_key_value_heads // ranks.size)
         shapes = [(1, length, heads, size) for heads in (share, kv_share, kv_share)]
@@ -217,7 +189,7 @@ class Bench:
         first, *later = clock.times[1:] or [0.0]
         each = torch.tensor([first, *later], dtype=torch.float64).diff()
         known = [first, float(each.mean()), float(each.median())] if later else [0.0] * 3
-        begun, mean, middle = self.ranks.largest(torch.tensor(known, dtype=torch.float64)).tolist()
+        begun, mean, middle = self.ranks.largest(known)
         return {
             "first_token_s": begun,
             "seconds_per_token": mean,
@@ -231,21 +203,26 @@ class Bench:
 
 def main() -> int:
     """Measures all; what one GPU cannot hold is written down as it says so."""
-    arguments = options().parse_args()
-    if arguments.tokens < 2:
-        raise SystemExit(f"--tokens is {arguments.tokens}; give at least 2, since the first one is the prompt's.")
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    parser = options_of(__doc__, timeout_s=600.0)
+    add_model(parser)
+    parser.add_argument("--prompts", type=int, nargs="*", default=[131072, 524288], help="tokens that are read")
+    parser.add_argument("--decode", type=int, nargs="*", default=[524288], help="tokens before those that are written")
+    parser.add_argument("--memory", type=int, default=262144, help="tokens of the document that is asked")
+    parser.add_argument("--questions", type=int, nargs="*", default=[1, 8, 64], help=f"of {QUESTION} tokens, at once")
+    parser.add_argument("--tokens", type=at_least(2), default=32, help="that are written; the first is the prompt's")
+    parser.add_argument("--alone", type=int, nargs="*", default=[], help="prompts of one process, the longest last")
+    parser.add_argument("--bandwidth", type=float, default=3.0, help="TB/s at which keys can be read")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    arguments = parser.parse_args()
     ranks = Ranks(arguments.device, arguments.timeout)
-    result: Row = {**environment(ranks, sys.argv, arguments.commit), "settings": vars(arguments) | {"out": None}}
+    result: Row = {**environment(ranks, arguments.commit), "settings": settings_of(arguments)}
     bench, rows = Bench(arguments, ranks), list[Row]()
 
     def measure(name: str, length: int, function: Callable[[], Row]) -> bool:
         found, failure = ranks.attempt(function)
         rows.append({"what": name, "length": length, **(found or {"failure": failure})})
         ranks.say(f"{name} {length:,}: {json.dumps(found or failure)}")
-        if ranks.rank == 0 and arguments.out is not None:  # after each, in case that time runs out
-            arguments.out.write_text(json.dumps({**result, "results": rows}, indent=1))
+        write(arguments.out, {**result, "results": rows}, ranks)  # after each, in case that time runs out
         return failure is None
 
     for where in ("gpu", "host") if ranks.cuda else ("gpu",):  # before the model is patched

@@ -48,13 +48,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 import hf_burst
 from hf_burst.cli.launch import launched
 from recipes.benchmarks.fits import GIB, Watcher
+from recipes.benchmarks.harness import Row, at_least, options_of, settings_of, table
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.training import at_least
-from recipes.benchmarks.training_job import LORA, SHAPES, make_model
+from recipes.benchmarks.training_job import LORA, add_model, make_model
 from recipes.byte_tokenizer import byte_tokenizer
 
-Row = dict[str, Any]
 GENERATION, REWARDS, TRAINING, REST = "generation", "rewards", "training", "rest"
 OLD, REFERENCE = "old log-probabilities", "reference log-probabilities"
 PARTS = (GENERATION, OLD, REFERENCE, REWARDS, TRAINING, REST)
@@ -209,10 +208,9 @@ def run(arguments: argparse.Namespace) -> None:
     args = settings(arguments, contender, folder)
     device, start = args.device, time.perf_counter()  # joins the processes
     ranks = Ranks(device.type, arguments.timeout)
-    tell(ranks, folder, environment=environment(ranks, sys.argv[: -len(arguments.attempt) - 1], arguments.commit))
-    changes = {} if arguments.layers is None else {"num_hidden_layers": arguments.layers}
-    longest = prompt + arguments.answer_length
-    model: Any = make_model(arguments.shape, longest, getattr(torch, arguments.dtype), device, changes)
+    tell(ranks, folder, environment=environment(ranks, arguments.commit, sys.argv[1 : -len(arguments.attempt) - 1]))
+    longest, dtype = prompt + arguments.answer_length, getattr(torch, arguments.dtype)
+    model: Any = make_model(arguments.shape, longest, dtype, device, arguments.layers)
     model.config.use_cache = model.generation_config.use_cache = True
     if contender == "hf_burst":
         hf_burst.patch_model(model)
@@ -241,7 +239,7 @@ def run(arguments: argparse.Namespace) -> None:
             tell(ranks, folder, begun={"warm": warm, **found})
             return
         length_of_answers(arguments.answer_length)
-        tell(ranks, folder, rollout={"warm": warm, **slowest(found, ranks)})
+        tell(ranks, folder, rollout={"warm": warm, **{kind: ranks.slowest(own) for kind, own in found.items()}})
 
     length_of_answers(arguments.warm_length)
     clock = Clock(arguments.iterations, device, noted)
@@ -252,12 +250,6 @@ def run(arguments: argparse.Namespace) -> None:
         clock.watcher.join()
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
-
-
-def slowest(found: Row, ranks: Ranks) -> Row:
-    """The largest value of any rank."""
-    every = ranks.gather(found)
-    return {kind: {name: max(each[kind][name] for each in every) for name in found[kind]} for kind in found}
 
 
 def tell(ranks: Ranks, folder: Path, **line: Any) -> None:
@@ -335,20 +327,16 @@ def summary(row: Row, iterations: int) -> Row:
     }
 
 
-def table(rows: list[Row]) -> str:
+def summary_table(rows: list[Row]) -> str:
     """The result as Markdown."""
-    lines = [
-        f"| contender | prompt | {' | '.join(PARTS)} | s a rollout | peak GiB |",
-        "|---|" + "---:|" * (len(PARTS) + 3),
-    ]
+    cells = []
     for row in rows:
-        if "median_s" not in row:
-            lines.append(f"| {row['contender']} | {row['prompt']:,} | {row['reason']} |")
-            continue
-        parts = " | ".join(f"{row['median_s'][name]:.2f}" for name in PARTS)
-        memory = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
-        lines.append(f"| {row['contender']} | {row['prompt']:,} | {parts} | {row['rollout_s']:.2f} | {memory} |")
-    return "\n".join(lines)
+        found = [row["contender"], f"{row['prompt']:,}", row["reason"]]
+        if "median_s" in row:
+            memory = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+            found[2:] = [*(f"{row['median_s'][name]:.2f}" for name in PARTS), f"{row['rollout_s']:.2f}", memory]
+        cells.append(found)
+    return table(["contender", "prompt", *PARTS, "s a rollout", "peak GiB"], cells)
 
 
 def device_of(arguments: argparse.Namespace) -> str:
@@ -357,17 +345,11 @@ def device_of(arguments: argparse.Namespace) -> str:
 
 
 def read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
-    parser.add_argument("--layers", type=at_least(1), help="how many layers of that width (as many as the shape has)")
+    parser = options_of(__doc__, timeout_s=400.0)  # of an attempt
+    add_model(parser)
     parser.add_argument("--prompts", type=at_least(1), nargs="+", default=[32768], help="tokens of hf_burst's prompts")
-    parser.add_argument(
-        "--trl-prompts",
-        type=at_least(1),
-        nargs="+",
-        default=[32768, 16384, 8192, 4096],
-        help="of which TRL measures the longest that it holds",
-    )
+    parser.add_argument("--trl-prompts", type=at_least(1), nargs="+", help="TRL's; the longest that it holds counts")
+    parser.set_defaults(trl_prompts=[32768, 16384, 8192, 4096])
     parser.add_argument("--answers", type=at_least(2), default=8, help="to a prompt")
     parser.add_argument("--answer-length", type=at_least(1), default=1024, help="tokens of each of them")
     parser.add_argument("--warm-length", type=at_least(1), default=32, help="tokens of those of the first rollout")
@@ -377,12 +359,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--trl-rows", type=at_least(1), default=1, help="that TRL trains at a time on a rank")
     parser.add_argument("--trl-attention", default="sdpa", help="attn_implementation of TRL's model")
-    parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU, for both")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights (bfloat16 on GPUs)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--timeout", type=float, default=400.0, help="seconds that one attempt may take")
-    parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
-    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     parser.add_argument("--attempt", nargs=3, help=argparse.SUPPRESS)  # contender, prompt, folder
     arguments = parser.parse_args()
     arguments.dtype = arguments.dtype or ("float32" if device_of(arguments) == "cpu" else "bfloat16")
@@ -416,9 +393,7 @@ def main() -> int:
     def found(row: Row, about: Mapping[str, Any]) -> None:
         rows[row["contender"], row["prompt"]] = row
         if arguments.out is not None:
-            given = {name: value for name, value in vars(arguments).items() if name not in ("out", "attempt")}
-            result = {**about, "settings": given, "results": list(rows.values())}
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            result = {**about, "settings": settings_of(arguments), "results": list(rows.values())}
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
     ok = False
@@ -429,7 +404,7 @@ def main() -> int:
             ok = ok or held
             if held and not ours:
                 break
-    print(table(list(rows.values())), file=sys.stderr, flush=True)
+    print(summary_table(list(rows.values())), file=sys.stderr, flush=True)
     return int(not ok)
 
 

@@ -21,15 +21,12 @@ import logging
 import os
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, Trainer, TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
@@ -37,11 +34,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 import hf_burst
 from hf_burst.plan import Mask
 from hf_burst.sizing import shapes
-from recipes.benchmarks.fits import Measure, chosen_of, say, training_arguments
+from recipes.benchmarks.fits import Measure, chosen_of, first, training_arguments
+from recipes.benchmarks.harness import file_to_write, options_of, rows_in, write
 from recipes.benchmarks.native import choose_native
-from recipes.benchmarks.provenance import SCHEMA_VERSION, git_commit, hardware, versions
+from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.step_profile import profiled
+from recipes.benchmarks.step_profile import profiled, profiler_of
 from recipes.benchmarks.training_job import LORA, SHAPES, head_size
 from recipes.benchmarks.training_limits import limits, parts_of_limits
 
@@ -189,26 +187,11 @@ def errors(arguments: argparse.Namespace, ranks: Ranks) -> dict[str, float]:
     return found | {"tokens": length, "layers": arguments.check_layers}
 
 
-class Rows(Dataset[Batch]):
-    """The same batch for every step."""
-
-    def __init__(self, batch: Batch, steps: int) -> None:
-        self.batch, self.steps = batch, steps
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.batch
-
-
 class Profile(TrainerCallback):
     """Profiles the step behind so many, on the first rank."""
 
-    def __init__(self, steps: int, device: torch.device) -> None:
-        self.steps, self.first = steps, not int(os.environ.get("RANK", "0"))
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-        self.profiler = profile(activities=activities, record_shapes=True)
+    def __init__(self, steps: int, ranks: Ranks) -> None:
+        self.steps, self.first, self.profiler = steps, ranks.rank == 0, profiler_of(ranks)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.first and state.global_step == self.steps:
@@ -219,29 +202,27 @@ class Profile(TrainerCallback):
             self.profiler.stop()
 
 
-def train(arguments: argparse.Namespace, args: Any) -> tuple[Any, Batch, dict[str, Any]]:
+def train(arguments: argparse.Namespace, args: Any, ranks: Ranks) -> tuple[Any, Batch, dict[str, Any]]:
     """Trains some steps; returns the model, the batch and what was measured."""
     base = make_model(arguments.model, arguments.length, args.device)
     model: Any = get_peft_model(base, LoraConfig(r=16, target_modules=TARGETS))
     hf_burst.patch_model(model, hf_burst.BurstConfig.from_dict(arguments.settings))
-    batch, measure = (
-        make_batch(model.config, arguments.length, arguments.images, arguments.frames),
-        Measure(args.device),
-    )
-    profiling = Profile(arguments.steps, args.device) if arguments.profile is not None else None
+    batch = make_batch(model.config, arguments.length, arguments.images, arguments.frames)
+    measure = Measure(ranks)
+    profiling = Profile(arguments.steps, ranks) if arguments.profile is not None else None
     callbacks = [measure] if profiling is None else [measure, profiling]
     args.max_steps += len(callbacks) - 1
-    rows = Rows(batch, args.max_steps)
-    trainer = Trainer(model, args, train_dataset=rows, data_collator=lambda parts: parts[0], callbacks=callbacks)
+    rows: Any = [batch] * args.max_steps
+    trainer = Trainer(model, args, train_dataset=rows, data_collator=first, callbacks=callbacks)
     try:
         trainer.train()
     finally:
         measure.end()
-    chosen = chosen_of(trainer.accelerator.unwrap_model(trainer.model))
-    found: dict[str, Any] = {"chosen": chosen, "steps": measure.steps, "log": trainer.state.log_history}
+    found: dict[str, Any] = {"chosen": chosen_of(trainer.accelerator.unwrap_model(trainer.model))}
     if profiling is not None:
-        seconds = measure.steps.pop()["seconds"]
-        found["profile"] = profiled(profiling.profiler, seconds) if profiling.first else None
+        last = measure.steps.pop()["seconds"]
+        found["profile"] = profiled(profiling.profiler, last) if profiling.first else None
+    found["steps"] = measure.on_all_ranks()
     return model.get_base_model(), batch, found
 
 
@@ -259,23 +240,21 @@ def tower_seconds(model: Any, batch: Batch, ranks: Ranks) -> float:
     inputs[name] = pixels[:rows].to(model.dtype)
     inputs = {key: value.to(ranks.device) for key, value in inputs.items()}
     encode = model.get_video_features if video else model.get_image_features
-    best = float("inf")
-    for _ in range(3):
-        ranks.align()
-        if ranks.cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
+
+    def encoded() -> None:
         with torch.no_grad():
             encode(**inputs)
-        if ranks.cuda:
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return float(ranks.largest(torch.tensor([best], dtype=torch.float64))[0])
+
+    found = []
+    for _ in range(3):
+        ranks.align()
+        found.append(ranks.time(encoded))
+    return ranks.largest([min(found)])[0]
 
 
 def read_arguments() -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, timeout_s=None)
     parser.add_argument("--model", required=True, choices=MODELS)
     parser.add_argument("--length", type=int, default=65536, help="tokens, half of them visual (default %(default)s)")
     parser.add_argument("--images", type=int, default=0, help="images in the sequence")
@@ -285,9 +264,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--check-layers", type=int, default=4, help="layers of the comparison (default %(default)s)")
     parser.add_argument("--settings", type=json.loads, default={}, help="of BurstConfig, as JSON")
     parser.add_argument("--folder", default="outputs/images", help="of the trainer")
-    parser.add_argument("--out", type=Path, help="a JSON file, to which the row is added")
-    parser.add_argument("--profile", type=Path, help="a JSON file for the profile of one more step")
-    parser.add_argument("--commit", help="of the measured code, where there is no checkout")
+    parser.add_argument("--profile", type=file_to_write, help="a JSON file for the profile of one more step")
     arguments = parser.parse_args()
     if bool(arguments.images) == bool(arguments.frames):
         parser.error("give --images or --frames")
@@ -304,22 +281,15 @@ def main() -> None:
     args = training_arguments(arguments, gpus)
     args.liger_kernel_config = {"layer_norm": False, "fused_linear_cross_entropy": False, "cross_entropy": False}
     ranks = Ranks("cuda" if args.device.type == "cuda" else "cpu", 300)
-    row: dict[str, Any] = {
-        "schema": SCHEMA_VERSION,
-        "command": " ".join(["images.py", *sys.argv[1:]]),
-        "git_commit": arguments.commit or git_commit(Path(__file__).parent),
-        "hardware": hardware(args.device, gpus, 1),
-        "versions": versions(cuda=ranks.cuda),
-        **{name: getattr(arguments, name) for name in ("model", "length", "images", "frames", "settings")},
-    }
+    told = ("model", "length", "images", "frames", "settings")
+    row = environment(ranks, arguments.commit) | {name: getattr(arguments, name) for name in told}
     if arguments.check_length:
         row["errors"] = errors(arguments, ranks)
-        say(json.dumps(row["errors"]))
+        ranks.say(json.dumps(row["errors"]))
         gc.collect()
-    before = json.loads(arguments.out.read_text()) if arguments.out is not None and arguments.out.exists() else []
-    model, batch, measured = train(arguments, args)
-    every = ranks.gather(measured["steps"])
-    steps = [{name: max(one[name] for one in each) for name in each[0]} for each in zip(*every, strict=True)]
+    before = rows_in(arguments.out)
+    model, batch, measured = train(arguments, args, ranks)
+    steps = measured["steps"]
     median = statistics.median(step["seconds"] for step in steps[2:] or steps)
     row |= {"chosen": measured["chosen"], "steps": steps, "median_s": median}
     if arguments.profile is not None:
@@ -336,15 +306,10 @@ def main() -> None:
     bounds = {name: seconds + tower for name, seconds in limits(parts).items()}
     row |= {"parts_of_limits": parts, "tower_s": tower, "limits": bounds}
     row["share_of_limit"] = bounds["attention saved"] / median
-    say(f"{median:.3f} s a step, {row['share_of_limit']:.1%} of {bounds['attention saved']:.3f} s, tower {tower:.3f} s")
+    ranks.say(
+        f"{median:.3f} s a step, {row['share_of_limit']:.1%} of {bounds['attention saved']:.3f} s, tower {tower:.3f} s"
+    )
     write(arguments.out, [*before, row], ranks)
-
-
-def write(path: Path | None, result: Any, ranks: Ranks) -> None:
-    """Writes rows, or a profile, on the first rank."""
-    if path is not None and ranks.rank == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

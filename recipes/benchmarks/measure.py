@@ -139,8 +139,7 @@ def _verdict(
         errors, failure = ranks.attempt(lambda: _own_errors(prepared, inputs, exact), contender.family)
     if errors is None:
         return verdict | {"status": "failed", "reason": failure, "said": said}
-    worst = ranks.largest(torch.tensor(list(errors.values()), dtype=torch.float64)).tolist()
-    errors = dict(zip(errors, worst, strict=True))
+    errors = ranks.slowest(errors)
     allowed = {name: _TOLERANCE * max(kernel[name], torch.finfo(case.dtype).eps) for name in errors}
     wrong = [name for name, error in errors.items() if not error <= allowed[name]]
     if wrong:
@@ -177,7 +176,7 @@ def measure_runs(results: list[Measured], ranks: Ranks, effort: Effort) -> list[
     running = [measured for measured in results if measured.run is not None]
     budget = max(effort.seconds, 0.0) * effort.share
     firsts = [measured.seconds["both"][-1] for measured in running] or [1.0]
-    fastest = float(ranks.largest(torch.tensor(firsts, dtype=torch.float64)).min())
+    fastest = min(ranks.largest(firsts))
     for measured in running:
         measured.calls = max(1, min(effort.in_a_row, int(_ROW_S / fastest)))
     _warm_up(running, ranks, effort.warmup, budget)
@@ -185,7 +184,7 @@ def measure_runs(results: list[Measured], ranks: Ranks, effort: Effort) -> list[
     if not running:
         return results
     pace = [sum(measured.calls * measured.seconds["both"][-1] for measured in running), time.perf_counter() - start]
-    once, spent = ranks.largest(torch.tensor(pace, dtype=torch.float64)).tolist()
+    once, spent = ranks.largest(pace)
     fewest, most = effort.rounds
     rounds = int(min(max((budget - spent) / once, fewest), most))
     ranks.say(f"  {rounds} rounds of {len(running)} contenders, about {rounds * once:.1f} s")
@@ -195,9 +194,9 @@ def measure_runs(results: list[Measured], ranks: Ranks, effort: Effort) -> list[
         for measured in _order(running, number):
             if measured.run is not None:
                 _call(measured, ranks)
-    finished = [measured for measured in running if measured.status == "ok"]
-    if finished:
-        _slowest(finished, ranks)
+    for measured in running:
+        if measured.status == "ok":  # the slowest rank counts, call by call
+            measured.seconds = {name: ranks.largest(times) for name, times in measured.seconds.items()}
     return results
 
 
@@ -232,7 +231,7 @@ def _first_calls(measured: Measured, ranks: Ranks, warm: bool) -> None:
 def _warm_up(running: Sequence[Measured], ranks: Ranks, calls: int, budget: float) -> None:
     for measured in running:
         last = measured.seconds["both"][-1] if measured.seconds["both"] else 0.0
-        slow = float(ranks.largest(torch.tensor([last], dtype=torch.float64))[0])
+        (slow,) = ranks.largest([last])
         affordable = int(_WARMUP_SHARE * budget / len(running) / max(slow, 1e-9))
         for _ in range(-(-(min(calls, affordable) - len(measured.seconds["both"])) // measured.calls)):
             if measured.run is not None:
@@ -277,13 +276,6 @@ def _timed(run: Run, calls: int, cuda: bool) -> Clock:
         torch.autograd.grad(outs.pop(), run.leaves, run.dout)
     clock.mark()
     return clock
-
-
-def _slowest(done: Sequence[Measured], ranks: Ranks) -> None:
-    """Replaces every rank's times by those of the slowest rank, call by call."""
-    own = torch.tensor([[measured.seconds[name] for name in PASSES] for measured in done], dtype=torch.float64)
-    for measured, times in zip(done, ranks.largest(own).tolist(), strict=True):
-        measured.seconds = dict(zip(PASSES, times, strict=True))
 
 
 def _storage(case: Case) -> dict[str, torch.Tensor]:

@@ -2,8 +2,7 @@
 
 * Plain Ulysses (DeepSpeed Ulysses, arXiv 2309.14509): all-to-alls around the kernel of the limit.
 * ring-flash-attn: `zigzag_ring_flash_attn_func` and `llama3_flash_attn_varlen_func`, on flash-attn 2.
-* torch: `context_parallel` around `scaled_dot_product_attention`, on cuDNN or its flash kernels. K and V travel by
-  all-gather or all-to-all.
+* torch: `context_parallel` around `scaled_dot_product_attention`, on cuDNN. K and V travel by all-gather.
 * axolotl-ringmaster: `zigzag_ring_attention`, the function of its balanced ring (`load_balance=head_tail`), on
   flash-attn 2.
 """
@@ -23,12 +22,11 @@ from recipes.benchmarks.contenders import Case, Contender, Prepared
 
 def peers() -> list[Contender]:
     """All peers. A peer that cannot run raises the reason when it is built."""
-    rotations = [(kernel, method) for kernel in ("cudnn", "flash") for method in ("allgather", "alltoall")]
     return [
         Contender("ulysses plain", "ulysses", _ulysses),
         Contender("ring-flash-attn zigzag", "ring_flash_attn", _ring_flash_attn_zigzag),
         Contender("ring-flash-attn llama3", "ring_flash_attn", _ring_flash_attn_llama3, {"heads_k_stride": "up to 4"}),
-        *(_torch_context_parallel(kernel, method) for kernel, method in rotations),
+        Contender("torch cudnn allgather", "torch_context_parallel", _torch_context_parallel),
         Contender("ringmaster zigzag", "ringmaster", _ringmaster_zigzag),
     ]
 
@@ -160,38 +158,35 @@ def _import_ring_flash_attn() -> types.ModuleType:
     return ring_flash_attn
 
 
-def _torch_context_parallel(kernel: str, method: str) -> Contender:
-    def build(case: Case) -> Prepared:
-        group = _group(case)
-        if case.device.type != "cuda":
-            raise ValueError("context_parallel knows CUDA kernels only")
-        if not case.whole:
-            raise ValueError("scaled_dot_product_attention knows no documents and no windows over ranks")
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.tensor.experimental import context_parallel
-        from torch.distributed.tensor.experimental._attention import set_rotate_method
-        from torch.nn.attention import SDPBackend, sdpa_kernel
+def _torch_context_parallel(case: Case) -> Prepared:
+    group = _group(case)
+    if case.device.type != "cuda":
+        raise ValueError("context_parallel knows CUDA kernels only")
+    if not case.whole:
+        raise ValueError("scaled_dot_product_attention knows no documents and no windows over ranks")
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        mesh = DeviceMesh.from_group(group, "cuda", mesh_dim_names=("cp",))
-        backend = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}[kernel]
+    mesh = DeviceMesh.from_group(group, "cuda", mesh_dim_names=("cp",))
 
-        @contextmanager
-        def around() -> Iterator[None]:
-            set_rotate_method(method)
-            buffer = torch.zeros(1, 2 * case.ranks, device=case.device)  # torch 2.11 wants one
-            with sdpa_kernel(backend), context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1]):
-                yield
+    @contextmanager
+    def around() -> Iterator[None]:
+        set_rotate_method("allgather")
+        buffer = torch.zeros(1, 2 * case.ranks, device=case.device)  # torch 2.11 wants one
+        cudnn = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+        with cudnn, context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1]):
+            yield
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            grouped = case.q_heads != case.kv_heads
-            # looked up at each call: the context replaces the function
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        grouped = case.q_heads != case.kv_heads
+        # looked up at each call: the context replaces the function
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
-        layout = case.layout()
-        # heads before tokens and contiguous, which saves it a copy
-        return Prepared(attend, lambda whole: layout.shard(whole, case.rank).transpose(1, 2).contiguous(), around)
-
-    return Contender(f"torch {kernel} {method}", "torch_context_parallel", build)
+    layout = case.layout()
+    # heads before tokens and contiguous, which saves it a copy
+    return Prepared(attend, lambda whole: layout.shard(whole, case.rank).transpose(1, 2).contiguous(), around)
 
 
 def _ringmaster_zigzag(case: Case) -> Prepared:

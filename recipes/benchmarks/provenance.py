@@ -6,6 +6,7 @@ import platform
 import socket
 import statistics
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,14 +25,15 @@ _PACKAGES = (
 )
 
 
-def environment(ranks: "Ranks", command: Sequence[str], commit: str | None) -> dict[str, Any]:
-    """The beginning of a result: command, commit, hardware and versions. All ranks call it together."""
+def environment(ranks: "Ranks", commit: str | None, command: Sequence[str] = ()) -> dict[str, Any]:
+    """The beginning of a result: command (this process's by default), commit, hardware and versions. All ranks call it
+    together."""
     import hf_burst
 
     hosts = len(set(ranks.gather(socket.gethostname())))
     return {
         "schema": SCHEMA_VERSION,
-        "command": " ".join(command),
+        "command": " ".join([Path(sys.argv[0]).name, *(command or sys.argv[1:])]),
         "git_commit": commit or git_commit(Path(__file__).parent),
         "hardware": hardware(ranks.device, ranks.size, hosts),
         "versions": {"hf_burst": hf_burst.__version__, **versions(cuda=ranks.cuda)},

@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -104,8 +104,7 @@ class Ranks:
         """Joins the problems of all ranks in one sentence, the earliest first; `None` if no rank has one."""
         if self.size == 1:
             return problem[1] if problem else None
-        flag = torch.tensor([float(problem is not None)], dtype=torch.float64)
-        if self.largest(flag)[0] == 0:
+        if self.largest([problem is not None]) == [0]:
             return None
         reports: list[Any] = [None] * self.size
         dist.all_gather_object(reports, problem, group=self._control)
@@ -114,11 +113,16 @@ class Ranks:
             return str(problems[0][1])
         return "; ".join(f"rank {rank}: {text}" for _, text, rank in problems)
 
-    def largest(self, values: torch.Tensor) -> torch.Tensor:
-        """The element-wise maximum over the ranks of a CPU tensor."""
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """The element-wise maximum over the ranks."""
+        numbers = torch.tensor(values, dtype=torch.float64)
         if self.size > 1:
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._control)
-        return values
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._control)
+        return numbers.tolist()  # type: ignore[no-any-return]
+
+    def slowest(self, values: dict[str, float]) -> dict[str, float]:
+        """The largest of each value over the ranks."""
+        return dict(zip(values, self.largest([*values.values()]), strict=True))
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, in rank order."""
@@ -129,16 +133,28 @@ class Ranks:
 
     def align(self) -> None:
         """Lets all ranks start together: the hosts by a barrier, the devices by a tiny all-reduce."""
-        if self.size == 1:
-            if self.cuda:
-                torch.cuda.synchronize()
-            return
-        if self.cuda:
+        if self.size > 1 and self.cuda:
             dist.barrier(device_ids=[self.device.index])
             torch.cuda.synchronize()
             dist.all_reduce(torch.zeros(1, device=self.device))
-        else:
+        elif self.size > 1:
             dist.barrier(group=self._control)
+        else:
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until this rank's device has finished."""
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def time(self, function: Callable[[], Any], calls: int = 1) -> float:
+        """Seconds of a call on this rank, of so many in a row."""
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        self.wait()
+        return (time.perf_counter() - start) / calls
 
     def say(self, text: str) -> None:
         """Writes a line of progress to stderr, on rank 0."""

@@ -13,7 +13,6 @@ called once a round, or some times in a row. The slowest rank counts, and median
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -37,10 +36,10 @@ from hf_burst.hf.context import ForwardCall, LaidTokens, LayerContext, entered
 from hf_burst.hf.models.recurrent import COUNTERPARTS, in_place_of_innermost
 from hf_burst.plan.recurrence import Way
 from hf_burst.recurrent import ReplayBuffer
+from recipes.benchmarks.harness import at_least, options_of, write
 from recipes.benchmarks.measure import Effort, Measured, Run, measure_runs
 from recipes.benchmarks.provenance import environment, interquartile_range
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.training import at_least
 
 RULE, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
 TOLERANCE = 2.0  # times the error of one device
@@ -291,9 +290,9 @@ def measure(
 
 
 def _rows(finished: Sequence[Measured], ranks: Ranks, part: str, tokens: int) -> list[dict[str, Any]]:
-    peaks = ranks.largest(torch.tensor([float(measured.peak_bytes or 0) for measured in finished], dtype=torch.float64))
+    peaks = ranks.largest([measured.peak_bytes or 0 for measured in finished])
     rows = []
-    for measured, peak in zip(finished, peaks.tolist(), strict=True):
+    for measured, peak in zip(finished, peaks, strict=True):
         row: dict[str, Any] = {"part": part, "tokens_per_rank": tokens, "contender": measured.contender.name}
         for name, seconds in measured.seconds.items():
             row[f"{name}_ms"] = 1e3 * statistics.median(seconds)
@@ -310,9 +309,7 @@ def _rows(finished: Sequence[Measured], ranks: Ranks, part: str, tokens: int) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--tokens", type=at_least(1), nargs="+", default=[8192, 32768, 131072], help="of a rank")
     parser.add_argument("--parts", nargs="+", choices=("mixer", "rule"), default=["mixer", "rule"])
     parser.add_argument("--hidden", type=at_least(1), default=5120)
@@ -324,31 +321,25 @@ def main() -> int:
     parser.add_argument("--rounds", type=at_least(1), default=10)
     parser.add_argument("--in-a-row", type=at_least(1), default=4, help="calls that follow each other; fewer if slow")
     parser.add_argument("--contenders", nargs="+", help="beginnings of names; all by default")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one call may take")
-    parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
-    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments = parser.parse_args()
     ranks = Ranks(arguments.device, arguments.timeout)
     wanted = tuple(arguments.contenders or ("",))
     every = [contender for contender in contenders() if contender.name.startswith(("limit", *wanted))]
-    result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
+    result = environment(ranks, arguments.commit)
     result["checks"], result["results"] = [], []
 
-    def write() -> None:
+    def tell() -> None:
         result["failures"] = {contender.name: contender.failure for contender in every if contender.failure}
-        if arguments.out is not None and ranks.rank == 0:
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(arguments.out, result, ranks)
 
     for verdict in check(arguments, ranks, every):
         result["checks"].append(verdict)
-        write()
+        tell()
     for tokens in arguments.tokens:
         for part in arguments.parts:
             running = [contender for contender in every if not contender.failure]
             result["results"] += measure(arguments, ranks, running, part, tokens)
-            write()
+            tell()
     ranks.close()
     return 0
 

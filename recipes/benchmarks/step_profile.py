@@ -18,7 +18,6 @@ the shapes of their inputs. The profiler makes steps some percent longer.
 import argparse
 import json
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -36,12 +35,13 @@ import hf_burst
 from hf_burst.plan import Mask
 from recipes.benchmarks.contenders import Case
 from recipes.benchmarks.contenders import hf_burst as hf_burst_attention
+from recipes.benchmarks.harness import options_of, write
 from recipes.benchmarks.measure import listening
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_contenders import burst
-from recipes.benchmarks.training_job import SHAPES, apply_liger, make_job, make_model
+from recipes.benchmarks.training_job import add_model, apply_liger, make_job, make_model, random_tokens
 
 Span = tuple[float, float]
 # the first group of which a word is in a kernel's name
@@ -127,6 +127,12 @@ def operations(profiler: profile) -> list[dict[str, Any]]:
     ]
 
 
+def profiler_of(ranks: Ranks) -> profile:
+    """What records a step."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ranks.cuda else [])]
+    return profile(activities=activities, record_shapes=True)
+
+
 def profiled(profiler: profile, seconds: float) -> dict[str, Any]:
     """All that is written of a step that took so many seconds."""
     kernels = kernels_of(profiler)
@@ -134,12 +140,6 @@ def profiled(profiler: profile, seconds: float) -> dict[str, Any]:
 
 
 Steps = tuple[Callable[[], Any], Callable[[], Any]]  # makes one; the settings that were chosen
-
-
-def tokens_of(arguments: argparse.Namespace, vocabulary: int, ranks: Ranks) -> torch.Tensor:
-    """Random tokens, the same on every rank."""
-    generator = torch.Generator().manual_seed(arguments.length)
-    return torch.randint(0, vocabulary, (1, arguments.length), generator=generator).to(ranks.device)
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def training(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Steps]:
         layers=arguments.layers,
         gated_norms=arguments.gated_norms,
     )
-    job.tokens = tokens_of(arguments, job.base.config.vocab_size, ranks)
+    job.tokens = random_tokens(arguments.length, job.base, ranks.device)
 
     def step() -> None:
         loss(job).backward()
@@ -170,13 +170,12 @@ def training(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Steps]:
 def reading(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Steps]:
     """Documents that a model remembers."""
     dtype = torch.bfloat16 if ranks.cuda else torch.float32
-    changes = {} if arguments.layers is None else {"num_hidden_layers": arguments.layers}
-    model: Any = make_model(arguments.shape, arguments.length + 1, dtype, ranks.device, changes).eval()
+    model: Any = make_model(arguments.shape, arguments.length + 1, dtype, ranks.device, arguments.layers).eval()
     if arguments.liger:
         apply_liger(model)
     model.config.use_cache = model.generation_config.use_cache = True
     hf_burst.patch_model(model, hf_burst.BurstConfig.from_dict(arguments.settings))
-    tokens = tokens_of(arguments, model.config.vocab_size, ranks)
+    tokens = random_tokens(arguments.length, model, ranks.device)
     yield partial(hf_burst.remember, model, tokens), dict
 
 
@@ -215,47 +214,35 @@ def attending(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Steps]:
 
 def main() -> None:
     """Makes four steps, the last one under the profiler."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-hybrid")
-    parser.add_argument("--layers", type=int, help="of the model (as many as the shape has)")
+    parser = options_of(__doc__, timeout_s=600.0)
+    add_model(parser, "qwen3.5-hybrid")
     parser.add_argument("--length", type=int, default=65536, help="tokens of the whole sequence")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--read", action="store_true", help="a document, without training")
     kinds.add_argument("--attention", action="store_true", help=f"alone, of {_HEADS} query heads of {_HEAD_SIZE}")
     parser.add_argument("--kv-heads", type=int, default=8, help="of attention alone")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all large linear layers")
-    parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU")
     parser.add_argument("--gated-norms", action="store_true", help="fla's norms of gated outputs")
     parser.add_argument("--settings", type=json.loads, default={}, help="of BurstConfig and Memory, as JSON")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
-    parser.add_argument("--out", type=Path, required=True, help="where the result goes, as JSON")
     arguments = parser.parse_args()
-    ranks = Ranks(arguments.device, 600)
-    result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
+    ranks = Ranks(arguments.device, arguments.timeout)
+    result = environment(ranks, arguments.commit)
     seconds = list[float]()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ranks.cuda else [])]
-    profiler = profile(activities=activities, record_shapes=True)
+    profiler = profiler_of(ranks)
     steps = attending if arguments.attention else reading if arguments.read else training
     with listening() as said, steps(arguments, ranks) as (step, chosen):
         for index in range(4):
             ranks.align()
-            if ranks.cuda:
-                torch.cuda.synchronize()
             if index == 3 and ranks.rank == 0:
+                ranks.wait()
                 profiler.start()
-            start = time.perf_counter()
-            step()
-            if ranks.cuda:
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
+            seconds.append(ranks.time(step))
             if index == 3 and ranks.rank == 0:
                 profiler.stop()
     if ranks.rank == 0:
         found = {"steps_s": seconds, "chosen": chosen(), **profiled(profiler, seconds[-1]), "said": said}
         ranks.say(json.dumps({name: found[name] for name in ("steps_s", "groups", "nothing", "chosen")}))
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result | found, indent=1) + "\n")
+        write(arguments.out, result | found, ranks)
     ranks.close()
 
 

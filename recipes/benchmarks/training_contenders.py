@@ -1,6 +1,5 @@
 """The contenders of training.py, over several ranks and on one GPU: contexts that prepare the model of a job."""
 
-import ast
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,11 +19,10 @@ from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts.adapters import Adapters
 from hf_burst.hf.parts.checkpointing import Checkpointing
 from hf_burst.hf.parts.memory import MemoryRule
+from recipes.benchmarks.harness import setting
+from recipes.benchmarks.steps import Loss, Way
 from recipes.benchmarks.training_job import Job, checkpoint_layers, hooks_removed
 from recipes.benchmarks.training_limits import LIMITS, mixers_of
-
-Loss = Callable[[Job], torch.Tensor]
-Way = Callable[[Job], AbstractContextManager[Loss]]
 
 
 def config_of(settings: Mapping[str, Any]) -> hf_burst.BurstConfig:
@@ -39,17 +37,23 @@ def config_of(settings: Mapping[str, Any]) -> hf_burst.BurstConfig:
     return hf_burst.BurstConfig.from_dict({"memory": memory, **others})
 
 
+def of_the_batch(job: Job) -> torch.Tensor:
+    """The loss of the whole sequence."""
+    loss: torch.Tensor = job.model(**job.batch).loss
+    return loss
+
+
 @contextmanager
-def burst(job: Job, settings: Mapping[str, Any]) -> Iterator[Loss]:
-    """Patches the model with hf_burst, which takes the whole sequence. What it chose for as many tokens before stays: a
+def burst(job: Job, settings: Mapping[str, Any], compute: Loss = of_the_batch) -> Iterator[Loss]:
+    """Patches the model with hf_burst, which takes whole sequences. What it chose for as many tokens before stays: a
     model that is patched once chooses once."""
-    choice = (*settings.items(), job.tokens.shape[1])
+    choice = (compute, *settings.items(), job.tokens.shape[1])
     hf_burst.patch_model(job.model, config_of(job.choices.get(choice, settings)), job.mesh)
     parts = {type(part): part for part in getattr(job.base, PATCH).parts}
     parts[Checkpointing].host = job.home  # page-locked once, as for a model that stays patched
 
     def loss(job: Job) -> torch.Tensor:
-        value: torch.Tensor = job.model(**job.batch).loss
+        value = compute(job)
         job.home = parts[Checkpointing].host
         return value
 
@@ -202,22 +206,13 @@ def shard_loss(job: Job, ids: torch.Tensor, labels: torch.Tensor, positions: tor
 
 
 @contextmanager
-def everything_saved(job: Job, way: Way) -> Iterator[Loss]:
-    """Trains in another way, without checkpoints."""
-    job.base.gradient_checkpointing_disable()
-    try:
-        with way(job) as loss:
-            yield loss
-    finally:
-        checkpoint_layers(job.base)
-
-
-@contextmanager
-def offloaded(job: Job, way: Way) -> Iterator[Loss]:
-    """Trains in another way, whose checkpoints keep the inputs of layers on the host, as Transformers does it."""
-    if not job.ranks.cuda:
+def kept_otherwise(job: Job, way: Way, offload: bool) -> Iterator[Loss]:
+    """Trains in another way, without checkpoints, or with those whose inputs Transformers keeps on the host."""
+    if offload and not job.ranks.cuda:
         raise ConfigError("Transformers' offloading needs a GPU")
-    job.base.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
+    job.base.gradient_checkpointing_disable()
+    if offload:
+        job.base.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
     try:
         with way(job) as loss:
             yield loss
@@ -323,13 +318,7 @@ def read_settings(text: str) -> tuple[str, Contender]:
     Raises:
         ArgumentTypeError: If there is no such setting or value.
     """
-    settings: dict[str, Any] = {}
-    for pair in text.split(",") if text != "default" else ():
-        name, _, value = pair.partition("=")
-        try:
-            settings[name] = ast.literal_eval(value)
-        except (SyntaxError, ValueError):  # a word
-            settings[name] = value
+    settings = dict(map(setting, text.split(","))) if text != "default" else {}
     try:
         config_of(settings)
     except ConfigError as problem:
@@ -358,7 +347,6 @@ CONTENDERS = {
     "accelerate context parallelism, cuDNN": Contender(CUDNN),
     "DeepSpeed Ulysses, cuDNN": Contender(partial(deepspeed, kernel="sdpa")),
     "DeepSpeed Ulysses, flash-attn 4": Contender(FLASH_4),
-    "ringmaster, cuDNN": Contender(partial(axolotl, kernel="sdpa")),
     "ringmaster, flash-attn 4": Contender(partial(axolotl, kernel="flash_attention_4"), hybrids=None),
     "ringmaster zigzag, flash-attn 2": Contender(ZIGZAG),
 }
@@ -369,23 +357,20 @@ WITHOUT_CHECKPOINTS: dict[str, tuple[Way, bool | None, Mapping[str, Any] | None]
 }
 CONTENDERS |= {
     f"{name}, everything saved": Contender(
-        partial(everything_saved, way=way), "nothing recomputed", several=several, settings=settings
+        partial(kept_otherwise, way=way, offload=False), "nothing recomputed", several=several, settings=settings
     )
     for name, (way, several, settings) in WITHOUT_CHECKPOINTS.items()
 }
 NAMED |= {
-    f"{name}, offloaded": replace(CONTENDERS[name], way=partial(offloaded, way=CONTENDERS[name].way))
+    f"{name}, offloaded": replace(CONTENDERS[name], way=partial(kept_otherwise, way=CONTENDERS[name].way, offload=True))
     for name in ("accelerate context parallelism, cuDNN", "DeepSpeed Ulysses, flash-attn 4", "ringmaster, flash-attn 4")
 }
 LIGER = partial(plain, fused=True)
 TILED = partial(LIGER, tiled=True)
 ALONE: dict[str, Way] = {
     "Transformers, cuDNN": partial(plain, kernel="sdpa"),
-    "Transformers, flash-attn 4": plain,
     "Transformers, Liger's loss": LIGER,
-    "Transformers, Liger's loss and tiles": TILED,
     "Transformers' offloading, Liger's loss and tiles": partial(TILED, offloaded="transformers"),
-    "TRL's offloading, Liger's loss": partial(LIGER, offloaded="trl"),
     "TRL's offloading, Liger's loss and tiles": partial(TILED, offloaded="trl"),
 }
 SINGLE = {name: Contender(way, hybrids=None, several=False) for name, way in ALONE.items()}

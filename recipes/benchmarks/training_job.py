@@ -1,10 +1,10 @@
 """The models of training.py, and how they are sharded."""
 
-from collections.abc import Iterator, Mapping
+import argparse
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_burst.sizing import shapes
+from recipes.benchmarks.harness import at_least
 
 if TYPE_CHECKING:
     from recipes.benchmarks.ranks import Ranks
@@ -102,6 +103,12 @@ class Job:
         return batch
 
 
+def random_tokens(length: int, model: PreTrainedModel, device: torch.device) -> torch.Tensor:
+    """One sequence, the same on every rank."""
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(0, model.config.vocab_size, (1, length), generator=generator).to(device)
+
+
 def config_of(shape: str, **changes: Any) -> PreTrainedConfig:
     """The config of a name of `SHAPES`, with other values for some of its attributes."""
     return AutoConfig.for_model(**{**SHAPES[shape], **changes})
@@ -113,11 +120,7 @@ def class_of(config: PreTrainedConfig) -> Any:
 
 
 def make_model(
-    shape: str,
-    longest: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    changes: Mapping[str, Any] = MappingProxyType({}),
+    shape: str, longest: int, dtype: torch.dtype, device: torch.device, layers: int | None = None
 ) -> PreTrainedModel:
     """A model for training, with the same random weights on every rank.
 
@@ -126,8 +129,9 @@ def make_model(
         longest (`int`): Tokens of the longest sequence.
         dtype (`torch.dtype`): Of the weights.
         device (`torch.device`): Where they lie.
-        changes (mapping, *optional*): Values of the model's config that differ from the shape.
+        layers (`int`, *optional*): How many layers it has; those of the shape by default.
     """
+    changes = {} if layers is None else {"num_hidden_layers": layers}
     config = config_of(shape, max_position_embeddings=longest, use_cache=False, **changes)
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
@@ -135,6 +139,13 @@ def make_model(
         model: PreTrainedModel = class_of(config)(config)
     torch.set_default_dtype(torch.float32)
     return model.train()
+
+
+def add_model(parser: argparse.ArgumentParser, shape: str = "llama-8b") -> None:
+    """Adds the options of a model with random weights."""
+    parser.add_argument("--shape", choices=SHAPES, default=shape)
+    parser.add_argument("--layers", type=at_least(1), help="how many layers of that width (as many as the shape has)")
+    parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU, for all")
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -185,8 +196,7 @@ def make_job(
         layers (`int`, *optional*): How many layers it has; those of the shape by default.
         gated_norms (`bool`, defaults to `False`): Whether flash-linear-attention computes the norms of gated outputs.
     """
-    changes = {} if layers is None else {"num_hidden_layers": layers}
-    base = make_model(shape, longest, torch.bfloat16 if ranks.cuda else torch.float32, ranks.device, changes)
+    base = make_model(shape, longest, torch.bfloat16 if ranks.cuda else torch.float32, ranks.device, layers)
     model: nn.Module = base
     if liger:
         apply_liger(base)
@@ -235,12 +245,13 @@ def fuse_gated_norms(model: PreTrainedModel) -> None:
             mixer.norm.weight = norm.weight
 
 
-def quantise(model: PreTrainedModel) -> None:
+def quantise(model: PreTrainedModel, device: torch.device | None = None) -> None:
     """Puts the weights of all linear layers but the head into 4 bits, as `BitsAndBytesConfig(load_in_4bit=True)` with
-    NF4 and double quantisation loads them, one layer after another."""
+    NF4 and double quantisation loads them, one layer after another, each on a device if one is named."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for layer in model.model.layers:
+        layer.to(device or next(layer.parameters()).device)
         for name, linear in [*layer.named_modules()]:
             if isinstance(linear, nn.Linear):
                 small = Linear4bit(

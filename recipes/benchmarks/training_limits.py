@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -45,9 +44,8 @@ def parts_of_limits(decoder: Any, ranks: Ranks, length: int, native: Native, lor
     hidden, own, dtype = config.hidden_size, length // ranks.size, decoder.dtype
     passes = 1 if lora else 2  # frozen weights need no gradient
     every = [widths_of(layer) for layer in decoder.layers]
-    once, back = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
-    for taken, made in {width for widths in every for width in widths}:
-        once[taken, made] = product_seconds(own, taken, made, dtype, ranks)
+    once, back = forward_products(decoder, own, ranks), dict[tuple[int, int], float]()
+    for taken, made in once:
         of_weights = product_seconds(taken, own, made, dtype, ranks)
         back[taken, made] = product_seconds(own, made, taken, dtype, ranks) + (passes - 1) * of_weights
     forward = sum(once[width] for widths in every for width in widths)
@@ -74,6 +72,12 @@ def parts_of_limits(decoder: Any, ranks: Ranks, length: int, native: Native, lor
         "recurrence backward": len(mixers) * recurrence_back,
         "recurrence again": len(mixers) * recurrence,
     }
+
+
+def forward_products(decoder: Any, own: int, ranks: Ranks) -> dict[tuple[int, int], float]:
+    """Seconds of each kind of matrix product in the layers of a decoder, of a rank's tokens, by its widths."""
+    kinds = {width for layer in decoder.layers for width in widths_of(layer)}
+    return {(taken, made): product_seconds(own, taken, made, decoder.dtype, ranks) for taken, made in kinds}
 
 
 def widths_of(layer: nn.Module) -> list[tuple[int, int]]:
@@ -194,22 +198,12 @@ def _seconds(function: Callable[[], Any], ranks: Ranks, at_least: float = 0.2, o
     A busy device runs slower than one that was idle before.
     """
 
-    def run(calls: int) -> float:
-        if ranks.cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        if ranks.cuda:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) / calls
-
     if not once:
-        run(1)
-    mean = run(1)
+        ranks.time(function)
+    mean = ranks.time(function)
     if not once and mean < at_least:
-        mean = run(max(3, math.ceil(at_least / mean)))
-    return float(ranks.largest(torch.tensor([mean], dtype=torch.float64))[0])
+        mean = ranks.time(function, max(3, math.ceil(at_least / mean)))
+    return ranks.largest([mean])[0]
 
 
 def flops(job: Job, length: int, lora: bool) -> float:

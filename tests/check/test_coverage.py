@@ -1,6 +1,5 @@
-"""The table of recipes/coverage.py is of all classes, the list of served classes follows from it, and a part of it,
-another one every day, still holds. `COVERAGE_SEED=738000` chooses a day's part, `COVERAGE_CLASSES="A B"` classes by
-name.
+"""The table of `coverage.py` is of all classes, the list of served classes follows from it, and a part of it, another
+one every day, still holds. `COVERAGE_SEED=738000` chooses a day's part, `COVERAGE_CLASSES="A B"` classes by name.
 """
 
 import datetime
@@ -20,12 +19,10 @@ import transformers
 from hf_burst.check.compare import KINDS, TOLERANCE, compare
 from hf_burst.hf import attention
 from hf_burst.hf.models.verdicts import SERVED, TESTED, Verdict, source_hash
-from recipes import coverage
-from recipes.tiny_models import class_names, is_masked, tiny_model
-from recipes.tiny_wrappers import tiny_wrapper, wrapper_names
-from tests.support import image_coverage
+from tests.support import coverage
 from tests.support.image_verdicts import compare_images
 from tests.support.ranks import RankPool
+from tests.support.tiny_models import class_names, is_masked, tiny_model, tiny_wrapper, wrapper_names
 from tests.support.tiny_pictures import WITH_VIDEO
 from tests.support.tiny_seeing import FAMILIES
 
@@ -170,7 +167,7 @@ def test_the_table_is_of_every_class() -> None:
     if SAME_VERSION:
         assert own(ROWS) == class_names()
         assert own(WRAPPERS) == wrapper_names()
-        assert own(IMAGES) == sorted(image_coverage.IMAGES.classes)
+        assert own(IMAGES) == sorted(coverage.IMAGES.classes)
         assert own(HEADS) == sorted(coverage.HEADS.classes)
     else:
         assert set(EXACT) & set(class_names())
@@ -212,7 +209,7 @@ def test_images_are_exact_where_they_are_served_and_the_others_say_why() -> None
         assert row["result"] in ("exact", "refused")
         assert max(row.get("errors", {}).values(), default=0) <= TOLERANCE
         if row["result"] == "exact":
-            assert {*image_coverage.IMAGES.kinds} - {*row["errors"]} <= {"video"}
+            assert {*coverage.IMAGES.kinds} - {*row["errors"]} <= {"video"}
         else:
             assert row["note"], name
 
@@ -255,7 +252,7 @@ def test_rows_of_another_transformers_stay(monkeypatch: pytest.MonkeyPatch, tmp_
     kept, other = "Llama4ForConditionalGeneration", "LlavaForConditionalGeneration"
     (tmp_path / "coverage_images.json").write_text((RESULTS / "coverage_images.json").read_text())
     monkeypatch.setattr(coverage, "RESULTS", tmp_path)
-    table = image_coverage.IMAGES
+    table = coverage.IMAGES
     before = coverage.written(table)
     for version in ("5.1.0", f"{coverage.KEPT[kept][0]}.0"):
         monkeypatch.setattr(coverage.transformers, "__version__", version)

@@ -28,9 +28,9 @@ from hf_burst.hf.parts import head
 from hf_burst.hf.patch import patch_under_check
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ring.resources import resources_of
-from recipes.tiny_wrappers import tiny_wrapper
 from tests.support import models
 from tests.support.ranks import RankError, RankPool, reset_accelerate
+from tests.support.tiny_models import tiny_wrapper
 
 Ranks = Callable[[int], RankPool]
 

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from hf_burst.attention import AttentionCache
 from hf_burst.errors import ConfigError
 from hf_burst.hf.context import CheckpointedRun, LayerContext, current, entered
-from recipes.tiny_models import tiny_model
 from tests.support import models
+from tests.support.tiny_models import tiny_model
 
 OUTER = LayerContext(tile=3)
 

@@ -17,11 +17,11 @@ from transformers import DataCollatorWithFlattening
 import hf_burst
 from hf_burst.check.compare import Double
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError
-from recipes.tiny_models import tiny_model
 from tests.sizing.test_towers import made, with_images
 from tests.support import models
 from tests.support.gradients import Result, assert_equal
 from tests.support.ranks import RankError, RankPool
+from tests.support.tiny_models import tiny_model
 
 Ranks = Callable[[int], RankPool]
 Batch = dict[str, torch.Tensor]

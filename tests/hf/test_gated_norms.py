@@ -24,9 +24,9 @@ from hf_burst.hf.models.hybrid import recurrent_sizes
 from hf_burst.hf.parts import gated_norms as part
 from hf_burst.hf.parts.gated_norms import GatedNorm, depends_on
 from hf_burst.hf.view import ModelView
-from recipes.tiny_models import OVERRIDES, tiny_config
 from tests.support import models
 from tests.support.ranks import RankPool
+from tests.support.tiny_models import OVERRIDES, tiny_config
 
 
 class GateFirst(Qwen3_5RMSNormGated):

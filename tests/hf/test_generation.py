@@ -60,7 +60,7 @@ def make(name: str) -> PreTrainedModel:
     """A small model in evaluation: of tests, or of the coverage table."""
     if not name.endswith(("CausalLM", "Generation", "LMHeadModel")):
         return models.make_model(name, torch.float64).eval()
-    from recipes.tiny_models import tiny_model
+    from tests.support.tiny_models import tiny_model
 
     model = tiny_model(name).eval()
     model.generation_config.eos_token_id = None

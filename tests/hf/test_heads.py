@@ -22,10 +22,10 @@ from hf_burst.errors import BatchError, RankMismatchError, UnsupportedModelError
 from hf_burst.hf.parts.states import ShardedStates
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ranks.layout import SequenceLayout
-from recipes.tiny_models import tiny_model
 from tests.support import models
 from tests.support.gradients import Result, assert_equal
 from tests.support.ranks import RankError, RankPool
+from tests.support.tiny_models import tiny_model
 
 Ranks = Callable[[int], RankPool]
 DECODERS = (

@@ -23,9 +23,9 @@ from hf_burst.hf.parts import tokens
 from hf_burst.hf.patch import patch_under_check
 from hf_burst.hf.view import ModelView
 from hf_burst.ranks.layout import SequenceLayout
-from recipes.tiny_wrappers import tiny_wrapper
 from tests.support import models
 from tests.support.ranks import RankError, RankPool
+from tests.support.tiny_models import tiny_wrapper
 
 Ranks = Callable[[int], RankPool]
 GEMMA, GEMMA3N, QWEN = (f"{family}ForConditionalGeneration" for family in ("Gemma3", "Gemma3n", "Qwen2_5_VL"))

@@ -24,12 +24,12 @@ from hf_burst.hf.parts import recurrence
 from hf_burst.hf.view import ModelView
 from hf_burst.ranks import collectives
 from hf_burst.recurrent import ReplayBuffer, halo
-from recipes.tiny_models import tiny_model
 from tests.hf.test_patch import group_mean
 from tests.hf.test_recurrent_models import forced, greatest_error
 from tests.support import models
 from tests.support.delta_steps import DeltaSteps
 from tests.support.ranks import RankPool
+from tests.support.tiny_models import tiny_model
 
 Ranks = Callable[[int], RankPool]
 ZIGZAG = hf_burst.BurstConfig(chunking="zigzag")

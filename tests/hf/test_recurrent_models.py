@@ -29,11 +29,11 @@ from hf_burst.plan import Segments
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.recurrent import delta, halo, own_heads, scan
 from hf_burst.recurrent.states import incoming_states
-from recipes.tiny_models import tiny_model
 from tests.hf.test_patch import group_mean
 from tests.hf.test_wrappers import compare, flat
 from tests.support import models, trainers
 from tests.support.ranks import RankPool
+from tests.support.tiny_models import tiny_model
 from tests.support.trainers import Case
 
 Ranks = Callable[[int], RankPool]

@@ -26,10 +26,10 @@ from hf_burst.hf.parts.shared_beginnings import SharedBeginnings
 from hf_burst.hf.trainers.logging import given_tokens, longest_of
 from hf_burst.hf.trainers.logging import tokens_of as tokens_of_layout
 from hf_burst.hf.view import ModelView
-from recipes.tiny_models import tiny_model
 from tests.hf import test_experts
 from tests.support import models, trainers
 from tests.support.ranks import RankError, RankPool
+from tests.support.tiny_models import tiny_model
 
 Ranks = Callable[[int], RankPool]
 IGNORED = -100

@@ -28,10 +28,9 @@ from hf_burst.hf.parts.head import Head
 from hf_burst.layers import linear_loss
 from hf_burst.layers.linear_loss import Linear, linear_loss_sum
 from hf_burst.layers.loss import token_loss_sum
-from recipes import tiny_models
 from tests.hf.test_patch import group_mean, part_of
 from tests.hf.test_wrappers import whole
-from tests.support import models
+from tests.support import models, tiny_models
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]

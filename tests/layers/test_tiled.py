@@ -26,10 +26,10 @@ from hf_burst.hf.parts.tiles import TiledMLP, candidates
 from hf_burst.hf.view import ModelView
 from hf_burst.layers.tiled import tiled
 from hf_burst.plan import Segments
-from recipes.tiny_models import tiny_model
 from tests.hf.test_patch import group_mean, part_of
 from tests.support import models
 from tests.support.ranks import RankPool
+from tests.support.tiny_models import tiny_model
 from tests.support.trainers import small_pages
 
 Ranks = Callable[[int], RankPool]

@@ -6,12 +6,14 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from recipes.benchmarks import as_shipped, provenance
+from recipes.benchmarks import provenance
+from tests.support import as_shipped
 
 ROOT = Path(__file__).parents[2]
 CPU = ("accelerate_2_processes.yaml",)  # as all whose names end in _cpu.yaml
@@ -19,7 +21,7 @@ CPU = ("accelerate_2_processes.yaml",)  # as all whose names end in _cpu.yaml
 
 def run(out: Path, *options: str, timeout: float = 580) -> tuple[int, dict[str, dict]]:
     """The exit status, and the row of each file."""
-    command = [sys.executable, "recipes/benchmarks/as_shipped.py", "--out", str(out), *options]
+    command = [sys.executable, "-m", "tests.support.as_shipped", "--out", str(out), *options]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode in (0, 1), done.stderr
@@ -99,15 +101,13 @@ def test_rows_of_the_results_say_where_they_ran(path: Path) -> None:
         assert {"hf_burst", "torch", "transformers"} <= set(row["versions"])
 
 
-def test_a_later_call_replaces_its_own_rows(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_later_call_replaces_its_own_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Files may have other names since; a row that failed in another call is not the fault of this one."""
     known = {"git_commit": "new", "hardware": {"ranks": 2}, "versions": {"torch": "2.13.0"}}
+    inputs = types.SimpleNamespace(make=lambda folder: None, machine=lambda *_: known)
 
-    def finish(wrapping: str, processes: int, folder: Path, left: list[int], *_: object) -> Iterator[dict]:
-        (folder / f"machine_{processes}.json").write_text(json.dumps(known))
-        yield from ({"run": number, "status": status} for number in left)
+    def ran(*_: object) -> dict:
+        return {"status": status}
 
     def call(*options: str) -> int:
         monkeypatch.setattr(sys, "argv", ["as_shipped.py", "--out", str(out), *options])
@@ -116,7 +116,9 @@ def test_a_later_call_replaces_its_own_rows(
         return end.value.code
 
     out, status = tmp_path / "out.json", "ok"
-    monkeypatch.setattr(as_shipped, "finish", finish)
+    monkeypatch.setattr(as_shipped, "ran", ran)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "tests.support.shipped_inputs", inputs)
     before = json.loads(RESULT.read_text())["results"]
     (old,), (other,) = ([row for row in before if row["config"] == f"{name}_4gpu.yaml"] for name in ("dpo", "grpo"))
     old |= {"files": ["earlier.yaml"], "config": "earlier.yaml"}
@@ -132,11 +134,9 @@ def test_a_later_call_replaces_its_own_rows(
     assert call("--only", "dpo_1gpu*", "dpo_4*", "--processes", "1") == 1
     rows = json.loads(out.read_text())["results"]
     assert len(rows) == len(before) + 1, "files for one GPU and for four are two combinations, also in one process"
-    assert "earlier format" not in capsys.readouterr().out
-    out.write_text(json.dumps({"results": [{name: value for name, value in old.items() if name != "shipped"}]}))
+    out.unlink()
     status = "ok"
     assert call("--only", "accelerate_2_hosts_fsdp2*", "accelerate_ddp*") == 0
-    assert "out.json: 1 rows of an earlier format do not say what is shipped" in capsys.readouterr().out
     rows = {row["wrapping"]: row for row in json.loads(out.read_text())["results"]}
     assert rows["ddp"].items() >= known.items()
     assert rows["hsdp"]["status"] == "not run"
@@ -175,31 +175,16 @@ def test_all_that_is_shipped_runs(tmp_path: Path) -> None:
     assert {row["status"] for file, row in rows.items() if "zero" not in file and "hosts" not in file} == {"ok"}
 
 
-FAILS = """
-import os, sys, time
-from recipes.benchmarks import as_shipped
-def steps(run, folder, name, size, follow):
-    if run.config == "dpo_4gpu.yaml" and os.environ["RANK"] == "1":
-        raise ValueError("of one rank")
-    if run.config in ("dpo_4gpu.yaml", "reward_4gpu.yaml"):
-        time.sleep(1000)  # waits for the other
-    yield "train"
-as_shipped.steps, as_shipped.__file__ = steps, __file__
-as_shipped.main()
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_or_waits_does_not_end_the_list(tmp_path: Path) -> None:
-    (tmp_path / "fails.py").write_text(FAILS)
-    only = ("dpo_4*", "grpo_4*", "reward_4*", "sft_4*")
-    command = [sys.executable, str(tmp_path / "fails.py"), "--limit", "20", "--only", *only]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    out, start = tmp_path / "out.json", time.monotonic()
-    done = subprocess.run([*command, "--out", str(out)], env=environment, capture_output=True, text=True, timeout=580)
-    rows = {row["config"]: (row["status"], row.get("reason")) for row in json.loads(out.read_text())["results"]}
-    assert done.returncode == 1, done.stderr
-    assert rows["dpo_4gpu.yaml"] == ("failed", "ValueError: of one rank")
-    assert rows["reward_4gpu.yaml"] == ("failed", "longer than 20 s")
-    assert rows["grpo_4gpu.yaml"] == rows["sft_4gpu.yaml"] == ("ok", None)
-    assert time.monotonic() - start < 550
+def test_a_launch_that_fails_or_waits_does_not_end_the_list(tmp_path: Path) -> None:
+    (run, *_), log = [run for run, _ in as_shipped.combinations()], tmp_path / "log"
+    start, told = time.monotonic(), []
+    for words, limit in (("raise ValueError('of one rank')", 60.0), ("import time; time.sleep(1000)", 0.5)):
+        with pytest.raises(RuntimeError) as failure:
+            as_shipped.started([sys.executable, "-c", words], "none", log, limit)
+        told.append(str(failure.value))
+    assert told == ["it ended by 1; see the log", "longer than 0 s"]
+    assert "ValueError: of one rank" in log.read_text()
+    assert time.monotonic() - start < 50
+    with mock.patch.object(as_shipped, "started", side_effect=RuntimeError("it ended by 1; see the log")):
+        row = as_shipped.ran(run, tmp_path, "0", "none", 1, False, 1.0)
+    assert row == {"status": "failed", "steps": [], "reason": "it ended by 1; see the log"}

@@ -100,7 +100,8 @@ def test_answers_over_ranks_equal_one_process(ranks: Callable[[int], RankPool], 
 
 def position_losses(rank: int, size: int, windows: list[list[int]]) -> scoring.PositionLosses:
     model = hf_burst.patch_model(models.make_model("llama", torch.float64)).eval()
-    return scoring.losses_by_position(model, len(windows[0]), windows)
+    groups: Any = SimpleNamespace(own=lambda items: [(item, True) for item in items], add=lambda sums: sums)
+    return scoring.losses_by_position(model, len(windows[0]), windows, groups)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

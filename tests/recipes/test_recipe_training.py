@@ -278,7 +278,7 @@ def recall(rank: int, size: int, folder: str) -> list[float]:
     with mock.patch.object(sys, "argv", ["recall", "--layers", "recurrent", "--output_dir", folder, *easy]):
         args = recall_across_shards.parse_args()
     args.eval_every, args.eval_sequences, task = args.steps, 256, recall_across_shards.Recall(args, size)
-    runs = recall_across_shards.AcrossShards(task), recall_across_shards.WithinShard(task)
+    runs = recall_across_shards.Run(task, across=True), recall_across_shards.Run(task, across=False)
     return [recall_across_shards.train(Accelerator(cpu=True), args, run)["final_accuracy"] for run in runs]
 
 

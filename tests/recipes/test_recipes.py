@@ -47,7 +47,6 @@ import stand_ins  # noqa: E402
 import training  # noqa: E402
 
 from recipes import recall_across_shards  # noqa: E402
-from recipes.benchmarks import plot  # noqa: E402
 from tests.support import conversations  # noqa: E402
 from tests.support.ranks import reset_accelerate  # noqa: E402
 
@@ -1099,29 +1098,6 @@ def test_recall_finds_out_at_once_where_it_cannot_write(sentence: Sentence, tmp_
     (tmp_path / "file").touch()
     options = ["--output_dir", str(tmp_path / "file")]
     assert "--output_dir must be a folder" in sentence(recall_across_shards.parse_args, *options)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["missing.json", "--markdown"], "missing.json cannot be read as JSON"),
-        (["training_2xH200.json", "--markdown"], "no result of attention.py"),
-        (["balance.json", "--markdown"], "no result of attention.py"),
-        (["attention_2xH200.json"], "give --out, --markdown or both"),
-        (["attention_2xH200.json", "--out", "missing.xyz"], "--out missing.xyz must be a file that ends in"),
-        (["attention_2xH200.json", "--out", "."], "--out . must be a file that ends in"),
-    ],
-)
-def test_what_cannot_be_drawn(
-    sentence: Sentence, monkeypatch: pytest.MonkeyPatch, options: list[str], told: str
-) -> None:
-    monkeypatch.chdir(ROOT / "recipes" / "benchmarks" / "results")
-    assert told in sentence(plot.main, *options)
-
-
-def test_an_empty_file_cannot_be_drawn(sentence: Sentence, tmp_path: Path) -> None:
-    (tmp_path / "empty.json").touch()
-    assert "cannot be read as JSON" in sentence(plot.main, str(tmp_path / "empty.json"), "--markdown")
 
 
 def test_another_model_comes_with_its_tokenizer(tmp_path: Path) -> None:

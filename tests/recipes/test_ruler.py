@@ -175,31 +175,3 @@ def test_what_ruler_generates_over_ranks(ranks: Callable[[int], RankPool], folde
     arguments = str(folder), ["niah_single_1", "niah_multikey_3"], [512, 768], "generation"
     ((expected, _),) = ranks(1).run(ruler_scores, *arguments)
     assert ranks(2).run(ruler_scores, *arguments) == [(expected, [])] * 2
-
-
-def rolling(rank: int, size: int, folder: str, text: str) -> float:
-    import ruler
-    from transformers import AutoTokenizer
-
-    model = hf_burst.patch_model(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)).eval()
-    lm = ruler.ShardedLM(model, AutoTokenizer.from_pretrained(folder), 40)
-    (total,) = lm.loglikelihood_rolling([mock.Mock(args=(text,))])
-    return total
-
-
-def test_rolling_log_likelihoods_count_every_token_once(ranks: Callable[[int], RankPool], folder: Path) -> None:
-    """Of a text of several windows, each of which begins by one token of the window before."""
-    text, tokenizer = " ".join(["The secret number of the red fox is 123 ."] * 9), words()
-    tokens = [tokenizer.eos_token_id, *tokenizer(text)["input_ids"]]
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    windows = [tokens[start : start + 41] for start in range(0, len(tokens) - 1, 40)]
-    windows[-1] = tokens[-41:]  # lm-eval gives the last tokens as much context as fits
-    counted = (len(tokens) - 1) % 40 or 40
-    expected = 0.0
-    with torch.no_grad():
-        for window in windows:
-            ids = torch.tensor([window])
-            likelihoods = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])
-            expected += float(likelihoods[-counted if window is windows[-1] else None :].sum())
-    for total in ranks(2).run(rolling, str(folder), text):
-        assert total == pytest.approx(expected, rel=1e-6)

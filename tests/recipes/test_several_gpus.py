@@ -46,9 +46,7 @@ def test_every_part_is_a_command_that_its_script_takes(part, gpus, tmp_path, mon
         assert taken.contenders
         assert taken.timeout * len(taken.lengths) <= 600
     elif script.endswith("/attention.py"):
-        parser = argparse.ArgumentParser()
-        attention.add_arguments(parser)
-        taken = parser.parse_args(arguments)
+        taken = attention.options().parse_args(arguments)
         attention._validate(taken)
         names = [contender.name for contender in attention._requested(taken, peers())]
         assert "hf_burst auto" in names

@@ -1,4 +1,4 @@
-"""`recipes/versions.py`: what pip is given, and what is written of what the doors gave."""
+"""`tests/support/versions.py`: what pip is given, and what is written of what the doors gave."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes import versions
+from tests.support import versions
 
 
 def test_presets_are_those_of_the_extras() -> None:

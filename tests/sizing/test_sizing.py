@@ -40,10 +40,9 @@ from hf_burst.sizing.model import Training, rounded
 from hf_burst.sizing.seconds import estimate_seconds, products, step_flops
 from hf_burst.sizing.shapes import NAMES, shape_name
 from hf_burst.sizing.spread import spread_of
-from recipes.benchmarks import predictions
-from recipes.tiny_models import is_masked, overrides_of, tiny_config
 from tests.recurrent import test_recurrent
-from tests.support import models
+from tests.support import models, predictions
+from tests.support.tiny_models import is_masked, overrides_of, tiny_config
 
 SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 4}
 SMALL = LlamaConfig(**SIZES, num_attention_heads=8, num_key_value_heads=2)

@@ -15,8 +15,7 @@ from hf_burst.errors import BurstError
 from hf_burst.hf.models.verdicts import Verdict
 from hf_burst.hf.patch import patch_under_check
 from hf_burst.layers.loss import IGNORE_INDEX
-from recipes.tiny_models import tiny_model
-from recipes.tiny_wrappers import tiny_wrapper, wrapper_names
+from tests.support.tiny_models import tiny_model, tiny_wrapper, wrapper_names
 from tests.support.tiny_pictures import KINDS, WITH_VIDEO, Batch, documents, seeing_batch
 from tests.support.tiny_seeing import FAMILIES, seeing_model
 

@@ -44,7 +44,7 @@ import hf_burst
 from hf_burst.check.tiny import prepare
 from hf_burst.ranks.host import Topology
 from hf_burst.ring.resources import GroupResources
-from recipes.tiny_models import OVERRIDES, tiny_config
+from tests.support.tiny_models import OVERRIDES, tiny_config
 
 VOCABULARY = 61
 _SIZES = {

@@ -496,7 +496,7 @@ def faults() -> Any:
     pytest.importorskip("datasets")
     pytest.importorskip("trl")
     pytest.importorskip("matplotlib")
-    from recipes.benchmarks import faults
+    from tests.support import faults
 
     return faults
 

@@ -24,9 +24,9 @@ import hf_burst
 from hf_burst.check.tiny import tiny_copy
 from hf_burst.hf.models.cut_point import language_model_path
 from hf_burst.hf.view import ModelView
-from recipes.tiny_wrappers import tiny_wrapper
 from tests.support import conversations, models, pictures, trainers
 from tests.support.ranks import RankPool, reset_accelerate
+from tests.support.tiny_models import tiny_wrapper
 from tests.support.tiny_pictures import seeing_batch
 from tests.support.tiny_seeing import seeing_model
 from tests.support.trainers import Case, make_trainer

@@ -25,7 +25,7 @@ from .cut_point import has_language_head
 
 logger = logging.getLogger(__name__)
 
-# written by recipes/coverage.py: the classes it found exact, each with a hash of its source in this Transformers
+# written by tests/support/coverage.py: the classes it found exact, each with a hash of its source in this Transformers
 _TABLE = json.loads(Path(__file__).with_name("served.json").read_text())
 TESTED: str = _TABLE["transformers"]
 SERVED: dict[str, str] = _TABLE["classes"]

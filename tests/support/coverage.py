@@ -1,16 +1,17 @@
-"""Which models are exact over several ranks: every causal-LM and masked-LM class of Transformers, tiny, patched, beside
-one process.
+"""Which models are exact over several ranks: classes of Transformers, tiny, patched, beside one process.
 
-    python recipes/coverage.py                             # all classes
-    python recipes/coverage.py --classes LlamaForCausalLM  # some of them
-    python recipes/coverage.py --write                     # and writes the table, and the list of served classes
-    python recipes/coverage.py --classes LlamaForCausalLM --write  # some of their rows; the others stay
-    python recipes/coverage.py --wrappers --write          # the same for models of images and sound, on text
-    python recipes/coverage.py --heads --write             # the same for classes that judge sequences or tokens
+    python -m tests.support.coverage                             # every causal-LM and masked-LM class
+    python -m tests.support.coverage --classes LlamaForCausalLM  # some of them
+    python -m tests.support.coverage --write                     # and writes the table, and the list of served classes
+    python -m tests.support.coverage --classes LlamaForCausalLM --write  # some of their rows; the others stay
+    python -m tests.support.coverage --wrappers --write          # the same for models of images and sound, on text
+    python -m tests.support.coverage --heads --write             # for classes that judge sequences or tokens
+    python -m tests.support.coverage --images --write            # for classes that see, on images and videos
 
 A class is compared as by `hf-burst check`, which says what is compared (`hf_burst/check/compare.py`), on a config that
-switches on what the class can do (`recipes/tiny_models.py`, `recipes/tiny_wrappers.py`). Images and videos:
-`python -m tests.support.image_coverage`.
+switches on what the class can do (`tiny_models.py`). On images and videos the model is the tiny one of the family
+(`tiny_seeing.py`), and the loss and all gradients, of towers too, are compared on each kind of batch of
+`tiny_pictures.py`; of a class that refuses images the table has the sentence, and the error on text.
 
 A table, and the list, is of the oldest Transformers of its rows, those of `KEPT` apart; rows of another one say so.
 """
@@ -29,16 +30,16 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from hf_burst.check.compare import KINDS, TOLERANCE, compare
+from hf_burst.check.ranks import RANKS, run_on_ranks
+from hf_burst.hf.models.verdicts import Verdict, source_hash
+from tests.support import tiny_pictures
+from tests.support.image_verdicts import compare_images
+from tests.support.tiny_models import class_names, is_masked, judging_names, tiny_model, tiny_wrapper, wrapper_names
 
-from hf_burst.check.compare import KINDS, TOLERANCE, compare  # noqa: E402
-from hf_burst.check.ranks import RANKS, run_on_ranks  # noqa: E402
-from hf_burst.hf.models.verdicts import Verdict, source_hash  # noqa: E402
-from recipes.tiny_models import class_names, is_masked, judging_names, tiny_model  # noqa: E402
-from recipes.tiny_wrappers import tiny_wrapper, wrapper_names  # noqa: E402
-
+ROOT = Path(__file__).parents[2]
 BATCH = 12  # classes that share the start of two processes
 # classes whose own code raises in a Transformers, and why: their rows stay those of an older one
 KEPT = {"Llama4ForConditionalGeneration": ("5.24", "its forward raises: its outputs have no image_outputs")}
@@ -68,21 +69,29 @@ LANGUAGE = Table(
     tuple(class_names()),
     partial(compare_text, tiny_model),
     "Every causal-LM and masked-LM class",
-    "python recipes/coverage.py",
+    "python -m tests.support.coverage",
 )
 WRAPPERS = Table(
     "coverage_text_of_multimodal",
     tuple(wrapper_names()),
     partial(compare_text, tiny_wrapper),
     "Text through every class for images or sound",
-    "python recipes/coverage.py --wrappers",
+    "python -m tests.support.coverage --wrappers",
 )
 HEADS = Table(
     "coverage_heads",
     tuple(judging_names()),
     partial(compare_text, tiny_model),
     "Every class for sequence and token classification and question answering",
-    "python recipes/coverage.py --heads",
+    "python -m tests.support.coverage --heads",
+)
+IMAGES = Table(
+    "coverage_images",
+    (*sorted({*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()}), "Phi4MultimodalForCausalLM"),
+    compare_images,
+    "Images through every image-text-to-text class and Phi-4 Multimodal",
+    "python -m tests.support.coverage --images",
+    tiny_pictures.KINDS,
 )
 
 
@@ -207,38 +216,35 @@ def write_served() -> None:
     SERVED.write_text(json.dumps({"transformers": _oldest(made), "classes": hashes}, indent=1) + "\n")
 
 
-def run(parser: argparse.ArgumentParser) -> None:
-    """Compares the classes of the `table` that the command chooses, and writes it if asked. Ends the process, by an
-    error if a class is wrong."""
-    parser.add_argument("--classes", nargs="+", help="by default all")
-    parser.add_argument("--write", action="store_true", help="write recipes/results/coverage*.* and served.json")
-    arguments = parser.parse_args()
-    table: Table = arguments.table
-    names = arguments.classes or list(table.classes)
-    if unknown := sorted(set(names) - set(table.classes)):
-        parser.error(f"Transformers has no class {', '.join(unknown)} for this table: {table.about}")
-    rows: dict[str, Verdict] = {}
-    parts = [names[start : start + BATCH] for start in range(0, len(names), BATCH)]
-    for name, row in chain.from_iterable(compare_all(table, part) for part in parts):
-        rows[name] = row
-        errors = ", ".join(f"{kind} {error:.0e}" for kind, error in row.errors.items())
-        print(f"{name}: {row.result}; {'; '.join(filter(None, [errors, row.note]))}", flush=True)
-    print(", ".join(f"{count} {result}" for result, count in Counter(row.result for row in rows.values()).items()))
-    if arguments.write:
-        write(table, rows)
-        write_served()
-    sys.exit(any(row.result == "wrong" for row in rows.values()))
-
-
 def main() -> None:
+    """Compares the classes of the table that the command chooses, and writes it if asked. Ends the process, by an error
+    if a class is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group()
     for option, table, classes in (
         ("--wrappers", WRAPPERS, "the classes for images or sound, on text"),
         ("--heads", HEADS, "the classes that judge sequences or tokens"),
+        ("--images", IMAGES, "the classes that see, on images and videos"),
     ):
         which.add_argument(option, action="store_const", dest="table", const=table, default=LANGUAGE, help=classes)
-    run(parser)
+    parser.add_argument("--classes", nargs="+", help="by default all")
+    parser.add_argument("--write", action="store_true", help="write recipes/results/coverage*.* and served.json")
+    arguments = parser.parse_args()
+    chosen: Table = arguments.table
+    names = arguments.classes or list(chosen.classes)
+    if unknown := sorted(set(names) - set(chosen.classes)):
+        parser.error(f"Transformers has no class {', '.join(unknown)} for this table: {chosen.about}")
+    rows: dict[str, Verdict] = {}
+    parts = [names[start : start + BATCH] for start in range(0, len(names), BATCH)]
+    for name, row in chain.from_iterable(compare_all(chosen, part) for part in parts):
+        rows[name] = row
+        errors = ", ".join(f"{kind} {error:.0e}" for kind, error in row.errors.items())
+        print(f"{name}: {row.result}; {'; '.join(filter(None, [errors, row.note]))}", flush=True)
+    print(", ".join(f"{count} {result}" for result, count in Counter(row.result for row in rows.values()).items()))
+    if arguments.write:
+        write(chosen, rows)
+        write_served()
+    sys.exit(any(row.result == "wrong" for row in rows.values()))
 
 
 if __name__ == "__main__":

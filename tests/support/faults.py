@@ -1,6 +1,6 @@
 """Faults in a real training of several CPU processes: how every process ends, and whether the same command goes on.
 
-    python recipes/benchmarks/faults.py --out recipes/benchmarks/results/faults_2xCPU.json \
+    python -m tests.support.faults --out recipes/benchmarks/results/faults_2xCPU.json \
         --page recipes/benchmarks/results/faults_2xCPU.md
 
 Each process is a command that runs recipes/finetune_long_document.py as users do. There is no launcher, which would end
@@ -42,7 +42,7 @@ CHARACTERS = 6000
 LIMIT = 15  # seconds after which ranks give up waiting (ddp_timeout)
 GRACE = 45.0  # seconds more, in which all processes must have ended
 SLOW = 5.0
-MARKS = ("<!-- faults: by recipes/benchmarks/faults.py -->", "<!-- end of faults -->")  # in a page
+MARKS = ("<!-- faults: by tests/support/faults.py -->", "<!-- end of faults -->")  # in a page
 OPTIONS = {
     "config": ROOT / "recipes/configs/text_cpu.yaml",
     "max_length": 128,

@@ -1,20 +1,18 @@
 """Runs what recipes/configs ships for GPUs: two steps of each distinct combination of recipe, dtype, adapters, bits,
 kind of model, rows and wrapping, with a small random model of the same kind in the place of its own.
 
-    python recipes/benchmarks/as_shipped.py --processes 2 --out outputs/as_shipped.json
-    python recipes/benchmarks/as_shipped.py --processes 2 --only 'grpo_*' 'accelerate_*' --out outputs/as_shipped.json
-    ACCELERATE_USE_CPU=1 python recipes/benchmarks/as_shipped.py --out outputs/as_shipped.json
+    python -m tests.support.as_shipped --processes 2 --out outputs/as_shipped.json
+    python -m tests.support.as_shipped --processes 2 --only 'grpo_*' 'accelerate_*' --out outputs/as_shipped.json
+    ACCELERATE_USE_CPU=1 python -m tests.support.as_shipped --out outputs/as_shipped.json
 
 The launch line in the comment of a file says its recipe and wrapping. Lines for one process run in one, the others in
-`--processes`. The model that comes out is loaded by plain Transformers; that of the first adapters of a recipe is also
-evaluated and asked. One launched job runs all combinations of a wrapping. After a failure, or where a combination took
-longer than `--limit` seconds, a new job goes on behind it. `--out` is written after each combination, and holds the
-rows of earlier calls, of combinations that are still shipped and were not run again; each row says where and with what
-it ran. Beside it lies the log of all jobs.
+`--processes`. Every recipe is launched as users launch it. The model that comes out is loaded by plain Transformers;
+that of the first adapters of a recipe is also evaluated and asked. `--out` is written after each combination, and holds
+the rows of earlier calls, of combinations that are still shipped and were not run again; each row says where and with
+what it ran. Beside it lies the log of all processes.
 """
 
 import argparse
-import gc
 import json
 import os
 import re
@@ -25,8 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
@@ -59,7 +56,6 @@ STAND_IN = "sft_4gpu.yaml"  # for wrappings whose file names a script of the use
 FULL = {"use_peft": "false", "dtype": "float32"}
 WRAPPINGS = {"2_hosts": "ddp", "2_hosts_fsdp2": "hsdp"}  # of accelerate's files; the others are their own names
 LENGTH = 512  # tokens of a sequence, and positions of the small models
-START_S = 300.0  # imports and models may take
 
 
 @dataclass(frozen=True)
@@ -162,88 +158,20 @@ def is_adapter(run: Run) -> bool:
     return str(run.settings.get("use_peft")).lower() == "true"
 
 
-def work(folder: Path, numbers: Sequence[int], followed: Sequence[int]) -> None:
-    """What each process of a job does: makes the inputs, or waits for them, and runs the combinations of these numbers.
-    The first failure ends it."""
-    sys.path[:1] = [str(ROOT), str(ROOT / "recipes")]  # the recipes' modules, and not those of benchmarks
-    os.environ.pop("TORCHELASTIC_ERROR_FILE", None)  # by which all ranks but one would end without a sentence
+def work(kind: str, recipe: str, words: list[str]) -> None:
+    """What each launched process does: runs a recipe, with a processor of images for a small model of this kind."""
+    sys.path[:1] = [str(ROOT), str(ROOT / "recipes")]  # the recipes' modules, and not those beside this file
     import beginning  # noqa: F401 (before torch)
-    import torch
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-    from benchmarks import shipped_inputs
 
-    Accelerator.end_training = lambda self: None  # type: ignore[method-assign]  # the job's processes stay joined
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if rank == 0 and not (folder / "inputs").exists():
-        shipped_inputs.make(folder / "new")
-        (folder / "new").rename(folder / "inputs")
-    while not (folder / "inputs").exists():
-        time.sleep(0.1)
+    from tests.support import shipped_inputs
 
-    def note(number: int, status: str, **more: Any) -> None:
-        with (folder / "events").open("a") as file:
-            file.write(json.dumps({"run": number, "status": status, **more}) + "\n")
-
-    if rank == 0:
-        (folder / f"machine_{size}.json").write_text(json.dumps(shipped_inputs.machine(size)))
-    runs = [run for run, _ in combinations()]
-    for number in numbers:
-        start, done = time.perf_counter(), list[str]()
-        if rank == 0:
-            note(number, "begun")
-        try:
-            for step in steps(runs[number], folder, f"{number}_{size}", size, number in followed):
-                done.append(step)
-        except (Exception, SystemExit) as error:
-            traceback.print_exc()
-            kind = "" if isinstance(error, SystemExit) else f"{type(error).__name__}: "
-            note(number, "failed", steps=done, reason=f"{kind}{error}"[:600])
-            sys.stderr.flush()
-            os._exit(1)
-        if rank == 0:
-            note(number, "ok", steps=done, seconds=round(time.perf_counter() - start, 1))
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def steps(run: Run, folder: Path, name: str, size: int, follow: bool) -> Iterator[str]:
-    """Runs a combination, and yields the name of each part when it is done."""
-    import torch
-    import torch.distributed as dist
-    from benchmarks.shipped_inputs import load, processors
-
-    def script(recipe: str, *arguments: str) -> None:
-        sys.argv = [f"{recipe}.py", *arguments]
+    sys.argv = [f"{recipe}.py", *words]
+    with shipped_inputs.processors(kind):
         runpy.run_path(str(ROOT / f"recipes/{recipe}.py"), run_name="__main__")
-        if dist.is_initialized():  # the first rank writes longer than the others
-            dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
-
-    inputs, output = folder / "inputs", folder / name
-    with processors(run.model):
-        script(run.recipe, *command(run, inputs, output, size))
-    if run.recipe == "evaluate":
-        yield "evaluate"
-        return
-    yield "train"
-    model = output.with_name(f"{output.name}_merged") if is_adapter(run) else output
-    if is_adapter(run):
-        yield "merge"
-    load(model)
-    yield "load"
-    if follow and run.recipe != "reward":
-        small = ("--lengths", "512", "--depths", "2", "--samples", "1", "--windows", "1", "--ruler", "none")
-        evaluation = ("--config", str(CONFIGS / "evaluate_1gpu.yaml"), *small, "--output_dir", f"{output}_evaluated")
-        script("evaluate", *evaluation, "--model_name_or_path", str(output))
-        yield "evaluate"
-        script("ask", str(model), str(inputs / "texts"), "--questions", str(inputs / "questions.txt"), "--tokens", "4")
-        yield "ask"
 
 
-def job(wrapping: str, processes: int, folder: Path, numbers: Sequence[int], followed: Sequence[int]) -> list[str]:
-    """The command that launches a job."""
+def launched(wrapping: str, processes: int, kind: str, recipe: str, words: list[str]) -> list[str]:
+    """The command that launches a recipe."""
     launcher = ["--num_processes", str(processes), "--main_process_port", "0"]
     if wrapping == "ddp":
         launcher += ["--config_file", str(CONFIGS / "accelerate_2_processes.yaml")]
@@ -251,47 +179,76 @@ def job(wrapping: str, processes: int, folder: Path, numbers: Sequence[int], fol
         launcher += ["--cpu"] if os.environ.get("ACCELERATE_USE_CPU") else []  # which this launcher overrules
     else:
         launcher += ["--config_file", str(CONFIGS / f"accelerate_{wrapping.replace('hsdp', 'fsdp2')}.yaml")]
-    chosen = ["--work", str(folder), "--these", *map(str, numbers), "--followed", *map(str, followed)]
-    return [sys.executable, "-m", "accelerate.commands.launch", *launcher, __file__, *chosen]
+    return [sys.executable, "-m", "accelerate.commands.launch", *launcher, __file__, "work", kind, recipe, *words]
 
 
-def finish(
-    wrapping: str, processes: int, folder: Path, left: list[int], followed: set[int], limit: float
-) -> Iterator[Row]:
-    """Runs combinations in as few jobs as their failures allow; yields what became of each."""
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
-    }
-    environment |= {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"} if wrapping == "hsdp" else {}
-    environment.setdefault("OMP_NUM_THREADS", "1" if os.environ.get("ACCELERATE_USE_CPU") else "8")
-    while left:
-        (folder / "events").write_text("")
-        with (folder / "log").open("ab") as log:
-            given = job(wrapping, processes, folder, left, sorted(followed & set(left)))
-            started = subprocess.Popen(given, env=environment, stdout=log, stderr=log, start_new_session=True)
-        seen, changed, current, ended, late = 0, time.monotonic(), left[0], False, False
-        try:
-            while not ended and not late:
-                time.sleep(0.2)
-                ended, text = started.poll() is not None, (folder / "events").read_text()
-                for event in map(json.loads, text[: text.rfind("\n") + 1].splitlines()[seen:]):
-                    seen, changed, current = seen + 1, time.monotonic(), event.pop("run")
-                    if event["status"] != "begun" and current in left:
-                        left.remove(current)
-                        yield {"run": current, **event}
-                late = time.monotonic() - changed > (limit if seen else START_S)
-        finally:
-            started.terminate()  # torch's launcher ends its processes, which are in sessions of their own
-            with suppress(subprocess.TimeoutExpired):
-                started.wait(60)
-            with suppress(ProcessLookupError):
-                os.killpg(started.pid, signal.SIGKILL)
-        reason = f"longer than {limit:.0f} s" if late else f"the job ended by {started.returncode}; see the log"
-        for number in [current] if seen and current in left else [] if seen else list(left):
-            left.remove(number)
-            yield {"run": number, "status": "failed", "reason": reason}
+def started(command: list[str], wrapping: str, log: Path, limit: float) -> None:
+    """Runs a command until it ends.
+
+    Raises:
+        RuntimeError: If it fails, or takes longer than `limit` seconds.
+    """
+    own = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
+    own |= {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"} if wrapping == "hsdp" else {}
+    environment = {"OMP_NUM_THREADS": "1" if os.environ.get("ACCELERATE_USE_CPU") else "8", **os.environ, **own}
+    with log.open("ab") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+    try:
+        status = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"longer than {limit:.0f} s") from None
+    finally:
+        process.terminate()  # torch's launcher ends its processes, which are in sessions of their own
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if status:
+        raise RuntimeError(f"it ended by {status}; see the log")
+
+
+def steps(
+    run: Run, folder: Path, name: str, wrapping: str, processes: int, follow: bool, limit: float
+) -> Iterator[str]:
+    """Runs a combination, and yields the name of each part when it is done.
+
+    Raises:
+        RuntimeError: If a part fails.
+    """
+    from tests.support import shipped_inputs
+
+    inputs, output = folder / "inputs", folder / name
+
+    def launch(recipe: str, *words: str) -> None:
+        started(launched(wrapping, processes, run.model, recipe, list(words)), wrapping, folder / "log", limit)
+
+    launch(run.recipe, *command(run, inputs, output, processes))
+    if run.recipe == "evaluate":
+        yield "evaluate"
+        return
+    yield "train"
+    if is_adapter(run):
+        yield "merge"
+    shipped_inputs.load(output.with_name(f"{output.name}_merged") if is_adapter(run) else output)
+    yield "load"
+    if follow and run.recipe != "reward":
+        small = ("--lengths", "512", "--depths", "2", "--samples", "1", "--windows", "1", "--ruler", "none")
+        evaluation = ("--config", str(CONFIGS / "evaluate_1gpu.yaml"), *small, "--output_dir", f"{output}_evaluated")
+        launch("evaluate", *evaluation, "--model_name_or_path", str(output))
+        yield "evaluate"
+        launch("ask", str(output), str(inputs / "texts"), "--questions", str(inputs / "questions.txt"), "--tokens", "4")
+        yield "ask"
+
+
+def ran(run: Run, *given: Any) -> Row:
+    """What became of a combination."""
+    start, done = time.perf_counter(), list[str]()
+    try:
+        for step in steps(run, *given):
+            done.append(step)
+    except Exception as problem:  # of processes, or of the model that is loaded
+        return {"status": "failed", "steps": done, "reason": str(problem) or type(problem).__name__}
+    return {"status": "ok", "steps": done, "seconds": round(time.perf_counter() - start, 1)}
 
 
 def positive(word: str) -> int:
@@ -304,15 +261,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--processes", type=positive, default=2, help="of the lines for several GPUs")
     parser.add_argument("--only", nargs="+", default=["*"], help="patterns of names of files, such as 'sft_*'")
-    parser.add_argument("--limit", type=float, default=150.0, help="seconds that a combination may take")
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds that one launch may take")
     parser.add_argument("--commit", help="where the checkout has none")
     parser.add_argument("--out", type=Path, default=Path("outputs/as_shipped.json"))
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    for name in ("--these", "--followed"):
-        parser.add_argument(name, type=int, nargs="*", default=[], help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.work is not None:
-        return work(args.work, args.these, args.followed)
     every = combinations()
     chosen = [
         at for at, (_, files) in enumerate(every) if any(fnmatch(file, one) for file in files for one in args.only)
@@ -322,53 +274,50 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     plain = [at for at in chosen if is_adapter(every[at][0]) and every[at][0].model == "llama"]
     followed = {every[at][0].recipe: at for at in reversed(plain)}
-    jobs: dict[tuple[str, int], list[int]] = {}
-    for at in chosen:
-        alone = args.processes == 1 or every[at][0].wrapping == "none"
-        jobs.setdefault(("none", 1) if alone else (every[at][0].wrapping, args.processes), []).append(at)
     held = json.loads(args.out.read_text())["results"] if args.out.exists() else []
-    if left := sum("shipped" not in row for row in held):
-        print(f"{args.out}: {left} rows of an earlier format do not say what is shipped, and are left out.")
     held = [row for row in held if combination(row) in [run.combination for run, _ in every]]
+    sys.path[:0] = [str(ROOT / "recipes")]
+    from tests.support import shipped_inputs
+
     failed = False
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        for (wrapping, processes), numbers in jobs.items():
+        shipped_inputs.make(folder / "inputs")
+        for at in chosen:
+            run, files = every[at]
+            alone = args.processes == 1 or run.wrapping == "none"
+            wrapping, processes = ("none", 1) if alone else (run.wrapping, args.processes)
             missing = wrapping.startswith("zero") and find_spec("deepspeed") is None
             reason = (
                 "needs deepspeed" if missing else "needs 4 processes" if wrapping == "hsdp" and processes < 4 else ""
             )
-            skipped = [{"run": at, "status": "not run", "reason": reason} for at in numbers]
-            ran = finish(wrapping, processes, folder, numbers, set(followed.values()), args.limit)
-            for result in skipped if reason else ran:
-                run, files = every[result.pop("run")]
-                own = {name: value for name, value in asdict(run).items() if name not in ("file", "more")}
-                own |= {"wrapping": wrapping, "shipped": run.wrapping, "processes": processes}
-                row = {"files": files, **own, **result, **({} if reason else provenance(args, folder, processes))}
-                same = [(combination(other), other["processes"]) == (run.combination, processes) for other in held]
-                held = [other for other, old in zip(held, same, strict=True) if not old] + [row]
-                failed |= row["status"] == "failed"
-                write(args, folder, held)
-                said = f"{row['status']:>8} {row.get('seconds', ''):>6}  {processes} x {wrapping:<6} {run.recipe:<23}"
-                print(f"{said} {run.model:<17} {', '.join(files)} {row.get('reason') or ''}", flush=True)
+            own = {name: value for name, value in asdict(run).items() if name not in ("file", "more")}
+            row = {"files": files, **own, "wrapping": wrapping, "shipped": run.wrapping, "processes": processes}
+            if reason:
+                row |= {"status": "not run", "reason": reason}
+            else:
+                row |= ran(run, folder, str(at), wrapping, processes, at in followed.values(), args.limit)
+                row |= shipped_inputs.machine(processes, args.commit)
+            same = [(combination(other), other["processes"]) == (run.combination, processes) for other in held]
+            held = [other for other, old in zip(held, same, strict=True) if not old] + [row]
+            failed |= row["status"] == "failed"
+            write(args.out, folder / "log", held)
+            said = f"{row['status']:>8} {row.get('seconds', ''):>6}  {processes} x {wrapping:<6} {run.recipe:<23}"
+            print(f"{said} {run.model:<17} {', '.join(files)} {row.get('reason') or ''}", flush=True)
     sys.exit(failed)
 
 
-def provenance(args: argparse.Namespace, folder: Path, processes: int) -> Row:
-    """Where and with what a row ran; nothing is known where no job of so many processes began."""
-    machine = folder / f"machine_{processes}.json"
-    known = json.loads(machine.read_text()) if machine.exists() else {"hardware": None, "versions": None}
-    return {**known, "git_commit": args.commit or known.get("git_commit")}
-
-
-def write(args: argparse.Namespace, folder: Path, rows: list[Row]) -> None:
+def write(out: Path, log: Path, rows: list[Row]) -> None:
     """Writes the result, and the log beside it."""
     result: Row = {"command": shlex.join(["as_shipped.py", *sys.argv[1:]])}
     result |= {"schema": 1, "results": rows}  # provenance.SCHEMA_VERSION, whose module imports torch
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    if (folder / "log").exists():
-        args.out.with_suffix(".log").write_bytes((folder / "log").read_bytes())
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    if log.exists():
+        out.with_suffix(".log").write_bytes(log.read_bytes())
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["work"]:
+        work(sys.argv[2], sys.argv[3], sys.argv[4:])
+    else:
+        main()

@@ -2,9 +2,9 @@
 torch, Transformers and TRL: two processes over gloo beside one that is not patched and holds whole sequences, on tiny
 models that need no download.
 
-    python recipes/versions.py oldest tested newest --write               # each in an environment that it makes
-    python recipes/versions.py --torch 2.13.0 --transformers 5.24.0       # of versions of your own
-    python recipes/versions.py --python /path/to/bin/python --doors GRPO  # in an environment that exists
+    python -m tests.support.versions oldest tested newest --write               # each in an environment that it makes
+    python -m tests.support.versions --torch 2.13.0 --transformers 5.24.0       # of versions of your own
+    python -m tests.support.versions --python /path/to/bin/python --doors GRPO  # in an environment that exists
 
 `oldest` and `tested` are the extras `oldest` and `test` of setup.cfg, the latter with the torch of CONTRIBUTING.md, and
 `newest` what pip takes for `.[trl]` today. Each environment takes several GB for its time, in a temporary folder.
@@ -29,8 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT)]  # runs from a checkout too
+ROOT = Path(__file__).parents[2]
 RESULT, PAGE = (ROOT / "recipes/results" / f"versions.{kind}" for kind in ("json", "md"))
 EXTRAS = {"oldest": "oldest", "tested": "test"}
 NEEDED = ("torch", "transformers", "accelerate", "trl", "peft", "datasets")
@@ -124,8 +123,8 @@ def generate(patched: bool) -> list[float]:
 def compared(name: str, kind: str | None, patched: bool) -> list[float]:
     """The errors of a class, as the tables of coverage have them, whose comparisons run on all processes."""
     from hf_burst.check.compare import compare
-    from recipes.tiny_models import tiny_model
     from tests.support.image_verdicts import compare_images
+    from tests.support.tiny_models import tiny_model
 
     if not patched:
         return []
@@ -218,7 +217,7 @@ def run(python: Path, doors: Sequence[str]) -> dict[str, Any]:
     made: dict[str, Any] = {"versions": json.loads(told), "doors": {}}
     for door in doors:
         begun = time.monotonic()
-        well, told = last_words([str(python), __file__, "--door", door])
+        well, told = last_words([str(python), "-m", "tests.support.versions", "--door", door])
         error = json.loads(told)["error"] if well else None
         exact = error is not None and error <= TOLERANCE  # false for nan
         row = {"result": "exact" if exact else "wrong" if well else "fails", "error": error}
@@ -241,7 +240,7 @@ def write(name: str, new: dict[str, Any], command: list[str]) -> None:
     lines = [
         "# The doors under other versions",
         "",
-        "Made by `python recipes/versions.py`; seconds include imports.",
+        "Made by `python -m tests.support.versions`; seconds include imports.",
         "",
     ]
     heads = ["environment", "date", *NEEDED[:4], *DOORS]

@@ -1,16 +1,13 @@
 """What `hf-burst plan` predicts for the whole steps that were measured on GPUs. Needs no GPU.
 
-    python recipes/benchmarks/predictions.py --write    # results/predictions.md, docs/how-to/sizing.md
-    python recipes/benchmarks/predictions.py --check    # whether they are those of this version
+    python -m tests.support.predictions    # writes results/predictions.md, docs/how-to/sizing.md
 
-Predicted are all steps of hf_burst in `results/training_*.json`, `fits_*.json` and `beginnings_*.json`, and those of
-recipes/sft.py in `recipes/results`. No rate belongs to a case.
+Predicted are all steps of hf_burst in `training_*.json`, `fits_*.json` and `beginnings_*.json` of
+recipes/benchmarks/results. No rate belongs to a case.
 """
 
-import argparse
 import json
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -19,8 +16,6 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from hf_burst.hf.models.hybrid import FUSED_NORM
 from hf_burst.hf.models.model_size import model_size
@@ -34,20 +29,12 @@ from recipes.benchmarks.training_contenders import BY_PEFT
 from recipes.benchmarks.training_job import class_of, config_of
 
 GIB = 2**30
-RESULTS = Path(__file__).parent / "results"
-RECIPES = Path(__file__).parents[1] / "results"
-PAGE, TABLE = Path(__file__).parents[2] / "docs/how-to/sizing.md", RESULTS / "predictions.md"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "recipes/benchmarks/results"
+PAGE, TABLE = ROOT / "docs/how-to/sizing.md", RESULTS / "predictions.md"
 # inputs of layers that stayed on the GPU when these were measured, and no longer do: next to adapters the embeddings'
 # output, and a shared checkpoint's own next to those that are computed from it
-MORE_INPUTS = {
-    "training_1xH200_lora_32k": 1,
-    "training_1xH200_lora_256k_8_layers": 1,
-    "training_1xH200_lora_512k": 1,
-    "training_1xH200_lora_512k_packed": 1,
-    "training_1xH200_qlora_750k_packed": 1,
-    "training_1xH200_lora_512k_80gb_packed": 2,
-    "training_1xH200_lora_1m_packed": 2,
-}
+MORE_INPUTS = {"training_1xH200_lora_32k": 1, "training_1xH200_lora_1m_packed": 2}
 # what fits.py calls them, as [`Training`] has them
 WEIGHTS: dict[str, dict[str, Any]] = {
     "all": {"weights": "fp32"},
@@ -113,10 +100,6 @@ def measured_steps() -> Iterator[Step]:
         for row in result["results"]:
             if "median_s" in row and row["contender"] != "rows, one by one":  # several passes
                 yield _beginnings_step(file.stem, result, row)
-    for file in sorted(RECIPES.glob("sft_*_2xH200.json")):
-        result = json.loads(file.read_text())
-        if "--use_peft" not in result["command"]:  # those of adapters had the casts and passes of peft
-            yield _sft_step(file.stem, result)
 
 
 def settings_of(row: dict[str, Any]) -> dict[str, Any] | None:
@@ -244,52 +227,19 @@ def _fits_step(file: str, row: dict[str, Any]) -> Step:
     length, document = row["length"], row["document"]
     documents = (*range(0, length, document), length) if document else ()
     seconds, gib = statistics.median(step["seconds"] for step in steps), max(step["allocated_gib"] for step in steps)
-    config = _config_of(row["model"], row["layers"])
+    changes = {"num_hidden_layers": row["layers"]} if row["layers"] else {}
+    config = AutoConfig.for_model(**{**SHAPES[row["model"]], **changes})
     name = row["model"] + (f", {row['layers']} layers" if row["layers"] else "")
-    settings = {**settings, "documents": documents, **WEIGHTS[row["weights"]]}
-    return _trainer_step(file, row["hardware"], name, config, length, kept, settings, seconds, gib)
-
-
-def _config_of(shape: str, layers: int | None = None) -> Any:
-    """The config of a shape that is known by its name."""
-    changes = {} if layers is None else {"num_hidden_layers": layers}
-    return AutoConfig.for_model(**{**SHAPES[shape], **changes})
-
-
-def _sft_step(file: str, result: dict[str, Any]) -> Step:
-    """A run of recipes/sft.py, of all weights."""
-    words, ranks, steps = result["command"], result["processes"], result["steps"][1:]
-    length = int(words[words.index("--max_length") + 1])
-    speeds = [step.get("tokens_per_second") or ranks * step["tokens_per_second_per_gpu"] for step in steps]
-    gib = max(step.get("memory_gib") or step["peak_memory_gib"] for step in steps)
-    hardware = {"ranks": ranks, "device": "NVIDIA H200"}
-    seconds, name = length / statistics.median(speeds), "llama-3-8b"
-    kept = "attention saved, sft.py"
-    return _trainer_step(file, hardware, name, _config_of(name), length, kept, {}, seconds, gib)
-
-
-def _trainer_step(
-    file: str,
-    hardware: dict[str, Any],
-    name: str,
-    config: Any,
-    length: int,
-    kept: str,
-    settings: dict[str, Any],
-    seconds: float,
-    gib: float,
-) -> Step:
-    """A step under `Trainer`: accelerate's bf16 mixed precision, and FSDP2 over several GPUs."""
-    ranks, sheet = hardware["ranks"], data_sheet(hardware["device"])
+    sheet = data_sheet(row["hardware"]["device"])
     assert sheet is not None, "no result is of another GPU"
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config))
-    model = model_size(kind, config)
-    training = Training(length, ranks, ranks, **{**WEIGHTS["all"], **settings})
+    model, ranks = model_size(kind, config), row["hardware"]["ranks"]
+    training = Training(length, ranks, ranks, documents, **{**settings, **WEIGHTS[row["weights"]]})
     return Step(
         file=file,
         kind=f"{'adapters' if training.lora else 'all weights'}, Trainer",
-        device=f"{ranks} x {hardware['device']}",
+        device=f"{ranks} x {row['hardware']['device']}",
         model=name,
         length=length,
         kept=kept,
@@ -330,26 +280,14 @@ def summary(steps: list[Step]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Writes both tables, or compares them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--write", action="store_true", help="write both tables")
-    what.add_argument("--check", action="store_true", help="fail if others are committed")
-    arguments = parser.parse_args()
+def main() -> None:
+    """Writes both tables."""
     steps = list(measured_steps())
     before, begin, rest = PAGE.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
-    texts = {PAGE: f"{before}{begin}\n{summary(steps)}\n{end}{after}", TABLE: table(steps)}
-    if arguments.write:
-        for path, text in texts.items():
-            path.write_text(text)
-        return 0
-    stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
-    for path in stale:
-        print(f"{path} has other tables: python recipes/benchmarks/predictions.py --write", file=sys.stderr)
-    return int(bool(stale))
+    PAGE.write_text(f"{before}{begin}\n{summary(steps)}\n{end}{after}")
+    TABLE.write_text(table(steps))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -15,16 +15,15 @@ import models
 import torch
 import transformers
 import yaml
-from benchmarks.provenance import git_commit, hardware, versions
 from byte_tokenizer import byte_tokenizer
 from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, ProcessorMixin
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_burst
+from recipes.benchmarks.provenance import git_commit, hardware, versions
 
 VOCABULARY, POSITIONS = 320, 512
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "recipes/configs"
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": POSITIONS}
 SIZES |= {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
@@ -131,21 +130,18 @@ class OfImages(transformers.Qwen3VLProcessor):
 
 
 def load(folder: Path) -> None:
-    """Loads a model by plain Transformers; its outputs are numbers. It is whole, as in a process of its own, and on the
-    GPU where there is one: Liger may have replaced layers of its class, which need it."""
-    unset_hf_deepspeed_config()
-    config, device = AutoConfig.from_pretrained(folder), "cuda" if torch.cuda.is_available() else "cpu"
-    model = models.auto_class(config).from_pretrained(folder, dtype="auto").to(device)
+    """Loads a model by plain Transformers; its outputs are numbers."""
+    model = models.auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype="auto")
     with torch.no_grad():
-        logits = model(input_ids=torch.arange(4, 68, device=device)[None]).logits
+        logits = model(input_ids=torch.arange(4, 68)[None]).logits
     assert logits.isfinite().all(), "its outputs are not finite"
 
 
-def machine(size: int) -> dict[str, Any]:
+def machine(size: int, commit: str | None) -> dict[str, Any]:
     """Where and with what the processes run."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
-        "git_commit": git_commit(Path(__file__).parent),
+        "git_commit": commit or git_commit(Path(__file__).parent),
         "hardware": hardware(device, size, 1),
         "versions": {"hf_burst": hf_burst.__version__, **versions(cuda=device.type == "cuda")},
     }

@@ -1,0 +1,95 @@
+"""What the benchmarks share: the options of their command lines, and where a result goes."""
+
+import argparse
+import ast
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from recipes.benchmarks.ranks import Ranks
+
+Row = dict[str, Any]
+_DAY_S = 86400
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A reader of whole numbers that are not smaller."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+        return int(text)
+
+    return read
+
+
+def seconds(text: str) -> float:
+    """Reads a time."""
+    value = float(text)
+    if not 0 < value <= _DAY_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0, at most {_DAY_S}, a day")
+    return value
+
+
+def file_to_write(text: str) -> Path:
+    """Reads the name of a file, and makes its folder. An older file stays as it is."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; give a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}, where no result can be written: {error}") from None
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written; give another file")
+    return path
+
+
+def options_of(doc: str | None, timeout_s: float | None = 300.0) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks have: where the result goes; and on what device, with how much
+    patience, unless `timeout_s` is `None`, as for trainings whose launcher says so."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if timeout_s is not None:
+        parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+        parser.add_argument("--timeout", type=seconds, default=timeout_s, help="seconds that one call may take")
+    parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
+    parser.add_argument("--out", type=file_to_write, help="where the result goes, as JSON")
+    return parser
+
+
+def write(out: Path | None, result: Any, ranks: Ranks) -> None:
+    """Writes a result anew, on the first rank."""
+    if out is not None and ranks.rank == 0:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def settings_of(arguments: argparse.Namespace) -> Row:
+    """The options, as a result keeps them."""
+    kinds = int | float | str | list | tuple
+    return {name: value for name, value in vars(arguments).items() if isinstance(value, kinds)}
+
+
+def rows_in(out: Path | None) -> list[Row]:
+    """The rows of earlier runs."""
+    rows: list[Row] = json.loads(out.read_text()) if out is not None and out.exists() else []
+    return rows
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """Reads `name=value`; the value is a literal of Python or JSON, or else a word."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
+    try:
+        return name, ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(value, value))
+    except (SyntaxError, ValueError):
+        return name, value
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table of Markdown; cells that are missing at the end of a row are empty."""
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    filled = ([*map(str, line), *[""] * (len(heads) - len(line))] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in filled)

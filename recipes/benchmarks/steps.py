@@ -1,0 +1,144 @@
+"""Training steps of several contenders, in turns."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from recipes.benchmarks.harness import Row
+from recipes.benchmarks.training_job import Job
+
+Loss = Callable[[Job], torch.Tensor]
+Way = Callable[[Job], AbstractContextManager[Loss]]  # prepares the model of a job, and gives what computes the loss
+
+
+def first_gradients(job: Job, way: Way) -> dict[str, float]:
+    """The loss of a contender and the norm of its gradients, without a step."""
+    with way(job) as loss:
+        value = loss(job)
+        value.backward()
+    norm = nn.utils.clip_grad_norm_(job.model.parameters(), float("inf"))
+    job.optimizer.zero_grad()
+    return {"loss": mean_loss(job, value), "gradient_norm": float(getattr(norm, "full_tensor", lambda: norm)())}
+
+
+def mean_loss(job: Job, value: torch.Tensor) -> float:
+    """The loss of the whole sequence, from those of all ranks."""
+    return float(sum(job.ranks.gather(float(value.detach())))) / job.ranks.size
+
+
+def step(job: Job, way: Way) -> dict[str, float]:
+    """Makes one optimizer step: its seconds, from a barrier on, and its peaks of memory, on the slowest rank."""
+    with way(job) as loss:
+        gc.collect()
+        if job.ranks.cuda:
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_host_memory_stats()
+        locking = memory(job)["page_locking_s"]
+        job.ranks.align()
+        job.ranks.wait()
+        start = time.perf_counter()
+        value = loss(job)
+        value.backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        job.ranks.wait()
+        own = {"seconds": time.perf_counter() - start, **memory(job)}
+    own["page_locking_s"] -= locking
+    return job.ranks.slowest(own) | {"loss": mean_loss(job, value)}
+
+
+def memory(job: Job) -> dict[str, float]:
+    """The peaks of this rank: bytes of its GPU that tensors take and that torch reserves, and bytes of host memory that
+    torch and hf_burst have page-locked. And the seconds that page-locking has taken."""
+    if not job.ranks.cuda:
+        return dict.fromkeys(("peak_bytes", "reserved_bytes", "host_bytes", "page_locking_s"), 0.0)
+    host, (size, spent) = torch.cuda.host_memory_stats(), (job.home.size, job.home.seconds) if job.home else (0, 0)
+    return {
+        "peak_bytes": float(torch.cuda.max_memory_allocated()),
+        "reserved_bytes": float(torch.cuda.max_memory_reserved()),
+        # all that torch holds; older versions call this reserved
+        "host_bytes": float(host.get("reserved_bytes.peak", host.get("allocated_bytes.peak", 0)) + size),
+        "page_locking_s": host.get("host_alloc_time.total", 0) / 1e6 + spent,
+    }
+
+
+def measure(
+    job: Job,
+    ways: Mapping[str, Way],
+    rounds: int,
+    warmup: int,
+    tokens: torch.Tensor,
+    checked: int | None = None,
+    between: Callable[[Job], None] = lambda job: None,
+) -> Iterator[dict[str, Row]]:
+    """Compares the losses and gradient norms of all contenders, and has them take turns, a step each.
+
+    Args:
+        job ([`Job`]): What they train.
+        ways (mapping): The contenders.
+        rounds (`int`): Steps of each that count.
+        warmup (`int`): Steps before them.
+        tokens (`torch.LongTensor` of shape `(1, length)`): The sequence.
+        checked (`int`, *optional*): Tokens of the comparison; all by default.
+        between (`Callable`, *optional*): Is called after each step.
+
+    Yields:
+        The rows by the names of the contenders, after the comparison and after each step.
+    """
+    job.tokens, rows = tokens[:, :checked], dict[str, Row]()
+    for name, way in ways.items():
+        graphs = compiled_graphs()
+        check, reason = job.ranks.attempt(partial(first_gradients, job, way))
+        rows[name] = {"contender": name, "status": "failed" if reason else "ok", "reason": reason}
+        rows[name] |= {"check": check and check | {"length": job.tokens.shape[1]}, "steps": [], "chosen": {}}
+        rows[name]["compiled_graphs"] = compiled_graphs() - graphs
+        job.ranks.say(f"{tokens.shape[1]} tokens, {name}: {reason or check}")
+        job.optimizer.zero_grad()
+        between(job)
+    job.tokens = tokens
+    yield rows
+    running = [name for name, row in rows.items() if row["status"] == "ok"]
+    for index in range(warmup + rounds):
+        turn = index % max(1, len(running))
+        for name in [*running[turn:], *running[:turn]]:
+            job.chosen = {}
+            timed, reason = job.ranks.attempt(partial(step, job, ways[name]))
+            rows[name]["chosen"] = job.chosen or rows[name]["chosen"]
+            if reason:
+                rows[name] |= {"status": "failed", "reason": reason}
+                running = [survivor for survivor in running if survivor != name]
+                job.optimizer.zero_grad()
+            elif index >= warmup:
+                rows[name]["steps"].append(timed)
+            between(job)
+            yield rows
+        job.ranks.say(f"{tokens.shape[1]} tokens, round {index + 1} of {warmup + rounds}")
+
+
+def compiled_graphs() -> int:
+    """The number of graphs that torch.compile has made in this process."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+def with_medians(rows: Mapping[str, Row]) -> list[Row]:
+    """The rows, those that have steps with their medians, peaks of memory, and ratios to the other contenders."""
+    medians = {
+        name: statistics.median(each["seconds"] for each in row["steps"]) for name, row in rows.items() if row["steps"]
+    }
+
+    def measured(name: str, row: Row) -> Row:
+        peaks = {kind: max(each[f"{kind}_bytes"] for each in row["steps"]) for kind in ("peak", "reserved", "host")}
+        return {
+            "median_s": medians[name],
+            **{f"{kind}_memory_gib": size / 2**30 for kind, size in peaks.items()},
+            "times_as_fast_as": {rival: medians[rival] / medians[name] for rival in medians if rival != name},
+        }
+
+    return [row | measured(name, row) if name in medians else row for name, row in rows.items()]
