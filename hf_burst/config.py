@@ -1,6 +1,7 @@
 """`BurstConfig` and `Memory`: the settings of hf_burst, "auto" wherever the right value follows from the data."""
 
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -29,6 +30,23 @@ def renamed(old: Mapping[str, str]) -> Callable[[Function], Function]:
             return function(*args, **kwargs)
 
         return cast(Function, checked)
+
+    return decorate
+
+
+def still_called(**names: str) -> Callable[[Function], Function]:
+    """Has a function take keywords by old names too, by the new ones that are given, and say so."""
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def renaming(*args: Any, **kwargs: Any) -> Any:
+            for old in names.keys() & kwargs.keys():
+                sentence = f"The argument {old} of {function.__name__} is called {names[old]} now: {names[old]}=..."
+                warnings.warn(sentence, FutureWarning, stacklevel=2)
+            renamed = {names[old]: kwargs.pop(old) for old in names.keys() & kwargs.keys()}
+            return function(*args, **renamed, **kwargs)
+
+        return cast(Function, renaming)
 
     return decorate
 

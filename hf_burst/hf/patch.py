@@ -27,7 +27,7 @@ from .batches.cutting import bound_arguments
 from .batches.documents import cache_of
 from .batches.sharded import is_sharded
 from .callers import frames
-from .context import CALL_KEY, CachedPass, LayerContext, PassContext, current
+from .context import CALL_KEY, LayerContext, PassContext, current
 from .forward_pass import Batch, ForwardPass
 from .groups import OLD_ARGUMENTS, PATCH, check_joined, resolve_group
 from .models.cut_point import cut_point_of, reader_of
@@ -37,6 +37,7 @@ from .models.support import base_model, check_model, verdict_on
 from .models.task import task_of
 from .overrides import remove_overrides
 from .parts.adapters import Adapters
+from .parts.arguments import Arguments
 from .parts.attention import Attention
 from .parts.base import Part
 from .parts.checkpointing import Checkpointing
@@ -45,13 +46,12 @@ from .parts.expert_ranks import ExpertRanks
 from .parts.experts import RouterLogits
 from .parts.gated_norms import GatedNorms
 from .parts.head import Head
-from .parts.key_cache import KeyCache, begin_step, once
+from .parts.key_cache import KeyCache, begin_step, each_once
 from .parts.loss import Loss
 from .parts.memory import MemoryRule
 from .parts.outputs import Outputs
 from .parts.recurrence import Recurrence
 from .parts.replicas import Replicas
-from .parts.request import Request
 from .parts.rope import LongestPosition
 from .parts.shared_beginnings import SharedBeginnings
 from .parts.states import States
@@ -167,10 +167,9 @@ def make_parts(view: ModelView, config: BurstConfig, group: ContextGroup | None)
     """The parts of a model in the order of their steps: each behind those that it `needs`. A new capability is a new
     part and a line here."""
     recurrence, memory, token_losses = Recurrence(), MemoryRule(view.root, config), TokenLosses()
-    head, tokens, key_cache = Head(token_losses), Tokens(view, recurrence), KeyCache()
-    streams = DropoutStreams()
+    head, tokens, streams = Head(token_losses), Tokens(view, recurrence), DropoutStreams()
     return (
-        Request(),
+        Arguments(),
         Replicas(config),
         ExpertRanks(),
         Attention(view),
@@ -181,7 +180,7 @@ def make_parts(view: ModelView, config: BurstConfig, group: ContextGroup | None)
         tokens,
         Towers(),
         LongestPosition(),
-        key_cache,
+        KeyCache(),
         Checkpointing(memory.advise),
         TiledMLP(),
         Adapters(),
@@ -190,7 +189,7 @@ def make_parts(view: ModelView, config: BurstConfig, group: ContextGroup | None)
         token_losses,
         head,
         States(streams),
-        Outputs(head, key_cache),
+        Outputs(head),
         streams,  # draws seeds last, when nothing stops the pass any more
     )
 
@@ -284,11 +283,12 @@ class _Patch:
             batch = bound_arguments(module, args, kwargs)
             cache = cache_of(batch)
             if isinstance(cache, ShardedCache) and not cache.is_read:
-                batch = once(cache, batch)
+                batch = each_once(cache, batch)
         except Exception as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
         if isinstance(cache, ShardedCache) and cache.is_read:
-            self.context.enter(LayerContext(cached=begin_step(cache, batch)))
+            begin_step(cache, batch)
+            self.context.enter(LayerContext(cached=cache))
             return (), batch
         if self.task.generates and _generates(module, batch) and not isinstance(cache, ShardedCache):
             self.context.enter(None)
@@ -330,7 +330,7 @@ class _Patch:
         for part in self.parts:
             part.begin(run)
         context = LayerContext(run.call, run.call.replay(), None, run.settings.tiled_mlp, run.obstacles)
-        self.context.enter(replace(context, cached=CachedPass(cache)) if isinstance(cache, ShardedCache) else context)
+        self.context.enter(replace(context, cached=cache) if isinstance(cache, ShardedCache) else context)
         apart = run.task.reads and reader_of(view) is not view  # which is given it where it is called
         return (), {**run.batch.inputs, **({} if apart else {CALL_KEY: run.call})}
 
@@ -386,7 +386,7 @@ class _Patch:
         context = current()
         if self.run is None:
             if context is not None and context.cached is not None:
-                output.logits = context.cached.cache.end_step(output.logits)
+                output.logits = context.cached.end_step(output.logits)
             return output
         if kwargs.get("labels") is not self.run.batch.inputs.get("labels"):
             raise ConfigError(

@@ -14,8 +14,7 @@ ORDER = [
 HF_ORDER = [
     "view",
     "overrides",
-    "cached_tokens",
-    "row_states",
+    "answer",
     "sharded_cache",
     "context",
     "attention",

@@ -2,11 +2,13 @@
 
 import inspect
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from ...config import BurstConfig
 from ...errors import BatchError
@@ -15,7 +17,7 @@ from ...plan import Hybrid, MaskPattern
 from ...ranks.layout import SequenceLayout
 from ..models.cut_point import TOKEN_INPUTS, MaskedRows, TokenInput
 from ..models.task import CAUSAL, Task
-from .documents import BOUNDARY_KEYS, TOKEN_KEYS, batch_shape, documents_of, real_tokens, tokens_of
+from .documents import BOUNDARY_KEYS, TOKEN_KEYS, batch_shape, documents_of, real_tokens, tensors_in, tokens_of
 
 _TARGETS = ("labels", "shift_labels")
 _EMBEDDINGS = ("inputs_embeds", "per_layer_inputs")
@@ -152,43 +154,37 @@ def cut_inputs(
         if name in known and value is not None:
             cut = layout.shard(value, rank, known[name].pad, known[name].dim)
             part[name] = _filled(cut, value, layout, rank) if name in _EMBEDDINGS and layout.padding else cut
-        elif name not in (*_TARGETS, *done) and (shape := _shape_of_values(value)):
+            continue
+        shapes = (tuple(tensor.shape) for tensor in tensors_in(value) if tensor.ndim > 1)
+        if name not in (*_TARGETS, *done) and (shape := next(shapes, None)):
             raise BatchError(
                 f"{name} of shape {shape} looks like values of tokens, images or audio, and hf_burst does "
                 f"not know how to shard it; known are {', '.join((*known, *_TARGETS))} and attention_mask. Remove it "
                 "from the batch."
             )
-        else:
-            part[name] = value
+        part[name] = value
     return part
 
 
-def cut_masked_rows(
-    inputs: Mapping[str, Any], layout: SequenceLayout, rank: int, masked: Sequence[MaskedRows]
+def select_rows(
+    inputs: Mapping[str, Any], masked: Sequence[MaskedRows], select: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
-    """The inputs of a cut point, those with a row for each token that a mask shows cut for one rank. Their gradients
-    are those of this rank's rows, and zero for the others."""
+    """The inputs of a cut point, those with a row for each token that a mask shows for some tokens alone. Their
+    gradients are those of these rows, and zero for the others.
+
+    Args:
+        inputs (mapping): The inputs by name.
+        masked (sequence of [`MaskedRows`]): Those with such rows.
+        select (callable): From a value for each token of the batch to those of these tokens.
+    """
     part = dict(inputs)
     for known in masked:
         mask, rows = inputs.get(known.mask), inputs.get(known.rows)
-        if mask is None or rows is None:
-            continue
-        numbers = (mask.flatten().cumsum(0) - 1).view_as(mask)  # of the row of a token that is shown
-        own = layout.shard(numbers, rank)[layout.shard(mask, rank)]
-        if isinstance(rows, Mapping):
-            part[known.rows] = {layer: of_layer.index_select(0, own) for layer, of_layer in rows.items()}
-        else:
-            part[known.rows] = [of_layer.index_select(0, own) for of_layer in rows]
+        if mask is not None and rows is not None:
+            numbers = (mask.flatten().cumsum(0) - 1).view_as(mask)  # of the row of a token that is shown
+            own = select(numbers)[select(mask)]
+            part[known.rows] = tree_map(partial(torch.index_select, dim=0, index=own), rows)
     return part
-
-
-def _shape_of_values(value: Any) -> tuple[int, ...]:
-    """The shape of an argument that may hold values of tokens: of a tensor, or of the first one in a container; empty
-    for others."""
-    if isinstance(value, Mapping | list | tuple):
-        inner = value.values() if isinstance(value, Mapping) else value
-        return next((shape for item in inner if (shape := _shape_of_values(item))), ())
-    return tuple(value.shape) if isinstance(value, torch.Tensor) and value.ndim >= 2 else ()
 
 
 def _filled(cut: torch.Tensor, whole: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:

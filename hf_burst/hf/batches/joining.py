@@ -20,36 +20,24 @@ from torch import Tensor
 from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX, shift_labels
 from ..models.cut_point import MaskedRows, TokenInput
-from .documents import BOUNDARY_KEYS, Text, batch_shape, texts_of
+from .cutting import select_rows
+from .documents import BOUNDARY_KEYS, TYPE_KEYS, Text, batch_shape, holds_values, texts_of
 from .sharded import longest_position
 
-_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-_KNOWN = {"input_ids", *_TYPES, "position_ids", "labels", "attention_mask", *BOUNDARY_KEYS}
-_OF_BATCHES = ("logits_to_keep", "num_items_in_batch")
+_KNOWN = {"input_ids", *TYPE_KEYS, "position_ids", "labels", "attention_mask", *BOUNDARY_KEYS}
 
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """Texts joined into one row.
+    """Texts joined into one row."""
 
-    Args:
-        batch (`dict`): The arguments of the model, with `1 x J` tokens.
-        parents (`tuple[int, ...]`): Which document of the row each of its documents continues, or -1.
-        places (`torch.LongTensor` of shape `(batch, tokens)`): Where each token of the given batch stands in the row;
-            -1 for padding.
-        scored (`torch.LongTensor` of shape `(1, J)`): In how many texts what follows a token counts for the loss.
-        labels (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): Those that are scored, of all texts.
-        longest (`int`): Its longest position.
-        sources (`torch.LongTensor` of shape `(J,)`): Where each token of the row stands in the given batch, flat.
-    """
-
-    batch: dict[str, Any]
-    parents: tuple[int, ...]
-    places: Tensor
-    scored: Tensor
-    labels: Tensor | None
-    longest: int
-    sources: Tensor
+    batch: dict[str, Any]  # the arguments of the model, with `1 x J` tokens
+    parents: tuple[int, ...]  # which document of the row each of its documents continues, or -1
+    places: Tensor  # where each token of the given batch stands in the row, `(batch, tokens)`; -1 for padding
+    scored: Tensor  # in how many texts what follows a token counts for the loss, `(1, J)`
+    labels: Tensor | None  # those that are scored, of all texts, `(batch, tokens)`
+    longest: int  # its longest position
+    sources: Tensor  # where each token of the row stands in the given batch, flat, `(J,)`
 
     @property
     def tokens(self) -> int:
@@ -87,27 +75,14 @@ class Joined:
         Raises:
             BatchError: If the model has given texts that begin alike other positions.
         """
-        row = dict(whole)
-        for rows in masked:
-            mask, values = whole.get(rows.mask), whole.get(rows.rows)
-            if mask is None or values is None:
-                continue
-            numbers = mask.flatten().cumsum(0) - 1  # of the row of a token that is shown
-            sources = self.sources.to(mask.device)
-            own = numbers[sources][mask.flatten()[sources]]
-            if isinstance(values, Mapping):
-                row[rows.rows] = {layer: of_layer.index_select(0, own) for layer, of_layer in values.items()}
-            else:
-                row[rows.rows] = [of_layer.index_select(0, own) for of_layer in values]
+        row = select_rows(whole, masked, lambda values: values.flatten()[self.sources.to(values.device)])
         for each in known:
-            value = whole.get(each.name)
-            if value is not None:
-                row[each.name] = self._of_row(value, each.dim)
-        positions = whole.get("position_ids")
-        if positions is None:
+            if whole.get(each.name) is not None:
+                row[each.name] = self._of_row(whole[each.name], each.dim)
+        if whole.get("position_ids") is None:
             row["position_ids"] = self.batch["position_ids"]
         else:
-            self._check_positions(positions, row["position_ids"])
+            self._check_positions(whole["position_ids"], row["position_ids"])
         return row
 
     def _check_positions(self, given: Tensor, row: Tensor) -> None:
@@ -231,7 +206,7 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
     elif positions is None:
         positions = torch.arange(length, device=ids.device)[None]
     kinds = {"input_ids": ids, "position_ids": positions.expand(rows, length)}
-    kinds |= {name: batch[name] for name in _TYPES if batch.get(name) is not None}
+    kinds |= {name: batch[name] for name in TYPE_KEYS if batch.get(name) is not None}
     groups = _groups([*kinds.values()], texts, least)
     if len(groups) == len(texts):
         return None
@@ -242,7 +217,9 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
         return None
     places, sources, bounds = _laid(tree.pieces, rows, length)
     targets, scored = _targets(tree.pieces, on_host, bounds)
-    if int(targets[-1]) != IGNORE_INDEX or (on_host is not None and _predicts(on_host, places)):
+    if int(targets[-1]) != IGNORE_INDEX:
+        return None
+    if on_host is not None and ((shift_labels(on_host) != IGNORE_INDEX) & (places < 0)).any():  # of padding
         return None
     flat = sources.to(ids.device)
     joined = {name: value for name, value in batch.items() if name not in (*BOUNDARY_KEYS, "attention_mask")}
@@ -256,23 +233,17 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
 
 def obstacle_in(batch: Mapping[str, Any], towers: bool = False) -> str:
     """Why the texts of a batch cannot be joined; empty if they can. A model with `towers` may be given other values."""
-    others = sorted(name for name, value in batch.items() if name not in _KNOWN and _holds_tensors(name, value))
+    others = sorted(name for name, value in batch.items() if name not in _KNOWN and holds_values(name, value))
     if others and not towers:
         return f"{', '.join(others)} may have a value a token"
     positions = batch.get("position_ids")
     return "position_ids have several values a token" if positions is not None and positions.ndim != 2 else ""
 
 
-def _holds_tensors(name: str, value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.ndim > 0 and name not in _OF_BATCHES
-    return isinstance(value, Mapping | list | tuple) and bool(value)
-
-
 def fit(batch: Mapping[str, Any], labels: Any) -> bool:
     """Whether labels and types of tokens are of the shape of the tokens."""
     shape = batch_shape(batch)
-    values = [value for value in (labels, *map(batch.get, _TYPES)) if value is not None]
+    values = [value for value in (labels, *map(batch.get, TYPE_KEYS)) if value is not None]
     return all(isinstance(value, Tensor) and tuple(value.shape) == shape for value in values)
 
 
@@ -322,8 +293,3 @@ def _targets(pieces: Sequence[_Piece], labels: Tensor | None, bounds: Sequence[i
             targets[place] = torch.maximum(targets[place], own)
             scored[place] += own != IGNORE_INDEX
     return targets, scored
-
-
-def _predicts(labels: Tensor, places: Tensor) -> bool:
-    """Whether padding has labels to predict."""
-    return bool(((shift_labels(labels) != IGNORE_INDEX) & (places < 0)).any())

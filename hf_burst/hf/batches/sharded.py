@@ -19,8 +19,6 @@ from .documents import batch_shape, real_tokens
 LAYOUT_KEY = "burst_batch"
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio's share of 2**64 (Knuth, The Art of Computer Programming 6.4)
-
-
 _PIECE = 2**22  # values of a weight that are summed at a time
 
 
@@ -139,20 +137,14 @@ def _layout_by_positions(positions: torch.Tensor, config: BurstConfig, group: Co
 
 
 def checksum(batch: Mapping[str, Any], token_inputs: Sequence[TokenInput] = TOKEN_INPUTS) -> torch.Tensor | None:
-    """A checksum of the token inputs, labels and padding mask of a batch, for which the host need not wait.
-
-    Returns:
-        `torch.LongTensor`, a scalar; `None` if there are no such tensors.
-    """
+    """A checksum of the token inputs, labels and padding mask of a batch, for which the host need not wait:
+    `torch.LongTensor`, a scalar; `None` if there are no such tensors."""
     total: torch.Tensor | None = None
     for key in (*(token_input.name for token_input in token_inputs), "labels", "attention_mask"):
         value = batch.get(key)
-        if not isinstance(value, torch.Tensor):
-            continue
-        bits = _bits(value)
-        tokens = bits.flatten(2).sum(2, dtype=torch.int64) if bits.ndim > 2 else bits.to(torch.int64)
-        own = _mixed(tokens.flatten() + zlib.crc32(key.encode())).sum()
-        total = own if total is None else total * _SPREAD + own.to(total.device)
+        if isinstance(value, torch.Tensor):
+            own = sum_of_bits(value) + zlib.crc32(key.encode())
+            total = own if total is None else total * _SPREAD + own.to(total.device)
     return total
 
 

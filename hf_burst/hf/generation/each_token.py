@@ -1,6 +1,6 @@
 """What ranks tell each other behind each token: whether it is the same, whether to stop, and what went wrong on one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,11 +39,8 @@ class EachToken(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         done = torch.zeros(len(input_ids), dtype=torch.uint8, device=self.device)
-        if self.group.rank == 0 and self.stops and self.error is None:
-            try:
-                done.copy_(self.criteria(input_ids, scores, **kwargs))
-            except BaseException as problem:  # also when the user interrupts
-                self.error = problem
+        if self.group.rank == 0 and self.stops:
+            self.note(lambda: done.copy_(self.criteria(input_ids, scores, **kwargs)))
         self._compare(input_ids[:, self.length :])
         self.length = input_ids.shape[1]
         if self.stops:
@@ -51,19 +48,27 @@ class EachToken(StoppingCriteria):
                 torch.distributed.broadcast(done, self.group.members[0], group=self.group.process_group)
         return done.bool().to(input_ids.device)
 
+    def note(self, function: Callable[..., Any], *args: Any) -> None:
+        """Calls a function of the user's. Its error waits until all ranks hear of it, and ends such calls."""
+        if self.error is None:
+            try:
+                function(*args)
+            except BaseException as problem:  # also when the user interrupts
+                self.error = problem
+
     def tell(self, problem: BaseException, begun: bool) -> None:
         """Tells the other ranks of an error between two passes, and of an interrupt anywhere.
 
-        Where they wait: before the prompt is read, if no pass has `begun`; before the pass of questions to a memory, or
-        behind a pass that this rank has ended, where tokens are compared; else in the middle of one, out of which they
-        must be taken.
+        Where they wait: before the prompt is read, if no pass has `begun`; before the pass of questions to a document,
+        or behind a pass that this rank has ended, where tokens are compared; else in the middle of one, out of which
+        they must be taken.
         """
         cache = self.cache
         if problem is self.error or isinstance(problem, RankMismatchError | LostRankError) or self.group.broken:
             return
         if not begun and not cache.is_read:
             self.group.agree({}, problem, self.device, doing="generate")
-        elif not cache.is_read or cache.failed:
+        elif not cache.is_read or cache.is_within_pass:
             if not isinstance(problem, Exception):
                 self.group.interrupted(problem)
         elif not cache.compares or cache.get_seq_length() > self.compared:
@@ -94,18 +99,10 @@ class NotedStreamer(BaseStreamer):
         self.streamer, self.each = streamer, each
 
     def put(self, value: Tensor) -> None:
-        if self.each.error is None:
-            try:
-                self.streamer.put(value)
-            except BaseException as problem:  # also when the user interrupts
-                self.each.error = problem
+        self.each.note(self.streamer.put, value)
 
     def end(self) -> None:
-        if self.each.error is None:
-            try:
-                self.streamer.end()
-            except BaseException as problem:  # also when the user interrupts
-                self.each.error = problem
+        self.each.note(self.streamer.end)
 
 
 class StreamerBehind(BaseStreamer):

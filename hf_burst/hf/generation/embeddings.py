@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..batches.sharded import is_sharded
 from ..groups import PATCH
 from ..overrides import Override
-from .request import patched
+from .settings import patched
 
 _OF_LOSSES = ("labels", "num_items_in_batch")
 

@@ -13,7 +13,7 @@ from .base import Part
 from .deferred_logits import DeferredLogits, writes
 from .experts import RouterLogits
 from .head import Head
-from .key_cache import KeyCache
+from .key_cache import repeated
 from .loss import Loss
 from .shared_beginnings import SharedBeginnings
 from .states import States, whole
@@ -29,8 +29,8 @@ class Outputs(Part):
     # RouterLogits adds to the loss; the latter three read logits before they are gathered or dropped, or put states off
     needs = (SharedBeginnings, RouterLogits, Loss, TokenLosses, States)
 
-    def __init__(self, head: Head, key_cache: KeyCache) -> None:
-        self.head, self.key_cache = head, key_cache
+    def __init__(self, head: Head) -> None:
+        self.head = head
 
     def prepare(self, run: ForwardPass) -> None:
         run.agreement.add("hidden states", bool(run.batch.given.get("output_hidden_states")))
@@ -47,7 +47,7 @@ class Outputs(Part):
         if "hidden_states" in outputs and not run.batch.sharded and group.size > 1:
             outputs["hidden_states"] = tuple(gather_tokens(state, layout, group) for state in outputs["hidden_states"])
         if "hidden_states" in outputs:
-            outputs["hidden_states"] = tuple(map(self.key_cache.repeated, outputs["hidden_states"]))
+            outputs["hidden_states"] = tuple(repeated(state, run.batch.cache) for state in outputs["hidden_states"])
         if run.batch.joined is not None:
             _restore(run.batch.joined, outputs, self.head.asked, alone=group.size == 1)
 
@@ -66,7 +66,7 @@ class Outputs(Part):
         elif head.logits == "defer":
             outputs["logits"] = replace(_deferred(run, logits, head.about, outputs.get("loss")), fits=head.fits)
         if "logits" in outputs and head.logits != "defer":
-            outputs["logits"] = self.key_cache.repeated(outputs["logits"])
+            outputs["logits"] = repeated(outputs["logits"], run.batch.cache)
 
 
 def _deferred(run: ForwardPass, logits: Any, about: str, loss: torch.Tensor | None) -> DeferredLogits:

@@ -17,9 +17,9 @@ from ..batches.sharded import is_sharded, sum_of_bits
 from ..forward_pass import ForwardPass
 from ..models.cut_point import cut_point_of, needs_positions, sees_blocks
 from ..view import ModelView
+from .arguments import Arguments
 from .base import Part
 from .recurrence import NO_FORKS, Recurrence
-from .request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class SharedBeginnings(Part):
         positions (`Callable`): The position ids that the model makes for a batch, if not those from 0.
     """
 
-    needs = (Request,)
+    needs = (Arguments,)
 
     def __init__(
         self,

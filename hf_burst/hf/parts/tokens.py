@@ -14,7 +14,7 @@ from ...plan import Segments
 from ...plan.recurrence import Way
 from ...ranks.blocks import check_prefixes
 from ..attention import masks_with_blocks, scales_by_place
-from ..batches.cutting import bound_arguments, cut_inputs, cut_masked_rows, cut_targets, layout_of
+from ..batches.cutting import bound_arguments, cut_inputs, cut_targets, layout_of, select_rows
 from ..batches.documents import tokens_of
 from ..batches.modalities import SAME_MODALITIES, check_modalities, values_besides_text
 from ..batches.sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard, sum_of_bits
@@ -238,7 +238,7 @@ class Tokens(Part):
 
     def _cut_inputs(self, run: ForwardPass, inputs: Mapping[str, Any]) -> dict[str, Any]:
         layout, rank, masked = run.batch.layout, run.group.rank, self.cut_point.masked
-        part = cut_masked_rows(inputs, layout, rank, masked)
+        part = select_rows(inputs, masked, lambda values: layout.shard(values, rank))
         done = [known.rows for known in masked]
         return cut_inputs(part, layout, rank, run.batch.token_inputs, self.positions, done)
 

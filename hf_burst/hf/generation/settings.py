@@ -1,4 +1,4 @@
-"""What is asked of a generation over ranks: the patched model, and arguments that are not served."""
+"""What is asked of an answer over ranks: the patched model, arguments that are not served, what ranks must share."""
 
 import inspect
 import zlib
@@ -8,12 +8,14 @@ from copy import copy
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..batches.documents import CACHE_KEYS, batch_shape
+from ..forward_pass import Agreement
 from ..groups import PATCH, resolve_group
 from ..lazy_head import is_partitioned
 from ..models.recurrent import functions_of, recurrent_modules
@@ -46,6 +48,18 @@ def patched(model: nn.Module) -> tuple[PreTrainedModel, ContextGroup]:
     if found is None:
         raise ConfigError("This takes a patched model. Call hf_burst.patch_model(model) first.")
     return found, resolve_group(getattr(found, PATCH).group)
+
+
+@contextmanager
+def agreed(group: ContextGroup, device: torch.device, doing: str) -> Iterator[Agreement]:
+    """What must be equal on all ranks, which is found inside and compared behind it. An error of one rank, or an
+    interrupt, is raised on all."""
+    found, error = Agreement(), None
+    try:
+        yield found
+    except BaseException as problem:  # whatever it is, the other ranks must not wait for this one
+        error = problem
+    group.agree(found.facts, error, device, 0, found.checksums, found.advice, doing)
 
 
 def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
