@@ -61,8 +61,8 @@ class Prompt:
         return min(seen)
 
 
-class _Told(int):
-    """A length that a model was told: no other is this object."""
+class _Lent(int):
+    """A length that a model was given: no other is this object."""
 
 
 @dataclass
@@ -81,18 +81,18 @@ class Answer:
         """The tokens of each row behind the prompt."""
         return 0 if self.new is None else self.new.shape[1]
 
-    def told(self, length: int) -> int:
-        """A length, as it is told to a model. A step at fixed places takes note."""
+    def lend(self, length: int) -> int:
+        """A length, as it is given to a model. A step at fixed places takes note."""
         if not isinstance(self.phase, Fixed):
             return length
-        self.phase.told.append(_Told(length))
-        return self.phase.told[-1]
+        self.phase.lent.append(_Lent(length))
+        return self.phase.lent[-1]
 
     def hand_back(self, values: Iterable[Any]) -> None:
         """Takes back lengths that a mask was made with. Masks need none: positions of tokens stand for them."""
         if isinstance(self.phase, Fixed):
             known = set(map(id, values))
-            self.phase.told = [length for length in self.phase.told if id(length) not in known]
+            self.phase.lent = [length for length in self.phase.lent if id(length) not in known]
 
     def own(self, count: int) -> int:
         """How many of so many new tokens lie on this rank."""
@@ -131,10 +131,10 @@ class ShardedLayer(CacheLayerMixin):
         return self._latest is not None and self._latest[0]() is keys and self._latest[1]() is values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.answer.told(self.length + query_length), 0
+        return self.answer.lend(self.length + query_length), 0
 
     def get_seq_length(self) -> int:
-        return self.answer.told(self.length)
+        return self.answer.lend(self.length)
 
     @property
     def length(self) -> int:
@@ -294,7 +294,7 @@ class Fixed(Stepping):
     place: Tensor = field(kw_only=True)  # where layers put the key of the token; at the last place, that of other ranks
     held: Tensor = field(kw_only=True)  # positions of the new keys of this rank, -1 for none, `(batch, places)`
     took: list[ShardedLayer] = field(default_factory=list)  # the layers that took up keys
-    told: list[int] = field(default_factory=list)  # lengths that no mask handed back: the model computes with them
+    lent: list[int] = field(default_factory=list)  # lengths that no mask handed back: the model computes with them
 
     def move(self) -> bool:
         """To the latest token of the answer, if there is room for it."""

@@ -77,12 +77,8 @@ class ShardedCache(Cache):
                     states[place] = None if state is None else state.repeat_interleave(self.copies, 0)
 
     def begin_step(self, rows: int, new: int, shown: Tensor | None) -> Tensor:
-        """Before a pass over new tokens, which every rank computes. Returns their positions, `(batch, new)`.
-
-        Args:
-            rows, new (`int`): Rows of the batch, and the new tokens of each.
-            shown (`torch.Tensor` of shape `(batch, tokens)`, *optional*): The padding mask, of all tokens so far.
-        """
+        """Before a pass over `new` tokens of each row, which every rank computes. `shown` is the padding mask of all
+        tokens so far. Returns the positions of the new ones, `(rows, new)`."""
         answer, length = self.answer, self._length(0)
         if self.is_within_pass:
             raise BatchError("A pass over this cache ended in its middle, so its layers differ. Make a new one.")
@@ -164,10 +160,10 @@ class ShardedCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that a layer has taken up, or where it takes up none, the first one that does."""
-        return self.answer.told(self._length(layer_idx))
+        return self.answer.lend(self._length(layer_idx))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.answer.told(self._length(layer_idx) + query_length), 0
+        return self.answer.lend(self._length(layer_idx) + query_length), 0
 
     def _length(self, layer_idx: int) -> int:
         own = self.layers[layer_idx : layer_idx + 1]

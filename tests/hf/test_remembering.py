@@ -56,7 +56,7 @@ def ask(model: Any, document: hf_burst.Document, way: str) -> torch.Tensor:
 
 
 def answers(rank: int, size: int, name: str, length: int, ways: tuple[str, ...], folder: str, saves: bool) -> int:
-    """Compares answers, to a memory of its own that it saves, or to one that it loads; returns its bytes."""
+    """Compares answers to a document that it reads and saves, or to one that it loads; returns its bytes."""
     document, wanted = document_of(length), []
     model = make(name)
     for way in ways:
@@ -98,7 +98,7 @@ ALWAYS = {(1, 7), (2, 64), (4, 1), (4, 64)}  # ranks and lengths
     ],
 )
 def test_answers_are_those_of_one_process(ranks: Ranks, tmp_path: Path, size: int, other: int, length: int) -> None:
-    """By the memory that was made, and by the one that was saved, on another number of ranks."""
+    """By the document that was read, and by the one that was saved, on another number of ranks."""
     ways = ("greedy", "sampled", "beams", "penalised")
     held = [
         run(ranks, size, "llama", length, ways, tmp_path, True),
@@ -180,8 +180,8 @@ def test_streamers_are_given_the_question(ranks: Ranks) -> None:
     assert ranks(2).run(streamed)[0] == streamed(0, 1)
 
 
-def memory_stays(rank: int, size: int) -> None:
-    """Answers leave a memory as it was, and it serves any number of them."""
+def document_stays(rank: int, size: int) -> None:
+    """Answers leave a document as it was, and it serves any number of them."""
     model = models.patch(make("llama"))
     read = hf_burst.remember(model, document_of(33))
     before = [(keys.keys.clone(), keys.values.clone()) for keys in read.layers if keys is not None]
@@ -194,8 +194,8 @@ def memory_stays(rank: int, size: int) -> None:
         assert torch.equal(keys.values, values)
 
 
-def test_answers_leave_the_memory_as_it_was(ranks: Ranks) -> None:
-    ranks(2).run(memory_stays)
+def test_answers_leave_the_document_as_it_was(ranks: Ranks) -> None:
+    ranks(2).run(document_stays)
 
 
 def test_weights_that_changed() -> None:
@@ -334,7 +334,7 @@ def test_a_config_that_changed_on_one_rank(ranks: Ranks, tmp_path: Path) -> None
 
 
 def torn(folder: Path, kind: str) -> None:
-    """A memory of which something is missing."""
+    """A saved document of which something is missing."""
     if kind == "cut":
         part = folder / "rank-00000-of-00001.safetensors"
         part.write_bytes(part.read_bytes()[:-100])
@@ -390,7 +390,7 @@ def test_sharded_weights_and_one_rank_that_is_wrong(ranks: Ranks, tmp_path: Path
     ranks(2).run(wrong_on_one_rank, str(tmp_path))
 
 
-def test_what_memories_refuse(tmp_path: Path) -> None:
+def test_what_documents_refuse(tmp_path: Path) -> None:
     model = models.patch(make("llama"))
     with pytest.raises(BatchError, match="neither of them 0"):
         hf_burst.remember(model, torch.zeros(1, 0, dtype=torch.int64))
@@ -427,14 +427,26 @@ def other_documents(rank: int, size: int) -> None:
     hf_burst.remember(model, document_of(9 + rank))
 
 
-def other_memories(rank: int, size: int) -> None:
+def other_questions(rank: int, size: int) -> None:
     model = models.patch(make("llama"))
-    memories = [hf_burst.remember(model, document_of(length)) for length in (9, 10)]
-    ask(model, memories[rank], "greedy")
+    read = [hf_burst.remember(model, document_of(length)) for length in (9, 10)]
+    ask(model, read[rank], "greedy")
 
 
-@pytest.mark.parametrize("function", [other_documents, other_memories])
+@pytest.mark.parametrize("function", [other_documents, other_questions])
 def test_documents_that_differ_between_ranks(ranks: Ranks, function: Callable[..., None]) -> None:
-    with pytest.raises(RankError, match=r"memory|document") as caught:
+    with pytest.raises(RankError, match="document") as caught:
         ranks(2).run(function)
     assert all(isinstance(error, RankMismatchError) for error in caught.value.errors)
+
+
+def test_names_of_earlier_versions() -> None:
+    model = models.patch(make("llama"))
+    read, question = hf_burst.remember(model, document_of(9)), questions()["input_ids"][:1]
+    wanted = hf_burst.generate(model, question, document=read, **GREEDY)
+    with pytest.warns(FutureWarning, match="argument memory of generate is called document now"):
+        assert torch.equal(hf_burst.generate(model, question, memory=read, **GREEDY), wanted)
+    with pytest.raises(TypeError, match="multiple values"), pytest.warns(FutureWarning, match="document"):
+        hf_burst.token_losses(model, {}, memory=read, document=read)
+    with pytest.warns(FutureWarning, match="called hf_burst.Document now"):
+        assert hf_burst.RememberedDocument is hf_burst.Document

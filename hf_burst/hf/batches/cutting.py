@@ -169,14 +169,8 @@ def cut_inputs(
 def select_rows(
     inputs: Mapping[str, Any], masked: Sequence[MaskedRows], select: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
-    """The inputs of a cut point, those with a row for each token that a mask shows for some tokens alone. Their
-    gradients are those of these rows, and zero for the others.
-
-    Args:
-        inputs (mapping): The inputs by name.
-        masked (sequence of [`MaskedRows`]): Those with such rows.
-        select (callable): From a value for each token of the batch to those of these tokens.
-    """
+    """The inputs of a cut point; those with a row for each token that a mask shows have the rows of some tokens, which
+    `select` takes from a value for each token. Gradients are zero for the other rows."""
     part = dict(inputs)
     for known in masked:
         mask, rows = inputs.get(known.mask), inputs.get(known.rows)

@@ -67,11 +67,6 @@ class Joined:
     ) -> dict[str, Any]:
         """The inputs of a cut point, of all texts, as those of the row.
 
-        Args:
-            whole (mapping): The inputs by name.
-            known (sequence of [`TokenInput`]): Those with a value for each token.
-            masked (sequence of [`MaskedRows`]): Those with a row for each token that a mask shows.
-
         Raises:
             BatchError: If the model has given texts that begin alike other positions.
         """
@@ -121,8 +116,7 @@ class _Piece:
 class _Tree:
     """The pieces of texts, found by comparing them."""
 
-    keys: Tensor  # `(kinds of values, batch, tokens)`
-    labels: Tensor | None  # `(batch, tokens)`
+    values: Tensor  # `(kinds of values, batch, tokens)`; the last are labels that are predicted inside of a text
     least: int  # tokens of a beginning
     pieces: list[_Piece] = field(default_factory=list)
 
@@ -146,9 +140,8 @@ class _Tree:
         apart = dict[tuple[int, ...], list[tuple[int, list[Text]]]]()
         for index, text in enumerate(group):
             ends = place == text.size
-            key = (index,) if ends else tuple(self._values(text, place, place + 1).flatten().tolist())
-            label = IGNORE_INDEX if ends or not place else int(self._labels(text, place, place + 1))
-            known = apart.setdefault(key, [])
+            *key, label = (index, IGNORE_INDEX) if ends else self._of(text, place, place + 1).flatten().tolist()
+            known = apart.setdefault(tuple(key), [])
             for at, (other, texts) in enumerate(known):
                 if IGNORE_INDEX in (label, other) or label == other:
                     known[at] = (max(label, other), [*texts, text])
@@ -160,27 +153,21 @@ class _Tree:
     def _common(self, texts: Sequence[Text], start: int) -> int:
         """How many tokens all of them have in common. A label that counts in some of them only is no difference."""
         shortest = min(text.size for text in texts)
-        first = texts[0]
-        same = torch.ones(shortest - start, dtype=torch.bool, device="cpu")
-        highest = self._labels(first, start, shortest)
+        first = self._of(texts[0], start, shortest)
+        highest = first[-1]
+        same = torch.ones_like(highest, dtype=torch.bool)
         for text in texts[1:]:
-            same &= (self._values(text, start, shortest) == self._values(first, start, shortest)).all(0)
-            highest = torch.maximum(highest, self._labels(text, start, shortest))
+            own = self._of(text, start, shortest)
+            same &= (own[:-1] == first[:-1]).all(0)
+            highest = torch.maximum(highest, own[-1])
         for text in texts:
-            labels = self._labels(text, start, shortest)
+            labels = self._of(text, start, shortest)[-1]
             same &= (labels == highest) | (labels == IGNORE_INDEX)
         different = (~same).nonzero()
         return start + int(different[0]) if len(different) else shortest
 
-    def _values(self, text: Text, start: int, stop: int) -> Tensor:
-        return self.keys[:, text.row, text.start + start : text.start + stop]
-
-    def _labels(self, text: Text, start: int, stop: int) -> Tensor:
-        """Labels that are predicted inside of the text: not that of its first token."""
-        if self.labels is None:
-            return torch.full((stop - start,), IGNORE_INDEX, device="cpu")
-        labels = self.labels[text.row, text.start + start : text.start + stop]
-        return torch.cat([labels.new_full((1,), IGNORE_INDEX), labels[1:]]) if start == 0 else labels
+    def _of(self, text: Text, start: int, stop: int) -> Tensor:
+        return self.values[:, text.row, text.start + start : text.start + stop]
 
 
 def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -> Joined | None:
@@ -210,16 +197,17 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
     groups = _groups([*kinds.values()], texts, least)
     if len(groups) == len(texts):
         return None
-    on_host = None if labels is None else labels.long().cpu()
-    tree = _Tree(torch.stack([kind.long().cpu() for kind in kinds.values()]), on_host, least)
+    inside = torch.full((rows, length), IGNORE_INDEX, device="cpu") if labels is None else labels.long().cpu()
+    following = shift_labels(inside)
+    inside = inside.clone()
+    inside[[text.row for text in texts], [text.start for text in texts]] = IGNORE_INDEX  # nothing predicts it
+    tree = _Tree(torch.stack([*(kind.long().cpu() for kind in kinds.values()), inside]), least)
     tree.grow(groups)
     if all(piece.parent < 0 for piece in tree.pieces):
         return None
     places, sources, bounds = _laid(tree.pieces, rows, length)
-    targets, scored = _targets(tree.pieces, on_host, bounds)
-    if int(targets[-1]) != IGNORE_INDEX:
-        return None
-    if on_host is not None and ((shift_labels(on_host) != IGNORE_INDEX) & (places < 0)).any():  # of padding
+    targets, scored = _targets(tree.pieces, following, bounds)
+    if int(targets[-1]) != IGNORE_INDEX or ((following != IGNORE_INDEX) & (places < 0)).any():  # of padding
         return None
     flat = sources.to(ids.device)
     joined = {name: value for name, value in batch.items() if name not in (*BOUNDARY_KEYS, "attention_mask")}
@@ -279,13 +267,10 @@ def _laid(pieces: Sequence[_Piece], rows: int, length: int) -> tuple[Tensor, Ten
     return places, torch.cat(sources), bounds
 
 
-def _targets(pieces: Sequence[_Piece], labels: Tensor | None, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _targets(pieces: Sequence[_Piece], following: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
     """What each token of the row predicts, and in how many texts that counts."""
     targets = torch.full((bounds[-1],), IGNORE_INDEX, device="cpu")
-    scored = torch.zeros(bounds[-1], dtype=torch.int64, device="cpu")
-    if labels is None:
-        return targets, scored
-    following = shift_labels(labels)
+    scored = torch.zeros_like(targets)
     for first, piece in zip(bounds, pieces, strict=False):
         place = slice(first, first + piece.stop - piece.start)
         for text in piece.texts:

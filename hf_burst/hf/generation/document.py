@@ -241,11 +241,6 @@ def _check_positions(view: ModelView) -> None:
 def with_document(document: Document, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The batch of one process: document and question in each row, padded on the left; and its mask.
 
-    Args:
-        document ([`Document`]): The document.
-        input_ids (`torch.LongTensor` of shape `(batch, tokens)`): The questions.
-        attention_mask (`torch.Tensor` of shape `(batch, tokens)`, *optional*): Their padding.
-
     Raises:
         BatchError: If questions are empty or not padded on the left.
     """

@@ -15,15 +15,8 @@ from ..sharded_cache import ShardedCache
 
 
 class EachToken(StoppingCriteria):
-    """What criteria of the first rank say, on all ranks. An error of a streamer, a criterion or a logits processor on
-    one rank is raised on all, as none of them would wait for the others.
-
-    Args:
-        criteria (sequence of `StoppingCriteria`): Those of this rank.
-        group ([`ContextGroup`]): The ranks, several, which all make one.
-        device (`torch.device`): Where they communicate.
-        cache ([`ShardedCache`]): What the passes take up.
-    """
+    """What criteria of the first of several ranks say, on all ranks, which all make one. An error of a streamer, a
+    criterion or a logits processor on one rank is raised on all, as none of them would wait for the others."""
 
     def __init__(
         self, criteria: Sequence[StoppingCriteria], group: ContextGroup, device: torch.device, cache: ShardedCache
@@ -88,12 +81,7 @@ class EachToken(StoppingCriteria):
 
 
 class NotedStreamer(BaseStreamer):
-    """A streamer whose errors wait until all ranks hear of them.
-
-    Args:
-        streamer (`BaseStreamer`): That of the first rank.
-        each ([`EachToken`]): Where they wait.
-    """
+    """The streamer of the first rank, whose errors wait until all ranks hear of them."""
 
     def __init__(self, streamer: BaseStreamer, each: EachToken) -> None:
         self.streamer, self.each = streamer, each
@@ -106,12 +94,7 @@ class NotedStreamer(BaseStreamer):
 
 
 class StreamerBehind(BaseStreamer):
-    """A streamer that is given a question in the place of the document and the question, which `generate` hands first.
-
-    Args:
-        streamer (`BaseStreamer`): That of the user.
-        question (`torch.LongTensor` of shape `(1, tokens)`): The question.
-    """
+    """A streamer that is given a question in the place of document and question, which `generate` hands first."""
 
     def __init__(self, streamer: BaseStreamer, question: Tensor) -> None:
         self.streamer, self.question, self.begun = streamer, question.cpu(), False

@@ -104,11 +104,7 @@ class CudaGraphs:
 
 
 class Recording:
-    """A step as graphs, and the exchanges between them.
-
-    Args:
-        device (`torch.device`): Where it runs.
-    """
+    """A step on a device as graphs, and the exchanges between them."""
 
     def __init__(self, device: torch.device) -> None:
         self.graphs = CudaGraphs(device)
@@ -160,7 +156,7 @@ class StepGraphs(Override):
         update_wrapper(self, self.plain.func if isinstance(self.plain, partial) else self.plain)
         self.state = _state_of(module) if changing else lambda: None
         self.before: Any = None  # the state of the first step
-        self.seen: _Looks | None = None
+        self.seen: Any = None  # how it looked
         self.steps = 0  # that looked so
         self.inputs: dict[str, Any] = {}
         self.fixed: Fixed | None = None
@@ -219,7 +215,7 @@ class StepGraphs(Override):
         recording = Recording(fixed.positions.device)
         with recording.graphs.aside(), CudaGraphs.noticed_waits() as waits:  # what libraries need there, they make now
             output = self._run(fixed, exchanged)
-        if waits or fixed.told:
+        if waits or fixed.lent:
             waiting = f"the model waits for the device ({waits[0]})" if waits else ""
             self._give_up(waiting or "the model asks its cache how long it is, and computes with the number")
             return output
@@ -269,7 +265,7 @@ class StepGraphs(Override):
         logger.info("hf_burst generates without CUDA graphs: %s.", why)
 
 
-def _looks(cache: ShardedCache, kwargs: Mapping[str, Any]) -> "_Looks | None":
+def _looks(cache: ShardedCache, kwargs: Mapping[str, Any]) -> Any:
     """What must be the same in a step for a recording to be played; `None` for arguments that cannot be compared."""
     found: list[tuple[Any, ...]] = []
     if cache.is_padded and kwargs.get("position_ids") is None:  # they may be counted by the mask, which is left out
@@ -282,9 +278,6 @@ def _looks(cache: ShardedCache, kwargs: Mapping[str, Any]) -> "_Looks | None":
         elif value is not cache:
             return None
     return tuple(found), cache.places
-
-
-_Looks = tuple[tuple[tuple[Any, ...], ...], tuple[tuple[int, ...], ...]]
 
 
 def _tensors(output: Any) -> list[Tensor]:
@@ -340,23 +333,15 @@ def _inside(own: Mapping[str, Any]) -> tuple[Any, ...]:
 
 @contextmanager
 def stepping(model: nn.Module, changing: bool) -> Iterator[None]:
-    """Has steps of one token played as CUDA graphs, where they can be.
-
-    Args:
-        model (`nn.Module`): Whose forward is played.
-        changing (`bool`): Whether code of users runs between steps, which may change the model.
-    """
-    kinds = {weight.device.type for weight in model.parameters()}
-    if kinds == {"cpu"} != {CudaGraphs.device_type}:
-        yield
-        return
+    """Has steps of one token of a model played as CUDA graphs, where they can be. Code of users that runs between steps
+    may be `changing` the model."""
     obstacle = _obstacle(model)
-    if obstacle:
+    on_cpu = all(weight.is_cpu for weight in model.parameters())
+    stepped = None if obstacle else StepGraphs.put(model, changing)
+    if obstacle and not (on_cpu and CudaGraphs.device_type == "cuda"):  # without a GPU nobody expects them
         logger.info("hf_burst generates without CUDA graphs: %s.", obstacle)
-        yield
-        return
-    stepped = StepGraphs.put(model, changing)
     try:
         yield
     finally:
-        stepped.remove()
+        if stepped is not None:
+            stepped.remove()
