@@ -52,12 +52,13 @@ class Prompt:
 
     def first_seen(self, pattern: MaskPattern) -> int:
         """The first token that a later token of any row may see."""
-        window, chunk = pattern.window, pattern.attention_chunk_size
         starts = self.starts or (0,)
-        seen = [start if window is None else max(start, self.length - window) for start in starts]
-        if chunk is not None:
-            begun = [start + (self.length - start) // chunk * chunk for start in starts]
-            seen = [max(pair) for pair in zip(seen, begun, strict=True)]
+        seen = list(starts)
+        if pattern.window is not None:
+            seen = [max(start, self.length - pattern.window) for start in starts]
+        if (chunk := pattern.attention_chunk_size) is not None:
+            begun = [self.length - (self.length - start) % chunk for start in starts]
+            seen = [*map(max, seen, begun)]
         return min(seen)
 
 
@@ -150,7 +151,8 @@ class ShardedLayer(CacheLayerMixin):
         which guesses of a prompt lookup are read."""
         rest = -tokens_to_remove - self.count
         self.count += min(0, max(tokens_to_remove, -self.count))
-        held, prompt = self.document, self.answer.prompt
+        held = self.document
+        prompt = self.answer.prompt
         if rest > 0 and held is not None and prompt is not None:
             if not self.answer.keeps_all:
                 raise BatchError(
@@ -231,8 +233,8 @@ class Filling:
     def last(self, inputs: Tensor, size: int) -> Tensor:
         """The last `size` inputs `(batch, channels, size)` of rows that lie over the ranks, on every rank; zeros before
         the first token."""
-        layout, group = self.layout, self.answer.group
-        places = layout.indices(group.rank) - (self.prompt.length - size)
+        group = self.answer.group
+        places = self.layout.indices(group.rank) - (self.prompt.length - size)
         own = ((places >= 0) & (places < size)).nonzero().flatten()
         part = inputs.new_zeros(*inputs.shape[:2], size)
         part[..., places[own].to(inputs.device)] = inputs[..., own.to(inputs.device)]
@@ -250,10 +252,11 @@ class Stepping:
 
     def take(self, layer: ShardedLayer, keys: Tensor, values: Tensor) -> None:
         """Keeps the keys of those tokens that lie on this rank."""
-        group, new = self.answer.group, keys.shape[2]
-        before, after = self.answer.own(layer.count), self.answer.own(layer.count + new)
+        group = self.answer.group
         first = (group.rank - layer.count) % group.size
-        layer.count += new
+        before = self.answer.own(layer.count)
+        layer.count += keys.shape[2]
+        after = self.answer.own(layer.count)
         layer.keys = _with_room(layer.keys, keys, before, after)
         layer.values = _with_room(layer.values, values, before, after)
         if after > before:
@@ -274,13 +277,14 @@ class Stepping:
         held = [] if layer.document is None else [replace(layer.document, expand=expand)]
         if layer.count and layer.keys is not None and layer.values is not None:
             held.append(self._new(layer, layer.keys, layer.values, expand))
-        q, last = query.to(value.dtype), (self.answer.group, value.shape[-1], self.exchange)
-        return attend_to_shared(q, self.positions, held, pattern, scores, sinks, *last)
+        masked = self.positions, held, pattern, scores, sinks
+        return attend_to_shared(query.to(value.dtype), *masked, self.answer.group, value.shape[-1], self.exchange)
 
     def _new(self, layer: ShardedLayer, keys: Tensor, values: Tensor, expand: Expand | None) -> Keys:
         """The keys of new tokens on this rank."""
         assert self.answer.new is not None, "there are new tokens"
-        own, group = self.answer.own(layer.count), self.answer.group
+        own = self.answer.own(layer.count)
+        group = self.answer.group
         positions = self.answer.new[:, group.rank :: group.size][:, :own]
         seen = self.answer.unpadded and self.positions.shape[1] == 1  # all, by the only query
         return Keys(keys[:, :, :own], values[:, :, :own], positions, seen, expand)
@@ -298,9 +302,12 @@ class Fixed(Stepping):
 
     def move(self) -> bool:
         """To the latest token of the answer, if there is room for it."""
-        new, group, other = self.answer.new, self.answer.group, self.held.shape[1] - 1
+        new = self.answer.new
         assert new is not None, "there is a new token"
-        own, last = new[:, group.rank :: group.size], new.shape[1] - 1
+        group = self.answer.group
+        other = self.held.shape[1] - 1
+        own = new[:, group.rank :: group.size]
+        last = new.shape[1] - 1
         if own.shape[1] > other:
             return False
         self.positions.copy_(new[:, last:])
@@ -312,7 +319,9 @@ class Fixed(Stepping):
     @contextmanager
     def entered(self, exchange: Exchange) -> Iterator[None]:
         """Has layers take up keys at these places, and not count them."""
-        self.took, self.exchange, before = [], exchange, self.answer.phase
+        before = self.answer.phase
+        self.took = []
+        self.exchange = exchange
         self.answer.phase = self
         try:
             yield

@@ -79,7 +79,8 @@ class ShardedCache(Cache):
     def begin_step(self, rows: int, new: int, shown: Tensor | None) -> Tensor:
         """Before a pass over `new` tokens of each row, which every rank computes. `shown` is the padding mask of all
         tokens so far. Returns the positions of the new ones, `(rows, new)`."""
-        answer, length = self.answer, self._length(0)
+        answer = self.answer
+        length = self._length(0)
         if self.is_within_pass:
             raise BatchError("A pass over this cache ended in its middle, so its layers differ. Make a new one.")
         assert answer.prompt is not None, "it was read"
@@ -107,7 +108,8 @@ class ShardedCache(Cache):
     def end_step(self, logits: Tensor | None) -> Tensor | None:
         """After that pass, unless it failed. Returns the logits of the first rank: sums of experts may be rounded
         otherwise on each, and all must choose the same token."""
-        self.answer.phase, group = None, self.answer.group
+        self.answer.phase = None
+        group = self.answer.group
         if logits is None or group.size == 1:
             return logits
         chosen = logits.contiguous()
@@ -152,7 +154,8 @@ class ShardedCache(Cache):
 
     def fixed_step(self) -> Fixed | None:
         """A step at fixed places, behind steps for which layers have made room; `None` if they have not."""
-        rooms, new = {layer.room for layer in self.layers if layer.keys is not None}, self.answer.new
+        rooms = {layer.room for layer in self.layers if layer.keys is not None}
+        new = self.answer.new
         if len(rooms) != 1 or new is None:
             return None
         held = new.new_empty(len(new), rooms.pop() + 1)
@@ -193,7 +196,8 @@ class ShardedCache(Cache):
     ) -> Tensor:
         """Keeps the last inputs of a convolution, `(batch, channels, n)`, and returns what it convolves: those of this
         rank's tokens while the prompt is read, and afterwards new ones behind those that were kept."""
-        phase, inputs = self.answer.phase, conv_states
+        phase = self.answer.phase
+        inputs = conv_states
         if isinstance(phase, Filling):
             if conv_kernel_size is None:
                 raise UnsupportedModelError(
@@ -235,10 +239,10 @@ class ShardedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        answer, kept = self.answer, max(0, self.answer.written + tokens_to_remove)
+        answer = self.answer
         of_prompt = max(0, -tokens_to_remove - answer.written)
         if answer.new is not None and tokens_to_remove:
-            answer.new = answer.new[:, :kept]
+            answer.new = answer.new[:, : max(0, answer.written + tokens_to_remove)]
         if answer.prompt is not None:
             answer.prompt = replace(answer.prompt, length=answer.prompt.length - of_prompt)
 
@@ -246,7 +250,7 @@ class ShardedCache(Cache):
         """Before guesses are read, of which some are taken back."""
         self.answer.keeps_all = True
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)
         for state in self.state_tensors:
             state.copy_(state.index_select(0, beam_idx.to(state.device)))

@@ -71,7 +71,7 @@ class Document:
     @property
     def number(self) -> int:
         """A checksum of the document."""
-        return int(checksum({"input_ids": self.input_ids}) or 0)
+        return int(checksum({"input_ids": self.input_ids}))
 
     def cache(self) -> ShardedCache:
         """A cache that begins with the document, and leaves it as it is."""
@@ -120,7 +120,8 @@ class Document:
         Args:
             folder (`str` or `Path`): Where; it is made.
         """
-        folder, rank = Path(folder), self.group.rank
+        folder = Path(folder)
+        rank = self.group.rank
         held = {
             f"{number}.{name}": getattr(keys, name).clone()  # layers share positions
             for number, keys in enumerate(self.layers)
@@ -168,7 +169,7 @@ class Document:
             layers = list[Keys | None]()
             for number in range(known["layers"]):
                 there = f"{number}.keys" in parts[0].keys()  # noqa: SIM118 (of safetensors, no dict)
-                dealt = {name: _dealt(parts, f"{number}.{name}", group) for name in _HELD} if there else {}
+                dealt: Any = {name: _dealt(parts, f"{number}.{name}", group) for name in _HELD} if there else {}
                 layers.append(Keys(**dealt, before=True) if there else None)
             with safe_open(folder / _DOCUMENT, **where) as document:
                 return cls(document.get_tensor("input_ids"), document.get_tensor("logits"), tuple(layers), group, known)
@@ -213,7 +214,8 @@ def remember(model: nn.Module, input_ids: Tensor) -> Document:
     known = about(base)  # sharded weights are gathered, so all ranks must have come here
     config = {f"config.{name}": value for name, value in known["config"].items()}
     group.agree({**known, **config, "config": None}, None, device, doing="remember")
-    cache, input_ids = ShardedCache(group), input_ids.to(device)
+    cache = ShardedCache(group)
+    input_ids = input_ids.to(device)
     logits = base(input_ids=input_ids, **{cache_key(base): cache}, use_cache=True, logits_to_keep=1).logits[:, -1:]
     layers = tuple(layer.document for layer in cache.layers)
     return Document(input_ids, logits.clone(), layers, group, {**known, "layers": len(layers)})
@@ -221,7 +223,8 @@ def remember(model: nn.Module, input_ids: Tensor) -> Document:
 
 def _check_positions(view: ModelView) -> None:
     """Raises for a model that reads a question elsewhere behind a document than in one prompt with it."""
-    name, why = type(view.root).__name__, ""
+    name = type(view.root).__name__
+    why = ""
     if recurrent_modules(view):
         why = f"{name} has layers with a state, which questions of different lengths would not begin alike"
     elif any(map(follows_length, view.modules)):
@@ -251,7 +254,8 @@ def with_document(document: Document, input_ids: Tensor, attention_mask: Tensor 
         raise BatchError("Questions are padded on the right. Pad on the left: tokenizer.padding_side = 'left'.")
     whole = torch.cat([document.input_ids.to(input_ids).expand(len(input_ids), -1), input_ids], 1)
     hidden = input_ids.new_zeros(len(input_ids)) if attention_mask is None else (attention_mask == 0).sum(1)
-    padding, place = hidden[:, None].to(input_ids), torch.arange(whole.shape[1], device=input_ids.device)
+    padding = hidden[:, None].to(input_ids)
+    place = torch.arange(whole.shape[1], device=input_ids.device)
     source = torch.where(place < padding + len(document), place - padding, place)  # questions stay in their places
     return whole.gather(1, torch.where(place < padding, place + len(document), source)), (place >= padding).long()
 

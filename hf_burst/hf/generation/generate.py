@@ -98,7 +98,8 @@ def generate(
             raise ConfigError("A rollout runs on the first rank of a group, where no document can be remembered.")
         return together(inputs, **kwargs, **({} if cuda_graphs else {"cuda_graphs": False}))
     if inputs is not None and kwargs.get("input_ids") is None:
-        inputs, kwargs["input_ids"] = None, inputs
+        kwargs["input_ids"] = inputs
+        inputs = None
     asked_with = _agree(base, group, kwargs, document, twice=inputs is not None, cuda_graphs=cuda_graphs)
     if document is not None:
         document.check(base, group)

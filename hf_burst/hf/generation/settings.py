@@ -54,7 +54,8 @@ def patched(model: nn.Module) -> tuple[PreTrainedModel, ContextGroup]:
 def agreed(group: ContextGroup, device: torch.device, doing: str) -> Iterator[Agreement]:
     """What must be equal on all ranks, which is found inside and compared behind it. An error of one rank, or an
     interrupt, is raised on all."""
-    found, error = Agreement(), None
+    found = Agreement()
+    error: BaseException | None = None
     try:
         yield found
     except BaseException as problem:  # whatever it is, the other ranks must not wait for this one

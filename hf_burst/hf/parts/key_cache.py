@@ -103,7 +103,6 @@ def same_tokens(group: ContextGroup, batch: Mapping[str, Any], failed: bool = Fa
     if group.size == 1:
         return not failed
     own = checksum({name: batch[name] for name in TOKEN_KEYS if batch.get(name) is not None})
-    assert own is not None, "there are tokens"
     with group.messages():
         every = gather_stacked(torch.stack([own, torch.full_like(own, int(failed))]), group)
     sums, failures = zip(*every.tolist(), strict=True)  # generate waits for the device after each token, too
