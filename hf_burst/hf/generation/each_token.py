@@ -24,7 +24,9 @@ class EachToken(StoppingCriteria):
         self.criteria, self.group, self.device = StoppingCriteriaList(criteria), group, device
         self.error: BaseException | None = None  # of this rank, which the others do not know of
         self.length = 0
-        self.cache, self.compared = cache, cache.get_seq_length()  # as long as when ranks last compared a token
+        self.cache = cache
+        self.compared = cache.get_seq_length()  # as long as when ranks last compared a token
+        cache.compares = not cache.is_read  # questions are compared before their pass
         ends: Any = next((each for each in criteria if hasattr(each, "eos_token_id")), None)
         self.stops, pads = group.gather((bool(criteria), ends is not None), device, "generate")[0]
         if pads:  # rows that end, as generate looks for this name
@@ -72,6 +74,7 @@ class EachToken(StoppingCriteria):
 
     def end(self) -> None:
         """After the last token, on all ranks."""
+        self.cache.compares = False
         self.group.agree({}, self.error, self.device, doing="generate")
 
     def _compare(self, tokens: Tensor) -> None:

@@ -105,7 +105,6 @@ def generate(
         document.check(base, group)
     cache = new_cache(base, group, copies_of(base, kwargs)) if document is None else document.cache()
     own, each = on_ranks(base, group, kwargs, cache)
-    cache.compares = each is not None and document is None  # questions are compared before their pass
     if document is not None:
         own |= zip(("input_ids", "attention_mask"), asked_with, strict=True)
         if own.get("streamer") is not None:
@@ -121,7 +120,6 @@ def generate(
             if each is not None:
                 each.tell(problem, patch.passes > passes)
             raise
-    cache.compares = False
     if each is not None:
         each.end()
     return found if document is None else _without(document, kwargs["input_ids"], found)
