@@ -28,7 +28,7 @@ _ROOM = 64  # tokens for which a layer makes room at first
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prompts, one a row, of whose tokens this rank holds some."""
+    """Prompts, one a row, spread over the ranks."""
 
     rows: int
     length: int  # tokens of each, padding included
@@ -205,7 +205,7 @@ def layer_of(
 
 @dataclass(frozen=True)
 class Filling:
-    """The pass that reads the prompt, of which each rank computes its part."""
+    """The pass that reads the prompt. Each rank computes its part."""
 
     answer: Answer
     prompt: Prompt

@@ -44,7 +44,7 @@ class ShardedCache(Cache):
 
     @classmethod
     def of_document(cls, group: ContextGroup, length: int, layers: Sequence[Keys | None]) -> "ShardedCache":
-        """A cache that begins with a document of so many tokens, which this rank holds a part of."""
+        """A cache that begins with a document of so many tokens, from this rank's part of it."""
         cache = cls(group)
         positions = next(keys.positions for keys in layers if keys is not None)
         cache.answer.prompt = Prompt(1, length, positions)
@@ -64,7 +64,7 @@ class ShardedCache(Cache):
         return self.answer.phase is not None
 
     def begin_prompt(self, layout: SequenceLayout, device: torch.device) -> None:
-        """Before the pass that reads the prompt, of which each rank computes its part."""
+        """Before the pass that reads the prompt."""
         self.answer.prompt = Prompt.of(layout, self.answer.group.rank, device)
         self.answer.phase = Filling(self.answer, self.answer.prompt, layout)
 
@@ -77,8 +77,8 @@ class ShardedCache(Cache):
                     states[place] = None if state is None else state.repeat_interleave(self.copies, 0)
 
     def begin_step(self, rows: int, new: int, shown: Tensor | None) -> Tensor:
-        """Before a pass over `new` tokens of each row, which every rank computes. `shown` is the padding mask of all
-        tokens so far. Returns the positions of the new ones, `(rows, new)`."""
+        """Before a pass over `new` tokens of each row. `shown` is the padding mask of all tokens so far. Returns the
+        positions of the new ones, `(rows, new)`."""
         answer = self.answer
         length = self._length(0)
         if self.is_within_pass:
@@ -247,7 +247,7 @@ class ShardedCache(Cache):
             answer.prompt = replace(answer.prompt, length=answer.prompt.length - of_prompt)
 
     def activate_past_recording(self) -> None:
-        """Before guesses are read, of which some are taken back."""
+        """Before guesses are read. Some are taken back."""
         self.answer.keeps_all = True
 
     def reorder_cache(self, beam_idx: Any) -> None:

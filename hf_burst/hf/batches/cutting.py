@@ -138,7 +138,7 @@ def cut_inputs(
     padding mask and the boundaries of documents are left out: the layout has them.
 
     Raises:
-        BatchError: For a tensor of which it is not known whether it has a token dimension.
+        BatchError: For a tensor that may have a token dimension, and is not known.
     """
     whole = {name: value for name, value in inputs.items() if name not in (*BOUNDARY_KEYS, "attention_mask")}
     tokens = tokens_of(whole)

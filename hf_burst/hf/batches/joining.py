@@ -65,7 +65,7 @@ class Joined:
     def inputs(
         self, whole: Mapping[str, Any], known: Sequence[TokenInput], masked: Sequence[MaskedRows]
     ) -> dict[str, Any]:
-        """The inputs of a cut point, of all texts, as those of the row.
+        """The row's inputs of a cut point, from those of all texts.
 
         Raises:
             BatchError: If the model has given texts that begin alike other positions.
@@ -90,7 +90,7 @@ class Joined:
             )
 
     def _of_row(self, value: Tensor, dim: int) -> Tensor:
-        """The values of the row's tokens, from those of all texts with tokens along `dim`, behind the texts."""
+        """The values of the row's tokens, from `value` with tokens of all texts along `dim`, and texts before it."""
         at = dim % value.ndim - 1
         texts = list(value.shape)
         texts[at] = len(self.places)  # positions may be given once
@@ -136,7 +136,7 @@ class _Tree:
             open_groups += [(own, start, parent) for own in reversed(self._apart(group, common))]
 
     def _apart(self, group: Sequence[Text], place: int) -> list[list[Text]]:
-        """Texts by the token at a place. One whose label does not count goes with those whose label does."""
+        """Texts by the token at a place. A label that does not count is no difference."""
         apart = dict[tuple[int, ...], list[tuple[int, list[Text]]]]()
         for index, text in enumerate(group):
             ends = place == text.size

@@ -1,4 +1,4 @@
-"""Images and sound in batches: of which models they are served, and what ranks must have in common."""
+"""Images and sound in batches: which models may have them, and what must be equal on all ranks."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -61,7 +61,7 @@ def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -
 
 
 def _modalities_of(key: str, value: Any, text_type: int | None) -> set[str]:
-    """What an argument of a model that is no text belongs to, or the tokens of which it has the types."""
+    """The modalities of an argument that is no text, or of tokens by their types."""
     if text_type is not None:
         return {_OF_TYPE.get(kind, "images") for kind in value.unique().tolist() if kind != text_type}
     sounds = any(word in key for word in _SOUND) and "video" not in key

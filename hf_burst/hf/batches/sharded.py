@@ -44,7 +44,7 @@ def is_sharded(batch: Mapping[str, Any]) -> bool:
 def describe_shard(
     shard: Mapping[str, Any], full: Mapping[str, Any], layout: SequenceLayout, rank: int, task: Task
 ) -> ShardedBatch:
-    """The companion of a shard, with the checksums by which the model finds shards that do not belong together."""
+    """What a shard carries, with checksums that show whether shards belong together."""
     labelled = shard.get("labels") is not None
     positions = int(checksum({"position_ids": shard["position_ids"]}))
     padded = any(start for start, _ in real_tokens(full))

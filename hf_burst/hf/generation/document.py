@@ -261,7 +261,7 @@ def with_document(document: Document, input_ids: Tensor, attention_mask: Tensor 
 
 
 def _entries(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """The entries of a config that hidden states may follow from, those of configs inside of it too."""
+    """The entries of a config, and of configs inside of it, that may change hidden states."""
     for name, value in values.items():
         if isinstance(value, Mapping) and name not in _UNREAD:
             yield from _entries({str(key): inner for key, inner in value.items()}, f"{path}{name}.")

@@ -15,8 +15,8 @@ from ..sharded_cache import ShardedCache
 
 
 class EachToken(StoppingCriteria):
-    """What criteria of the first of several ranks say, on all ranks, which all make one. An error of a streamer, a
-    criterion or a logits processor on one rank is raised on all, as none of them would wait for the others."""
+    """Has all ranks stop where the criteria of the first rank say so. An error of a streamer, a criterion or a logits
+    processor on one rank is raised on all. Every rank makes one."""
 
     def __init__(
         self, criteria: Sequence[StoppingCriteria], group: ContextGroup, device: torch.device, cache: ShardedCache
@@ -54,9 +54,8 @@ class EachToken(StoppingCriteria):
     def tell(self, problem: BaseException, begun: bool) -> None:
         """Tells the other ranks of an error between two passes, and of an interrupt anywhere.
 
-        Where they wait: before the prompt is read, if no pass has `begun`; before the pass of questions to a document,
-        or behind a pass that this rank has ended, where tokens are compared; else in the middle of one, out of which
-        they must be taken.
+        The other ranks wait before the prompt is read, if no pass has `begun`; or where tokens are compared, before the
+        pass of questions to a document and behind any other; or else in the middle of a pass, which is ended there.
         """
         cache = self.cache
         if problem is self.error or isinstance(problem, RankMismatchError | LostRankError) or self.group.broken:
@@ -84,7 +83,7 @@ class EachToken(StoppingCriteria):
 
 
 class NotedStreamer(BaseStreamer):
-    """The streamer of the first rank, whose errors wait until all ranks hear of them."""
+    """The streamer of the first rank. Its errors wait until all ranks hear of them."""
 
     def __init__(self, streamer: BaseStreamer, each: EachToken) -> None:
         self.streamer, self.each = streamer, each
@@ -97,7 +96,7 @@ class NotedStreamer(BaseStreamer):
 
 
 class StreamerBehind(BaseStreamer):
-    """A streamer that is given a question in the place of document and question, which `generate` hands first."""
+    """A streamer that gets the question first, where `generate` hands document and question."""
 
     def __init__(self, streamer: BaseStreamer, question: Tensor) -> None:
         self.streamer, self.question, self.begun = streamer, question.cpu(), False

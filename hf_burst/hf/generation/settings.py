@@ -52,8 +52,8 @@ def patched(model: nn.Module) -> tuple[PreTrainedModel, ContextGroup]:
 
 @contextmanager
 def agreed(group: ContextGroup, device: torch.device, doing: str) -> Iterator[Agreement]:
-    """What must be equal on all ranks, which is found inside and compared behind it. An error of one rank, or an
-    interrupt, is raised on all."""
+    """Compares, at its end, what was found inside and must be equal on all ranks. An error of one rank, or an interrupt,
+    is raised on all."""
     found = Agreement()
     error: BaseException | None = None
     try:
@@ -131,7 +131,7 @@ def _is_mamba1(module: nn.Module) -> bool:
 
 
 def asked(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
-    """A setting of generation: the argument, or that of the config that was given, or that of the model."""
+    """A setting of generation: of the arguments, of the config among them, or of the model."""
     configs = kwargs.get("generation_config"), model.generation_config
     values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in values if value is not None), None)

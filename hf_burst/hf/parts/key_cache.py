@@ -72,7 +72,7 @@ def each_once(cache: ShardedCache, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> None:
-    """Prepares cache and batch for a pass over new tokens, which every rank computes.
+    """Prepares cache and batch for a pass over new tokens.
 
     Raises:
         BatchError: If they do not fit the cache.
