@@ -52,7 +52,7 @@ def patched(model: nn.Module) -> tuple[PreTrainedModel, ContextGroup]:
 
 @contextmanager
 def agreed(group: ContextGroup, device: torch.device, doing: str) -> Iterator[Agreement]:
-    """Compares, at its end, what was found inside and must be equal on all ranks. An error of one rank, or an interrupt,
+    """Compares, at its end, what was found inside and must be equal on all ranks. An error or an interrupt of one rank
     is raised on all."""
     found = Agreement()
     error: BaseException | None = None
