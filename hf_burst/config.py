@@ -34,17 +34,17 @@ def renamed(old: Mapping[str, str]) -> Callable[[Function], Function]:
     return decorate
 
 
-def still_called(**names: str) -> Callable[[Function], Function]:
-    """Has a function take keywords by old names too, by the new ones that are given, and say so."""
+def still_called(old: str, new: str) -> Callable[[Function], Function]:
+    """Has a function take a keyword by its old name, too, with a warning."""
 
     def decorate(function: Function) -> Function:
         @wraps(function)
         def renaming(*args: Any, **kwargs: Any) -> Any:
-            for old in names.keys() & kwargs.keys():
-                sentence = f"The argument {old} of {function.__name__} is called {names[old]} now: {names[old]}=..."
-                warnings.warn(sentence, FutureWarning, stacklevel=2)
-            renamed = {names[old]: kwargs.pop(old) for old in names.keys() & kwargs.keys()}
-            return function(*args, **renamed, **kwargs)
+            if old not in kwargs:
+                return function(*args, **kwargs)
+            sentence = f"The argument {old} of {function.__name__} is called {new} now: {new}=..."
+            warnings.warn(sentence, FutureWarning, stacklevel=2)
+            return function(*args, **{new: kwargs.pop(old)}, **kwargs)
 
         return cast(Function, renaming)
 

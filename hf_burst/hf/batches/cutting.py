@@ -60,37 +60,23 @@ def kept_tokens(keep: int | torch.Tensor, length: int) -> Sequence[int]:
     return range(max(0, length - keep), length) if isinstance(keep, int) else [row % length for row in keep.tolist()]
 
 
-def cut_batch(
-    batch: Mapping[str, Any],
-    config: BurstConfig,
-    rank: int,
-    ranks: int,
-    task: Task = CAUSAL,
-    parents: Sequence[tuple[int, ...]] = (),
-) -> tuple[dict[str, Any], SequenceLayout]:
-    """One rank's part of a full batch, its targets and token inputs, and the layout; see [`shard_batch`]. Documents may
-    continue others, by `parents` as in [`SequenceLayout`]."""
-    layout = layout_of(batch, config, ranks, task, {MaskPattern(task.causal): 1}, parents=parents)
-    return cut_inputs({**batch, **cut_targets(batch, layout, rank, task)}, layout, rank), layout
-
-
 def layout_of(
     batch: Mapping[str, Any],
     config: BurstConfig,
     ranks: int,
-    task: Task,
-    patterns: Mapping[MaskPattern, int],
+    task: Task = CAUSAL,
+    patterns: Mapping[MaskPattern, int] | None = None,
     hybrid: Hybrid | None = None,
     parents: Sequence[tuple[int, ...]] = (),
 ) -> SequenceLayout:
-    """How a full batch is laid over the ranks, for layers that see as far as `patterns` say, and recurrent ones.
-    Documents may continue others, by `parents` as in [`SequenceLayout`]."""
+    """How a full batch is laid over the ranks, for layers that see as far as `patterns` say (by default whole documents)
+    and recurrent ones. Documents may continue others, by `parents` as in [`SequenceLayout`]."""
     return SequenceLayout.for_batch(
         documents_of(batch, task),
         ranks,
         config.chunking_over(ranks),
         real=real_tokens(batch),
-        patterns=patterns,
+        patterns=patterns or {MaskPattern(task.causal): 1},
         stretches=config.memory_settings.stretches,
         hybrid=hybrid,
         parents=parents,

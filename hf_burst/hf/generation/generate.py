@@ -39,7 +39,7 @@ _QUESTIONS = ("input_ids", "attention_mask")
 _SAME_PROMPTS = "Give generate the same prompt and the same settings on all ranks of a group."
 
 
-@still_called(memory="document")
+@still_called("memory", "document")
 @torch.no_grad()
 def generate(
     model: nn.Module,

@@ -26,7 +26,7 @@ from .settings import agreed, cache_key, check, patched
 _WIDE = {"forward_kl": 6, "reverse_kl": 6, "jsd": 12}
 
 
-@still_called(memory="document")
+@still_called("memory", "document")
 def token_losses(
     model: nn.Module,
     batch: Mapping[str, Any],

@@ -70,11 +70,11 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     if model.training:
         raise ConfigError("The model is in training, where dropout would change its answers. Call model.eval() first.")
     recurrent = recurrent_modules(ModelView(model))
-    scans = sorted({type(module).__name__ for module in recurrent if _is_mamba1(module)})
+    scans = {type(each).__name__ for each in recurrent if "mamba_selective_scan" in functions_of(type(each))}
     if scans:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has {', '.join(scans)}, whose kernels return no state behind a prompt that "
-            "lies over ranks. model.generate holds the whole prompt on each rank."
+            f"{type(model).__name__} has {', '.join(sorted(scans))}, whose kernels return no state behind a prompt "
+            "that lies over ranks. model.generate holds the whole prompt on each rank."
         )
     cache_key(model)
     if getattr(model.config.get_text_config(), "n_recurrent_loops", 1) > 1:  # Dory's
@@ -124,10 +124,6 @@ def cache_key(model: PreTrainedModel) -> str:
         f"{type(model).__name__} takes no cache, by which its keys would be shared. model.generate holds the whole "
         "prompt on each rank."
     )
-
-
-def _is_mamba1(module: nn.Module) -> bool:
-    return "mamba_selective_scan" in functions_of(type(module))
 
 
 def asked(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
