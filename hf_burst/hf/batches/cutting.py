@@ -69,7 +69,7 @@ def layout_of(
     hybrid: Hybrid | None = None,
     parents: Sequence[tuple[int, ...]] = (),
 ) -> SequenceLayout:
-    """How a full batch is laid over the ranks, for layers that see as far as `patterns` say (by default whole documents)
+    """How a full batch is laid over the ranks, for layers that see as far as `patterns` say (by default all)
     and recurrent ones. Documents may continue others, by `parents` as in [`SequenceLayout`]."""
     return SequenceLayout.for_batch(
         documents_of(batch, task),

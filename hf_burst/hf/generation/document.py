@@ -122,14 +122,14 @@ class Document:
         """
         folder = Path(folder)
         rank = self.group.rank
-        held = {
-            f"{number}.{name}": getattr(keys, name).clone()  # layers share positions
-            for number, keys in enumerate(self.layers)
-            if keys is not None
-            for name in _HELD
-        }
         device = self.input_ids.device
         with agreed(self.group, device, "saving a document"):
+            held = {
+                f"{number}.{name}": getattr(keys, name).clone()  # layers share positions
+                for number, keys in enumerate(self.layers)
+                if keys is not None
+                for name in _HELD
+            }
             folder.mkdir(parents=True, exist_ok=True)
             (folder / _ABOUT).unlink(missing_ok=True)  # until all of it is there
             save_file(held, folder / _file(rank, self.group.size))
