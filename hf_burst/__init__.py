@@ -5,6 +5,7 @@
 ```
 """
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
     from .config import BurstConfig, Memory
     from .hf.batches.collator import BurstCollator, shard_batch
     from .hf.batches.grouping import GroupCollator
+    from .hf.generation.document import Document, remember
     from .hf.generation.embeddings import embeddings
     from .hf.generation.generate import generate
-    from .hf.generation.memory import RememberedDocument, remember
     from .hf.generation.scores import token_divergences, token_losses
     from .hf.patch import patch_model, unpatch_model
     from .hf.trainers.accelerate import BurstParallelismConfig
@@ -30,9 +31,9 @@ __all__ = [
     "BurstConfig",
     "BurstParallelismConfig",
     "BurstResume",
+    "Document",
     "GroupCollator",
     "Memory",
-    "RememberedDocument",
     "check_model",
     "embeddings",
     "generate",
@@ -51,15 +52,15 @@ _HOME = {
     "BurstConfig": ".config",
     "BurstParallelismConfig": ".hf.trainers.accelerate",
     "BurstResume": ".hf.trainers.resume",
+    "Document": ".hf.generation.document",
     "GroupCollator": ".hf.batches.grouping",
     "Memory": ".config",
-    "RememberedDocument": ".hf.generation.memory",
     "check_model": ".check.run",
     "embeddings": ".hf.generation.embeddings",
     "generate": ".hf.generation.generate",
     "last_checkpoint": ".hf.trainers.resume",
     "patch_model": ".hf.patch",
-    "remember": ".hf.generation.memory",
+    "remember": ".hf.generation.document",
     "shard_batch": ".hf.batches.collator",
     "token_divergences": ".hf.generation.scores",
     "token_losses": ".hf.generation.scores",
@@ -74,6 +75,9 @@ def __getattr__(name: str) -> Any:
         return import_module(f".{name}", __name__)
     if name in _FOR_EXPERTS:
         raise AttributeError(f"hf_burst.{name} is in hf_burst.attention now: from hf_burst.attention import {name}.")
+    if name == "RememberedDocument":
+        warnings.warn("hf_burst.RememberedDocument is called hf_burst.Document now.", FutureWarning, stacklevel=2)
+        name = "Document"
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name], __name__), name)

@@ -1,6 +1,7 @@
 """`BurstConfig` and `Memory`: the settings of hf_burst, "auto" wherever the right value follows from the data."""
 
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -29,6 +30,23 @@ def renamed(old: Mapping[str, str]) -> Callable[[Function], Function]:
             return function(*args, **kwargs)
 
         return cast(Function, checked)
+
+    return decorate
+
+
+def still_called(old: str, new: str) -> Callable[[Function], Function]:
+    """Has a function take a keyword by its old name, too, with a warning."""
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def renaming(*args: Any, **kwargs: Any) -> Any:
+            if old not in kwargs:
+                return function(*args, **kwargs)
+            sentence = f"The argument {old} of {function.__name__} is called {new} now: {new}=..."
+            warnings.warn(sentence, FutureWarning, stacklevel=2)
+            return function(*args, **{new: kwargs.pop(old)}, **kwargs)
+
+        return cast(Function, renaming)
 
     return decorate
 

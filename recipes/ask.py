@@ -83,18 +83,18 @@ def answers_from(
     """
     import torch
 
-    memory = hf_burst.remember(model, document.to(model.device))
+    known = hf_burst.remember(model, document.to(model.device))
     asked = tokenizer(list(questions), return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
     ids, mask, ends = asked.input_ids, asked.attention_mask, ends_of(model, tokenizer)
     options = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": ends or None}
     options["pad_token_id"] = tokenizer.pad_token_id
-    whole = hf_burst.generate(model, input_ids=ids, attention_mask=mask, memory=memory, **options)
+    whole = hf_burst.generate(model, input_ids=ids, attention_mask=mask, document=known, **options)
     written = whole[:, ids.shape[1] :]
     is_end = torch.isin(written, torch.tensor(ends, device=written.device)).long()
     ended = is_end.cumsum(1) - is_end > 0  # behind the first end
     labels = torch.cat([torch.full_like(ids, -100), written.masked_fill(ended, -100)], 1)
     batch = {"input_ids": whole, "attention_mask": torch.cat([mask, torch.ones_like(written)], 1), "labels": labels}
-    means = -hf_burst.token_losses(model, batch, memory=memory).sum(1) / (~ended).sum(1)
+    means = -hf_burst.token_losses(model, batch, document=known).sum(1) / (~ended).sum(1)
     return list(zip(tokenizer.batch_decode(written, skip_special_tokens=True), means.tolist(), strict=True))
 
 

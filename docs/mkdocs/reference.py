@@ -58,7 +58,7 @@ ORDER = (
         "embeddings",
         "generate",
         "remember",
-        "RememberedDocument",
+        "Document",
         "check_model",
     ),
     *("BurstCallback", "BurstResume", "last_checkpoint"),

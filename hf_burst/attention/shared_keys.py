@@ -37,22 +37,13 @@ def exchanged(own: Tensor, group: ContextGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys and values that this rank holds.
+    """Keys and values that this rank holds. Queries that follow each other share a row."""
 
-    Args:
-        keys (`torch.Tensor` of shape `(rows, heads, n, head_dim)`): The keys; `rows` divides that of the queries, and
-            queries that follow each other share a row.
-        values (`torch.Tensor` of shape `(rows, heads, n, value_dim)`): The values.
-        positions (`torch.LongTensor` of shape `(rows or 1, n)`): Their positions in the sequence; -1 for padding.
-        before (`bool`): Whether all of them are real, and none stands behind a query.
-        expand (callable, *optional*): Makes keys and values of every head of some of these, which are latent.
-    """
-
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
-    before: bool = False
-    expand: Expand | None = None
+    keys: Tensor  # `(rows, heads, n, head_dim)`; `rows` divides that of the queries
+    values: Tensor  # `(rows, heads, n, value_dim)`
+    positions: Tensor  # in the sequence, `(rows or 1, n)`; -1 for padding
+    before: bool = False  # whether all of them are real, and none stands behind a query
+    expand: Expand | None = None  # makes keys and values of every head of some of these, which are latent
 
     def blocks(self, size: int) -> "Iterator[Keys]":
         """These keys, so many at a time, expanded."""

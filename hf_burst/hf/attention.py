@@ -14,13 +14,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..attention import AttentionRequest, attend
-from ..attention.shared_keys import attend_to_shared
 from ..errors import UnsupportedModelError
 from ..kernels import Scores
 from ..plan import MaskPattern
 from ..ranks.blocks import Blocks, blocks_of, longer_than, refuse_window
 from ..ranks.layout import SequenceLayout
-from .context import CachedPass, ForwardCall, current, refuse_blind_run
+from .context import ForwardCall, current, refuse_blind_run
 
 NAME = "hf_burst"
 ARRIVED = "burst_arrived"  # the attribute of an attention module: whether it has reached us in a sharded pass
@@ -183,7 +182,7 @@ def attention_forward(
     if cached is not None and burst_call is None:
         pattern = _pattern(module, attention_mask, is_causal, sliding_window, expected=True)
         scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
-        return _attend_cached(module, (query, key, value), cached, pattern, scores, s_aux), None
+        return cached.attend(module, (query, key, value), pattern, scores, s_aux), None
     if burst_call is None:
         kwargs |= {"scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window}
         return _attend_whole(module, (query, key, value), attention_mask, softcap, s_aux, **kwargs)
@@ -208,7 +207,7 @@ def attention_forward(
         layout = attention_mask.laid(layout)
         encoded = layout.encode()
     if cached is not None:
-        cached.cache.layer_of(module, key, value)[0].keep(pattern)
+        cached.free(module, key, value, pattern)
     out = attend(q, k, v, s_aux, layout, encoded, request, cache)
     masked = burst_call.tokens.fully_masked
     if masked is not None:
@@ -228,7 +227,8 @@ def attention_mask(**arguments: Any) -> Mask:
     mask = LazyMask(arguments, frozenset(map(_part_of, _functions(arguments["mask_function"]))), sharded)
     if context is not None and context.call is not None:
         return next((whole for whole in context.call.masks if whole.pattern == mask.pattern), mask)
-    if sharded:  # new tokens, whose cache knows the padding
+    if context is not None and context.cached is not None:  # new tokens, whose cache knows the padding
+        context.cached.answer.hand_back(arguments.values())
         return mask
     square = arguments["q_length"] == arguments["kv_length"]
     return mask if square and (padding is None or bool(padding.all())) else mask.built
@@ -265,24 +265,6 @@ def register() -> None:
     """Makes the name known to Transformers; doing so again changes nothing."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
-
-
-@torch.compiler.disable  # it knows the cache's counts, which would be constants of a graph
-def _attend_cached(
-    module: nn.Module,
-    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    cached: CachedPass,
-    pattern: MaskPattern,
-    scores: Scores,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention of new tokens, which every rank computes, over the keys of a cache, which lie on the ranks."""
-    query, key, value = states
-    assert cached.positions is not None, "the prompt is read with a call"
-    layer, expand = cached.cache.layer_of(module, key, value)
-    group, q, held = cached.cache.tokens.group, query.to(value.dtype), layer.held(expand)
-    last = value.shape[-1], cached.exchange
-    return attend_to_shared(q, cached.positions, held, pattern, scores, sinks, group, *last)
 
 
 def _pattern(

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from ..attention import AttentionCache
-from ..attention.shared_keys import Exchange, exchanged
 from ..config import BurstConfig
 from ..errors import ConfigError
 from ..plan import Segments
@@ -101,22 +100,6 @@ class OpenPass:
     open: bool = True
 
 
-@dataclass(frozen=True, eq=False)
-class CachedPass:
-    """A pass whose keys are taken up by a cache over ranks.
-
-    Args:
-        cache ([`ShardedCache`]): The cache.
-        positions (`torch.LongTensor` of shape `(batch, n)`, *optional*): Positions of the new tokens, which every rank
-            computes; `None` while the prompt is read, of which each rank computes its part.
-        exchange (callable): What brings the partial attentions of all ranks together.
-    """
-
-    cache: ShardedCache
-    positions: torch.Tensor | None = None
-    exchange: Exchange = exchanged
-
-
 @dataclass(frozen=True)
 class LayerContext:
     """What a layer knows of its run.
@@ -128,7 +111,7 @@ class LayerContext:
         tile (`int`, defaults to 0): Most tokens that an MLP takes at a time; 0 for all.
         obstacles (`dict`): To tiles, by the name of a module, as far as they were found in this pass; empty for none.
         within ([`OpenPass`], *optional*): The pass.
-        cached ([`CachedPass`], *optional*): What generation over ranks needs; `None` in other passes.
+        cached ([`ShardedCache`], *optional*): What takes up keys, in a pass of an answer over ranks.
     """
 
     call: ForwardCall | None = None
@@ -137,7 +120,7 @@ class LayerContext:
     tile: int = 0
     obstacles: dict[str, str] = field(default_factory=dict)
     within: OpenPass | None = field(default=None, repr=False)
-    cached: CachedPass | None = None
+    cached: ShardedCache | None = None
 
     def of_checkpoint(self, cache: AttentionCache | None) -> "LayerContext":
         """The context of a checkpoint inside of this one."""

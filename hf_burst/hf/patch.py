@@ -24,7 +24,7 @@ from .batches.cutting import bound_arguments
 from .batches.documents import cache_of
 from .batches.sharded import is_sharded
 from .callers import Callers, is_within
-from .context import CALL_KEY, CachedPass, LayerContext, PassContext, current
+from .context import CALL_KEY, LayerContext, PassContext, current
 from .forward_pass import Agreement, Batch, Call, ForwardPass
 from .groups import OLD_ARGUMENTS, PATCH, check_joined, resolve_group
 from .models.cut_point import reader_of
@@ -33,6 +33,7 @@ from .models.support import base_model, check_model, verdict_on
 from .models.task import task_of
 from .overrides import remove_overrides
 from .parts.adapters import Adapters
+from .parts.arguments import Arguments
 from .parts.arrivals import Arrivals
 from .parts.attention import Attention
 from .parts.base import Part
@@ -42,13 +43,12 @@ from .parts.expert_ranks import ExpertRanks
 from .parts.experts import RouterLogits
 from .parts.gated_norms import GatedNorms
 from .parts.head import Head
-from .parts.key_cache import KeyCache, begin_step, once
+from .parts.key_cache import KeyCache, begin_step, each_once
 from .parts.loss import Loss
 from .parts.memory import MemoryRule
 from .parts.outputs import Outputs
 from .parts.recurrence import Recurrence
 from .parts.replicas import Replicas
-from .parts.request import Request
 from .parts.rope import LongestPosition
 from .parts.states import States
 from .parts.tiles import TiledMLP
@@ -205,9 +205,9 @@ class _Patch:
 
     def make_parts(self, view: ModelView) -> tuple[Part, ...]:
         """The parts of a model in the order of their steps. A new capability is a new part and a line here."""
-        head, key_cache, streams = Head(self.token_losses), KeyCache(), DropoutStreams()
+        head, streams = Head(self.token_losses), DropoutStreams()
         return (
-            Request(),
+            Arguments(),
             Replicas(self.config),
             ExpertRanks(),
             Attention(view),
@@ -218,7 +218,7 @@ class _Patch:
             self.tokens,
             Towers(),
             LongestPosition(),
-            key_cache,
+            KeyCache(),
             self.checkpointing,
             self.tiles,
             Adapters(),
@@ -227,7 +227,7 @@ class _Patch:
             self.token_losses,
             head,
             States(streams),
-            Outputs(head, key_cache),  # gathers or drops what those before it have read
+            Outputs(head),  # gathers or drops what those before it have read
             streams,  # draws seeds last, when nothing stops the pass any more
         )
 
@@ -272,11 +272,12 @@ class _Patch:
             batch = bound_arguments(module, args, kwargs)
             cache = cache_of(batch)
             if isinstance(cache, ShardedCache) and not cache.is_read:
-                batch = once(cache, batch)
+                batch = each_once(cache, batch)
         except Exception as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
         if isinstance(cache, ShardedCache) and cache.is_read:
-            self.context.enter(LayerContext(cached=begin_step(cache, batch)))
+            begin_step(cache, batch)
+            self.context.enter(LayerContext(cached=cache))
             return (), batch
         if self.task.generates and _generates(module, batch) and not isinstance(cache, ShardedCache):
             self.context.enter(None)
@@ -293,7 +294,7 @@ class _Patch:
         for part in self.parts:
             arguments |= part.arguments(run)
         self.labels = arguments.get("labels")
-        tile, cached = run.memory.tiled_mlp, CachedPass(cache) if isinstance(cache, ShardedCache) else None
+        tile, cached = run.memory.tiled_mlp, cache if isinstance(cache, ShardedCache) else None
         layers = run.layers
         self.context.enter(LayerContext(layers, layers.replay(), None, tile, self.tiles.obstacles, cached=cached))
         apart = self.task.reads and reader_of(self.view) is not self.view  # which is given it where it is called
@@ -393,7 +394,7 @@ class _Patch:
         context = current()
         if self.run is None:
             if context is not None and context.cached is not None:
-                output.logits = context.cached.cache.end_step(output.logits)
+                output.logits = context.cached.end_step(output.logits)
             return output
         if kwargs.get("labels") is not self.labels:
             raise ConfigError(

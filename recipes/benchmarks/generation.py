@@ -1,4 +1,4 @@
-"""Answers over ranks: prefill, decoding and questions to a memory, beside their limits and one GPU alone.
+"""Answers over ranks: prefill, decoding and questions to a document, beside their limits and one GPU alone.
 
 On two GPUs, the shape of an 8B model with random weights:
 
@@ -16,7 +16,7 @@ What is measured, the slowest rank each time:
   with a share of the heads; nothing is sent.
 * attention: that of one new token in one layer, beside the bytes of a rank's keys at `--bandwidth`, plus one exchange.
   On GPUs also as CUDA graphs, between which the ranks exchange, as `generate(cuda_graphs=True)` plays them.
-* decoding: tokens a second of the whole model behind a memory, as it is, by CUDA graphs, and with each layer compiled.
+* decoding: tokens a second of the whole model behind a document, as it is, by CUDA graphs, and with compiled layers.
 * questions: tokens a second of so many answers at once, as they are and by CUDA graphs.
 * alone: the same model in one process, by `model.generate`, with its keys on the GPU and on the host, at the longest
   of `--alone` that it holds.
@@ -151,12 +151,12 @@ class Bench:
         return found
 
     def decoding(self, length: int) -> Row:
-        """A question of one token to a memory, in all ways."""
+        """A question of one token to a document, in all ways."""
         for layer in self.model.model.layers:
             layer._compiled_call_impl = None  # as before `compile`
-        memory = hf_burst.remember(self.model, self.tokens(1, length))
-        answer = partial(hf_burst.generate, self.model, self.tokens(1, 1), memory=memory)
-        found: Row = {"bytes_of_keys": memory.nbytes}
+        document = hf_burst.remember(self.model, self.tokens(1, length))
+        answer = partial(hf_burst.generate, self.model, self.tokens(1, 1), document=document)
+        found: Row = {"bytes_of_keys": document.nbytes}
         for name in ("as it is", "by CUDA graphs", "compiled")[:: 1 if self.ranks.cuda else 2]:
             graphs = {"cuda_graphs": name == "by CUDA graphs"}
             if name == "compiled":
@@ -168,11 +168,11 @@ class Bench:
         return found
 
     def questions(self, length: int, counts: list[int]) -> Row:
-        """Answers to so many questions at once, to one memory."""
-        memory = hf_burst.remember(self.model, self.tokens(1, length))
-        found: Row = {"bytes_of_keys": memory.nbytes}
+        """Answers to so many questions at once, to one document."""
+        document = hf_burst.remember(self.model, self.tokens(1, length))
+        found: Row = {"bytes_of_keys": document.nbytes}
         for count in counts:
-            answer = partial(hf_burst.generate, self.model, self.tokens(count, QUESTION), memory=memory)
+            answer = partial(hf_burst.generate, self.model, self.tokens(count, QUESTION), document=document)
             for name in (str(count), f"{count} by CUDA graphs")[: 1 + self.ranks.cuda]:
                 graphs = {"cuda_graphs": name != str(count)}
                 answer(**self.settings(2), **graphs)

@@ -128,7 +128,7 @@ def test_settings_may_be_tensors() -> None:
     config = GenerationConfig(**options, **settings)
     assert torch.equal(hf_burst.generate(model, prompt, generation_config=config), wanted)
     memory = hf_burst.remember(model, prompt[:1, :9])
-    assert torch.equal(hf_burst.generate(model, prompt[:1, 9:], memory=memory, **options), wanted[:1, 9:])
+    assert torch.equal(hf_burst.generate(model, prompt[:1, 9:], document=memory, **options), wanted[:1, 9:])
 
 
 CASES = [(1, False), (7, True), (64, False), (257, True)]
@@ -196,7 +196,7 @@ def compiled(rank: int, size: int) -> None:
     graphs = list[int]()
     for tokens in (4, 8):
         found = hf_burst.generate(model, **asked, max_new_tokens=tokens)
-        hf_burst.generate(model, prompt["input_ids"][:1, :3], memory=memory, do_sample=False, max_new_tokens=tokens)
+        hf_burst.generate(model, prompt["input_ids"][:1, :3], document=memory, do_sample=False, max_new_tokens=tokens)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert torch.equal(found, wanted)
     assert 0 < graphs[0] == graphs[1], graphs
@@ -233,8 +233,8 @@ def share_of_keys(rank: int, size: int) -> tuple[list[int], list[int]]:
     cache = found.past_key_values
     assert isinstance(cache, ShardedCache)
     assert cache.get_seq_length() == 64 + 12
-    held = [layer.held(None) for layer in cache.layers]
-    return [parts[0].keys.nbytes for parts in held], [parts[1].keys.shape[2] for parts in held]
+    layers = cache.layers
+    return [layer.document.keys.nbytes for layer in layers], [cache.answer.own(layer.count) for layer in layers]
 
 
 def test_each_rank_holds_its_share(ranks: Ranks) -> None:
@@ -311,8 +311,8 @@ def answer_by_name(rank: int, size: int, name: str) -> None:
     hf_burst.patch_model(model)
     assert hf_burst.generate(model, input_ids=whole, **GREEDY).equal(wanted)
     memory = hf_burst.remember(model, input_ids=document)
-    assert hf_burst.generate(model, memory=memory, input_ids=question, **GREEDY).equal(wanted[:, 16:])
-    found = hf_burst.token_losses(model, {"input_ids": question, "labels": question}, memory=memory)
+    assert hf_burst.generate(model, document=memory, input_ids=question, **GREEDY).equal(wanted[:, 16:])
+    found = hf_burst.token_losses(model, {"input_ids": question, "labels": question}, document=memory)
     torch.testing.assert_close(found, losses, rtol=1e-9, atol=1e-9)
     with pytest.raises(ConfigError, match=f"was given {name}=DynamicCache"):
         hf_burst.generate(model, input_ids=whole, **{name: DynamicCache()}, **GREEDY)
@@ -556,7 +556,7 @@ def raises_on_one_rank(
         "logits_processor": [_RaisingProcessor(error)],
         "stopping_criteria": [_RaisingCriterion(error)],
     }[kind]
-    memory = {"memory": hf_burst.remember(model, prompt)} if remembers else {}
+    memory = {"document": hf_burst.remember(model, prompt)} if remembers else {}
     with pytest.raises(raised if rank == number else RankMismatchError, match="it is broken"):
         hf_burst.generate(model, prompt, **memory, **GREEDY | {kind: broken, "max_new_tokens": tokens})
     found: list[int] = hf_burst.generate(model, prompt, **GREEDY)[0].tolist()
@@ -579,7 +579,7 @@ def test_what_raises_on_one_rank(
 def raises_before_a_pass(rank: int, size: int, call: int, raised: type[BaseException], remembers: bool) -> str:
     """An error of one rank where the model prepares a pass, in which the other rank already waits for it."""
     model, prompt = models.patch(make("llama")), prompt_of(19, False)["input_ids"][:1]
-    memory = {"memory": hf_burst.remember(model, prompt)} if remembers else {}
+    memory = {"document": hf_burst.remember(model, prompt)} if remembers else {}
     prepare, calls = model.prepare_inputs_for_generation, list[int]()
 
     @wraps(prepare)  # whose signature is read
@@ -607,8 +607,8 @@ def mistyped(rank: int, size: int) -> int:
     model, prompt = models.patch(make("llama")), prompt_of(19, False)["input_ids"][:1]
     memory = hf_burst.remember(model, prompt)
     with pytest.raises(ValueError, match="temprature"):
-        hf_burst.generate(model, prompt, memory=memory, temprature=0.5, **GREEDY)
-    return hf_burst.generate(model, prompt, memory=memory, **GREEDY).shape[1]
+        hf_burst.generate(model, prompt, document=memory, temprature=0.5, **GREEDY)
+    return hf_burst.generate(model, prompt, document=memory, **GREEDY).shape[1]
 
 
 def test_after_an_error_of_all_ranks_a_memory_answers(ranks: Ranks) -> None:

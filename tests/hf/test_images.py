@@ -102,7 +102,7 @@ def test_one_process_is_exact_too() -> None:
 
 def without_rows(inputs: Mapping[str, Any], *others: Any) -> dict[str, Any]:
     """Rows of the first layers, those of other ranks' tokens."""
-    part = cutting.cut_masked_rows(inputs, *others)
+    part = cutting.select_rows(inputs, *others)
     if rows := part.get("deepstack_visual_embeds"):
         part["deepstack_visual_embeds"] = [row.roll(1, 0) for row in rows]
     return part
@@ -124,7 +124,7 @@ def own_part(tensor: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
 
 
 BROKEN = {
-    "cut_masked_rows": (tokens, without_rows, "Qwen3VL"),
+    "select_rows": (tokens, without_rows, "Qwen3VL"),
     "cut_inputs": (tokens, whole_first, "Llava"),
     "all_gather": (towers, own_part, "Qwen2_5_VL"),
 }

@@ -28,7 +28,7 @@ from transformers.loss.loss_utils import ForMaskedLMLoss
 import hf_burst
 from hf_burst.check.tiny import Double
 from hf_burst.errors import BatchError, ConfigError, UnsupportedModelError
-from hf_burst.hf.batches.cutting import cut_batch
+from hf_burst.hf.batches.cutting import layout_of
 from hf_burst.hf.models.support import layer_patterns
 from hf_burst.hf.models.task import CAUSAL, MASKED
 from hf_burst.plan import MaskPattern
@@ -327,9 +327,9 @@ def test_work_is_balanced_for_both_directions() -> None:
     """One sequence needs no zigzag, where every token sees all others; padding and documents still cost nothing."""
     config, ids = hf_burst.BurstConfig(), torch.ones(1, 16384, dtype=torch.long)
     for task, owners in ((MASKED, (0, 1, 2, 3)), (CAUSAL, (0, 1, 2, 3, 3, 2, 1, 0))):
-        assert cut_batch({"input_ids": ids}, config, 0, 4, task)[1].owners == owners
+        assert layout_of({"input_ids": ids}, config, 4, task).owners == owners
     mask = (torch.arange(16384) < 9000).long()[None]
-    _, layout = cut_batch({"input_ids": ids, "attention_mask": mask}, config, 0, 4, MASKED)
+    layout = layout_of({"input_ids": ids, "attention_mask": mask}, config, 4, MASKED)
     assert layout.documents == ((0, 9000, 16384),)
     work = [0] * 4
     for chunk, (start, stop) in enumerate(itertools.pairwise(layout.sharding.boundaries)):

@@ -60,7 +60,7 @@ def starts_in(shares: list[list[int]], turn: int) -> torch.Tensor:
     return torch.tensor([starts])
 
 
-def without(memory: hf_burst.RememberedDocument, rank: int, lost: int) -> hf_burst.RememberedDocument:
+def without(memory: hf_burst.Document, rank: int, lost: int) -> hf_burst.Document:
     """A memory of which one rank has lost the values."""
     layers = [replace(keys, values=keys.values.clone()) for keys in memory.layers if keys is not None]
     for keys in layers:
@@ -91,12 +91,12 @@ def found_under(rank: int, size: int, weights: str, most: float) -> Found:
         wanted = model.generate(prompts, **OPTIONS)
         with Limited(model, most) as limited:
             memory = hf_burst.remember(model, document)
-            answers = hf_burst.generate(model, asked, memory=memory, **OPTIONS)
+            answers = hf_burst.generate(model, asked, document=memory, **OPTIONS)
             whole = [hf_burst.generate(model, prompt[None], **OPTIONS) for prompt in prompts]
         assert torch.equal(answers, wanted[:, LENGTH:])
         assert torch.equal(torch.cat(whole), wanted)
         found_ones.append([kind for kind in range(KINDS) if torch.equal(answers[kind, 1:], needles[0, kind])])
-        rest = hf_burst.generate(model, asked, memory=without(memory, rank, 0), **OPTIONS)
+        rest = hf_burst.generate(model, asked, document=without(memory, rank, 0), **OPTIONS)
         lost_ones.append({kind for kind in range(KINDS) if not torch.equal(rest[kind, 1:], needles[0, kind])})
         keys, peak = memory.nbytes, max(peak, limited.peak)
     return Found(lost_ones, found_ones, keys, len(shares[rank]), peak)
@@ -150,7 +150,7 @@ def trained_after_answers(rank: int, size: int, weights: str) -> None:
     plain, answering = (hf_burst.patch_model(copying.taught(weights)) for _ in range(2))
     document = torch.ones(1, LENGTH, dtype=torch.int64)
     memory = hf_burst.remember(answering, document)
-    hf_burst.generate(answering, copying.questions(), memory=memory, **OPTIONS)
+    hf_burst.generate(answering, copying.questions(), document=memory, **OPTIONS)
     hf_burst.generate(answering, document, num_beams=2, **OPTIONS)
     for own, other in zip(steps(answering), steps(plain), strict=True):
         assert torch.equal(own, other)

@@ -49,14 +49,14 @@ def together(document: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": whole, "attention_mask": (torch.arange(whole.shape[1]) >= padding).long()}
 
 
-def ask(model: Any, memory: hf_burst.RememberedDocument, way: str) -> torch.Tensor:
+def ask(model: Any, document: hf_burst.Document, way: str) -> torch.Tensor:
     torch.manual_seed(5)
-    found: torch.Tensor = hf_burst.generate(model, **questions(), memory=memory, **GREEDY | WAYS[way])
+    found: torch.Tensor = hf_burst.generate(model, **questions(), document=document, **GREEDY | WAYS[way])
     return found
 
 
 def answers(rank: int, size: int, name: str, length: int, ways: tuple[str, ...], folder: str, saves: bool) -> int:
-    """Compares answers, to a memory of its own that it saves, or to one that it loads; returns its bytes."""
+    """Compares answers to a document that it reads and saves, or to one that it loads; returns its bytes."""
     document, wanted = document_of(length), []
     model = make(name)
     for way in ways:
@@ -68,22 +68,22 @@ def answers(rank: int, size: int, name: str, length: int, ways: tuple[str, ...],
         logits = model(**whole, position_ids=positions).logits[:, -QUESTION - 1 : -1]
     hf_burst.patch_model(model)
     if saves:
-        memory = hf_burst.remember(model, document)
-        memory.save(folder)
+        read = hf_burst.remember(model, document)
+        read.save(folder)
     else:
-        memory = hf_burst.RememberedDocument.load(model, folder)
-    assert len(memory) == length
+        read = hf_burst.Document.load(model, folder)
+    assert len(read) == length
     for way, expected in zip(ways, wanted, strict=True):
-        found = ask(model, memory, way)
+        found = ask(model, read, way)
         assert torch.equal(found[:, QUESTION:], expected[:, QUESTION:]), way
         given = questions()["input_ids"].repeat_interleave(len(found) // 3, 0)
         assert torch.equal(found[:, :QUESTION], given), "each row begins with its question, padding included"
     batch = questions()
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    losses = hf_burst.token_losses(model, {**batch, "labels": labels}, memory=memory)
+    losses = hf_burst.token_losses(model, {**batch, "labels": labels}, document=read)
     expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
-    return memory.nbytes
+    return read.nbytes
 
 
 ALWAYS = {(1, 7), (2, 64), (4, 1), (4, 64)}  # ranks and lengths
@@ -98,7 +98,7 @@ ALWAYS = {(1, 7), (2, 64), (4, 1), (4, 64)}  # ranks and lengths
     ],
 )
 def test_answers_are_those_of_one_process(ranks: Ranks, tmp_path: Path, size: int, other: int, length: int) -> None:
-    """By the memory that was made, and by the one that was saved, on another number of ranks."""
+    """By the document that was read, and by the one that was saved, on another number of ranks."""
     ways = ("greedy", "sampled", "beams", "penalised")
     held = [
         run(ranks, size, "llama", length, ways, tmp_path, True),
@@ -137,7 +137,7 @@ def after_another_call(rank: int, size: int, family: str) -> None:
     rows = [ids[mask > 0] for ids, mask in zip(*asked.values(), strict=True)]
     alone = [model.generate(torch.cat([document[0], row])[None], **options) for row in rows]  # without padding
     hf_burst.patch_model(model)
-    memory = hf_burst.remember(model, document)
+    read = hf_burst.remember(model, document)
     with torch.no_grad():
         model(**batch)
     inner = model.model
@@ -145,7 +145,7 @@ def after_another_call(rank: int, size: int, family: str) -> None:
         inner.rope_deltas = torch.full((1, 1), -3)
     for count in (3, 2):
         found = hf_burst.generate(
-            model, **{key: value[:count] for key, value in asked.items()}, memory=memory, **options
+            model, **{key: value[:count] for key, value in asked.items()}, document=read, **options
         )
         assert not hasattr(inner, "rope_deltas") or inner.rope_deltas.tolist() == [[-3]]
         for number in range(count):
@@ -168,9 +168,9 @@ def test_answers_over_ranks_of_models_that_saw_images(ranks: Ranks, family: str)
 def streamed(rank: int, size: int) -> list[int]:
     """What a streamer is given: the question and its answer, without the document."""
     model, streamer = models.patch(make("llama")), _Noted()
-    memory = hf_burst.remember(model, document_of(9))
+    read = hf_burst.remember(model, document_of(9))
     question = questions()["input_ids"][:1]
-    found = hf_burst.generate(model, question, memory=memory, streamer=streamer, **GREEDY)
+    found = hf_burst.generate(model, question, document=read, streamer=streamer, **GREEDY)
     assert streamer.ended == (rank == 0)
     assert streamer.tokens == (found.flatten().tolist() if rank == 0 else [])
     return streamer.tokens
@@ -180,34 +180,34 @@ def test_streamers_are_given_the_question(ranks: Ranks) -> None:
     assert ranks(2).run(streamed)[0] == streamed(0, 1)
 
 
-def memory_stays(rank: int, size: int) -> None:
-    """Answers leave a memory as it was, and it serves any number of them."""
+def document_stays(rank: int, size: int) -> None:
+    """Answers leave a document as it was, and it serves any number of them."""
     model = models.patch(make("llama"))
-    memory = hf_burst.remember(model, document_of(33))
-    before = [(keys.keys.clone(), keys.values.clone()) for keys in memory.layers if keys is not None]
-    first = ask(model, memory, "greedy")
-    ask(model, memory, "beams")
-    assert torch.equal(ask(model, memory, "greedy"), first)
-    for keys, (own, values) in zip(memory.layers, before, strict=True):
+    read = hf_burst.remember(model, document_of(33))
+    before = [(keys.keys.clone(), keys.values.clone()) for keys in read.layers if keys is not None]
+    first = ask(model, read, "greedy")
+    ask(model, read, "beams")
+    assert torch.equal(ask(model, read, "greedy"), first)
+    for keys, (own, values) in zip(read.layers, before, strict=True):
         assert keys is not None
         assert torch.equal(keys.keys, own)
         assert torch.equal(keys.values, values)
 
 
-def test_answers_leave_the_memory_as_it_was(ranks: Ranks) -> None:
-    ranks(2).run(memory_stays)
+def test_answers_leave_the_document_as_it_was(ranks: Ranks) -> None:
+    ranks(2).run(document_stays)
 
 
 def test_weights_that_changed() -> None:
     model = hf_burst.patch_model(get_peft_model(make("llama"), LoraConfig(target_modules="all-linear")).eval())
-    memory = hf_burst.remember(model, document_of(9))
-    ask(model, memory, "greedy")
+    read = hf_burst.remember(model, document_of(9))
+    ask(model, read, "greedy")
     with model.disable_adapter(), pytest.raises(ConfigError, match="weights of the model have changed"):
-        ask(model, memory, "greedy")
+        ask(model, read, "greedy")
     with torch.no_grad():
         next(weight for weight in model.parameters() if weight.requires_grad).add_(1e-3)
     with pytest.raises(ConfigError, match="remember anew"):
-        ask(model, memory, "greedy")
+        ask(model, read, "greedy")
 
 
 def adapters_of_one_rank(rank: int, size: int, kind: str) -> None:
@@ -216,12 +216,12 @@ def adapters_of_one_rank(rank: int, size: int, kind: str) -> None:
     model = hf_burst.patch_model(get_peft_model(make("llama"), settings).eval())
     model.add_adapter("other", settings)  # idle everywhere
     inner = fully_shard(model.base_model.model)
-    memory = hf_burst.remember(model, document_of(9))
+    read = hf_burst.remember(model, document_of(9))
     if kind == "idle" or rank:
         inner.reshard()
     if kind == "idle" and rank:
         model.disable_adapter_layers()
-    for use in (lambda: ask(model, memory, "greedy"), lambda: hf_burst.remember(model, document_of(9))):
+    for use in (lambda: ask(model, read, "greedy"), lambda: hf_burst.remember(model, document_of(9))):
         with nullcontext() if kind == "whole" else pytest.raises((ConfigError, RankMismatchError), match="weights"):
             use()
 
@@ -236,35 +236,35 @@ def test_an_adapter_that_is_added_and_stays_inactive(first: str) -> None:
     settings = LoraConfig(target_modules="all-linear", init_lora_weights=False)
     plain = make("llama").eval()
     model = hf_burst.patch_model(plain if first == "none" else get_peft_model(plain, settings).eval())
-    memory = hf_burst.remember(model, document_of(9))
-    wanted = ask(model, memory, "greedy")
+    read = hf_burst.remember(model, document_of(9))
+    wanted = ask(model, read, "greedy")
     if first == "none":
         model = get_peft_model(model, settings, adapter_name="other").eval()
     else:
         model.add_adapter("other", settings)
     switched = model.disable_adapter() if first == "none" else nullcontext()
     with switched:
-        assert torch.equal(ask(model, memory, "greedy"), wanted)
+        assert torch.equal(ask(model, read, "greedy"), wanted)
     model.set_adapter("other")
     with pytest.raises(ConfigError, match="weights of the model have changed"):
-        ask(model.eval(), memory, "greedy")
+        ask(model.eval(), read, "greedy")
 
 
 def test_what_keys_follow_from_besides_weights() -> None:
     """Rotary frequencies, biases of routers, the scale of an adapter, and autocast."""
     for name, buffer in (("llama", "inv_freq"), ("DeepseekV3ForCausalLM", "e_score_correction_bias")):
         model = models.patch(make(name))
-        memory = hf_burst.remember(model, document_of(9))
+        read = hf_burst.remember(model, document_of(9))
         next(value for key, value in model.named_buffers() if key.endswith(buffer)).add_(0.5)
         with pytest.raises(ConfigError, match="have changed"):
-            ask(model, memory, "greedy")
+            ask(model, read, "greedy")
     model = hf_burst.patch_model(get_peft_model(make("llama"), LoraConfig(target_modules="all-linear")).eval())
-    memory = hf_burst.remember(model, document_of(9))
+    read = hf_burst.remember(model, document_of(9))
     with rescale_adapter_scale(model, 0.5), pytest.raises(ConfigError, match="have changed"):
-        ask(model, memory, "greedy")
-    ask(model, memory, "greedy")
+        ask(model, read, "greedy")
+    ask(model, read, "greedy")
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError, match="have changed"):
-        ask(model, memory, "greedy")
+        ask(model, read, "greedy")
 
 
 CHANGES: dict[str, tuple[str, str, Any]] = {  # models, entries of their configs, and other values
@@ -287,41 +287,41 @@ def test_configs_that_changed(tmp_path: Path, kind: str) -> None:
     """Entries that were set after the document was read, and those of a model that was loaded with others."""
     name, entry, value = CHANGES[kind]
     model = models.patch(make(name))
-    memory = hf_burst.remember(model, document_of(9))
-    memory.save(tmp_path)
+    read = hf_burst.remember(model, document_of(9))
+    read.save(tmp_path)
     set_entry(model.config, entry, value)
-    for use in (lambda: ask(model, memory, "greedy"), lambda: hf_burst.RememberedDocument.load(model, tmp_path)):
+    for use in (lambda: ask(model, read, "greedy"), lambda: hf_burst.Document.load(model, tmp_path)):
         with pytest.raises(ConfigError, match=f"config.{entry}.* when the model read the document"):
             use()
     again = make(name)
     set_entry(again.config, entry, value)
     other = models.patch(type(again)(again.config).to(again.dtype).eval())
     other.load_state_dict(model.state_dict())
-    for use in (lambda: ask(other, memory, "greedy"), lambda: hf_burst.RememberedDocument.load(other, tmp_path)):
+    for use in (lambda: ask(other, read, "greedy"), lambda: hf_burst.Document.load(other, tmp_path)):
         with pytest.raises(ConfigError, match=f"config.{entry}.* when the model read the document"):
             use()
 
 
 def test_entries_that_states_do_not_follow_from(tmp_path: Path) -> None:
     model = models.patch(make("llama"))
-    memory = hf_burst.remember(model, document_of(9))
-    memory.save(tmp_path)
+    read = hf_burst.remember(model, document_of(9))
+    read.save(tmp_path)
     model.config.update({"pad_token_id": 3, "eos_token_id": 4, "use_cache": False, "attention_dropout": 0.1})
     model.config.name_or_path, model.config.id2label = "elsewhere", {0: "good"}
-    expected = ask(model, memory, "greedy")
-    assert torch.equal(ask(model, hf_burst.RememberedDocument.load(model, tmp_path), "greedy"), expected)
+    expected = ask(model, read, "greedy")
+    assert torch.equal(ask(model, hf_burst.Document.load(model, tmp_path), "greedy"), expected)
 
 
 def config_of_one_rank(rank: int, size: int, folder: str) -> None:
     model = models.patch(make("mistral"))
-    memory = hf_burst.remember(model, document_of(9))
-    memory.save(folder)
+    read = hf_burst.remember(model, document_of(9))
+    read.save(folder)
     model.config.sliding_window -= rank
     error = ConfigError if rank else RankMismatchError
     for use in (
-        lambda: ask(model, memory, "greedy"),
-        lambda: hf_burst.RememberedDocument.load(model, folder),
-        lambda: hf_burst.token_losses(model, {**questions(), "labels": questions()["input_ids"]}, memory=memory),
+        lambda: ask(model, read, "greedy"),
+        lambda: hf_burst.Document.load(model, folder),
+        lambda: hf_burst.token_losses(model, {**questions(), "labels": questions()["input_ids"]}, document=read),
     ):
         with pytest.raises(error, match=r"config\.sliding_window is 8, and was 9"):
             use()
@@ -334,7 +334,7 @@ def test_a_config_that_changed_on_one_rank(ranks: Ranks, tmp_path: Path) -> None
 
 
 def torn(folder: Path, kind: str) -> None:
-    """A memory of which something is missing."""
+    """A saved document of which something is missing."""
     if kind == "cut":
         part = folder / "rank-00000-of-00001.safetensors"
         part.write_bytes(part.read_bytes()[:-100])
@@ -351,15 +351,15 @@ def test_torn_files(tmp_path: Path, kind: str) -> None:
     model = models.patch(make("llama"))
     hf_burst.remember(model, document_of(9)).save(tmp_path)
     torn(tmp_path, kind)
-    with pytest.raises(ConfigError, match="holds no whole memory"):
-        hf_burst.RememberedDocument.load(model, tmp_path)
+    with pytest.raises(ConfigError, match="holds no whole document"):
+        hf_burst.Document.load(model, tmp_path)
 
 
 def interrupted_on_one_rank(rank: int, size: int, folder: str) -> None:
-    memory = hf_burst.remember(models.patch(make("llama")), document_of(9))
-    fails = mock.patch("hf_burst.hf.generation.memory.save_file", side_effect=KeyboardInterrupt if rank else None)
+    read = hf_burst.remember(models.patch(make("llama")), document_of(9))
+    fails = mock.patch("hf_burst.hf.generation.document.save_file", side_effect=KeyboardInterrupt if rank else None)
     with fails, pytest.raises(KeyboardInterrupt if rank else RankMismatchError, match="" if rank else "Keyboard"):
-        memory.save(folder)
+        read.save(folder)
 
 
 def test_a_rank_that_is_interrupted_while_it_saves(ranks: Ranks, tmp_path: Path) -> None:
@@ -373,28 +373,28 @@ def wrong_on_one_rank(rank: int, size: int, folder: str) -> None:
     error = ConfigError if rank else RankMismatchError
     with pytest.raises(BatchError if rank else RankMismatchError, match="neither of them 0"):
         hf_burst.remember(model, document_of(9)[:, : 0 if rank else 9])
-    memory = hf_burst.remember(model, document_of(9))
-    memory.save(folder)
-    with pytest.raises(error, match="holds no memory"):
-        hf_burst.RememberedDocument.load(model, f"{folder}/none" if rank else folder)
+    read = hf_burst.remember(model, document_of(9))
+    read.save(folder)
+    with pytest.raises(error, match="holds no document"):
+        hf_burst.Document.load(model, f"{folder}/none" if rank else folder)
     model.train(mode=bool(rank))
     with pytest.raises(error, match=r"model.eval"):
-        ask(model, memory, "greedy")
+        ask(model, read, "greedy")
     with pytest.raises(error, match=r"model.eval"):
-        hf_burst.token_losses(model, {**questions(), "labels": questions()["input_ids"]}, memory=memory)
+        hf_burst.token_losses(model, {**questions(), "labels": questions()["input_ids"]}, document=read)
     model.eval()
-    ask(model, memory, "greedy")
+    ask(model, read, "greedy")
 
 
 def test_sharded_weights_and_one_rank_that_is_wrong(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(wrong_on_one_rank, str(tmp_path))
 
 
-def test_what_memories_refuse(tmp_path: Path) -> None:
+def test_what_documents_refuse(tmp_path: Path) -> None:
     model = models.patch(make("llama"))
     with pytest.raises(BatchError, match="neither of them 0"):
         hf_burst.remember(model, torch.zeros(1, 0, dtype=torch.int64))
-    with pytest.raises(BatchError, match="of one document"):
+    with pytest.raises(BatchError, match="2 documents were given"):
         hf_burst.remember(model, torch.ones(2, 5, dtype=torch.int64))
     with pytest.raises(UnsupportedModelError, match="depend on the longest"):
         hf_burst.remember(models.patch(make("llama_dynamic")), document_of(9))
@@ -402,24 +402,24 @@ def test_what_memories_refuse(tmp_path: Path) -> None:
         hf_burst.remember(models.patch(make("qwen3_5")), document_of(9))
     with pytest.raises(UnsupportedModelError, match=r"counts positions from padding_idx \+ 1"):
         hf_burst.remember(models.patch(make("RobertaForCausalLM")), document_of(9))
-    memory = hf_burst.remember(model, document_of(9))
-    with pytest.raises(ConfigError, match="memory is of a LlamaForCausalLM"):
-        ask(models.patch(make("mistral")), memory, "greedy")
+    read = hf_burst.remember(model, document_of(9))
+    with pytest.raises(ConfigError, match="A LlamaForCausalLM has read"):
+        ask(models.patch(make("mistral")), read, "greedy")
     with pytest.raises(BatchError, match="neither of them 0"):
-        hf_burst.generate(model, torch.zeros(2, 0, dtype=torch.int64), memory=memory)
-    with pytest.raises(ConfigError, match="read the document again"):
-        hf_burst.generate(model, document_of(9), memory=memory, prompt_lookup_num_tokens=3, **GREEDY)
+        hf_burst.generate(model, torch.zeros(2, 0, dtype=torch.int64), document=read)
+    with pytest.raises(ConfigError, match="read it again"):
+        hf_burst.generate(model, document_of(9), document=read, prompt_lookup_num_tokens=3, **GREEDY)
     with pytest.raises(BatchError, match="nothing besides, not token_type_ids"):
-        hf_burst.generate(model, document_of(9), memory=memory, token_type_ids=document_of(9), **GREEDY)
+        hf_burst.generate(model, document_of(9), document=read, token_type_ids=document_of(9), **GREEDY)
     with pytest.raises(BatchError, match="this model takes 0 to 60"):
-        hf_burst.generate(model, document_of(9) + 1000, memory=memory, **GREEDY)
+        hf_burst.generate(model, document_of(9) + 1000, document=read, **GREEDY)
     with pytest.raises(BatchError, match=r"shape .batch, tokens."):
-        hf_burst.generate(model, torch.ones(2, 3, 2, dtype=torch.int64), memory=memory, **GREEDY)
+        hf_burst.generate(model, torch.ones(2, 3, 2, dtype=torch.int64), document=read, **GREEDY)
     right = {key: value.flip(1) for key, value in questions().items()}
     with pytest.raises(BatchError, match="padding_side"):
-        hf_burst.generate(model, **right, memory=memory)
-    with pytest.raises(ConfigError, match="holds no memory"):
-        hf_burst.RememberedDocument.load(model, tmp_path)
+        hf_burst.generate(model, **right, document=read)
+    with pytest.raises(ConfigError, match="holds no document"):
+        hf_burst.Document.load(model, tmp_path)
 
 
 def other_documents(rank: int, size: int) -> None:
@@ -427,14 +427,26 @@ def other_documents(rank: int, size: int) -> None:
     hf_burst.remember(model, document_of(9 + rank))
 
 
-def other_memories(rank: int, size: int) -> None:
+def other_questions(rank: int, size: int) -> None:
     model = models.patch(make("llama"))
-    memories = [hf_burst.remember(model, document_of(length)) for length in (9, 10)]
-    ask(model, memories[rank], "greedy")
+    read = [hf_burst.remember(model, document_of(length)) for length in (9, 10)]
+    ask(model, read[rank], "greedy")
 
 
-@pytest.mark.parametrize("function", [other_documents, other_memories])
+@pytest.mark.parametrize("function", [other_documents, other_questions])
 def test_documents_that_differ_between_ranks(ranks: Ranks, function: Callable[..., None]) -> None:
-    with pytest.raises(RankError, match=r"memory|document") as caught:
+    with pytest.raises(RankError, match="document") as caught:
         ranks(2).run(function)
     assert all(isinstance(error, RankMismatchError) for error in caught.value.errors)
+
+
+def test_names_of_earlier_versions() -> None:
+    model = models.patch(make("llama"))
+    read, question = hf_burst.remember(model, document_of(9)), questions()["input_ids"][:1]
+    wanted = hf_burst.generate(model, question, document=read, **GREEDY)
+    with pytest.warns(FutureWarning, match="argument memory of generate is called document now"):
+        assert torch.equal(hf_burst.generate(model, question, memory=read, **GREEDY), wanted)
+    with pytest.raises(TypeError, match="multiple values"), pytest.warns(FutureWarning, match="document"):
+        hf_burst.token_losses(model, {}, memory=read, document=read)
+    with pytest.warns(FutureWarning, match="called hf_burst.Document now"):
+        assert hf_burst.RememberedDocument is hf_burst.Document

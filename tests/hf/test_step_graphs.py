@@ -13,9 +13,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_burst
-from hf_burst.hf import sharded_cache
+from hf_burst.hf import answer as answers
 from hf_burst.hf.generation import step_graphs
-from hf_burst.hf.generation.request import cache_key
+from hf_burst.hf.generation.settings import cache_key
 from tests.hf.test_generation import WAYS, Ranks, make, prompt_of
 from tests.support.op_graphs import OpGraph, OpGraphs
 
@@ -35,7 +35,7 @@ def compare(rank: int, size: int, name: str, length: int, padded: bool, ways: tu
     OpGraph.played = 0
     for way, expected in zip(ways, wanted, strict=True):
         torch.manual_seed(5)
-        with mock.patch.object(step_graphs, "CudaGraphs", OpGraphs), mock.patch.object(sharded_cache, "_ROOM", room):
+        with mock.patch.object(step_graphs, "CudaGraphs", OpGraphs), mock.patch.object(answers, "_ROOM", room):
             found = hf_burst.generate(model, **prompt, **GREEDY | WAYS[way], **ASKED)
         assert torch.equal(found.sequences, expected.sequences), way
         scale = max(float(part.abs().max()) for part in expected.logits)
@@ -108,7 +108,7 @@ def answer(rank: int, size: int) -> int:
     memory = hf_burst.remember(model, document)
     OpGraph.played = 0
     with mock.patch.object(step_graphs, "CudaGraphs", OpGraphs):
-        found = hf_burst.generate(model, **questions, **GREEDY, memory=memory, cuda_graphs=True)
+        found = hf_burst.generate(model, **questions, **GREEDY, document=memory, cuda_graphs=True)
     assert torch.equal(found[:, -TOKENS:], torch.stack(expected))
     return OpGraph.played
 
@@ -144,12 +144,12 @@ def grow(model: Any, part: Any, length_of: Any) -> None:
 
 
 def count_in_python(model: Any) -> None:
-    grow(model, model.model.layers[1].mlp, lambda cache: len(cache.tokens.new[0]) if cache.is_read else 0)
+    grow(model, model.model.layers[1].mlp, lambda cache: len(cache.answer.new[0]) if cache.is_read else 0)
 
 
 def count_for_queries(model: Any) -> None:
     """Which changes what a rank sends to others, and nothing else of its own."""
-    grow(model, model.model.layers[1].self_attn.q_proj, lambda cache: len(cache.tokens.new[0]) if cache.is_read else 0)
+    grow(model, model.model.layers[1].self_attn.q_proj, lambda cache: len(cache.answer.new[0]) if cache.is_read else 0)
 
 
 def ask_for_the_length(model: Any) -> None:

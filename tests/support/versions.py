@@ -115,8 +115,8 @@ def generate(patched: bool) -> list[float]:
         whole = model.generate(ids, **options)[0, 38:]
         return [float(token) for token in (*whole, *whole)]
     whole = hf_burst.generate(model, input_ids=ids, **options)[0, 38:]
-    memory = hf_burst.remember(model, ids[:, :38])
-    asked = hf_burst.generate(model, input_ids=ids[:, 38:], memory=memory, **options)[0]
+    read = hf_burst.remember(model, ids[:, :38])
+    asked = hf_burst.generate(model, input_ids=ids[:, 38:], document=read, **options)[0]
     return [float(token) for token in (*whole, *asked)]
 
 

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, TrainerCallback, TrainingArguments
 import hf_burst
 from hf_burst.attention import AttentionRequest, burst_attention
 from hf_burst.errors import ConfigError
-from hf_burst.hf.batches.cutting import cut_batch
+from hf_burst.hf.batches.cutting import layout_of
 from hf_burst.hf.models.model_size import model_size
 from hf_burst.hf.trainers.logging import longest_of, pairs_of, untouched_length
 from hf_burst.ranks.group import ContextGroup
@@ -84,7 +84,7 @@ def imbalance(case: Case, step: int) -> float:
     """The mean of the micro-batches of a step, of the group in which it is the most."""
     rows = trainers.samples("padded")[2 * ACCUMULATION * step :]
     batches = [trainers.collate(rows[start : start + case.rows]) for start in range(0, 2 * ACCUMULATION, case.rows)]
-    each = [cut_batch(batch, hf_burst.BurstConfig(), 0, case.burst)[1].imbalance for batch in batches]
+    each = [layout_of(batch, hf_burst.BurstConfig(), case.burst).imbalance for batch in batches]
     return max(sum(each[group :: case.data]) / ACCUMULATION for group in range(case.data))
 
 

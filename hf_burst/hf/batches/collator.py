@@ -13,7 +13,7 @@ from ...layers.loss import IGNORE_INDEX
 from ...ranks.group import ContextGroup
 from ..groups import OLD_ARGUMENTS, resolve_group
 from ..models.task import Task, task_named
-from .cutting import cut_batch
+from .cutting import cut_inputs, cut_targets, layout_of
 from .joining import Joined, fit, join_texts, obstacle_in
 from .packing import join_samples
 from .sharded import LAYOUT_KEY, describe_shard
@@ -56,7 +56,8 @@ def _shard(batch: Mapping[str, Any], config: BurstConfig, group: ContextGroup, t
         raise BatchError("The batch carries shift_labels, so it counts as sharded already. Shard it once.")
     joined = _joined(batch) if config.share_prefixes is True and task.causal else None
     row, parents = (batch, ()) if joined is None else (joined.batch, (joined.parents,))
-    shard, layout = cut_batch(row, config, group.rank, group.size, task, parents)
+    layout = layout_of(row, config, group.size, task, parents=parents)
+    shard = cut_inputs({**row, **cut_targets(row, layout, group.rank, task)}, layout, group.rank)
     return {**shard, LAYOUT_KEY: describe_shard(shard, batch, layout, group.rank, task)}
 
 

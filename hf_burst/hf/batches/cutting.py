@@ -2,11 +2,13 @@
 
 import inspect
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from ...config import BurstConfig
 from ...errors import BatchError
@@ -15,7 +17,7 @@ from ...plan import Hybrid, MaskPattern
 from ...ranks.layout import SequenceLayout
 from ..models.cut_point import TOKEN_INPUTS, MaskedRows, TokenInput
 from ..models.task import CAUSAL, Task
-from .documents import BOUNDARY_KEYS, TOKEN_KEYS, batch_shape, documents_of, real_tokens, tokens_of
+from .documents import BOUNDARY_KEYS, TOKEN_KEYS, batch_shape, documents_of, real_tokens, tensors_in, tokens_of
 
 _TARGETS = ("labels", "shift_labels")
 _EMBEDDINGS = ("inputs_embeds", "per_layer_inputs")
@@ -58,37 +60,23 @@ def kept_tokens(keep: int | torch.Tensor, length: int) -> Sequence[int]:
     return range(max(0, length - keep), length) if isinstance(keep, int) else [row % length for row in keep.tolist()]
 
 
-def cut_batch(
-    batch: Mapping[str, Any],
-    config: BurstConfig,
-    rank: int,
-    ranks: int,
-    task: Task = CAUSAL,
-    parents: Sequence[tuple[int, ...]] = (),
-) -> tuple[dict[str, Any], SequenceLayout]:
-    """One rank's part of a full batch, its targets and token inputs, and the layout; see [`shard_batch`]. Documents may
-    continue others, by `parents` as in [`SequenceLayout`]."""
-    layout = layout_of(batch, config, ranks, task, {MaskPattern(task.causal): 1}, parents=parents)
-    return cut_inputs({**batch, **cut_targets(batch, layout, rank, task)}, layout, rank), layout
-
-
 def layout_of(
     batch: Mapping[str, Any],
     config: BurstConfig,
     ranks: int,
-    task: Task,
-    patterns: Mapping[MaskPattern, int],
+    task: Task = CAUSAL,
+    patterns: Mapping[MaskPattern, int] | None = None,
     hybrid: Hybrid | None = None,
     parents: Sequence[tuple[int, ...]] = (),
 ) -> SequenceLayout:
-    """How a full batch is laid over the ranks, for layers that see as far as `patterns` say, and recurrent ones.
-    Documents may continue others, by `parents` as in [`SequenceLayout`]."""
+    """How a full batch is laid over the ranks, for layers that see as far as `patterns` say (by default all)
+    and recurrent ones. Documents may continue others, by `parents` as in [`SequenceLayout`]."""
     return SequenceLayout.for_batch(
         documents_of(batch, task),
         ranks,
         config.chunking_over(ranks),
         real=real_tokens(batch),
-        patterns=patterns,
+        patterns=patterns or {MaskPattern(task.causal): 1},
         stretches=config.memory_settings.stretches,
         hybrid=hybrid,
         parents=parents,
@@ -136,7 +124,7 @@ def cut_inputs(
     padding mask and the boundaries of documents are left out: the layout has them.
 
     Raises:
-        BatchError: For a tensor of which it is not known whether it has a token dimension.
+        BatchError: For a tensor that may have a token dimension, and is not known.
     """
     whole = {name: value for name, value in inputs.items() if name not in (*BOUNDARY_KEYS, "attention_mask")}
     tokens = tokens_of(whole)
@@ -152,43 +140,31 @@ def cut_inputs(
         if name in known and value is not None:
             cut = layout.shard(value, rank, known[name].pad, known[name].dim)
             part[name] = _filled(cut, value, layout, rank) if name in _EMBEDDINGS and layout.padding else cut
-        elif name not in (*_TARGETS, *done) and (shape := _shape_of_values(value)):
+            continue
+        shapes = (tuple(tensor.shape) for tensor in tensors_in(value) if tensor.ndim > 1)
+        if name not in (*_TARGETS, *done) and (shape := next(shapes, None)):
             raise BatchError(
                 f"{name} of shape {shape} looks like values of tokens, images or audio, and hf_burst does "
                 f"not know how to shard it; known are {', '.join((*known, *_TARGETS))} and attention_mask. Remove it "
                 "from the batch."
             )
-        else:
-            part[name] = value
+        part[name] = value
     return part
 
 
-def cut_masked_rows(
-    inputs: Mapping[str, Any], layout: SequenceLayout, rank: int, masked: Sequence[MaskedRows]
+def select_rows(
+    inputs: Mapping[str, Any], masked: Sequence[MaskedRows], select: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
-    """The inputs of a cut point, those with a row for each token that a mask shows cut for one rank. Their gradients
-    are those of this rank's rows, and zero for the others."""
+    """The inputs of a cut point; those with a row for each token that a mask shows have the rows of some tokens, which
+    `select` takes from a value for each token. Gradients are zero for the other rows."""
     part = dict(inputs)
     for known in masked:
         mask, rows = inputs.get(known.mask), inputs.get(known.rows)
-        if mask is None or rows is None:
-            continue
-        numbers = (mask.flatten().cumsum(0) - 1).view_as(mask)  # of the row of a token that is shown
-        own = layout.shard(numbers, rank)[layout.shard(mask, rank)]
-        if isinstance(rows, Mapping):
-            part[known.rows] = {layer: of_layer.index_select(0, own) for layer, of_layer in rows.items()}
-        else:
-            part[known.rows] = [of_layer.index_select(0, own) for of_layer in rows]
+        if mask is not None and rows is not None:
+            numbers = (mask.flatten().cumsum(0) - 1).view_as(mask)  # of the row of a token that is shown
+            own = select(numbers)[select(mask)]
+            part[known.rows] = tree_map(partial(torch.index_select, dim=0, index=own), rows)
     return part
-
-
-def _shape_of_values(value: Any) -> tuple[int, ...]:
-    """The shape of an argument that may hold values of tokens: of a tensor, or of the first one in a container; empty
-    for others."""
-    if isinstance(value, Mapping | list | tuple):
-        inner = value.values() if isinstance(value, Mapping) else value
-        return next((shape for item in inner if (shape := _shape_of_values(item))), ())
-    return tuple(value.shape) if isinstance(value, torch.Tensor) and value.ndim >= 2 else ()
 
 
 def _filled(cut: torch.Tensor, whole: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:

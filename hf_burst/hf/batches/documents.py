@@ -1,6 +1,6 @@
 """What a batch says of itself: its tokens, its padding, and where its documents begin."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from ..models.task import CAUSAL, Task
 TOKEN_KEYS = ("input_ids", "inputs_embeds")
 # the keys of packing collators; folded into the layout
 BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+TYPE_KEYS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # not 0 for what is no text
 # by which models take a cache: from Transformers 5.24 on by the first
 CACHE_KEYS = ("cache", "past_key_values", "cache_params")
 
@@ -50,6 +51,22 @@ def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
 def cache_of(batch: Mapping[str, Any]) -> Any:
     """The cache in a batch, by whichever name; `None` if it has none."""
     return next((batch[key] for key in CACHE_KEYS if batch.get(key) is not None), None)
+
+
+def holds_values(name: str, value: Any) -> bool:
+    """Whether an argument may hold values of tokens, images or sound: a tensor, or several, and no setting.
+    Transformers' `generate` gives an empty mapping."""
+    held = value.ndim if isinstance(value, torch.Tensor) else isinstance(value, Mapping | list | tuple) and value
+    return bool(held) and name not in ("logits_to_keep", "num_items_in_batch")
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """An argument that is a tensor, or the tensors and numbers of one that is a container."""
+    if isinstance(value, torch.Tensor) and value.ndim:
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(torch.tensor([inner]) if isinstance(inner, int | float) else inner)
 
 
 def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:

@@ -20,36 +20,24 @@ from torch import Tensor
 from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX, shift_labels
 from ..models.cut_point import MaskedRows, TokenInput
-from .documents import BOUNDARY_KEYS, Text, batch_shape, texts_of
+from .cutting import select_rows
+from .documents import BOUNDARY_KEYS, TYPE_KEYS, Text, batch_shape, holds_values, texts_of
 from .sharded import longest_position
 
-_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-_KNOWN = {"input_ids", *_TYPES, "position_ids", "labels", "attention_mask", *BOUNDARY_KEYS}
-_OF_BATCHES = ("logits_to_keep", "num_items_in_batch")
+_KNOWN = {"input_ids", *TYPE_KEYS, "position_ids", "labels", "attention_mask", *BOUNDARY_KEYS}
 
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """Texts joined into one row.
+    """Texts joined into one row."""
 
-    Args:
-        batch (`dict`): The arguments of the model, with `1 x J` tokens.
-        parents (`tuple[int, ...]`): Which document of the row each of its documents continues, or -1.
-        places (`torch.LongTensor` of shape `(batch, tokens)`): Where each token of the given batch stands in the row;
-            -1 for padding.
-        scored (`torch.LongTensor` of shape `(1, J)`): In how many texts what follows a token counts for the loss.
-        labels (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): Those that are scored, of all texts.
-        longest (`int`): Its longest position.
-        sources (`torch.LongTensor` of shape `(J,)`): Where each token of the row stands in the given batch, flat.
-    """
-
-    batch: dict[str, Any]
-    parents: tuple[int, ...]
-    places: Tensor
-    scored: Tensor
-    labels: Tensor | None
-    longest: int
-    sources: Tensor
+    batch: dict[str, Any]  # the arguments of the model, with `1 x J` tokens
+    parents: tuple[int, ...]  # which document of the row each of its documents continues, or -1
+    places: Tensor  # where each token of the given batch stands in the row, `(batch, tokens)`; -1 for padding
+    scored: Tensor  # in how many texts what follows a token counts for the loss, `(1, J)`
+    labels: Tensor | None  # those that are scored, of all texts, `(batch, tokens)`
+    longest: int  # its longest position
+    sources: Tensor  # where each token of the row stands in the given batch, flat, `(J,)`
 
     @property
     def tokens(self) -> int:
@@ -77,37 +65,19 @@ class Joined:
     def inputs(
         self, whole: Mapping[str, Any], known: Sequence[TokenInput], masked: Sequence[MaskedRows]
     ) -> dict[str, Any]:
-        """The inputs of a cut point, of all texts, as those of the row.
-
-        Args:
-            whole (mapping): The inputs by name.
-            known (sequence of [`TokenInput`]): Those with a value for each token.
-            masked (sequence of [`MaskedRows`]): Those with a row for each token that a mask shows.
+        """The row's inputs of a cut point, from those of all texts.
 
         Raises:
             BatchError: If the model has given texts that begin alike other positions.
         """
-        row = dict(whole)
-        for rows in masked:
-            mask, values = whole.get(rows.mask), whole.get(rows.rows)
-            if mask is None or values is None:
-                continue
-            numbers = mask.flatten().cumsum(0) - 1  # of the row of a token that is shown
-            sources = self.sources.to(mask.device)
-            own = numbers[sources][mask.flatten()[sources]]
-            if isinstance(values, Mapping):
-                row[rows.rows] = {layer: of_layer.index_select(0, own) for layer, of_layer in values.items()}
-            else:
-                row[rows.rows] = [of_layer.index_select(0, own) for of_layer in values]
+        row = select_rows(whole, masked, lambda values: values.flatten()[self.sources.to(values.device)])
         for each in known:
-            value = whole.get(each.name)
-            if value is not None:
-                row[each.name] = self._of_row(value, each.dim)
-        positions = whole.get("position_ids")
-        if positions is None:
+            if whole.get(each.name) is not None:
+                row[each.name] = self._of_row(whole[each.name], each.dim)
+        if whole.get("position_ids") is None:
             row["position_ids"] = self.batch["position_ids"]
         else:
-            self._check_positions(positions, row["position_ids"])
+            self._check_positions(whole["position_ids"], row["position_ids"])
         return row
 
     def _check_positions(self, given: Tensor, row: Tensor) -> None:
@@ -120,7 +90,7 @@ class Joined:
             )
 
     def _of_row(self, value: Tensor, dim: int) -> Tensor:
-        """The values of the row's tokens, from those of all texts with tokens along `dim`, behind the texts."""
+        """The values of the row's tokens, from `value` with tokens of all texts along `dim`, and texts before it."""
         at = dim % value.ndim - 1
         texts = list(value.shape)
         texts[at] = len(self.places)  # positions may be given once
@@ -146,8 +116,7 @@ class _Piece:
 class _Tree:
     """The pieces of texts, found by comparing them."""
 
-    keys: Tensor  # `(kinds of values, batch, tokens)`
-    labels: Tensor | None  # `(batch, tokens)`
+    values: Tensor  # `(kinds of values, batch, tokens)`; the last are labels that are predicted inside of a text
     least: int  # tokens of a beginning
     pieces: list[_Piece] = field(default_factory=list)
 
@@ -167,13 +136,12 @@ class _Tree:
             open_groups += [(own, start, parent) for own in reversed(self._apart(group, common))]
 
     def _apart(self, group: Sequence[Text], place: int) -> list[list[Text]]:
-        """Texts by the token at a place. One whose label does not count goes with those whose label does."""
+        """Texts by the token at a place. A label that does not count is no difference."""
         apart = dict[tuple[int, ...], list[tuple[int, list[Text]]]]()
         for index, text in enumerate(group):
             ends = place == text.size
-            key = (index,) if ends else tuple(self._values(text, place, place + 1).flatten().tolist())
-            label = IGNORE_INDEX if ends or not place else int(self._labels(text, place, place + 1))
-            known = apart.setdefault(key, [])
+            *key, label = (index, IGNORE_INDEX) if ends else self._of(text, place, place + 1).flatten().tolist()
+            known = apart.setdefault(tuple(key), [])
             for at, (other, texts) in enumerate(known):
                 if IGNORE_INDEX in (label, other) or label == other:
                     known[at] = (max(label, other), [*texts, text])
@@ -185,27 +153,21 @@ class _Tree:
     def _common(self, texts: Sequence[Text], start: int) -> int:
         """How many tokens all of them have in common. A label that counts in some of them only is no difference."""
         shortest = min(text.size for text in texts)
-        first = texts[0]
-        same = torch.ones(shortest - start, dtype=torch.bool, device="cpu")
-        highest = self._labels(first, start, shortest)
+        first = self._of(texts[0], start, shortest)
+        highest = first[-1]
+        same = torch.ones_like(highest, dtype=torch.bool)
         for text in texts[1:]:
-            same &= (self._values(text, start, shortest) == self._values(first, start, shortest)).all(0)
-            highest = torch.maximum(highest, self._labels(text, start, shortest))
+            own = self._of(text, start, shortest)
+            same &= (own[:-1] == first[:-1]).all(0)
+            highest = torch.maximum(highest, own[-1])
         for text in texts:
-            labels = self._labels(text, start, shortest)
+            labels = self._of(text, start, shortest)[-1]
             same &= (labels == highest) | (labels == IGNORE_INDEX)
         different = (~same).nonzero()
         return start + int(different[0]) if len(different) else shortest
 
-    def _values(self, text: Text, start: int, stop: int) -> Tensor:
-        return self.keys[:, text.row, text.start + start : text.start + stop]
-
-    def _labels(self, text: Text, start: int, stop: int) -> Tensor:
-        """Labels that are predicted inside of the text: not that of its first token."""
-        if self.labels is None:
-            return torch.full((stop - start,), IGNORE_INDEX, device="cpu")
-        labels = self.labels[text.row, text.start + start : text.start + stop]
-        return torch.cat([labels.new_full((1,), IGNORE_INDEX), labels[1:]]) if start == 0 else labels
+    def _of(self, text: Text, start: int, stop: int) -> Tensor:
+        return self.values[:, text.row, text.start + start : text.start + stop]
 
 
 def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -> Joined | None:
@@ -231,18 +193,21 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
     elif positions is None:
         positions = torch.arange(length, device=ids.device)[None]
     kinds = {"input_ids": ids, "position_ids": positions.expand(rows, length)}
-    kinds |= {name: batch[name] for name in _TYPES if batch.get(name) is not None}
+    kinds |= {name: batch[name] for name in TYPE_KEYS if batch.get(name) is not None}
     groups = _groups([*kinds.values()], texts, least)
     if len(groups) == len(texts):
         return None
-    on_host = None if labels is None else labels.long().cpu()
-    tree = _Tree(torch.stack([kind.long().cpu() for kind in kinds.values()]), on_host, least)
+    inside = torch.full((rows, length), IGNORE_INDEX, device="cpu") if labels is None else labels.long().cpu()
+    following = shift_labels(inside)
+    inside = inside.clone()
+    inside[[text.row for text in texts], [text.start for text in texts]] = IGNORE_INDEX  # nothing predicts it
+    tree = _Tree(torch.stack([*(kind.long().cpu() for kind in kinds.values()), inside]), least)
     tree.grow(groups)
     if all(piece.parent < 0 for piece in tree.pieces):
         return None
     places, sources, bounds = _laid(tree.pieces, rows, length)
-    targets, scored = _targets(tree.pieces, on_host, bounds)
-    if int(targets[-1]) != IGNORE_INDEX or (on_host is not None and _predicts(on_host, places)):
+    targets, scored = _targets(tree.pieces, following, bounds)
+    if int(targets[-1]) != IGNORE_INDEX or ((following != IGNORE_INDEX) & (places < 0)).any():  # of padding
         return None
     flat = sources.to(ids.device)
     joined = {name: value for name, value in batch.items() if name not in (*BOUNDARY_KEYS, "attention_mask")}
@@ -256,23 +221,17 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
 
 def obstacle_in(batch: Mapping[str, Any], towers: bool = False) -> str:
     """Why the texts of a batch cannot be joined; empty if they can. A model with `towers` may be given other values."""
-    others = sorted(name for name, value in batch.items() if name not in _KNOWN and _holds_tensors(name, value))
+    others = sorted(name for name, value in batch.items() if name not in _KNOWN and holds_values(name, value))
     if others and not towers:
         return f"{', '.join(others)} may have a value a token"
     positions = batch.get("position_ids")
     return "position_ids have several values a token" if positions is not None and positions.ndim != 2 else ""
 
 
-def _holds_tensors(name: str, value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.ndim > 0 and name not in _OF_BATCHES
-    return isinstance(value, Mapping | list | tuple) and bool(value)
-
-
 def fit(batch: Mapping[str, Any], labels: Any) -> bool:
     """Whether labels and types of tokens are of the shape of the tokens."""
     shape = batch_shape(batch)
-    values = [value for value in (labels, *map(batch.get, _TYPES)) if value is not None]
+    values = [value for value in (labels, *map(batch.get, TYPE_KEYS)) if value is not None]
     return all(isinstance(value, Tensor) and tuple(value.shape) == shape for value in values)
 
 
@@ -308,13 +267,10 @@ def _laid(pieces: Sequence[_Piece], rows: int, length: int) -> tuple[Tensor, Ten
     return places, torch.cat(sources), bounds
 
 
-def _targets(pieces: Sequence[_Piece], labels: Tensor | None, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _targets(pieces: Sequence[_Piece], following: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
     """What each token of the row predicts, and in how many texts that counts."""
     targets = torch.full((bounds[-1],), IGNORE_INDEX, device="cpu")
-    scored = torch.zeros(bounds[-1], dtype=torch.int64, device="cpu")
-    if labels is None:
-        return targets, scored
-    following = shift_labels(labels)
+    scored = torch.zeros_like(targets)
     for first, piece in zip(bounds, pieces, strict=False):
         place = slice(first, first + piece.stop - piece.start)
         for text in piece.texts:
@@ -322,8 +278,3 @@ def _targets(pieces: Sequence[_Piece], labels: Tensor | None, bounds: Sequence[i
             targets[place] = torch.maximum(targets[place], own)
             scored[place] += own != IGNORE_INDEX
     return targets, scored
-
-
-def _predicts(labels: Tensor, places: Tensor) -> bool:
-    """Whether padding has labels to predict."""
-    return bool(((shift_labels(labels) != IGNORE_INDEX) & (places < 0)).any())

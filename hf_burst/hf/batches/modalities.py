@@ -1,4 +1,4 @@
-"""Images and sound in batches: of which models they are served, and what ranks must have in common."""
+"""Images and sound in batches: which models may have them, and what must be equal on all ranks."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -9,15 +9,14 @@ from transformers import PreTrainedConfig
 
 from ...errors import BatchError
 from ..models.cut_point import TOKEN_INPUTS, needs_positions, served_modalities
-from .documents import BOUNDARY_KEYS, texts_of
+from .documents import BOUNDARY_KEYS, TYPE_KEYS, holds_values, tensors_in, texts_of
 
 SAME_MODALITIES = "Each rank that shares a batch needs all of its images and sound: give all of them the same batch."
-_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # not 0 where a token stands for an image or sound
+_TOKEN_TYPES = TYPE_KEYS[:2]  # for each of which a number stands for text
 _OF_TYPE = {1: "images", 2: "videos", 3: "sound"}  # as processors number them
 # in the names of arguments that hold sound, its lengths or its padding
 _SOUND = ("audio", "input_features", "input_values", "feature_attention_mask", "padding_mask")
 _TOKEN_ID = re.compile("(image|video|audio|vision|media).*_token_(id|index)$")  # in configs: what stands for images
-_OF_BATCHES = ("logits_to_keep", "num_items_in_batch")
 _TEXT = {*(known.name for known in TOKEN_INPUTS), *BOUNDARY_KEYS, *_TOKEN_TYPES, "attention_mask", "labels"}
 
 
@@ -35,7 +34,7 @@ def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -
     Raises:
         BatchError: If it holds images, videos or sound, and the class was not compared on them.
     """
-    name, held = kind.__name__, {key: value for key, value in batch.items() if _holds_values(value)}
+    name, held = kind.__name__, {key: value for key, value in batch.items() if holds_values(key, value)}
     marked = {key: text_type if key == "token_type_ids" else 0 for key in _TOKEN_TYPES}
     others = [key for key in held if key not in _TEXT]
     others += [key for key in _TOKEN_TYPES if key in held and (held[key] != marked[key]).any()]
@@ -62,7 +61,7 @@ def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -
 
 
 def _modalities_of(key: str, value: Any, text_type: int | None) -> set[str]:
-    """What an argument of a model that is no text belongs to, or the tokens of which it has the types."""
+    """The modalities of an argument that is no text, or of tokens by their types."""
     if text_type is not None:
         return {_OF_TYPE.get(kind, "images") for kind in value.unique().tolist() if kind != text_type}
     sounds = any(word in key for word in _SOUND) and "video" not in key
@@ -73,7 +72,7 @@ def values_besides_text(batch: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """The values of a batch that are no text, in containers too."""
     for key in sorted(batch):
         if key not in _TEXT:
-            yield from _tensors(batch[key])
+            yield from tensors_in(batch[key])
 
 
 def same_for_every_text(batch: Mapping[str, Any], config: PreTrainedConfig) -> bool:
@@ -82,13 +81,12 @@ def same_for_every_text(batch: Mapping[str, Any], config: PreTrainedConfig) -> b
     All values besides text are then as many equal parts as there are texts, and texts have as many tokens of each kind
     that stand for these. A number of tokens that differs would mean that parts and texts do not belong together.
     """
-    names = [key for key in batch if key not in _TEXT and _holds_values(batch[key])]
-    values = [batch[name] for name in names if name not in _OF_BATCHES]
+    values = [value for key, value in batch.items() if key not in _TEXT and holds_values(key, value)]
     if not values:
         return True
     known = (value for name, value in config.to_dict().items() if _TOKEN_ID.search(name))
     kinds = {number for number in known if isinstance(number, int)}
-    if not kinds or not all(map(_is_tensor, values)):
+    if not kinds or not all(isinstance(value, torch.Tensor) for value in values):
         return False
     ids, texts = batch["input_ids"], texts_of(batch)
     if any(len(value) % len(texts) for value in values):
@@ -97,20 +95,3 @@ def same_for_every_text(batch: Mapping[str, Any], config: PreTrainedConfig) -> b
     counts = torch.stack([marks[:, text.row, text.start : text.stop].sum(1) for text in texts])
     parts = [counts, *(value.unflatten(0, (len(texts), -1)) for value in values)]
     return bool(torch.stack([(part == part[:1]).all().to(ids.device) for part in parts]).all())  # one wait for a GPU
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor) and value.ndim:
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(torch.tensor([inner]) if isinstance(inner, int | float) else inner)
-
-
-def _holds_values(value: Any) -> bool:
-    """Whether an argument is a tensor, or several, and no setting. Transformers' `generate` gives an empty mapping."""
-    return bool(value.ndim if isinstance(value, torch.Tensor) else isinstance(value, Mapping | list | tuple) and value)

@@ -19,8 +19,6 @@ from .documents import batch_shape, real_tokens
 LAYOUT_KEY = "burst_batch"
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio's share of 2**64 (Knuth, The Art of Computer Programming 6.4)
-
-
 _PIECE = 2**22  # values of a weight that are summed at a time
 
 
@@ -46,11 +44,11 @@ def is_sharded(batch: Mapping[str, Any]) -> bool:
 def describe_shard(
     shard: Mapping[str, Any], full: Mapping[str, Any], layout: SequenceLayout, rank: int, task: Task
 ) -> ShardedBatch:
-    """The companion of a shard, with the checksums by which the model finds shards that do not belong together."""
+    """What a shard carries, with checksums that show whether shards belong together."""
     labelled = shard.get("labels") is not None
-    positions = _number({"position_ids": shard["position_ids"]})
+    positions = int(checksum({"position_ids": shard["position_ids"]}))
     padded = any(start for start, _ in real_tokens(full))
-    return ShardedBatch(layout, rank, _number(full), positions, longest_position(full), padded, labelled, task)
+    return ShardedBatch(layout, rank, int(checksum(full)), positions, longest_position(full), padded, labelled, task)
 
 
 def longest_position(full: Mapping[str, Any]) -> int:
@@ -81,7 +79,7 @@ def layout_of_shard(batch: Mapping[str, Any], config: BurstConfig, group: Contex
             f"The shard holds {rows} x {own} tokens, its layout says {layout.batch_size} x "
             f"{layout.sharding.tokens(group.rank)}. Do not cut or pad a batch after it was sharded."
         )
-    if _number({"position_ids": batch["position_ids"]}) != about.positions:
+    if int(checksum({"position_ids": batch["position_ids"]})) != about.positions:
         raise BatchError(
             "The position_ids do not match the sharding: they were changed after the batch was sharded. Leave them as "
             "hf_burst.shard_batch made them."
@@ -138,22 +136,16 @@ def _layout_by_positions(positions: torch.Tensor, config: BurstConfig, group: Co
     return layout
 
 
-def checksum(batch: Mapping[str, Any], token_inputs: Sequence[TokenInput] = TOKEN_INPUTS) -> torch.Tensor | None:
-    """A checksum of the token inputs, labels and padding mask of a batch, for which the host need not wait.
-
-    Returns:
-        `torch.LongTensor`, a scalar; `None` if there are no such tensors.
-    """
+def checksum(batch: Mapping[str, Any], token_inputs: Sequence[TokenInput] = TOKEN_INPUTS) -> torch.Tensor:
+    """A checksum of the token inputs, labels and padding mask of a batch, a scalar `torch.LongTensor` for which the
+    host need not wait; 0 if there are no such tensors."""
     total: torch.Tensor | None = None
     for key in (*(token_input.name for token_input in token_inputs), "labels", "attention_mask"):
         value = batch.get(key)
-        if not isinstance(value, torch.Tensor):
-            continue
-        bits = _bits(value)
-        tokens = bits.flatten(2).sum(2, dtype=torch.int64) if bits.ndim > 2 else bits.to(torch.int64)
-        own = _mixed(tokens.flatten() + zlib.crc32(key.encode())).sum()
-        total = own if total is None else total * _SPREAD + own.to(total.device)
-    return total
+        if isinstance(value, torch.Tensor):
+            own = sum_of_bits(value) + zlib.crc32(key.encode())
+            total = own if total is None else total * _SPREAD + own.to(total.device)
+    return torch.zeros((), dtype=torch.int64, device="cpu") if total is None else total
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,9 +179,3 @@ def _mixed(values: torch.Tensor) -> torch.Tensor:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     bits = tensor.detach()
     return bits.contiguous().view(_SAME_SIZE[bits.dtype.itemsize]) if bits.is_floating_point() else bits
-
-
-def _number(batch: Mapping[str, Any]) -> int:
-    """The checksum of a batch on the host."""
-    value = checksum(batch)
-    return 0 if value is None else int(value)

@@ -1,6 +1,6 @@
 """What ranks tell each other behind each token: whether it is the same, whether to stop, and what went wrong on one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +15,8 @@ from ..sharded_cache import ShardedCache
 
 
 class EachToken(StoppingCriteria):
-    """What criteria of the first rank say, on all ranks. An error of a streamer, a criterion or a logits processor on
-    one rank is raised on all, as none of them would wait for the others.
-
-    Args:
-        criteria (sequence of `StoppingCriteria`): Those of this rank.
-        group ([`ContextGroup`]): The ranks, several, which all make one.
-        device (`torch.device`): Where they communicate.
-        cache ([`ShardedCache`]): What the passes take up.
-    """
+    """Has all ranks stop where the criteria of the first rank say so. An error of a streamer, a criterion or a logits
+    processor on one rank is raised on all. Every rank makes one."""
 
     def __init__(
         self, criteria: Sequence[StoppingCriteria], group: ContextGroup, device: torch.device, cache: ShardedCache
@@ -31,7 +24,9 @@ class EachToken(StoppingCriteria):
         self.criteria, self.group, self.device = StoppingCriteriaList(criteria), group, device
         self.error: BaseException | None = None  # of this rank, which the others do not know of
         self.length = 0
-        self.cache, self.compared = cache, cache.get_seq_length()  # as long as when ranks last compared a token
+        self.cache = cache
+        self.compared = cache.get_seq_length()  # as long as when ranks last compared a token
+        cache.compares = not cache.is_read  # questions are compared before their pass
         ends: Any = next((each for each in criteria if hasattr(each, "eos_token_id")), None)
         self.stops, pads = group.gather((bool(criteria), ends is not None), device, "generate")[0]
         if pads:  # rows that end, as generate looks for this name
@@ -39,11 +34,8 @@ class EachToken(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         done = torch.zeros(len(input_ids), dtype=torch.uint8, device=self.device)
-        if self.group.rank == 0 and self.stops and self.error is None:
-            try:
-                done.copy_(self.criteria(input_ids, scores, **kwargs))
-            except BaseException as problem:  # also when the user interrupts
-                self.error = problem
+        if self.group.rank == 0 and self.stops:
+            self.note(lambda: done.copy_(self.criteria(input_ids, scores, **kwargs)))
         self._compare(input_ids[:, self.length :])
         self.length = input_ids.shape[1]
         if self.stops:
@@ -51,19 +43,26 @@ class EachToken(StoppingCriteria):
                 torch.distributed.broadcast(done, self.group.members[0], group=self.group.process_group)
         return done.bool().to(input_ids.device)
 
+    def note(self, function: Callable[..., Any], *args: Any) -> None:
+        """Calls a function of the user's. Its error waits until all ranks hear of it, and ends such calls."""
+        if self.error is None:
+            try:
+                function(*args)
+            except BaseException as problem:  # also when the user interrupts
+                self.error = problem
+
     def tell(self, problem: BaseException, begun: bool) -> None:
         """Tells the other ranks of an error between two passes, and of an interrupt anywhere.
 
-        Where they wait: before the prompt is read, if no pass has `begun`; before the pass of questions to a memory, or
-        behind a pass that this rank has ended, where tokens are compared; else in the middle of one, out of which they
-        must be taken.
+        The other ranks wait before the prompt is read, if no pass has `begun`; or where tokens are compared, before the
+        pass of questions to a document and behind any other; or else in the middle of a pass, which is ended there.
         """
         cache = self.cache
         if problem is self.error or isinstance(problem, RankMismatchError | LostRankError) or self.group.broken:
             return
         if not begun and not cache.is_read:
             self.group.agree({}, problem, self.device, doing="generate")
-        elif not cache.is_read or cache.failed:
+        elif not cache.is_read or cache.is_within_pass:
             if not isinstance(problem, Exception):
                 self.group.interrupted(problem)
         elif not cache.compares or cache.get_seq_length() > self.compared:
@@ -74,6 +73,7 @@ class EachToken(StoppingCriteria):
 
     def end(self) -> None:
         """After the last token, on all ranks."""
+        self.cache.compares = False
         self.group.agree({}, self.error, self.device, doing="generate")
 
     def _compare(self, tokens: Tensor) -> None:
@@ -83,38 +83,20 @@ class EachToken(StoppingCriteria):
 
 
 class NotedStreamer(BaseStreamer):
-    """A streamer whose errors wait until all ranks hear of them.
-
-    Args:
-        streamer (`BaseStreamer`): That of the first rank.
-        each ([`EachToken`]): Where they wait.
-    """
+    """The streamer of the first rank. Its errors wait until all ranks hear of them."""
 
     def __init__(self, streamer: BaseStreamer, each: EachToken) -> None:
         self.streamer, self.each = streamer, each
 
     def put(self, value: Tensor) -> None:
-        if self.each.error is None:
-            try:
-                self.streamer.put(value)
-            except BaseException as problem:  # also when the user interrupts
-                self.each.error = problem
+        self.each.note(self.streamer.put, value)
 
     def end(self) -> None:
-        if self.each.error is None:
-            try:
-                self.streamer.end()
-            except BaseException as problem:  # also when the user interrupts
-                self.each.error = problem
+        self.each.note(self.streamer.end)
 
 
 class StreamerBehind(BaseStreamer):
-    """A streamer that is given a question in the place of the document and the question, which `generate` hands first.
-
-    Args:
-        streamer (`BaseStreamer`): That of the user.
-        question (`torch.LongTensor` of shape `(1, tokens)`): The question.
-    """
+    """A streamer that gets the question first, where `generate` hands document and question."""
 
     def __init__(self, streamer: BaseStreamer, question: Tensor) -> None:
         self.streamer, self.question, self.begun = streamer, question.cpu(), False

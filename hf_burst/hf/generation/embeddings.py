@@ -1,18 +1,17 @@
 """One vector of each document of a batch, over ranks, without its hidden states being gathered."""
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, Literal
 
 from accelerate.utils import get_mixed_precision_context_manager
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..batches.sharded import is_sharded
 from ..groups import PATCH
 from ..overrides import Override
-from .request import patched
+from .settings import patched
 
 _OF_LOSSES = ("labels", "num_items_in_batch")
 
@@ -59,11 +58,13 @@ def embeddings(
     if not is_sharded(inputs):
         inputs = {name: value for name, value in inputs.items() if name not in _OF_LOSSES}
     patch.pooling = str(pooling)
+    instead = None if base.base_model is base else _BaseModel.put(base)
     try:
-        with _without_head(base):
-            found: Tensor = model(**inputs)["last_hidden_state"]
+        found: Tensor = model(**inputs)["last_hidden_state"]
     finally:
         patch.pooling = None
+        if instead is not None:
+            instead.remove()
     return found
 
 
@@ -79,16 +80,3 @@ class _BaseModel(Override):
         prepared = "_original_forward" in vars(model)
         with get_mixed_precision_context_manager(native_amp=True) if prepared else nullcontext():
             return model.base_model(*args, **given)
-
-
-@contextmanager
-def _without_head(model: PreTrainedModel) -> Iterator[None]:
-    """Has a model return what its base model does."""
-    if model.base_model is model:
-        yield
-        return
-    instead = _BaseModel.put(model)
-    try:
-        yield
-    finally:
-        instead.remove()

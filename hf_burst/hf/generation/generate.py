@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
 
+from ...config import still_called
 from ...errors import BatchError, ConfigError
 from ...ranks.group import ContextGroup
 from ..batches.sharded import checksum
@@ -15,9 +17,10 @@ from ..groups import PATCH
 from ..parts.tokens import check_ranges
 from ..sharded_cache import ShardedCache
 from ..view import device_of
+from .document import Document, with_document
 from .each_token import EachToken, NotedStreamer, StreamerBehind
-from .memory import RememberedDocument, with_document
-from .request import (
+from .settings import (
+    agreed,
     asked,
     cache_key,
     check,
@@ -37,12 +40,13 @@ _QUESTIONS = ("input_ids", "attention_mask")
 _SAME_PROMPTS = "Give generate the same prompt and the same settings on all ranks of a group."
 
 
+@still_called("memory", "document")
 @torch.no_grad()
 def generate(
     model: nn.Module,
     inputs: Tensor | None = None,
     *,
-    memory: RememberedDocument | None = None,
+    document: Document | None = None,
     cuda_graphs: bool = True,
     **kwargs: Any,
 ) -> Any:
@@ -61,9 +65,9 @@ def generate(
         model (`nn.Module`): A causal language model that [`patch_model`] patched, or what `accelerator.prepare` made of
             it, in evaluation (`model.eval()`).
         inputs (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): The prompts, as `input_ids`. Pad them on the
-            left, with an `attention_mask`. With a memory they are questions to its document.
-        memory ([`RememberedDocument`], *optional*): A document that stands before each prompt, and is read once for
-            all. Lengths (`max_length`) and logits processors count it; what is returned begins with the question.
+            left, with an `attention_mask`. With a document they are questions to it.
+        document ([`Document`], *optional*): What stands before each prompt, and is read once for all. Lengths
+            (`max_length`) and logits processors count it; what is returned begins with the question.
         cuda_graphs (`bool`, defaults to `True`): Whether to record a step of one token as CUDA graphs on a GPU, and to
             play them for later ones. Scores are the same up to rounding. Steps that cannot be recorded run as they are,
             and the log (`INFO`) says why: weights of several ranks (FSDP2) or on several GPUs, autocast,
@@ -91,18 +95,18 @@ def generate(
     patch = getattr(base, PATCH)
     together = patch.generate_together
     if together is not None:
-        if memory is not None:
+        if document is not None:
             raise ConfigError("A rollout runs on the first rank of a group, where no document can be remembered.")
         return together(inputs, **kwargs, **({} if cuda_graphs else {"cuda_graphs": False}))
     if inputs is not None and kwargs.get("input_ids") is None:
-        inputs, kwargs["input_ids"] = None, inputs
-    asked_with = _agree(base, group, kwargs, memory, twice=inputs is not None, cuda_graphs=cuda_graphs)
-    if memory is not None:
-        memory.check(base, group)
-    cache = new_cache(base, group, copies_of(base, kwargs)) if memory is None else memory.cache()
+        kwargs["input_ids"] = inputs
+        inputs = None
+    asked_with = _agree(base, group, kwargs, document, twice=inputs is not None, cuda_graphs=cuda_graphs)
+    if document is not None:
+        document.check(base, group)
+    cache = new_cache(base, group, copies_of(base, kwargs)) if document is None else document.cache()
     own, each = on_ranks(base, group, kwargs, cache)
-    cache.compares = each is not None and memory is None  # questions are compared before their pass
-    if memory is not None:
+    if document is not None:
         own |= zip(("input_ids", "attention_mask"), asked_with, strict=True)
         if own.get("streamer") is not None:
             own["streamer"] = StreamerBehind(own["streamer"], kwargs["input_ids"])
@@ -117,72 +121,59 @@ def generate(
             if each is not None:
                 each.tell(problem, patch.passes > passes)
             raise
-    cache.compares = False
     if each is not None:
         each.end()
-    return found if memory is None else _without(memory, kwargs["input_ids"], found)
+    return found if document is None else _without(document, kwargs["input_ids"], found)
 
 
 def _agree(
     model: PreTrainedModel,
     group: ContextGroup,
     kwargs: Mapping[str, Any],
-    memory: RememberedDocument | None,
+    document: Document | None,
     twice: bool,
     cuda_graphs: bool,
 ) -> tuple[Tensor, ...]:
-    """Checks what this rank was given, and compares it with what others were. Returns questions with the document of a
-    memory, and their mask.
+    """Checks what this rank was given, and compares it with what others were. Returns questions with their document,
+    and their mask.
 
     Args:
         twice (`bool`): Whether the prompt was given twice.
     """
-    error: Exception | None = None
-    facts: dict[str, Any] = {}
-    checksums: dict[str, Tensor] = {}
-    asked_with: tuple[Tensor, ...] = ()
-    try:
+    with agreed(group, device_of(model), "generate") as found:
         if twice:
             raise BatchError("The prompt was given twice, as inputs and as input_ids. Leave one of them out.")
         check(model, kwargs)
-        facts = {
-            "generate": settings_of({**kwargs, "cuda_graphs": cuda_graphs}) if group.size > 1 else {},
-            **settings_of({"generation_config": model.generation_config}),
-        }
-        content = checksum(kwargs)
-        checksums = {} if content is None else {"prompt (checksum)": content}
-        if memory is not None:
-            facts["memory"] = memory.number
-            asked_with = _questions(model, memory, kwargs)
-    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
-        error = problem
-    advice = dict.fromkeys(("generate", "generation_config", "memory", "prompt (checksum)"), _SAME_PROMPTS)
-    group.agree(facts, error, device_of(model), 0, checksums, advice, "generate")
-    return asked_with
+        asked_for = settings_of({**kwargs, "cuda_graphs": cuda_graphs}) if group.size > 1 else {}
+        found.add("generate", asked_for, _SAME_PROMPTS)
+        found.add("generation_config", **settings_of({"value": model.generation_config}), advice=_SAME_PROMPTS)
+        found.add("prompt (checksum)", checksum(kwargs), _SAME_PROMPTS)
+        found.add("document", None if document is None else document.number, _SAME_PROMPTS)
+        return () if document is None else _questions(model, document, kwargs)
 
 
-def _without(memory: RememberedDocument, questions: Tensor, found: Any) -> Any:
+def _without(document: Document, questions: Tensor, found: Any) -> Any:
     """What `model.generate` returned, without the document: behind the padding of a row, its question."""
     if not isinstance(found, Tensor):
-        found.sequences = _without(memory, questions, found.sequences)
+        found.sequences = _without(document, questions, found.sequences)
         return found
     given = questions.to(found).repeat_interleave(len(found) // len(questions), 0)
-    return torch.cat([given, found[:, len(memory) + given.shape[1] :]], 1)
+    return torch.cat([given, found[:, len(document) + given.shape[1] :]], 1)
 
 
-def _questions(model: PreTrainedModel, memory: RememberedDocument, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Questions to a memory with its document, and their mask."""
+def _questions(model: PreTrainedModel, document: Document, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Questions with their document, and their mask."""
     others = [name for name in prompt_tensors(kwargs) if name not in _QUESTIONS]
     if kwargs.get("input_ids") is None or others:
         given = ", ".join(others) or "no input_ids"
-        raise BatchError(f"Questions to a memory are input_ids, an attention_mask and nothing besides, not {given}.")
+        raise BatchError(f"Questions to a document are input_ids, an attention_mask and nothing besides, not {given}.")
     if asked(model, kwargs, "prompt_lookup_num_tokens"):
         raise ConfigError(
-            "generate was given a memory and prompt_lookup_num_tokens, for which Transformers would read the document "
-            "again, behind itself. Leave one of them out."
+            "generate was given a document and prompt_lookup_num_tokens, for which Transformers would read it again, "
+            "behind itself. Leave one of them out."
         )
     check_ranges({"input_ids": kwargs["input_ids"]}, model.config.get_text_config().vocab_size, None, None)
-    return with_document(memory, kwargs["input_ids"], kwargs.get("attention_mask"))
+    return with_document(document, kwargs["input_ids"], kwargs.get("attention_mask"))
 
 
 def on_ranks(
@@ -217,25 +208,15 @@ def same_random_numbers(group: ContextGroup, device: torch.device) -> Iterator[N
     if group.size == 1:
         yield
         return
-    own = _random_state(device)
-    states = group.gather(own, device, "generate")
-    if states.count(own) < len(states):
-        _set_random_state(states[0], device)
+    on_gpu = device.type == "cuda"
+    own = torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()
+    draw = partial(torch.cuda.set_rng_state, device=device) if on_gpu else torch.set_rng_state
+    states = group.gather(own.numpy().tobytes(), device, "generate")
+    first = torch.frombuffer(bytearray(states[0]), dtype=torch.uint8)
+    if len(set(states)) > 1:
+        draw(first)
     try:
         yield
     finally:
-        if own != states[0]:
-            _set_random_state(own, device)
-
-
-def _random_state(device: torch.device) -> bytes:
-    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return state.numpy().tobytes()
-
-
-def _set_random_state(state: bytes, device: torch.device) -> None:
-    tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(tensor, device)
-    else:
-        torch.set_rng_state(tensor)
+        if not own.equal(first):
+            draw(own)

@@ -1,5 +1,5 @@
 """Numbers of single tokens over ranks, their losses or divergences from a teacher, with a gradient; and losses behind a
-remembered document."""
+document that was read before."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...config import still_called
 from ...errors import BatchError, ConfigError
 from ...layers import loss
 from ..batches.documents import batch_shape
@@ -18,18 +19,19 @@ from ..lazy_head import is_partitioned, logits_of_some, values_of_tokens
 from ..parts.token_losses import Question, Scores, TokenLosses, check_weights, is_sharded_head
 from ..parts.tokens import check_ranges
 from ..view import device_of, inner_modules
-from .memory import RememberedDocument, with_document
-from .request import cache_key, check, patched
+from .document import Document, with_document
+from .settings import agreed, cache_key, check, patched
 
 # tensors as wide as the vocabulary, of the tokens that a divergence takes at a time
 _WIDE = {"forward_kl": 6, "reverse_kl": 6, "jsd": 12}
 
 
+@still_called("memory", "document")
 def token_losses(
     model: nn.Module,
     batch: Mapping[str, Any],
     weights: Tensor | None = None,
-    memory: RememberedDocument | None = None,
+    document: Document | None = None,
 ) -> Tensor:
     """The cross-entropy of every token of a batch, over all ranks that share it, for losses of one's own.
 
@@ -43,17 +45,16 @@ def token_losses(
         batch (mapping): A full batch, see [`shard_batch`], or a shard, with `labels`.
         weights (`torch.Tensor` of shape `(batch, tokens)`, *optional*): What the loss of each label of the whole batch
             is multiplied with, the same on every rank. Nothing is divided.
-        memory ([`RememberedDocument`], *optional*): A document that stands before each row; the batch is then
-            `input_ids` and `labels`, with an `attention_mask` if it is padded on the left. Every rank scores all of
-            it, without a gradient.
+        document ([`Document`], *optional*): What stands before each row; the batch is then `input_ids` and `labels`,
+            with an `attention_mask` if it is padded on the left. Every rank scores all of it, without a gradient.
 
     Returns:
         `torch.Tensor` of shape `(batch, tokens)` of the whole batch, in nats, fp32 (fp64 for a model in fp64), the same
         on every rank. Each value stands where its label does. It is 0 where nothing is predicted: labels of -100, and
-        the first token of a row for a causal model, unless a memory stands before it.
+        the first token of a row for a causal model, unless a document stands before it.
 
     Raises:
-        ConfigError: If the model is not patched or has no language-model head, or the memory is not of this model.
+        ConfigError: If the model is not patched or has no language-model head, or another model has read the document.
         BatchError: If there are no labels, or the weights do not fit.
         RankMismatchError: If labels or weights differ between ranks.
 
@@ -64,8 +65,8 @@ def token_losses(
     >>> (losses * importance).sum().backward()
     ```
     """
-    if memory is not None:
-        return _behind(model, batch, weights, memory)
+    if document is not None:
+        return _behind(model, batch, weights, document)
     return _ask(model, batch, Question(_losses, {"token losses": True}, weights))
 
 
@@ -186,45 +187,38 @@ def _divergences(
 
 
 @torch.no_grad()
-def _behind(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None, memory: RememberedDocument) -> Tensor:
+def _behind(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None, document: Document) -> Tensor:
     """The losses of tokens that stand behind a document."""
     base, group = patched(model)
-    error: Exception | None = None
-    checksums: dict[str, Tensor] = {}
     ids, mask, labels = (batch.get(name) for name in ("input_ids", "attention_mask", "labels"))  # type: Any, Any, Any
-    whole = shown = torch.empty(0)
-    try:
+    with agreed(group, device_of(base), "token_losses behind a document") as found:
+        found.facts |= {"document": document.number, "weights": weights is not None}
         if others := sorted(set(batch) - {"input_ids", "attention_mask", "labels"}):
-            raise BatchError(f"Behind a memory a batch is input_ids and labels; leave out {', '.join(others)}.")
+            raise BatchError(f"Behind a document a batch is input_ids and labels; leave out {', '.join(others)}.")
         check(base, {"input_ids": ids, "use_cache": True})
         if labels is None or labels.shape != ids.shape:
             shape = "missing" if labels is None else f"of shape {tuple(labels.shape)}"
             raise BatchError(f"The labels are {shape}; token_losses needs labels of shape {batch_shape(batch)}.")
         check_weights(weights, tuple(labels.shape))
         check_ranges({"input_ids": ids, "labels": labels}, base.config.get_text_config().vocab_size, None, None)
-        whole, shown = with_document(memory, ids, mask)
-        own = checksum(batch)
-        checksums = {} if own is None else {"answers (checksum)": own}
-        checksums |= {} if weights is None else {"weights of tokens (checksum)": sum_of_bits(weights)}
-    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
-        error = problem
-    facts = {"document": memory.number, "weights": weights is not None}
-    group.agree(facts, error, device_of(base), 0, checksums, doing="token_losses behind a memory")
-    memory.check(base, group)
+        whole, shown = with_document(document, ids, mask)
+        found.add("answers (checksum)", checksum(batch))
+        found.add("weights of tokens (checksum)", None if weights is None else sum_of_bits(weights))
+    document.check(base, group)
     new = labels.shape[1]
     positions = (shown.cumsum(1) - 1).clamp(min=0)[:, -new:]
-    found = base(
+    logits = base(
         input_ids=whole[:, -new:],
         attention_mask=shown,
         position_ids=positions,
-        **{cache_key(base): memory.cache()},
+        **{cache_key(base): document.cache()},
         use_cache=True,
     ).logits
     padding = shown.shape[1] - shown.sum(1)  # the first token of a row is predicted by the document alone
-    before = functional.pad(found, (0, 0, 1, 0))[:, :-1]
-    first = torch.arange(new, device=found.device) == padding[:, None]
-    before = torch.where(first[..., None], memory.logits.to(found), before)
-    hidden = torch.arange(new, device=found.device) < padding[:, None]
+    before = functional.pad(logits, (0, 0, 1, 0))[:, :-1]
+    first = torch.arange(new, device=logits.device) == padding[:, None]
+    before = torch.where(first[..., None], document.logits.to(logits), before)
+    hidden = torch.arange(new, device=logits.device) < padding[:, None]
     targets = labels.masked_fill(hidden, loss.IGNORE_INDEX)
     losses = loss.token_losses(before.flatten(0, 1), targets.flatten()).view_as(targets)
     return losses if weights is None else losses * weights.to(losses)

@@ -13,7 +13,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import lru_cache, partial, update_wrapper
 from typing import Any
 
@@ -25,12 +24,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...attention.shared_keys import Exchange, exchanged
 from ...ranks.group import ContextGroup
-from ..cached_tokens import FixedStep
-from ..context import CachedPass, current, entered
+from ..answer import Fixed, Stepping
+from ..context import current
 from ..overrides import Override
 from ..sharded_cache import ShardedCache
 from ..view import ModelView
-from .request import adapted_modules, adapters_at_work
+from .settings import adapted_modules, adapters_at_work
 
 logger = logging.getLogger(__name__)
 
@@ -105,11 +104,7 @@ class CudaGraphs:
 
 
 class Recording:
-    """A step as graphs, and the exchanges between them.
-
-    Args:
-        device (`torch.device`): Where it runs.
-    """
+    """A step on a device as graphs, and the exchanges between them."""
 
     def __init__(self, device: torch.device) -> None:
         self.graphs = CudaGraphs(device)
@@ -146,52 +141,54 @@ class Recording:
             graph.replay()
             received.copy_(exchange(own, group))
         self.last.replay()
-        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.output)
+        return tree_map(_copied, self.output)
 
 
-class StepGraphs:
+class StepGraphs(Override):
     """The forward of a model in one call of `generate`.
 
     Args:
-        plain (callable): Its forward, as it was.
-        state (callable): What a recording follows from, and may change between two steps.
+        changing (`bool`): Whether code of users runs between steps, which may change the model.
     """
 
-    def __init__(self, plain: Callable[..., Any], state: Callable[[], Any]) -> None:
-        self.plain, self.state = plain, state
+    def __init__(self, module: nn.Module, own: Any, changing: bool) -> None:
+        super().__init__(module, own)
+        update_wrapper(self, self.plain.func if isinstance(self.plain, partial) else self.plain)
+        self.state = _state_of(module) if changing else lambda: None
         self.before: Any = None  # the state of the first step
-        self.seen: _Looks | None = None
+        self.seen: Any = None  # how it looked
         self.steps = 0  # that looked so
         self.inputs: dict[str, Any] = {}
-        self.fixed: FixedStep | None = None
+        self.fixed: Fixed | None = None
         self.recording: Recording | None = None
         self.compared = self.given_up = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context = current()
-        cached = None if context is None else context.cached
-        one = cached is not None and cached.positions is not None and cached.positions.shape[1] == 1
-        if cached is None or not one or self.given_up:
+        cache = None if context is None else context.cached
+        phase = None if cache is None else cache.answer.phase
+        one = isinstance(phase, Stepping) and phase.positions.shape[1] == 1
+        if cache is None or not one or self.given_up:
             return self.plain(*args, **kwargs)
         state = self.state()
         self.before = state if self.seen is None else self.before
         if state != self.before:
             self._give_up("the model was changed while it generated")
             return self.plain(*args, **kwargs)
-        looks = _looks(cached.cache, kwargs)
+        looks = _looks(cache, kwargs)
         if looks is None or args:
             self._give_up("a step has arguments that cannot be compared with those of another")
             return self.plain(*args, **kwargs)
         if looks != self.seen:
             self.seen, self.steps, self.fixed, self.recording, self.compared = looks, 0, None, None, False
         self.steps += 1
-        if self.steps <= _AS_THEY_ARE or not self._move(cached.cache, kwargs):
+        if self.steps <= _AS_THEY_ARE or not self._move(cache, kwargs):
             return self.plain(**kwargs)
         assert self.fixed is not None, "it has moved"
         if self.recording is None:
-            output = self._run_and_record(cached.cache)
+            output = self._run_and_record(self.fixed)
         elif not self.compared:
-            output = self._run_and_compare(cached.cache, self.recording)
+            output = self._run_and_compare(cache, self.fixed, self.recording)
         else:
             output = self.recording.play(exchanged)
         self.fixed.count()
@@ -203,41 +200,36 @@ class StepGraphs:
             self.fixed = cache.fixed_step()
             if self.fixed is None:
                 self._give_up("layers do not keep the same number of keys")
-            self.inputs = {name: _place(value) for name, value in kwargs.items() if name != _MASK}
+            self.inputs = tree_map(_copied, {name: value for name, value in kwargs.items() if name != _MASK})
         for name, place in self.inputs.items():
             if isinstance(place, Tensor):
                 place.copy_(kwargs[name])
         return self.fixed is not None and self.fixed.move()
 
-    def _run(self, cache: ShardedCache, exchange: Exchange) -> Any:
+    def _run(self, fixed: Fixed, exchange: Exchange) -> Any:
         """The step with tensors at fixed places."""
-        context = current()
-        assert context is not None, "a pass is under way"
-        assert self.fixed is not None, "the places are known"
-        cached = CachedPass(cache, self.fixed.query, exchange)
-        with entered(replace(context, cached=cached)), self.fixed.entered():
+        with fixed.entered(exchange):
             return self.plain(**self.inputs)
 
-    def _run_and_record(self, cache: ShardedCache) -> Any:
-        recording = Recording(cache.tokens.own.device)
+    def _run_and_record(self, fixed: Fixed) -> Any:
+        recording = Recording(fixed.positions.device)
         with recording.graphs.aside(), CudaGraphs.noticed_waits() as waits:  # what libraries need there, they make now
-            output = self._run(cache, exchanged)
-        assert self.fixed is not None, "the step has run"
-        if waits or self.fixed.asked_for_length:
+            output = self._run(fixed, exchanged)
+        if waits or fixed.lent:
             waiting = f"the model waits for the device ({waits[0]})" if waits else ""
             self._give_up(waiting or "the model asks its cache how long it is, and computes with the number")
             return output
-        layers = self.fixed.layers
+        took = fixed.took
         try:
-            recording.record(lambda exchange: self._run(cache, exchange))
+            recording.record(partial(self._run, fixed))
         except Exception as problem:
             self._give_up(repr(problem))
         else:
             self.recording = recording
-        self.fixed.layers = layers  # also if the recording ended in its middle
+        fixed.took = took  # also if the recording ended in its middle
         return output
 
-    def _run_and_compare(self, cache: ShardedCache, recording: Recording) -> Any:
+    def _run_and_compare(self, cache: ShardedCache, fixed: Fixed, recording: Recording) -> Any:
         """Runs a step, and plays it with what it received: what it sends, returns and keeps must be equal."""
         sent: list[Tensor] = []
         received: list[Tensor] = []
@@ -252,9 +244,9 @@ class StepGraphs:
             return received[len(again) - 1]
 
         again: list[Tensor] = []
-        states = cache.states.tensors  # which each run of the step would move on
+        states = cache.state_tensors  # which each run of the step would move on
         before = [state.clone() for state in states]
-        output = self._run(cache, noted)
+        output = self._run(fixed, noted)
         after = [state.clone() for state in states]
         for state, earlier in zip(states, before, strict=True):
             state.copy_(earlier)
@@ -273,7 +265,7 @@ class StepGraphs:
         logger.info("hf_burst generates without CUDA graphs: %s.", why)
 
 
-def _looks(cache: ShardedCache, kwargs: Mapping[str, Any]) -> "_Looks | None":
+def _looks(cache: ShardedCache, kwargs: Mapping[str, Any]) -> Any:
     """What must be the same in a step for a recording to be played; `None` for arguments that cannot be compared."""
     found: list[tuple[Any, ...]] = []
     if cache.is_padded and kwargs.get("position_ids") is None:  # they may be counted by the mask, which is left out
@@ -288,14 +280,11 @@ def _looks(cache: ShardedCache, kwargs: Mapping[str, Any]) -> "_Looks | None":
     return tuple(found), cache.places
 
 
-_Looks = tuple[tuple[tuple[Any, ...], ...], tuple[tuple[int, ...], ...]]
-
-
 def _tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
-def _place(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -344,35 +333,15 @@ def _inside(own: Mapping[str, Any]) -> tuple[Any, ...]:
 
 @contextmanager
 def stepping(model: nn.Module, changing: bool) -> Iterator[None]:
-    """Has steps of one token played as CUDA graphs, where they can be.
-
-    Args:
-        model (`nn.Module`): Whose forward is played.
-        changing (`bool`): Whether code of users runs between steps, which may change the model.
-    """
-    kinds = {weight.device.type for weight in model.parameters()}
-    if kinds == {"cpu"} != {CudaGraphs.device_type}:
-        yield
-        return
+    """Has steps of one token of a model played as CUDA graphs, where they can be. Code of users that runs between steps
+    may be `changing` the model."""
     obstacle = _obstacle(model)
-    if obstacle:
+    on_cpu = all(weight.is_cpu for weight in model.parameters())
+    stepped = None if obstacle else StepGraphs.put(model, changing)
+    if obstacle and not (on_cpu and CudaGraphs.device_type == "cuda"):  # without a GPU nobody expects them
         logger.info("hf_burst generates without CUDA graphs: %s.", obstacle)
-        yield
-        return
-    stepped = _Stepped.put(model, changing)
     try:
         yield
     finally:
-        stepped.remove()
-
-
-class _Stepped(Override):
-    """The forward of a model, by [`StepGraphs`]."""
-
-    def __init__(self, module: nn.Module, own: Any, changing: bool) -> None:
-        super().__init__(module, own)
-        self.steps = StepGraphs(self.plain, _state_of(module) if changing else lambda: None)
-        update_wrapper(self, self.plain.func if isinstance(self.plain, partial) else self.plain)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.steps(*args, **kwargs)
+        if stepped is not None:
+            stepped.remove()

@@ -10,7 +10,6 @@ from ...ranks.collectives import gather_stacked
 from ...ranks.group import ContextGroup
 from ..batches.documents import TOKEN_KEYS, batch_shape, tokens_of
 from ..batches.sharded import checksum
-from ..context import CachedPass
 from ..forward_pass import Agreement, Batch, Call, ForwardPass
 from ..sharded_cache import ShardedCache
 from .base import Part
@@ -23,9 +22,6 @@ class KeyCache(Part):
     """Has the cache of a pass take up the keys of the prompt. Copies of a prompt in the batch, as for beams, are read
     once."""
 
-    def __init__(self) -> None:
-        self.cache: ShardedCache | None = None  # of the pass
-
     def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
         layout = batch.layout
         held = isinstance(call.cache, ShardedCache)
@@ -34,27 +30,22 @@ class KeyCache(Part):
         agreement.add("a cache over ranks", held)
 
     def begin(self, run: ForwardPass) -> None:
-        cache = run.call.cache
-        if not isinstance(cache, ShardedCache):
-            return
-        self.cache = cache
-        cache.begin_prompt(run.batch.layout, run.device)
+        if isinstance(run.call.cache, ShardedCache):
+            run.call.cache.begin_prompt(run.batch.layout, run.device)
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
-        if self.cache is not None:
-            self.cache.end_prompt()
-
-    def end(self) -> None:
-        self.cache = None
-
-    def repeated(self, values: torch.Tensor) -> torch.Tensor:
-        """The logits or states of prompts, those of a prompt as often as it stands in the batch."""
-        copies = 1 if self.cache is None else self.cache.copies
-        return values if copies == 1 else values.repeat_interleave(copies, 0)
+        if isinstance(run.call.cache, ShardedCache):
+            run.call.cache.end_prompt()
 
 
-def once(cache: ShardedCache, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch with each prompt once, of copies that follow each other, as `generate` makes them.
+def repeated(values: torch.Tensor, cache: Any) -> torch.Tensor:
+    """Logits or states of prompts that were read once, for each copy of a prompt in the batch."""
+    copies = cache.copies if isinstance(cache, ShardedCache) else 1
+    return values if copies == 1 else values.repeat_interleave(copies, 0)
+
+
+def each_once(cache: ShardedCache, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch with each prompt once, where `generate` made copies that follow each other.
 
     Raises:
         BatchError: If copies are missing, or a tensor is not known to have a row for each.
@@ -76,8 +67,8 @@ def once(cache: ShardedCache, batch: Mapping[str, Any]) -> dict[str, Any]:
     return part
 
 
-def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> CachedPass:
-    """The pass over new tokens of a batch, which every rank computes.
+def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> None:
+    """Prepares cache and batch for a pass over new tokens.
 
     Raises:
         BatchError: If they do not fit the cache.
@@ -91,13 +82,12 @@ def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> CachedPass:
     shown = batch.get("attention_mask")
     if shown is not None and (not isinstance(shown, torch.Tensor) or shown.ndim != 2):
         raise BatchError("attention_mask must be of shape (batch, tokens) over ranks.")
-    group = cache.tokens.group
+    group = cache.answer.group
     if not cache.compares and not same_tokens(group, batch):
         group.agree({}, None, tokens_of(batch).device, doing="generate")  # raises what another rank says
     positions = cache.begin_step(rows, new, shown)
-    if batch.get("position_ids") is None and not cache.tokens.unpadded:
+    if batch.get("position_ids") is None and not cache.answer.unpadded:
         batch["position_ids"] = positions.clamp(min=0)  # by itself a model would count the padding of other questions
-    return CachedPass(cache, positions)
 
 
 def same_tokens(group: ContextGroup, batch: Mapping[str, Any], failed: bool = False) -> bool:
@@ -109,7 +99,6 @@ def same_tokens(group: ContextGroup, batch: Mapping[str, Any], failed: bool = Fa
     if group.size == 1:
         return not failed
     own = checksum({name: batch[name] for name in TOKEN_KEYS if batch.get(name) is not None})
-    assert own is not None, "there are tokens"
     with group.messages():
         every = gather_stacked(torch.stack([own, torch.full_like(own, int(failed))]), group)
     sums, failures = zip(*every.tolist(), strict=True)  # generate waits for the device after each token, too

@@ -12,7 +12,7 @@ from ..lazy_head import logits_of_some
 from .base import Part
 from .deferred_logits import DeferredLogits, writes
 from .head import Head
-from .key_cache import KeyCache
+from .key_cache import repeated
 from .states import whole
 from .token_losses import check_head_again
 
@@ -23,8 +23,8 @@ _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_
 class Outputs(Part):
     """Gathers outputs in sequence order. Those of a batch that arrived sharded stay sharded."""
 
-    def __init__(self, head: Head, key_cache: KeyCache) -> None:
-        self.head, self.key_cache = head, key_cache
+    def __init__(self, head: Head) -> None:
+        self.head = head
 
     def admit(self, call: Call, agreement: Agreement) -> None:
         agreement.add("hidden states", bool(call.given.get("output_hidden_states")))
@@ -41,7 +41,7 @@ class Outputs(Part):
         if "hidden_states" in outputs and not run.batch.sharded and group.size > 1:
             outputs["hidden_states"] = tuple(gather_tokens(state, layout, group) for state in outputs["hidden_states"])
         if "hidden_states" in outputs:
-            outputs["hidden_states"] = tuple(map(self.key_cache.repeated, outputs["hidden_states"]))
+            outputs["hidden_states"] = tuple(repeated(state, run.call.cache) for state in outputs["hidden_states"])
         if run.batch.joined is not None:
             _restore(run.batch.joined, outputs, self.head.asked, alone=group.size == 1)
 
@@ -60,7 +60,7 @@ class Outputs(Part):
         elif head.logits == "defer":
             outputs["logits"] = replace(_deferred(run, logits, head.about, outputs.get("loss")), fits=head.fits)
         if "logits" in outputs and head.logits != "defer":
-            outputs["logits"] = self.key_cache.repeated(outputs["logits"])
+            outputs["logits"] = repeated(outputs["logits"], run.call.cache)
 
 
 def _deferred(run: ForwardPass, logits: Any, about: str, loss: torch.Tensor | None) -> DeferredLogits:

@@ -15,7 +15,7 @@ from ...plan import Segments
 from ...ranks.blocks import check_prefixes
 from ...ranks.layout import SequenceLayout
 from ..attention import masks_with_blocks, scales_by_place
-from ..batches.cutting import bound_arguments, cut_inputs, cut_masked_rows, cut_targets, layout_of
+from ..batches.cutting import bound_arguments, cut_inputs, cut_targets, layout_of, select_rows
 from ..batches.documents import tokens_of
 from ..batches.joining import Joined
 from ..batches.modalities import SAME_MODALITIES, check_modalities, values_besides_text
@@ -252,7 +252,7 @@ class Tokens(Part):
     ) -> dict[str, Any]:
         """The token inputs of this rank; positions that the model makes follow from what was given."""
         masked = self.cut_point.masked
-        part = cut_masked_rows(inputs, layout, rank, masked)
+        part = select_rows(inputs, masked, lambda values: layout.shard(values, rank))
         done = [known.rows for known in masked]
         return cut_inputs(part, layout, rank, self.cut_point.inputs, self.learned.make(given), done)
 

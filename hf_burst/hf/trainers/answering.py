@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..generation.generate import generate, same_random_numbers
-from ..generation.request import asked, check, copies_of, patched
+from ..generation.settings import asked, check, copies_of, patched
 from ..groups import PATCH
 from ..patch import WITHIN
 from ..view import find_inside, inner_modules

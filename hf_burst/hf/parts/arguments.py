@@ -1,4 +1,4 @@
-"""What is asked of a forward pass: settings and arguments that are not served, and those that all ranks must share."""
+"""The arguments of a forward pass: settings and arguments that are not served, and those that all ranks must share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,8 +19,8 @@ from .base import Part
 _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
-class Request(Part):
-    """Checks what is asked of the model, and adds the facts of the request."""
+class Arguments(Part):
+    """Checks what is asked of the model, and adds facts of the pass."""
 
     def admit(self, call: Call, agreement: Agreement) -> None:
         model, batch = call.model, call.given

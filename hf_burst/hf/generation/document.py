@@ -25,10 +25,12 @@ from ..parts.rope import follows_length
 from ..parts.tokens import numbers_tokens
 from ..sharded_cache import ShardedCache
 from ..view import ModelView, device_of
-from .request import adapted_modules, adapters_at_work, cache_key, check, idle_weights, patched
+from .settings import adapted_modules, adapters_at_work, agreed, cache_key, check, idle_weights, patched
 
 _ABOUT, _DOCUMENT = "memory.json", "document.safetensors"
+_HELD = ("keys", "values", "positions")
 _REMEMBER_ANEW = "Call hf_burst.remember anew."
+_SAME_DOCUMENT = "Give remember the same document on all ranks."
 # entries of configs which no hidden state follows from, in evaluation, beside rates of dropout
 _UNREAD = {
     *("_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype", "initializer_range"),
@@ -38,7 +40,7 @@ _UNREAD = {
 
 
 @dataclass(frozen=True, eq=False)
-class RememberedDocument:
+class Document:
     """A document that a model has read. Its keys and values lie on the ranks of a group; [`remember`] makes it.
 
     Args:
@@ -68,7 +70,7 @@ class RememberedDocument:
     @property
     def number(self) -> int:
         """A checksum of the document."""
-        return int(checksum({"input_ids": self.input_ids}) or 0)
+        return int(checksum({"input_ids": self.input_ids}))
 
     def cache(self) -> ShardedCache:
         """A cache that begins with the document, and leaves it as it is."""
@@ -82,21 +84,17 @@ class RememberedDocument:
             ConfigError: With what differs.
             RankMismatchError: If it differs on another rank.
         """
-        error = None
-        try:
+        with agreed(group, device_of(model), "a comparison of weights with a document"):
             self._compare(about(model), group)
-        except Exception as problem:  # whatever it is, the other ranks must not wait for this one
-            error = problem
-        group.agree({}, error, device_of(model), doing="a comparison of weights with a memory")
 
     def _compare(self, now: Mapping[str, Any], group: ContextGroup) -> None:
         if self.about["model"] != now["model"]:
             raise ConfigError(
-                f"The memory is of a {self.about['model']}, and the model is a {now['model']}. {_REMEMBER_ANEW}"
+                f"A {self.about['model']} has read the document, and the model is a {now['model']}. {_REMEMBER_ANEW}"
             )
         before, config = self.about.get("config"), now["config"]
         if before is None:
-            raise ConfigError(f"The memory was saved by an older hf_burst, without a config. {_REMEMBER_ANEW}")
+            raise ConfigError(f"The document was saved by an older hf_burst, without a config. {_REMEMBER_ANEW}")
         for name in sorted(before.keys() & config.keys()):  # releases of Transformers add entries
             if before[name] != config[name]:
                 raise ConfigError(
@@ -111,89 +109,76 @@ class RememberedDocument:
             )
         if self.group.members != group.members:
             raise ConfigError(
-                f"The memory lies on the ranks {self.group.members or (0,)}, and the model on {group.members or (0,)}. "
+                f"The document lies on the ranks {self.group.members or (0,)}, the model on {group.members or (0,)}. "
                 f"Save it, and load it on these ranks. {_REMEMBER_ANEW}"
             )
 
     def save(self, folder: str | Path) -> None:
-        """Writes the memory to a folder, which all ranks reach. All ranks of the group call it.
+        """Writes the document to a folder, which all ranks reach. All ranks of the group call it.
 
         Args:
             folder (`str` or `Path`): Where; it is made.
         """
-        folder, rank = Path(folder), self.group.rank
-        error: BaseException | None = None
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / _ABOUT).unlink(missing_ok=True)  # until all of it is there
+        folder = Path(folder)
+        rank = self.group.rank
+        device = self.input_ids.device
+        with agreed(self.group, device, "saving a document"):
             held = {
                 f"{number}.{name}": getattr(keys, name).clone()  # layers share positions
                 for number, keys in enumerate(self.layers)
                 if keys is not None
-                for name in ("keys", "values", "positions")
+                for name in _HELD
             }
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _ABOUT).unlink(missing_ok=True)  # until all of it is there
             save_file(held, folder / _file(rank, self.group.size))
             if rank == 0:
                 save_file({"input_ids": self.input_ids, "logits": self.logits}, folder / _DOCUMENT)
-        except BaseException as problem:  # whatever it is, the other ranks must not wait for this one
-            error = problem
-        self.group.agree({}, error, self.input_ids.device, doing="saving a memory")
-        try:
+        with agreed(self.group, device, "saving a document"):
             if rank == 0:
                 (folder / _ABOUT).write_text(json.dumps({**self.about, "ranks": self.group.size}))
-        except BaseException as problem:  # of a disk that is full
-            error = problem
-        self.group.agree({}, error, self.input_ids.device, doing="saving a memory")
 
     @classmethod
-    def load(cls, model: nn.Module, folder: str | Path) -> "RememberedDocument":
-        """Reads a memory that [`save`] wrote, over any number of ranks. All ranks of the group call it.
+    def load(cls, model: nn.Module, folder: str | Path) -> "Document":
+        """Reads a document that [`save`] wrote, over any number of ranks. All ranks of the group call it.
 
         Args:
             model (`nn.Module`): The patched model that read the document, with the same weights and config.
             folder (`str` or `Path`): Where it lies.
 
         Raises:
-            ConfigError: If the folder holds no whole memory, or that of another model, config or weights.
+            ConfigError: If the folder holds no whole document, or was written with another model, config or weights.
         """
         base, group = patched(model)
-        memory, error = None, None
-        try:
-            memory = cls._read(base, group, Path(folder))
-        except BaseException as problem:  # whatever it is, the other ranks must not wait for this one
-            error = problem
-        group.agree({"folder": str(folder)}, error, device_of(base), doing="loading a memory")
-        assert memory is not None, "there was no error"
-        memory.check(base, group)
-        return memory
+        device = device_of(base)
+        with agreed(group, device, "loading a document") as found:
+            found.facts["folder"] = str(folder)
+            document = cls._read(group, Path(folder), device)
+        document.check(base, group)
+        return document
 
     @classmethod
-    def _read(cls, model: PreTrainedModel, group: ContextGroup, folder: Path) -> "RememberedDocument":
+    def _read(cls, group: ContextGroup, folder: Path, device: torch.device) -> "Document":
         if not (folder / _ABOUT).is_file():
-            raise ConfigError(f"{folder} holds no memory: {_ABOUT} is not there. RememberedDocument.save writes it.")
+            raise ConfigError(f"{folder} holds no document: {_ABOUT} is not there. Document.save writes it.")
         try:
-            return cls._read_files(model, group, folder)
+            known = json.loads((folder / _ABOUT).read_text())
+            ranks, where = known.pop("ranks"), {"framework": "pt", "device": str(device)}
+            parts = [safe_open(folder / _file(rank, ranks), **where) for rank in range(ranks)]
+            layers = list[Keys | None]()
+            for number in range(known["layers"]):
+                there = f"{number}.keys" in parts[0].keys()  # noqa: SIM118 (of safetensors, no dict)
+                dealt: Any = {name: _dealt(parts, f"{number}.{name}", group) for name in _HELD} if there else {}
+                layers.append(Keys(**dealt, before=True) if there else None)
+            with safe_open(folder / _DOCUMENT, **where) as document:
+                return cls(document.get_tensor("input_ids"), document.get_tensor("logits"), tuple(layers), group, known)
         except (OSError, KeyError, ValueError, SafetensorError) as problem:
-            raise ConfigError(f"{folder} holds no whole memory ({problem}). {_REMEMBER_ANEW}") from problem
-
-    @classmethod
-    def _read_files(cls, model: PreTrainedModel, group: ContextGroup, folder: Path) -> "RememberedDocument":
-        known = json.loads((folder / _ABOUT).read_text())
-        ranks, device = known.pop("ranks"), str(device_of(model))
-        parts = [safe_open(folder / _file(rank, ranks), framework="pt", device=device) for rank in range(ranks)]
-        layers = list[Keys | None]()
-        for number in range(known["layers"]):
-            names = [f"{number}.{name}" for name in ("keys", "values", "positions")]
-            there = names[0] in parts[0].keys()  # noqa: SIM118 (of safetensors, no dict)
-            dealt = [_dealt(parts, name, group) for name in names] if there else []
-            layers.append(Keys(dealt[0], dealt[1], dealt[2], before=True) if there else None)
-        with safe_open(folder / _DOCUMENT, framework="pt", device=device) as document:
-            return cls(document.get_tensor("input_ids"), document.get_tensor("logits"), tuple(layers), group, known)
+            raise ConfigError(f"{folder} holds no whole document ({problem}). {_REMEMBER_ANEW}") from problem
 
 
 @torch.no_grad()
-def remember(model: nn.Module, input_ids: Tensor) -> RememberedDocument:
-    """Has a model read a document once, for any number of questions: `generate(..., memory=memory)`.
+def remember(model: nn.Module, input_ids: Tensor) -> Document:
+    """Has a model read a document once, for any number of questions: `generate(..., document=document)`.
 
     Every rank of the group calls it with the same document. It is read as a prompt of [`generate`], and its keys and
     values stay on the ranks that computed them.
@@ -203,7 +188,7 @@ def remember(model: nn.Module, input_ids: Tensor) -> RememberedDocument:
         input_ids (`torch.LongTensor` of shape `(1, tokens)`): The document.
 
     Returns:
-        [`RememberedDocument`]
+        [`Document`]
 
     Raises:
         BatchError: If the document is empty, or more than one.
@@ -213,56 +198,50 @@ def remember(model: nn.Module, input_ids: Tensor) -> RememberedDocument:
     Example:
 
     ```python
-    >>> memory = hf_burst.remember(model, book)
-    >>> answers = hf_burst.generate(model, input_ids=questions, attention_mask=mask, memory=memory, max_new_tokens=64)
+    >>> document = hf_burst.remember(model, book)
+    >>> answers = hf_burst.generate(model, questions, attention_mask=mask, document=document, max_new_tokens=64)
     ```
     """
     base, group = patched(model)
-    error: Exception | None = None
-    checksums: dict[str, Tensor] = {}
-    try:
+    device = device_of(base)
+    with agreed(group, device, "remember") as found:
         check(base, {"input_ids": input_ids, "use_cache": True})
         if batch_shape({"input_ids": input_ids})[0] != 1:
-            raise BatchError(f"A memory is of one document, not {len(input_ids)}. Remember each by itself.")
-        view = ModelView(base)
-        if recurrent_modules(view):
-            raise UnsupportedModelError(
-                f"{type(base).__name__} has layers with a state, which questions of different lengths would not begin "
-                "alike. Generate with document and question as one prompt."
-            )
-        if any(map(follows_length, view.modules)):
-            raise UnsupportedModelError(
-                f"Rotary positions of this {type(base).__name__} depend on the longest one, so keys of a document "
-                "would be others beside a question. Generate with document and question as one prompt."
-            )
-        if any(map(numbers_tokens, view.modules)):
-            raise UnsupportedModelError(
-                f"{type(base).__name__} counts positions from padding_idx + 1 where it reads a document, and generate "
-                "counts a question behind it from 0. Generate with document and question as one prompt."
-            )
-        checksums = {"document (checksum)": checksum({"input_ids": input_ids}) or torch.zeros((), dtype=torch.int64)}
-    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
-        error = problem
-    advice = dict.fromkeys(("document (checksum)",), "Give remember the same document on all ranks.")
-    group.agree({}, error, device_of(base), 0, checksums, advice, "remember")
+            raise BatchError(f"{len(input_ids)} documents were given. Remember each by itself.")
+        _check_positions(ModelView(base))
+        found.add("document (checksum)", checksum({"input_ids": input_ids}), _SAME_DOCUMENT)
     known = about(base)  # sharded weights are gathered, so all ranks must have come here
     config = {f"config.{name}": value for name, value in known["config"].items()}
-    group.agree({**known, **config, "config": None}, None, device_of(base), doing="remember")
-    cache, input_ids = ShardedCache(group), input_ids.to(device_of(base))
+    group.agree({**known, **config, "config": None}, None, device, doing="remember")
+    cache = ShardedCache(group)
+    input_ids = input_ids.to(device)
     logits = base(input_ids=input_ids, **{cache_key(base): cache}, use_cache=True, logits_to_keep=1).logits[:, -1:]
     layers = tuple(layer.document for layer in cache.layers)
-    return RememberedDocument(input_ids, logits.clone(), layers, group, {**known, "layers": len(layers)})
+    return Document(input_ids, logits.clone(), layers, group, {**known, "layers": len(layers)})
 
 
-def with_document(
-    memory: RememberedDocument, input_ids: Tensor, attention_mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _check_positions(view: ModelView) -> None:
+    """Raises for a model that reads a question elsewhere behind a document than in one prompt with it."""
+    name = type(view.root).__name__
+    why = ""
+    if recurrent_modules(view):
+        why = f"{name} has layers with a state, which questions of different lengths would not begin alike"
+    elif any(map(follows_length, view.modules)):
+        why = (
+            f"Rotary positions of this {name} depend on the longest one, so keys of a document would be others beside "
+            "a question"
+        )
+    elif any(map(numbers_tokens, view.modules)):
+        why = (
+            f"{name} counts positions from padding_idx + 1 where it reads a document, and generate counts a question "
+            "behind it from 0"
+        )
+    if why:
+        raise UnsupportedModelError(f"{why}. Generate with document and question as one prompt.")
+
+
+def with_document(document: Document, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The batch of one process: document and question in each row, padded on the left; and its mask.
-
-    Args:
-        memory ([`RememberedDocument`]): The document.
-        input_ids (`torch.LongTensor` of shape `(batch, tokens)`): The questions.
-        attention_mask (`torch.Tensor` of shape `(batch, tokens)`, *optional*): Their padding.
 
     Raises:
         BatchError: If questions are empty or not padded on the left.
@@ -272,15 +251,16 @@ def with_document(
     batch = {"input_ids": input_ids, "attention_mask": attention_mask}
     if any(stop < input_ids.shape[1] for _, stop in real_tokens(batch)):
         raise BatchError("Questions are padded on the right. Pad on the left: tokenizer.padding_side = 'left'.")
-    whole = torch.cat([memory.input_ids.to(input_ids).expand(len(input_ids), -1), input_ids], 1)
+    whole = torch.cat([document.input_ids.to(input_ids).expand(len(input_ids), -1), input_ids], 1)
     hidden = input_ids.new_zeros(len(input_ids)) if attention_mask is None else (attention_mask == 0).sum(1)
-    padding, place = hidden[:, None].to(input_ids), torch.arange(whole.shape[1], device=input_ids.device)
-    source = torch.where(place < padding + len(memory), place - padding, place)  # questions stay in their places
-    return whole.gather(1, torch.where(place < padding, place + len(memory), source)), (place >= padding).long()
+    padding = hidden[:, None].to(input_ids)
+    place = torch.arange(whole.shape[1], device=input_ids.device)
+    source = torch.where(place < padding + len(document), place - padding, place)  # questions stay in their places
+    return whole.gather(1, torch.where(place < padding, place + len(document), source)), (place >= padding).long()
 
 
 def _entries(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """The entries of a config that hidden states may follow from, those of configs inside of it too."""
+    """The entries of a config, and of configs inside of it, that may change hidden states."""
     for name, value in values.items():
         if isinstance(value, Mapping) and name not in _UNREAD:
             yield from _entries({str(key): inner for key, inner in value.items()}, f"{path}{name}.")
@@ -319,14 +299,12 @@ def _file(rank: int, ranks: int) -> str:
 def _dealt(parts: list[Any], name: str, group: ContextGroup) -> Tensor:
     """This rank's share of a tensor that lies in several files, along its tokens: as many on each rank."""
     slices = [part.get_slice(name) for part in parts]
-    sizes = [part.get_shape()[-2 if len(part.get_shape()) == 4 else -1] for part in slices]
+    dim = max(1, len(slices[0].get_shape()) - 2)  # of keys and values, or of positions
+    sizes = [piece.get_shape()[dim] for piece in slices]
     first, last = (sum(sizes) * rank // group.size for rank in (group.rank, group.rank + 1))
     pieces, start = [], 0
-    for part, size in zip(slices, sizes, strict=True):
-        own = slice(max(0, first - start), max(0, min(size, last - start)))
-        if own.start < own.stop:
-            pieces.append(part[:, :, own] if len(part.get_shape()) == 4 else part[:, own])
+    for piece, size in zip(slices, sizes, strict=True):
+        own = slice(*(min(max(edge - start, 0), size) for edge in (first, last)))
+        pieces.append(piece[:, :, own] if dim == 2 else piece[:, own])
         start += size
-    whole = slices[0]
-    empty = whole[:, :, :0] if len(whole.get_shape()) == 4 else whole[:, :0]
-    return torch.cat(pieces, -2 if empty.ndim == 4 else -1) if pieces else empty
+    return torch.cat(pieces, dim)

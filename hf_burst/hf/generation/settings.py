@@ -1,4 +1,4 @@
-"""What is asked of a generation over ranks: the patched model, and arguments that are not served."""
+"""What is asked of an answer over ranks: the patched model, arguments that are not served, what ranks must share."""
 
 import inspect
 import zlib
@@ -8,12 +8,14 @@ from copy import copy
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..batches.documents import CACHE_KEYS, batch_shape
+from ..forward_pass import Agreement
 from ..groups import PATCH, resolve_group
 from ..lazy_head import is_partitioned
 from ..models.recurrent import functions_of, recurrent_modules
@@ -48,6 +50,19 @@ def patched(model: nn.Module) -> tuple[PreTrainedModel, ContextGroup]:
     return found, resolve_group(getattr(found, PATCH).group)
 
 
+@contextmanager
+def agreed(group: ContextGroup, device: torch.device, doing: str) -> Iterator[Agreement]:
+    """Compares, at its end, what was found inside and must be equal on all ranks. An error or an interrupt of one rank
+    is raised on all."""
+    found = Agreement()
+    error: BaseException | None = None
+    try:
+        yield found
+    except BaseException as problem:  # whatever it is, the other ranks must not wait for this one
+        error = problem
+    group.agree(found.facts, error, device, 0, found.checksums, found.advice, doing)
+
+
 def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     """Raises for a model and arguments that are not served."""
     if not getattr(model, PATCH).task.generates:
@@ -55,11 +70,11 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     if model.training:
         raise ConfigError("The model is in training, where dropout would change its answers. Call model.eval() first.")
     recurrent = recurrent_modules(ModelView(model))
-    scans = sorted({type(module).__name__ for module in recurrent if _is_mamba1(module)})
+    scans = {type(each).__name__ for each in recurrent if "mamba_selective_scan" in functions_of(type(each))}
     if scans:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has {', '.join(scans)}, whose kernels return no state behind a prompt that "
-            "lies over ranks. model.generate holds the whole prompt on each rank."
+            f"{type(model).__name__} has {', '.join(sorted(scans))}, whose kernels return no state behind a prompt "
+            "that lies over ranks. model.generate holds the whole prompt on each rank."
         )
     cache_key(model)
     if getattr(model.config.get_text_config(), "n_recurrent_loops", 1) > 1:  # Dory's
@@ -111,12 +126,8 @@ def cache_key(model: PreTrainedModel) -> str:
     )
 
 
-def _is_mamba1(module: nn.Module) -> bool:
-    return "mamba_selective_scan" in functions_of(type(module))
-
-
 def asked(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
-    """A setting of generation: the argument, or that of the config that was given, or that of the model."""
+    """A setting of generation: of the arguments, of the config among them, or of the model."""
     configs = kwargs.get("generation_config"), model.generation_config
     values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in values if value is not None), None)

@@ -1,0 +1,358 @@
+"""The state of one answer over ranks, and what becomes of keys in each phase of it.
+
+Filling     the pass that reads the prompt: each rank keeps the keys of its own tokens
+Stepping    a pass over new tokens, which every rank computes: token i lies on rank i mod ranks
+Fixed       such a pass over one token, whose tensors lie where those of the next one will
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+
+from ..attention.shared_keys import Exchange, Expand, Keys, attend_to_shared, exchanged
+from ..errors import BatchError, UnsupportedModelError
+from ..kernels import Scores
+from ..plan import MaskPattern
+from ..ranks.collectives import all_gather
+from ..ranks.group import ContextGroup
+from ..ranks.layout import SequenceLayout
+
+_ROOM = 64  # tokens for which a layer makes room at first
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Prompts, one a row, spread over the ranks."""
+
+    rows: int
+    length: int  # tokens of each, padding included
+    positions: Tensor  # of the tokens on this rank, -1 for padding, `(rows or 1, n)`
+    starts: tuple[int, ...] = ()  # how many tokens of each row are padding; empty for none
+
+    @classmethod
+    def of(cls, layout: SequenceLayout, rank: int, device: torch.device) -> "Prompt":
+        """The prompts of a batch that is laid over the ranks."""
+        own, length = layout.indices(rank), layout.length - layout.padding
+        assert bool((own.diff() > 0).all()), "what fills the last chunk stands last on its rank"
+        starts = tuple(start for start, _ in layout.real)
+        starts = starts if any(starts) else ()
+        own = own[own < length] - torch.tensor(starts or (0,), device="cpu")[:, None]
+        return cls(layout.batch_size, length, own.clamp(min=-1).to(device), starts)
+
+    @property
+    def shown(self) -> Tensor:
+        """The tokens of each row that are not padding, `(rows or 1, 1)`."""
+        return self.length - torch.tensor(self.starts or (0,), device=self.positions.device)[:, None]
+
+    def first_seen(self, pattern: MaskPattern) -> int:
+        """The first token that a later token of any row may see."""
+        starts = self.starts or (0,)
+        seen = list(starts)
+        if pattern.window is not None:
+            seen = [max(start, self.length - pattern.window) for start in starts]
+        if (chunk := pattern.attention_chunk_size) is not None:
+            begun = [self.length - (self.length - start) % chunk for start in starts]
+            seen = [*map(max, seen, begun)]
+        return min(seen)
+
+
+class _Lent(int):
+    """A length that a model was given: no other is this object."""
+
+
+@dataclass
+class Answer:
+    """What all layers of a cache over ranks know."""
+
+    group: ContextGroup
+    prompt: Prompt | None = None  # from the beginning of its pass on
+    new: Tensor | None = None  # positions of the tokens behind the prompt, `(batch, n)`
+    unpadded: bool = True  # whether all of these are real
+    keeps_all: bool = False  # whether windows keep all of the prompt: its last tokens may be guesses, to be taken back
+    phase: "Filling | Stepping | None" = None  # the pass that is under way, or has failed
+
+    @property
+    def written(self) -> int:
+        """The tokens of each row behind the prompt."""
+        return 0 if self.new is None else self.new.shape[1]
+
+    def lend(self, length: int) -> int:
+        """A length, as it is given to a model. A step at fixed places takes note."""
+        if not isinstance(self.phase, Fixed):
+            return length
+        self.phase.lent.append(_Lent(length))
+        return self.phase.lent[-1]
+
+    def hand_back(self, values: Iterable[Any]) -> None:
+        """Takes back lengths that a mask was made with. Masks need none: positions of tokens stand for them."""
+        if isinstance(self.phase, Fixed):
+            known = set(map(id, values))
+            self.phase.lent = [length for length in self.phase.lent if id(length) not in known]
+
+    def own(self, count: int) -> int:
+        """How many of so many new tokens lie on this rank."""
+        return len(range(self.group.rank, count, self.group.size))
+
+
+class ShardedLayer(CacheLayerMixin):
+    """What a rank holds of one layer."""
+
+    is_sliding = False
+    is_croppable = True
+    record_past = False  # asked where models take states from layers
+
+    def __init__(self, answer: Answer, document: Keys | None = None) -> None:
+        super().__init__()
+        self.answer, self.document = answer, document
+        self.keys: Tensor | None = None  # of new tokens, with room for more
+        self.values: Tensor | None = None
+        self.count = 0  # new tokens, on all ranks
+        self._latest: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Takes up the keys and values of this rank's part of the prompt, or of new tokens, and returns these alone."""
+        self.lazy_initialization(key_states, value_states)
+        self._latest = weakref.ref(key_states), weakref.ref(value_states)
+        assert self.answer.phase is not None, "a pass is under way"
+        # under autocast or peft, norms may leave keys in fp32
+        self.answer.phase.take(self, key_states.to(value_states.dtype), value_states)
+        return key_states, value_states
+
+    def returned(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether these are the keys and values of the latest update."""
+        return self._latest is not None and self._latest[0]() is keys and self._latest[1]() is values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.answer.lend(self.length + query_length), 0
+
+    def get_seq_length(self) -> int:
+        return self.answer.lend(self.length)
+
+    @property
+    def length(self) -> int:
+        """Tokens that it has taken up."""
+        prompt = self.answer.prompt
+        return self.count + (0 if self.document is None or prompt is None else prompt.length)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens; a negative number, as in Transformers. Only with one prompt may it reach into it, of
+        which guesses of a prompt lookup are read."""
+        rest = -tokens_to_remove - self.count
+        self.count += min(0, max(tokens_to_remove, -self.count))
+        held = self.document
+        prompt = self.answer.prompt
+        if rest > 0 and held is not None and prompt is not None:
+            if not self.answer.keeps_all:
+                raise BatchError(
+                    f"crop({tokens_to_remove}) would remove tokens of the prompt. Read the shorter prompt anew."
+                )
+            kept = int((held.positions[0] < int(prompt.shown[0, 0]) - rest).sum())  # they rise
+            keys, values = held.keys[:, :, :kept].contiguous(), held.values[:, :, :kept].contiguous()
+            self.document = Keys(keys, values, held.positions[:, :kept], held.before)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beams of a row share its prompt, so only new tokens move."""
+        own = self.answer.own(self.count)
+        if own and self.keys is not None and self.values is not None:
+            for part in (self.keys, self.values):
+                part[:, :, :own] = part[:, :, :own].index_select(0, beam_idx.to(part.device))
+
+    @property
+    def room(self) -> int:
+        """New tokens for which this rank has room."""
+        return 0 if self.keys is None else self.keys.shape[2] - 1
+
+    @property
+    def places(self) -> tuple[tuple[Any, ...], ...]:
+        """Where its tensors lie in memory, and their shapes."""
+        document = () if self.document is None else (self.document.keys, self.document.values, self.document.positions)
+        return tuple((part.data_ptr(), part.shape) for part in (self.keys, self.values, *document) if part is not None)
+
+
+def layer_of(
+    layers: Sequence[ShardedLayer], module: nn.Module, keys: Tensor, values: Tensor
+) -> tuple[ShardedLayer, Expand | None]:
+    """The layer of an attention module that was given keys, and how the module makes them where these are latent.
+
+    Raises:
+        UnsupportedModelError: If no layer returned these keys.
+    """
+    index: Any = getattr(module, "layer_idx", None)
+    own = [layers[index]] if isinstance(index, int) and index < len(layers) else []
+    found = next((layer for layer in (*own, *layers) if layer.returned(keys, values)), None)
+    if found is not None:
+        return found, None
+    if own and hasattr(module, "expand_kv"):
+        expand: Any = module.expand_kv
+        return own[0], expand
+    raise UnsupportedModelError(
+        f"{type(module).__name__} changes the keys or values that its cache returned, in a way that is not known. "
+        "Generation over ranks is not served for it; model.generate holds the whole prompt on each rank."
+    )
+
+
+@dataclass(frozen=True)
+class Filling:
+    """The pass that reads the prompt. Each rank computes its part."""
+
+    answer: Answer
+    prompt: Prompt
+    layout: SequenceLayout
+
+    def take(self, layer: ShardedLayer, keys: Tensor, values: Tensor) -> None:
+        """Keeps the keys of this rank's tokens."""
+        own = self.prompt.positions.shape[1]  # without the tokens that fill the last chunk
+        keys, values = keys[:, :, :own].contiguous(), values[:, :, :own].contiguous()
+        layer.document = Keys(keys, values, self.prompt.positions, before=not self.prompt.starts)
+
+    def free(self, layer: ShardedLayer, pattern: MaskPattern) -> None:
+        """Frees the keys of a layer that no later token will see."""
+        held, first = layer.document, self.prompt.first_seen(pattern)
+        starts = self.prompt.starts or (0,)
+        longest = min(starts)
+        if held is None or self.answer.keeps_all or first <= longest:
+            return
+        seen = held.positions[starts.index(longest)] >= first - longest
+        if not bool(seen.all()):
+            kept = seen.nonzero().flatten()
+            keys, values = (part.index_select(2, kept) for part in (held.keys, held.values))
+            layer.document = Keys(keys, values, held.positions[:, kept], held.before)
+
+    def last(self, inputs: Tensor, size: int) -> Tensor:
+        """The last `size` inputs `(batch, channels, size)` of rows that lie over the ranks, on every rank; zeros before
+        the first token."""
+        group = self.answer.group
+        places = self.layout.indices(group.rank) - (self.prompt.length - size)
+        own = ((places >= 0) & (places < size)).nonzero().flatten()
+        part = inputs.new_zeros(*inputs.shape[:2], size)
+        part[..., places[own].to(inputs.device)] = inputs[..., own.to(inputs.device)]
+        return torch.stack(all_gather(part, group)).sum(0)  # each place has one that is not zero
+
+
+@dataclass
+class Stepping:
+    """A pass over new tokens, which every rank computes."""
+
+    answer: Answer  # with these tokens
+    layers: list[ShardedLayer]
+    positions: Tensor  # of the new tokens, `(batch, n)`
+    exchange: Exchange = exchanged  # what brings the partial attentions of all ranks together
+
+    def take(self, layer: ShardedLayer, keys: Tensor, values: Tensor) -> None:
+        """Keeps the keys of those tokens that lie on this rank."""
+        group = self.answer.group
+        first = (group.rank - layer.count) % group.size
+        before = self.answer.own(layer.count)
+        layer.count += keys.shape[2]
+        after = self.answer.own(layer.count)
+        layer.keys = _with_room(layer.keys, keys, before, after)
+        layer.values = _with_room(layer.values, values, before, after)
+        if after > before:
+            layer.keys[:, :, before:after] = keys[:, :, first :: group.size]
+            layer.values[:, :, before:after] = values[:, :, first :: group.size]
+
+    def attend(
+        self,
+        module: nn.Module,
+        states: tuple[Tensor, Tensor, Tensor],
+        pattern: MaskPattern,
+        scores: Scores,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """The attention of new queries over the keys of the prompt and of new tokens, if any rank has some."""
+        query, key, value = states
+        layer, expand = layer_of(self.layers, module, key, value)
+        held = [] if layer.document is None else [replace(layer.document, expand=expand)]
+        if layer.count and layer.keys is not None and layer.values is not None:
+            held.append(self._new(layer, layer.keys, layer.values, expand))
+        masked = self.positions, held, pattern, scores, sinks
+        return attend_to_shared(query.to(value.dtype), *masked, self.answer.group, value.shape[-1], self.exchange)
+
+    def _new(self, layer: ShardedLayer, keys: Tensor, values: Tensor, expand: Expand | None) -> Keys:
+        """The keys of new tokens on this rank."""
+        assert self.answer.new is not None, "there are new tokens"
+        own = self.answer.own(layer.count)
+        group = self.answer.group
+        positions = self.answer.new[:, group.rank :: group.size][:, :own]
+        seen = self.answer.unpadded and self.positions.shape[1] == 1  # all, by the only query
+        return Keys(keys[:, :, :own], values[:, :, :own], positions, seen, expand)
+
+
+@dataclass
+class Fixed(Stepping):
+    """A step of one token whose tensors lie where those of other steps lie, so that a recording of it can be played
+    again. What differs between steps is in them: no shape, and no number that Python knows."""
+
+    place: Tensor = field(kw_only=True)  # where layers put the key of the token; at the last place, that of other ranks
+    held: Tensor = field(kw_only=True)  # positions of the new keys of this rank, -1 for none, `(batch, places)`
+    took: list[ShardedLayer] = field(default_factory=list)  # the layers that took up keys
+    lent: list[int] = field(default_factory=list)  # lengths that no mask handed back: the model computes with them
+
+    def move(self) -> bool:
+        """To the latest token of the answer, if there is room for it."""
+        new = self.answer.new
+        assert new is not None, "there is a new token"
+        group = self.answer.group
+        other = self.held.shape[1] - 1
+        own = new[:, group.rank :: group.size]
+        last = new.shape[1] - 1
+        if own.shape[1] > other:
+            return False
+        self.positions.copy_(new[:, last:])
+        self.place.fill_(last // group.size if last % group.size == group.rank else other)
+        self.held.fill_(-1)
+        self.held[:, : own.shape[1]] = own
+        return True
+
+    @contextmanager
+    def entered(self, exchange: Exchange) -> Iterator[None]:
+        """Has layers take up keys at these places, and not count them."""
+        before = self.answer.phase
+        self.took = []
+        self.exchange = exchange
+        self.answer.phase = self
+        try:
+            yield
+        finally:
+            self.answer.phase = before
+
+    def take(self, layer: ShardedLayer, keys: Tensor, values: Tensor) -> None:
+        """Puts the key of the token at its place."""
+        if layer.keys is None or layer.values is None:
+            super().take(layer, keys, values)
+            return
+        layer.keys.index_copy_(2, self.place, keys)
+        layer.values.index_copy_(2, self.place, values)
+        self.took.append(layer)
+
+    def _new(self, layer: ShardedLayer, keys: Tensor, values: Tensor, expand: Expand | None) -> Keys:
+        return Keys(keys, values, self.held, expand=expand)
+
+    def count(self) -> None:
+        """After the step: layers have the token."""
+        for layer in self.took:
+            layer.count += 1
+
+
+def _with_room(room: Tensor | None, new: Tensor, before: int, after: int) -> Tensor:
+    """A tensor with room for `after` tokens and one more: the one that there is, or one twice as large with its first
+    `before`."""
+    if room is not None and after < room.shape[2]:
+        return room
+    rows, heads, _, size = new.shape
+    larger = new.new_zeros(rows, heads, max(_ROOM, 2 * after) + 1, size)  # no NaN, which masks would not hide
+    if room is not None:
+        larger[:, :, :before] = room[:, :, :before]
+    return larger
