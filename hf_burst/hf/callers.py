@@ -1,7 +1,7 @@
 """Who called a model, as far as the stack of this thread tells: a `Trainer`, a checkpoint."""
 
 import sys
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -27,21 +27,9 @@ def trainer_under_way() -> Any | None:
     return next(filter(None, map(_trainer_of, frames())), None)
 
 
-def trainer_being_made(served: Set[tuple[str, str]] | None = None) -> Any | None:
-    """The `Trainer` that is making its accelerator, if it is of a class that is served, or of the user's own that
-    inherits from one.
-
-    Args:
-        served (set of `tuple[str, str]`, *optional*): Modules and names of classes; any by default.
-    """
-    trainer = next(filter(None, (_trainer_of(frame, (_MAKING,)) for frame in frames())), None)
-    if served is None:
-        return trainer
-    kinds = [(kind.__module__, kind.__name__) for kind in type(trainer).__mro__]
-    known = next((place for place, kind in enumerate(kinds) if kind in served), None)
-    if known is None or any(module.startswith("trl.") for module, _ in kinds[:known]):  # TRL's own other losses
-        return None
-    return trainer
+def trainer_being_made() -> Any | None:
+    """The `Trainer` that is making its accelerator, if one does."""
+    return next(filter(None, (_trainer_of(frame, (_MAKING,)) for frame in frames())), None)
 
 
 def multiplies_losses() -> bool:

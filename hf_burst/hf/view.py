@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 Found = TypeVar("Found")
@@ -126,6 +127,12 @@ class Met:
 
     def __reduce__(self) -> Any:
         return Met, ()
+
+
+def has_language_head(view: ModelView) -> bool:
+    """Whether a model, or one inside of it, has a language-model head, unlike classifiers and bare decoders."""
+    models = (module for module in view.modules if isinstance(module, PreTrainedModel))
+    return any(model.get_output_embeddings() is not None for model in models)
 
 
 def inner_modules(module: nn.Module) -> Iterator[nn.Module]:

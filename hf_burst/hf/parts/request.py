@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from ...errors import BatchError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX
+from ..admission import check_adapters
 from ..batches.documents import batch_shape, cache_of
 from ..callers import is_checkpointed
 from ..forward_pass import ForwardPass
-from ..models.peft_methods import check_adapters
 from ..sharded_cache import ShardedCache
 from .base import Part
 

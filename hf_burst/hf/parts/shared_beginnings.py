@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...errors import BatchError
+from ..admission import row_of
 from ..attention import scales_by_place
 from ..batches.cutting import kept_tokens
 from ..batches.documents import batch_shape, real_tokens
@@ -15,7 +16,7 @@ from ..batches.joining import Joined, fit, join_texts, obstacle_in
 from ..batches.modalities import same_for_every_text
 from ..batches.sharded import is_sharded, sum_of_bits
 from ..forward_pass import ForwardPass
-from ..models.cut_point import cut_point_of, needs_positions, sees_blocks
+from ..models.cut_point import cut_point_of, sees_blocks
 from ..view import ModelView
 from .base import Part
 from .recurrence import NO_FORKS, Recurrence
@@ -87,7 +88,7 @@ class SharedBeginnings(Part):
         """Why this pass cannot share anything; empty if it can."""
         if self.sees_blocks:
             return "tokens of images may see later ones"
-        if needs_positions(type(run.model)):
+        if row_of(type(run.model)).positions == "row":
             return "positions of images depend on other rows"
         if run.model.training and getattr(run.model.get_input_embeddings(), "neftune_noise_alpha", None):
             return "noise of neftune_noise_alpha depends on the length of a row"
