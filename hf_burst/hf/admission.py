@@ -46,12 +46,6 @@ _ANSWERS = {
     "sound": ("clips", "all"),
     "positions": ("row",),
 }
-# libraries whose classes treat each token by itself, or are compared by the tests: no verdict depends on their source
-_LIBRARIES = re.compile(
-    r"builtins|abc|typing|collections|transformers|torch|peft|accelerate|trl|liger_kernel|hf_burst|deepspeed|torchao|"
-    r"transformer_engine|bitsandbytes|gptqmodel|awq|hqq|eetq|aqlm|optimum|compressed_tensors|auto_round|spqr_quant|"
-    r"vptq|quark|sinq|fouroversix|fp_quant"
-)
 _NORMS = re.compile(r"fla\.modules\.[\w.]*Norm\w*")  # of flash-linear-attention, which has convolutions there, too
 
 
@@ -248,7 +242,7 @@ def _package(kind: type) -> str:
 def own_classes(view: ModelView) -> list[type]:
     """The classes of a model and its layers that come from none of the known libraries, by their names."""
     classes = {base for kind in view.classes for base in kind.__mro__}
-    own = [kind for kind in classes if not _LIBRARIES.fullmatch(_package(kind))]
+    own = [kind for kind in classes if _package(kind) not in _TABLE["libraries"]["names"]]
     own = [kind for kind in own if not _NORMS.fullmatch(f"{kind.__module__}.{kind.__qualname__}")]
     return sorted(own, key=lambda kind: kind.__qualname__)
 

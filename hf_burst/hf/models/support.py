@@ -62,25 +62,14 @@ def _reasons(view: ModelView) -> Iterator[Reason]:
     """Why a model is not served; none if it may be."""
     model, task, reader = view.root, view.find(task_of), reader_of(view)
     config, name, modalities = model.config, type(model).__name__, modalities_of(model.config)
-    known = ", ".join(COUNTERPARTS)
+    calling, served = f"layers that call {', '.join(COUNTERPARTS)}", ", ".join(_LAYER_TYPES)
     if modalities and reader.root is model:
-        yield (
-            f"{name} has several parts ({', '.join(modalities)})",
-            "none is known as its language model, which takes the embeddings of all tokens",
-            "Name it by hf_burst.admit(cls, cut=...)",
-        )
-    if modalities and (needed := _needed(model)):
-        yield (
-            f"{name} takes no batch of text",
-            f"its forward requires {', '.join(needed)}, which no rank can cut",
-            ALONE,
-        )
+        parts = f"{name} has several parts ({', '.join(modalities)})"
+        yield parts, "none is known as its language model", "Name it by hf_burst.admit(cls, cut=...)"
+    if modalities and (needed := ", ".join(_needed(model))):
+        yield f"{name} takes no batch of text", f"its forward requires {needed}, which no rank can cut", ALONE
     if config.is_encoder_decoder:
-        yield (
-            f"{name} is an encoder-decoder",
-            "its decoder attends to another sequence",
-            "Served are decoders and encoders alone",
-        )
+        yield f"{name} is an encoder-decoder", "its decoder attends to another sequence", ALONE
     classes = {kind.__name__ for kind in reader.classes}
     crossing = sorted(kind for kind in classes if "CrossAttention" in kind)
     if crossing or getattr(config, "add_cross_attention", False):
@@ -89,48 +78,27 @@ def _reasons(view: ModelView) -> Iterator[Reason]:
     yield from _placement(getattr(config, "distributed_config", None), name)
     yield from task.reasons(view)
     kinds = sorted(set(_layer_types(config.get_text_config())) - {*_LAYER_TYPES, _WHOLE_IN_TRAINING})
-    chosen = [kind for kind in kinds if any(word in kind for word in _CHOOSES_KEYS)]
+    chosen = ", ".join(kind for kind in kinds if any(word in kind for word in _CHOOSES_KEYS))
     if chosen:
-        yield (
-            f"{name} has layers of type {', '.join(chosen)}",
-            "every query chooses its keys out of all tokens before it, which ranks do not exchange",
-            f"Served are {', '.join(_LAYER_TYPES)}",
-        )
-    if own := sorted(kind for kind in classes if LAYERS.get(kind) == "state"):
-        yield (
-            f"{name} is not served",
-            f"{', '.join(own)} carries a state from token to token inside of its own forward, and states pass between "
-            f"ranks only in layers that call {known}",
-            ALONE,
-        )
+        why = "every query chooses its keys out of all tokens before it, which ranks do not exchange"
+        yield f"{name} has layers of type {chosen}", why, f"Served are {served}"
+    if own := ", ".join(sorted(kind for kind in classes if LAYERS.get(kind) == "state")):
+        why = f"{own} carries a state from token to token inside of its own forward"
+        yield f"{name} is not served", why, f"Served are {calling}"
     check_recurrent_sources(reader)
     recurrent = reader.find(recurrent_modules)
     kinds = [kind for kind in kinds if kind not in ("mlp", "moe")] or kinds
     if kinds and not recurrent:
-        yield (
-            f"{name} has layers of type {', '.join(kinds)}",
-            "they carry a state from token to token by no function that is known",
-            f"Served are {', '.join(_LAYER_TYPES)}, and layers that call {known}",
-        )
+        why = "they carry a state from token to token by no function that is known"
+        yield f"{name} has layers of type {', '.join(kinds)}", why, f"Served are {served}, and {calling}"
     attends = reader.find(has_attention)
     if not attends and not recurrent:
-        yield (
-            f"{name} has no attention",
-            f"it has no recurrent layers whose states are known how to pass, those that call {known}",
-            ALONE,
-        )
+        what = f"{name} has no attention, and no recurrent layers whose states are known how to pass"
+        yield what, f"those are {calling}", ALONE
     if attends and not reader.root._can_set_attn_implementation():
-        yield (
-            f"{name} does not use Transformers' AttentionInterface",
-            "its attention cannot be replaced by one over ranks",
-            ALONE,
-        )
+        yield f"{name} does not use Transformers' AttentionInterface", "its attention cannot be replaced", ALONE
     if not task.reads and not any("labels" in inspect.signature(forward).parameters for forward in forwards_of(model)):
-        yield (
-            f"{name} takes no labels",
-            "it has no loss to learn from",
-            "Load the class with a language-model head (AutoModelForCausalLM, AutoModelForMaskedLM)",
-        )
+        yield f"{name} takes no labels", "it has no loss to learn from", "Load the class with a language-model head"
     if not task.reads:
         yield from task.loss_reasons(computes_loss(model, reader.root))
 
@@ -143,23 +111,18 @@ def _placement(placed: Any, name: str) -> Iterator[Reason]:
     if sizes["tp_size"] > 1 and sizes["ep_size"] > 1:
         yield (
             given,
-            "the ranks of tp_size hold the same tokens: they add up what their experts return (AllReduceEP), or take a "
-            "part of these tokens each, and ranks that share a sequence hold different ones",
-            "Load it with DistributedConfig(fsdp_size=N, ep_size=M), by which tokens travel to the ranks of their "
-            "experts",
+            "its ranks hold the same tokens, and add up what their experts return (AllReduceEP) or take a part each",
+            "Load it with DistributedConfig(fsdp_size=N, ep_size=M), by which tokens travel to the ranks of experts",
         )
     if sizes["tp_size"] > 1 or sizes["pp_size"] > 1:
-        yield (
-            given,
-            "its ranks hold parts of layers, which was not compared beside ranks that share a sequence",
-            "Load the model without it, and have FSDP2 shard the weights",
-        )
+        why = "its ranks hold parts of layers, which was not compared beside ranks that share a sequence"
+        yield given, why, "Load the model without it, and have FSDP2 shard the weights"
     way = getattr(placed, "ep_implementation", None)
     if sizes["ep_size"] > 1 and way not in _EXPERT_EXCHANGES:
         yield (
             f"{given} and ep_implementation={way!r}",
             "ranks that share a sequence hold different tokens, which must travel to the ranks of their experts",
-            f"Take {' or '.join(map(repr, _EXPERT_EXCHANGES))}, in a Transformers that has them (5.23 has)",
+            f"Served are {' and '.join(map(repr, _EXPERT_EXCHANGES))}, of Transformers from 5.23 on",
         )
 
 

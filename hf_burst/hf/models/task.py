@@ -18,6 +18,7 @@ from .cut_point import reader_of
 
 Reason = tuple[str, str, str]  # against a model: what, why, what instead
 ALONE = "Train it on sequences that one GPU holds"
+_OWN_LOSS = "leave labels out and compute a loss of your own on the gathered logits"
 _WHOLE_SEQUENCE = {  # settings by which the embeddings of an encoder read further than their own token
     "token_dropout": "scales embeddings by the share of masked tokens in the whole sequence",
     "trigram_input": "adds the embeddings of the neighbouring tokens of a sequence",
@@ -81,15 +82,11 @@ class Task:
             yield (
                 f"model.loss_function is {name}",
                 "over several ranks only Transformers' ForCausalLMLoss and ForMaskedLMLoss are exact",
-                "Load the class with a language-model head. If the loss was set, set it back, or leave labels out and "
-                "compute a loss of your own on the gathered logits",
+                "Load the class with a language-model head, or put a loss that was set back, or " + _OWN_LOSS,
             )
         if self.loss_in_model and not calls_loss_function(model):
-            yield (
-                f"{type(model).__name__} computes its loss by itself",
-                "it does not call model.loss_function, where the ranks could add theirs up",
-                "Leave labels out, and compute a loss of your own on the gathered logits",
-            )
+            why = "it does not call model.loss_function, where the ranks could add theirs up"
+            yield f"{type(model).__name__} computes its loss by itself", why, _OWN_LOSS.capitalize()
 
 
 CAUSAL = Task("causal", True, "shift_labels", " (after the shift by one token)", generates=True, loss_in_model=True)
@@ -129,44 +126,27 @@ def forwards_of(model: PreTrainedModel) -> list[Any]:
 def _decoder_reasons(view: ModelView) -> Iterator[Reason]:
     """Those of a model whose tokens see later ones."""
     config, name = view.root.config, type(view.root).__name__
+    no_mask = f"{name} is not a masked language model"
     if not getattr(config, "is_causal", True):
-        yield "config.is_causal is False", f"{name} is not a masked language model", "Set it to True"
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        yield (
-            f"config.use_bidirectional_attention is {config.use_bidirectional_attention}",
-            f"{name} is not a masked language model",
-            "Set it to False",
-        )
+        yield "config.is_causal is False", no_mask, "Set it to True"
+    both = getattr(config, "use_bidirectional_attention", None)
+    if both in (True, "all"):
+        yield f"config.use_bidirectional_attention is {both}", no_mask, "Set it to False"
     if any(hasattr(module, "is_decoder") and not module.is_decoder for module in reader_of(view).modules):
-        yield (
-            f"{name} was made as an encoder",
-            "its tokens see later ones",
-            "Of encoders, those that predict masked tokens are served (AutoModelForMaskedLM); for a decoder, make it "
-            "with is_decoder=True in its config",
-        )
+        instead = "Make it with is_decoder=True in its config, or load it by AutoModelForMaskedLM"
+        yield f"{name} was made as an encoder", "its tokens see later ones", instead
 
 
 def _encoder_reasons(model: PreTrainedModel) -> Iterator[Reason]:
     """Those of a decoder, and of a model that mixes tokens elsewhere than in attention."""
     config, name = model.config, type(model).__name__
     if getattr(config, "is_decoder", False):
-        yield (
-            f"{name} was made as a decoder",
-            "its tokens see no later ones",
-            "Make it with is_decoder=False in its config, or load its class with a causal language-model head "
-            "(AutoModelForCausalLM)",
-        )
+        instead = "Make it with is_decoder=False in its config, or load it by AutoModelForCausalLM"
+        yield f"{name} was made as a decoder", "its tokens see no later ones", instead
     for setting, why in _WHOLE_SEQUENCE.items():
-        if getattr(config, setting, False):
-            yield (
-                f"config.{setting} is {getattr(config, setting)}",
-                f"{name} {why}, and a rank has a part of it",
-                "Make the model with it switched off",
-            )
+        if value := getattr(config, setting, False):
+            yield f"config.{setting} is {value}", f"{name} {why}", "Make the model with it switched off"
     ignored = getattr(config, "sparse_pred_ignore_index", IGNORE_INDEX)
     if getattr(config, "sparse_prediction", False) and ignored != IGNORE_INDEX:
-        yield (
-            f"config.sparse_pred_ignore_index is {ignored}",
-            "sparse_prediction leaves out other labels than the ranks count",
-            f"Set it to {IGNORE_INDEX}",
-        )
+        what = f"config.sparse_pred_ignore_index is {ignored}"
+        yield what, "ranks count other labels", f"Set it to {IGNORE_INDEX}"

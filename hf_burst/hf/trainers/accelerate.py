@@ -356,7 +356,8 @@ def _check_placed(model: nn.Module, evaluates: bool, generates: bool) -> None:
         )
     if generates and any(weights_of_experts(model)):
         raise ConfigError(
-            "The trainer generates, and the experts of the model lie on several ranks (DistributedConfig(ep_size=...))",
+            "The trainer generates what it learns from, and the experts lie on several ranks "
+            "(DistributedConfig(ep_size=...))",
             "both were not compared with one process",
             "Load the model without it, and have accelerate's FSDP2 shard the weights",
         )
