@@ -13,6 +13,7 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     from .check.run import check_model
     from .config import BurstConfig, Memory
+    from .hf.admission import admit
     from .hf.batches.collator import BurstCollator, shard_batch
     from .hf.batches.grouping import GroupCollator
     from .hf.generation.embeddings import embeddings
@@ -33,6 +34,7 @@ __all__ = [
     "GroupCollator",
     "Memory",
     "RememberedDocument",
+    "admit",
     "check_model",
     "embeddings",
     "generate",
@@ -54,6 +56,7 @@ _HOME = {
     "GroupCollator": ".hf.batches.grouping",
     "Memory": ".config",
     "RememberedDocument": ".hf.generation.memory",
+    "admit": ".hf.admission",
     "check_model": ".check.run",
     "embeddings": ".hf.generation.embeddings",
     "generate": ".hf.generation.generate",

@@ -17,7 +17,9 @@ A table, and the list, is of the oldest Transformers of its rows, those of `KEPT
 
 import argparse
 import json
+import re
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 from hf_burst.check.compare import KINDS, TOLERANCE, compare  # noqa: E402
 from hf_burst.check.ranks import RANKS, run_on_ranks  # noqa: E402
-from hf_burst.hf.models.verdicts import Verdict, source_hash  # noqa: E402
+from hf_burst.hf.admission import Verdict, source_hash  # noqa: E402
 from recipes.tiny_models import class_names, is_masked, judging_names, tiny_model  # noqa: E402
 from recipes.tiny_wrappers import tiny_wrapper, wrapper_names  # noqa: E402
 
@@ -43,7 +45,7 @@ BATCH = 12  # classes that share the start of two processes
 # classes whose own code raises in a Transformers, and why: their rows stay those of an older one
 KEPT = {"Llama4ForConditionalGeneration": ("5.24", "its forward raises: its outputs have no image_outputs")}
 RESULTS = ROOT / "recipes" / "results"
-SERVED = ROOT / "hf_burst" / "hf" / "models" / "served.json"
+ADMISSION = ROOT / "hf_burst" / "hf" / "admission.toml"
 
 
 @dataclass(frozen=True)
@@ -194,24 +196,28 @@ def _oldest(made: dict[str, tuple[Verdict, str]]) -> str:
 
 
 def write_served() -> None:
-    """The list of served classes: those that a table found exact, with the source of the Transformers that did."""
+    """The rows of the classes that a table found exact, with the source of the Transformers that did. What else the
+    table of admission knows of them stays."""
     made = written(LANGUAGE) | written(WRAPPERS) | written(HEADS)
-    known = json.loads(SERVED.read_text())["classes"]
-    hashes = {
-        name: source_hash(getattr(transformers, name).__module__)
-        if version == transformers.__version__
-        else known[name]
-        for name, (row, version) in sorted(made.items())
-        if row.result == "exact"
-    }
-    SERVED.write_text(json.dumps({"transformers": _oldest(made), "classes": hashes}, indent=1) + "\n")
+    text = ADMISSION.read_text()
+    known, rows = tomllib.loads(text)["classes"], []
+    for name, (row, version) in sorted(made.items()):
+        if row.result == "exact":
+            facts = dict(known.get(name, {}))
+            if version == transformers.__version__:
+                facts["source"] = source_hash(getattr(transformers, name).__module__)
+            rows.append(f"{name} = {{ {', '.join(f'{key} = {json.dumps(fact)}' for key, fact in facts.items())} }}")
+    head = re.sub(
+        '^transformers = ".*?"', f'transformers = "{_oldest(made)}"', text.partition("[classes]")[0], flags=re.M
+    )
+    ADMISSION.write_text("\n".join([f"{head}[classes]", *rows]) + "\n")
 
 
 def run(parser: argparse.ArgumentParser) -> None:
     """Compares the classes of the `table` that the command chooses, and writes it if asked. Ends the process, by an
     error if a class is wrong."""
     parser.add_argument("--classes", nargs="+", help="by default all")
-    parser.add_argument("--write", action="store_true", help="write recipes/results/coverage*.* and served.json")
+    parser.add_argument("--write", action="store_true", help="write recipes/results/coverage*.* and admission.toml")
     arguments = parser.parse_args()
     table: Table = arguments.table
     names = arguments.classes or list(table.classes)

@@ -60,6 +60,7 @@ ORDER = (
         "remember",
         "RememberedDocument",
         "check_model",
+        "admit",
     ),
     *("BurstCallback", "BurstResume", "last_checkpoint"),
 )

@@ -20,7 +20,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -101,7 +101,7 @@ def admit(
     videos: str | None = None,
     sound: str | None = None,
     positions: str | None = None,
-    cut: str = "",
+    cut: str | None = None,
 ) -> Admitted:
     """Has [`patch_model`] serve a class of your own, and those that inherit from it, after you have compared it with
     one process: by [`check_model`], and with images or sound by `hf-burst check FOLDER --batch FILE`. What is never
@@ -112,7 +112,8 @@ def admit(
         source (`str`, *optional*): A hash of the file that you compared. If the file has another one, a warning says
             which.
         images (`str`, *optional*): How ranks share images in `get_image_features`: by `"patches"`, which grids count,
-            by `"images"` of one row each, or not (`"all"` encode all). By default images are refused.
+            by `"images"` of one row each, or not (`"all"` encode all). What is left out is as in the class that it
+            inherits from; images, videos and sound are refused where nothing is said of them.
         videos (`str`, *optional*): The same for `get_video_features`, or `"frames"`, if grids count patches and each
             frame is encoded apart.
         sound (`str`, *optional*): `"clips"` if `get_audio_features` encodes each row apart, or `"all"`.
@@ -134,7 +135,9 @@ def admit(
     """
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise ConfigError(f"admit was given {cls!r}", "it is no class of models", "Give one of PreTrainedModel")
-    setattr(cls, ROW, Row(source, images, videos, sound, positions, cut))
+    given = {"images": images, "videos": videos, "sound": sound, "positions": positions, "cut": cut}
+    known = {name: value for name, value in given.items() if value is not None}
+    setattr(cls, ROW, replace(row_of(cls), source=source, **known))
     return cls
 
 

@@ -1,7 +1,10 @@
 """What the house does in one place."""
 
 import ast
+import re
 from pathlib import Path
+
+from hf_burst.hf.admission import CLASSES, LAYERS, PEFT_METHODS, TRAINERS
 
 HF = Path(__file__).parents[2] / "hf_burst" / "hf"
 WALKS = {"modules", "named_modules", "children", "named_children"}
@@ -16,3 +19,18 @@ def walks(path: Path) -> list[int]:
 def test_one_file_walks_over_modules() -> None:
     found = {str(path.relative_to(HF)): lines for path in sorted(HF.rglob("*.py")) if (lines := walks(path))}
     assert set(found) == {"view.py"}, found
+
+
+ADMITTED = {*CLASSES, *LAYERS, *PEFT_METHODS, *(place.rpartition(".")[2] for place in TRAINERS)}
+CLASS = re.compile("[A-Z][A-Za-z0-9_]+(For[A-Z][A-Za-z]+|Model|Attention|Trainer|Config)")
+
+
+def test_one_module_says_who_is_served() -> None:
+    """No other one names classes of models, layers or trainers, or methods of peft, nor reads the table."""
+    for path in HF.rglob("*.py"):
+        if path.name == "admission.py":
+            continue
+        constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+        texts = {text for text in constants if isinstance(text, str)}
+        named = {text for text in texts if text in ADMITTED or CLASS.fullmatch(text) or "admission.toml" in text}
+        assert not named, (str(path), named)

@@ -18,6 +18,7 @@ NAMES = [
     "GroupCollator",
     "Memory",
     "RememberedDocument",
+    "admit",
     "check_model",
     "embeddings",
     "generate",
