@@ -95,7 +95,7 @@ class Verdict:
 
 
 def admit(
-    cls: Admitted,
+    model_class: Admitted,
     source: str | None = None,
     images: str | None = None,
     videos: str | None = None,
@@ -108,7 +108,7 @@ def admit(
     exact, such as cross attention, stays refused. Call it where the class is defined, so that every rank does.
 
     Args:
-        cls (`type`): A class that inherits from `PreTrainedModel`.
+        model_class (`type`): A class that inherits from `PreTrainedModel`.
         source (`str`, *optional*): A hash of the file that you compared. If the file has another one, a warning says
             which.
         images (`str`, *optional*): How ranks share images in `get_image_features`: by `"patches"`, which grids count,
@@ -133,12 +133,12 @@ def admit(
     >>> hf_burst.admit(MyModelForCausalLM)
     ```
     """
-    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
-        raise ConfigError(f"admit was given {cls!r}", "it is no class of models", "Give one of PreTrainedModel")
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+        raise ConfigError(f"admit was given {model_class!r}", "it is no class of models", "Give one of PreTrainedModel")
     given = {"images": images, "videos": videos, "sound": sound, "positions": positions, "cut": cut}
     known = {name: value for name, value in given.items() if value is not None}
-    setattr(cls, ROW, replace(row_of(cls), source=source, **known))
-    return cls
+    setattr(model_class, ROW, replace(row_of(model_class), source=source, **known))
+    return model_class
 
 
 def row_of(kind: type) -> Row:

@@ -33,13 +33,13 @@ class Residual(nn.Linear):
 class OwnForCausalLM(LlamaPreTrainedModel, GenerationMixin):
     def __init__(self, config):
         super().__init__(config)
-        self.inner = LlamaModel(config)
+        self.model = LlamaModel(config)
         self.mixer = Residual(config.hidden_size, config.hidden_size)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **kwargs):
-        hidden = self.inner(input_ids, attention_mask, position_ids, **kwargs).last_hidden_state
+        hidden = self.model(input_ids, attention_mask, position_ids, **kwargs).last_hidden_state
         logits = self.lm_head(hidden + self.mixer(hidden))
         loss = None
         if labels is not None:
@@ -99,7 +99,7 @@ def on_images(rank: int, size: int, folder: str, images: str | None) -> tuple[Re
     )
     if size > 1:
         models.patch(model)
-    return loss_and_gradients(model, seeing_batch("Llava", "text")), sum(given)
+    return loss_and_gradients(model, seeing_batch("Llava")), sum(given)
 
 
 @pytest.mark.parametrize("images", [None, "all"])
@@ -109,14 +109,14 @@ def test_ranks_share_images_as_the_row_says(ranks: Ranks, folder: str, images: s
     found = ranks(2).run(on_images, folder, images)
     assert_equal([result for result, _ in found], wanted)
     assert CLASSES["LlavaForConditionalGeneration"].images == "images"
-    assert [encoded for _, encoded in found] == ([count, count] if images else [count - count // 2, max(1, count // 2)])
+    assert [encoded for _, encoded in found] == ([count, count] if images else [count // 2, count // 2])
 
 
 def admit_otherwise(rank: int, size: int, folder: str) -> None:
-    """The second rank has another file."""
-    kind = module_in(folder).OwnForCausalLM
-    if rank:
-        Path(folder, "somebodys_models.py").write_text(SOURCE + "\n# changed\n")
+    """Each rank has a file of its own."""
+    Path(folder, str(rank)).mkdir()
+    Path(folder, str(rank), "somebodys_models.py").write_text(f"{SOURCE}# of {rank}")
+    kind = module_in(f"{folder}/{rank}").OwnForCausalLM
     models.patch(own_model(hf_burst.admit(kind)))(**models.make_batch("plain"))
 
 

@@ -65,7 +65,7 @@ def _reasons(view: ModelView) -> Iterator[Reason]:
     calling, served = f"layers that call {', '.join(COUNTERPARTS)}", ", ".join(_LAYER_TYPES)
     if modalities and reader.root is model:
         parts = f"{name} has several parts ({', '.join(modalities)})"
-        yield parts, "none is known as its language model", "Name it by hf_burst.admit(cls, cut=...)"
+        yield parts, "none is known as its language model", "Name it by hf_burst.admit(model_class, cut=...)"
     if modalities and (needed := ", ".join(_needed(model))):
         yield f"{name} takes no batch of text", f"its forward requires {needed}, which no rank can cut", ALONE
     if config.is_encoder_decoder:
