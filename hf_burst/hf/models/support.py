@@ -37,13 +37,10 @@ def base_model(model: nn.Module) -> PreTrainedModel:
             )
         inner = inner.get_base_model()
     if not isinstance(inner, PreTrainedModel):
-        wrapped = hasattr(model, "module")
         raise UnsupportedModelError(
             f"hf_burst takes a Transformers model, or a peft model of one, got {type(model).__name__}",
-            "it wraps a model" if wrapped else "its attention is not called by Transformers",
-            "Pass the model inside: patch it before it is wrapped (accelerator.prepare), unpatch model.module"
-            if wrapped
-            else "Load one by AutoModelForCausalLM",
+            "it is none",
+            "Pass the model inside of a wrapper: patch it before accelerator.prepare, unpatch model.module",
         )
     return inner
 
