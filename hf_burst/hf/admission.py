@@ -188,7 +188,7 @@ def served_by(view: ModelView) -> str:
     listed, row = _listed_for(view)
     source = None if listed is None else source_hash(listed.__module__)
     admitted = listed is not None and ROW in vars(listed)
-    home = _package(listed) if admitted else "transformers"
+    home = _package(listed or kind) if admitted else "transformers"
     own = [own for own in view.find(own_classes) if _package(own) != home]
     newer = Version(transformers.__version__).release[:2] > Version(TESTED).release[:2]
     unchanged = row.source in (None, source) or not (admitted or newer)
