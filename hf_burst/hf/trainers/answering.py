@@ -27,16 +27,14 @@ def check_steps(trainer: Any, accelerator: Accelerator, steps: Sequence[str], in
     name = type(trainer).__name__
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         raise ConfigError(
-            f"{name} runs under DeepSpeed",
-            "over ranks that share sequences it was not compared with one process",
-            "Launch it with DDP, or with FSDP2, which shards weights as ZeRO-3 does",
+            f"{name} over ranks that share sequences was not compared with one process under DeepSpeed. Launch it with "
+            "DDP, or with FSDP2, which shards weights as ZeRO-3 does."
         )
     missing = [step for step in steps if not hasattr(trainer, step)]
     if missing:
         raise ConfigError(
-            f"{name} has no {', '.join(missing)}",
-            "its steps are not those of TRL 1.16, with which groups of ranks were compared",
-            f"Install trl==1.16.0{instead}",
+            f"{name} has no {', '.join(missing)}: its steps are not those of TRL 1.16, with which groups of ranks were "
+            f"compared. Install trl==1.16.0{instead}."
         )
 
 

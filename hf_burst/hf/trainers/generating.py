@@ -308,23 +308,21 @@ def _check(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -> 
     check_steps(trainer, accelerator, _STEPS)
     if trainer.use_transformers_continuous_batching:
         raise ConfigError(
-            "use_transformers_continuous_batching=True generates by paged attention",
-            "it does not reach over the ranks that share a sequence",
-            "Leave it out: completions are then generated over the ranks",
+            "use_transformers_continuous_batching=True generates by paged attention, which does not reach over the "
+            "ranks that share a sequence. Leave it out: completions are then generated over the ranks."
         )
     parts = trainer.vllm_tensor_parallel_size
     if trainer.use_vllm and trainer.vllm_mode == "colocate" and size % parts:
         raise ConfigError(
-            f"vllm_tensor_parallel_size={parts} beside burst_size={size}",
-            "an engine that lies over several groups would mix up their prompts",
-            f"Set it to {size}, by which all ranks of a group generate, or to a divisor",
+            f"vllm_tensor_parallel_size={parts} beside burst_size={size}: an engine that lies over several groups "
+            f"would mix up their prompts. Set it to {size}, by which all ranks of a group generate, or to a divisor."
         )
     rollouts = getattr(trainer, "rollout_func", None) is not None  # RLOO has none
     if rollouts and trainer.use_vllm and trainer.vllm_mode == "colocate" and parts > 1:
         raise ConfigError(
-            f"rollout_func beside vllm_tensor_parallel_size={parts}",
-            "it runs on the first rank of a group, and the others would not take part in what it asks the engine",
-            "Leave vllm_tensor_parallel_size at 1, or take vllm_mode='server'",
+            f"rollout_func beside vllm_tensor_parallel_size={parts}: it runs on the first rank of a group, and the "
+            "other ranks would not take part in what it asks the engine. Leave vllm_tensor_parallel_size at 1, or take "
+            "vllm_mode='server'."
         )
     rows = settings.per_device_train_batch_size * settings.steps_per_generation
     evaluated = settings.per_device_eval_batch_size if settings.eval_strategy != "no" else 0
@@ -334,9 +332,8 @@ def _check(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -> 
     ):
         if number % wanted:
             raise ConfigError(
-                f"{names} is {number} rows, and a prompt has {wanted} completions",
-                "the ranks that share sequences hold the same rows, so these must be whole groups",
-                f"Take a multiple of {wanted}",
+                f"{names} is {number} rows, and a prompt has {wanted} completions. The ranks that share sequences hold "
+                f"the same rows, so these must be whole groups: a multiple of {wanted}."
             )
 
 
