@@ -401,7 +401,7 @@ def _check_data_loader(data_loader: DataLoader, dispatch: bool | None, generates
         raise ConfigError(
             "The trainer generates what it learns from",
             "the ranks that share a sequence would generate different ones",
-            f"Take {' or '.join(names)}, or a class of your own that inherits from one; to learn from a teacher TRL's "
-            "GKDTrainer, or hf_burst.token_divergences in a loss of your own. Or use this trainer without "
+            f"Take {' or '.join(names)}, or a class of your own that inherits from one; to learn from a teacher, "
+            "take TRL's GKDTrainer, or hf_burst.token_divergences in a loss of your own. Or use this trainer without "
             "BurstParallelismConfig and patch_model",
         )
