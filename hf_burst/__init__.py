@@ -14,6 +14,7 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     from .check.run import check_model
     from .config import BurstConfig, Memory
+    from .hf.admission import admit
     from .hf.batches.collator import BurstCollator, shard_batch
     from .hf.batches.grouping import GroupCollator
     from .hf.generation.document import Document, remember
@@ -34,6 +35,7 @@ __all__ = [
     "Document",
     "GroupCollator",
     "Memory",
+    "admit",
     "check_model",
     "embeddings",
     "generate",
@@ -55,6 +57,7 @@ _HOME = {
     "Document": ".hf.generation.document",
     "GroupCollator": ".hf.batches.grouping",
     "Memory": ".config",
+    "admit": ".hf.admission",
     "check_model": ".check.run",
     "embeddings": ".hf.generation.embeddings",
     "generate": ".hf.generation.generate",

@@ -11,6 +11,10 @@ OUT_OF_MEMORY = (
 class BurstError(ValueError):
     """Base class of every error that hf_burst raises for a user's input."""
 
+    def __init__(self, what: str, why: str = "", instead: str = "") -> None:
+        """Makes the sentence of a refusal, where it has three parts, or takes one that is whole."""
+        super().__init__(f"{what}: {why}. {instead}." if why else what)
+
 
 class ConfigError(BurstError):
     """A setting, a mesh or a group that cannot be used."""

@@ -60,6 +60,7 @@ ORDER = (
         "remember",
         "Document",
         "check_model",
+        "admit",
     ),
     *("BurstCallback", "BurstResume", "last_checkpoint"),
 )

@@ -12,13 +12,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import BatchError, BurstError, UnsupportedModelError
+from ..hf.admission import Verdict, fingerprint, row_of
 from ..hf.batches.documents import documents_of
 from ..hf.batches.modalities import values_besides_text
-from ..hf.models.cut_point import modalities_of, served_modalities
+from ..hf.models.cut_point import modalities_of
 from ..hf.models.recurrent import recurrent_modules
 from ..hf.models.support import check_model
 from ..hf.models.task import task_of
-from ..hf.models.verdicts import Verdict, fingerprint
 from ..hf.patch import patch_under_check, unpatch_model
 from ..hf.view import ModelView
 from ..layers.loss import IGNORE_INDEX
@@ -92,7 +92,7 @@ def compare(make: Maker) -> Verdict:
             return Verdict("refused", note=str(problem))
         exact = all(error <= TOLERANCE for error in errors.values())  # false for nan
         remarks = "; ".join(filter(None, [note(model), _leak(model)]))
-        others = " and ".join(served_modalities(type(model))) if exact else ""
+        others = " and ".join(row_of(type(model)).modalities) if exact else ""
         return Verdict("exact" if exact else "wrong", errors, remarks, fingerprint(ModelView(model)) or "", others)
 
 

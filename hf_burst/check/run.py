@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ..errors import BatchError, ConfigError
-from ..hf.models.verdicts import Verdict, remember
+from ..hf.admission import Verdict, remember
 from .compare import BatchComparison, compare, compare_batch
 from .ranks import RANKS, run_on_ranks
 from .tiny import prepare, tiny_copy

@@ -6,7 +6,7 @@ from pathlib import Path
 from ..check.compare import BATCH_TOLERANCE, TOLERANCE, BatchComparison
 from ..check.run import check_batch, check_model, read_batch
 from ..errors import ConfigError
-from ..hf.models.verdicts import Verdict
+from ..hf.admission import Verdict
 
 _WHY = (
     "fp32 rounds sums at 6e-8 and ranks add in another order; one lost label of N moves the loss by about 1/N, so a "

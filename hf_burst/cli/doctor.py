@@ -9,7 +9,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.distributed.rendezvous import rendezvous
 
-from ..hf.models.verdicts import TESTED
+from ..hf.admission import TESTED
 from ..kernels import KernelRequest, explain_kernels
 from . import hosts
 from .launch import device_here, launched

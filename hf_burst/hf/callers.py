@@ -6,7 +6,7 @@ is_within             in a call of the decoder alone: a call of the model that w
 """
 
 import sys
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -69,21 +69,9 @@ class Callers:
         return [name for attribute, name in names.items() if getattr(self.trainer, attribute, None) is not None]
 
 
-def trainer_being_made(served: Set[tuple[str, str]] | None = None) -> Any | None:
-    """The `Trainer` that is making its accelerator, if it is of a class that is served, or of the user's own that
-    inherits from one.
-
-    Args:
-        served (set of `tuple[str, str]`, *optional*): Modules and names of classes; any by default.
-    """
-    trainer = next(filter(None, (_trainer_of(frame, _MAKING) for frame in _frames())), None)
-    if served is None:
-        return trainer
-    kinds = [(kind.__module__, kind.__name__) for kind in type(trainer).__mro__]
-    known = next((place for place, kind in enumerate(kinds) if kind in served), None)
-    if known is None or any(module.startswith("trl.") for module, _ in kinds[:known]):  # TRL's own other losses
-        return None
-    return trainer
+def trainer_being_made() -> Any | None:
+    """The `Trainer` that is making its accelerator, if one does."""
+    return next(filter(None, (_trainer_of(frame, _MAKING) for frame in _frames())), None)
 
 
 def is_within(holds: Callable[[Any], bool]) -> bool:

@@ -20,6 +20,7 @@ from ..errors import ConfigError, UnsupportedModelError
 from ..ranks.group import ContextGroup
 from ..ranks.watch import watch_of_process
 from ..ring.resources import resources_of
+from .admission import check_adapters, served_by
 from .batches.cutting import bound_arguments
 from .batches.documents import cache_of
 from .batches.sharded import is_sharded
@@ -28,8 +29,7 @@ from .context import CALL_KEY, LayerContext, PassContext, current
 from .forward_pass import Agreement, Batch, Call, ForwardPass
 from .groups import OLD_ARGUMENTS, PATCH, check_joined, resolve_group
 from .models.cut_point import reader_of
-from .models.peft_methods import check_adapters
-from .models.support import base_model, check_model, verdict_on
+from .models.support import base_model, check_model
 from .models.task import task_of
 from .overrides import remove_overrides
 from .parts.adapters import Adapters
@@ -120,7 +120,7 @@ def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, ver
         )
     view = ModelView(base)
     check_model(view)
-    patch = _Patch(view, config, group, verdict or verdict_on(view))
+    patch = _Patch(view, config, group, verdict or served_by(view))
     try:
         patch.install(view)
     except BaseException:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import ConfigError
@@ -148,6 +149,12 @@ class Met:
 
     def __reduce__(self) -> Any:
         return Met, ()
+
+
+def has_language_head(view: ModelView) -> bool:
+    """Whether a model, or one inside of it, has a language-model head, unlike classifiers and bare decoders."""
+    models = (module for module in view.modules if isinstance(module, PreTrainedModel))
+    return any(model.get_output_embeddings() is not None for model in models)
 
 
 def inner_modules(module: nn.Module) -> Iterator[nn.Module]:

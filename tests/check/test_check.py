@@ -37,7 +37,8 @@ from hf_burst.check.sizes import LAYERS, WINDOW
 from hf_burst.check.tiny import shrink, tiny_copy
 from hf_burst.cli import main
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError, UnsupportedModelError
-from hf_burst.hf.models import support, verdicts
+from hf_burst.hf import admission, patch
+from hf_burst.hf.admission import Row
 from hf_burst.hf.view import ModelView
 from hf_burst.layers.tiled import _Call
 from tests.support import models
@@ -129,7 +130,7 @@ def test_a_class_nobody_has_seen_is_checked_and_then_served(
     assert "patch_model serves" in printed
     assert len(list((home / "hf_burst").glob("check-*.json"))) == 1
     hf_burst.patch_model(model)
-    assert verdicts.served_by(ModelView(model)) == f"checked {verdicts.fingerprint(ModelView(model))}"
+    assert admission.served_by(ModelView(model)) == f"checked {admission.fingerprint(ModelView(model))}"
 
 
 @pytest.mark.slow
@@ -191,11 +192,11 @@ def test_a_verdict_holds_for_class_source_and_versions(
 ) -> None:
     def fingerprint(**settings: Any) -> str | None:
         model = unseen.UnseenForCausalLM(unseen.UnseenConfig(**{**SIZES, **settings}))
-        return verdicts.fingerprint(ModelView(model))
+        return admission.fingerprint(ModelView(model))
 
     first, others = fingerprint(), list[str | None]()
     assert fingerprint(hidden_size=64, num_hidden_layers=3) == first
-    for package in (verdicts.transformers, verdicts.torch, verdicts):
+    for package in (admission.transformers, admission.torch, admission):
         with monkeypatch.context() as changed:
             changed.setattr(package, "__version__", "9.9")
             others.append(fingerprint())
@@ -217,12 +218,12 @@ def test_a_verdict_holds_for_the_modules_that_a_class_imports_from_beside_it(
     import unseen_package.family as family  # type: ignore[import-not-found]
 
     model = family.UnseenForCausalLM(family.UnseenConfig(**SIZES))
-    first = verdicts.fingerprint(ModelView(model))
+    first = admission.fingerprint(ModelView(model))
     import unseen_package.unused  # type: ignore[import-not-found]  # noqa: F401
 
-    assert verdicts.fingerprint(ModelView(model)) == first
+    assert admission.fingerprint(ModelView(model)) == first
     (package / "layers.py").write_text("def mixed(x):\n    return x.cumsum(1)\n")
-    assert verdicts.fingerprint(ModelView(model)) != first
+    assert admission.fingerprint(ModelView(model)) != first
 
 
 def test_layers_from_elsewhere_change_the_fingerprint_and_are_warned_of(
@@ -236,18 +237,18 @@ def test_layers_from_elsewhere_change_the_fingerprint_and_are_warned_of(
     model = models.make_model("llama")
     hf_burst.unpatch_model(hf_burst.patch_model(model))
     assert not caplog.records
-    first = verdicts.fingerprint(ModelView(model))
+    first = admission.fingerprint(ModelView(model))
     model.model.layers[0].post_attention_layernorm = Mixer()
-    swapped = verdicts.fingerprint(ModelView(model))
+    swapped = admission.fingerprint(ModelView(model))
     (tmp_path / "mixing_layers.py").write_text(source + "# changed\n")
-    assert len({first, swapped, verdicts.fingerprint(ModelView(model))}) == 3
+    assert len({first, swapped, admission.fingerprint(ModelView(model))}) == 3
 
-    assert support.verdict_on(ModelView(model)) == "shipped"
+    assert admission.served_by(ModelView(model)) == "shipped"
     assert "not compared with one process: Mixer" in caplog.text
     assert "hf-burst check" in caplog.text
     caplog.clear()
-    verdicts.remember(verdicts.Verdict("exact", fingerprint=verdicts.fingerprint(ModelView(model)) or ""))
-    assert support.verdict_on(ModelView(model)).startswith("checked ")
+    admission.remember(admission.Verdict("exact", fingerprint=admission.fingerprint(ModelView(model)) or ""))
+    assert admission.served_by(ModelView(model)).startswith("checked ")
     assert not caplog.records
 
 
@@ -257,29 +258,29 @@ def test_norms_of_flash_linear_attention_are_no_classes_of_ones_own() -> None:
     for name in names:
         kind = type(name, (torch.nn.Module,), {"__module__": "fla.modules.fused"})
         model.model.add_module(name, kind())
-    assert [kind.__name__ for kind in verdicts.own_classes(ModelView(model))] == ["ShortConvolution"]
+    assert [kind.__name__ for kind in admission.own_classes(ModelView(model))] == ["ShortConvolution"]
 
 
 def test_a_wrong_verdict_goes_before_the_shipped_one() -> None:
     model = models.make_model("llama")
-    digest = verdicts.fingerprint(ModelView(model)) or ""
+    digest = admission.fingerprint(ModelView(model)) or ""
     for result in ("exact", "wrong"):
-        verdicts.remember(verdicts.Verdict(result, {"packed": 0.9}, fingerprint=digest))
+        admission.remember(admission.Verdict(result, {"packed": 0.9}, fingerprint=digest))
         if result == "exact":
-            assert verdicts.served_by(ModelView(model)) == "shipped"
+            assert admission.served_by(ModelView(model)) == "shipped"
     with pytest.raises(UnsupportedModelError, match="found wrong over several ranks"):
         hf_burst.patch_model(model)
 
 
 def test_what_is_remembered_must_be_a_verdict(unseen: ModuleType) -> None:
     model = unseen.UnseenForCausalLM(unseen.UnseenConfig(**SIZES))
-    digest = verdicts.fingerprint(ModelView(model)) or ""
-    path = verdicts.remember(verdicts.Verdict("exact", fingerprint=digest))
-    assert verdicts.served_by(ModelView(model)) == f"checked {digest}"
+    digest = admission.fingerprint(ModelView(model)) or ""
+    path = admission.remember(admission.Verdict("exact", fingerprint=digest))
+    assert admission.served_by(ModelView(model)) == f"checked {digest}"
     for nonsense in ("", "[]", '{"color": 1}'):
         path.write_text(nonsense)
         with pytest.raises(UnsupportedModelError, match=r"hf_burst.check_model\(model\)"):
-            verdicts.served_by(ModelView(model))
+            admission.served_by(ModelView(model))
 
 
 @pytest.mark.parametrize("result", ["exact", "wrong", "nothing"])
@@ -291,36 +292,36 @@ def test_a_class_changed_in_a_newer_transformers_is_served_with_a_warning(
     model.config.name_or_path = "some/folder"
     for start in ("Popen", "run"):
         monkeypatch.setattr(subprocess, start, mock.Mock(side_effect=AssertionError("a process")))
-    digest = verdicts.source_hash(type(model).__module__) or ""
+    digest = admission.source_hash(type(model).__module__) or ""
     for version, shipped in (("5.99.0", digest), ("5.18.0", "another"), ("5.99.0", "another")):
         assert not caplog.records
-        monkeypatch.setattr(verdicts.transformers, "__version__", version)
-        monkeypatch.setattr(verdicts, "SERVED", {type(model).__name__: shipped})
-        assert verdicts.served_by(ModelView(model)) == "shipped"
+        monkeypatch.setattr(admission.transformers, "__version__", version)
+        monkeypatch.setattr(admission, "CLASSES", {type(model).__name__: Row(shipped)})
+        assert admission.served_by(ModelView(model)) == "shipped"
     (warning,) = caplog.records
     assert "run on every node: hf-burst check some/folder (or, in Python" in warning.getMessage()
     if result == "nothing":
         return
     caplog.clear()
-    verdicts.remember(
-        verdicts.Verdict(result, {"packed": 0.9}, fingerprint=verdicts.fingerprint(ModelView(model)) or "")
+    admission.remember(
+        admission.Verdict(result, {"packed": 0.9}, fingerprint=admission.fingerprint(ModelView(model)) or "")
     )
     if result == "wrong":
         with pytest.raises(UnsupportedModelError, match="found wrong over several ranks"):
-            verdicts.served_by(ModelView(model))
+            admission.served_by(ModelView(model))
     else:
-        assert verdicts.served_by(ModelView(model)) == "shipped"
+        assert admission.served_by(ModelView(model)) == "shipped"
     assert not caplog.records
 
 
 def serve_a_changed_class(rank: int, size: int) -> int:
     model = models.make_model("qwen2")
     with (
-        mock.patch.object(verdicts.transformers, "__version__", "5.99.0"),
-        mock.patch.object(verdicts, "SERVED", {type(model).__name__: "another"}),
-        mock.patch.object(verdicts.logger, "warning") as warning,
+        mock.patch.object(admission.transformers, "__version__", "5.99.0"),
+        mock.patch.object(admission, "CLASSES", {type(model).__name__: Row("another")}),
+        mock.patch.object(admission.logger, "warning") as warning,
     ):
-        assert verdicts.served_by(ModelView(model)) == "shipped"
+        assert admission.served_by(ModelView(model)) == "shipped"
     return warning.call_count
 
 
@@ -336,7 +337,7 @@ def test_ranks_agree_by_which_verdict_a_model_is_served(ranks: Callable[[int], R
 
 
 def serve_by_own_verdict(rank: int, size: int) -> None:
-    with mock.patch.object(support, "served_by", return_value=f"checked {rank}"):
+    with mock.patch.object(patch, "served_by", return_value=f"checked {rank}"):
         model = models.patch(models.make_model("llama"))
     model(**models.make_batch("plain"))
 

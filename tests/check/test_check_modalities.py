@@ -17,9 +17,8 @@ from hf_burst.check.run import _load, check_batch, find_target
 from hf_burst.check.tiny import tiny_copy
 from hf_burst.cli.check import describe
 from hf_burst.errors import BatchError
-from hf_burst.hf.models import verdicts
-from hf_burst.hf.models.cut_point import family_of, served_modalities
-from hf_burst.hf.models.verdicts import Verdict
+from hf_burst.hf import admission
+from hf_burst.hf.admission import Verdict, row_of
 from hf_burst.hf.parts import towers
 from hf_burst.hf.view import ModelView
 from hf_burst.ranks.collectives import all_gather
@@ -85,25 +84,25 @@ def test_a_class_that_only_a_check_of_text_covers_is_warned_of(
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     if changed:  # by a newer Transformers than that of the tables
-        monkeypatch.setattr(verdicts, "TESTED", "5.1.0")
-        monkeypatch.setattr(verdicts, "SERVED", dict.fromkeys(verdicts.SERVED, "another"))
+        monkeypatch.setattr(admission, "TESTED", "5.1.0")
+        rows = {name: replace(row, source="another") for name, row in admission.CLASSES.items()}
+        monkeypatch.setattr(admission, "CLASSES", rows)
     stock, config = seeing_class("Qwen2_5_VL"), seeing_model("Qwen2_5_VL").config
     for kind, warned in ((stock, changed), (Derived, True)):
         caplog.clear()
         model = kind(config)
-        digest = verdicts.fingerprint(ModelView(model)) or ""
-        verdicts.remember(Verdict("exact", fingerprint=digest, uncompared="images and videos"))
-        assert verdicts.served_by(ModelView(model)) == ("shipped" if kind is stock else f"checked {digest}")
+        digest = admission.fingerprint(ModelView(model)) or ""
+        admission.remember(Verdict("exact", fingerprint=digest, uncompared="images and videos"))
+        assert admission.served_by(ModelView(model)) == ("shipped" if kind is stock else f"checked {digest}")
         assert ("with one process on text, and not on images and videos" in caplog.text) == warned
 
 
 def test_every_modality_that_is_served_has_batches() -> None:
     for family in FAMILIES:
-        served = served_modalities(seeing_class(family))
+        served = row_of(seeing_class(family)).modalities
         assert "images" in served
         assert ("videos" in served) == (family in WITH_VIDEO)
         assert ("sound" in served) == (family in HEARING)
-        assert family_of(seeing_class(family)) == family
 
 
 def compared_batch(rank: int, size: int, folder: str, batch: Batch, kind: Any = None) -> BatchComparison:

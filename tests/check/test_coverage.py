@@ -7,6 +7,7 @@ import json
 import os
 import random
 import sys
+import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ import transformers
 
 from hf_burst.check.compare import KINDS, TOLERANCE, compare
 from hf_burst.hf import attention
-from hf_burst.hf.models.verdicts import SERVED, TESTED, Verdict, source_hash
+from hf_burst.hf.admission import CLASSES, TESTED, Verdict, source_hash
 from tests.support import coverage
 from tests.support.image_verdicts import compare_images
 from tests.support.ranks import RankPool
@@ -216,12 +217,12 @@ def test_images_are_exact_where_they_are_served_and_the_others_say_why() -> None
 
 def test_what_is_served_is_what_is_exact() -> None:
     served = sorted({*EXACT, *EXACT_WRAPPERS, *JUDGING})
-    assert sorted(SERVED) == served
+    assert sorted(CLASSES) == served
     assert TABLE["transformers"] == TESTED
     made = {**ROWS, **WRAPPERS, **HEADS}
     for name in served:
         if made[name].get("transformers", TESTED) == transformers.__version__:
-            assert source_hash(getattr(transformers, name).__module__) == SERVED[name]
+            assert source_hash(getattr(transformers, name).__module__) == CLASSES[name].source
 
 
 def test_rows_that_a_newer_transformers_makes_join_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -229,9 +230,9 @@ def test_rows_that_a_newer_transformers_makes_join_the_others(monkeypatch: pytes
     for table in (coverage.LANGUAGE, coverage.WRAPPERS, coverage.HEADS):
         text = (RESULTS / f"{table.name}.json").read_text()
         (tmp_path / f"{table.name}.json").write_text(text)
-    (tmp_path / "served.json").write_text(json.dumps({"transformers": TESTED, "classes": SERVED}))
+    (tmp_path / "admission.toml").write_text(coverage.ADMISSION.read_text())
     monkeypatch.setattr(coverage, "RESULTS", tmp_path)
-    monkeypatch.setattr(coverage, "SERVED", tmp_path / "served.json")
+    monkeypatch.setattr(coverage, "ADMISSION", tmp_path / "admission.toml")
     monkeypatch.setattr(coverage.transformers, "__version__", "5.99.0")
     monkeypatch.setattr(coverage, "source_hash", lambda module: "anew")
     kept = coverage.written(coverage.LANGUAGE)
@@ -241,10 +242,11 @@ def test_rows_that_a_newer_transformers_makes_join_the_others(monkeypatch: pytes
     assert coverage.written(coverage.LANGUAGE) == {name: wanted[name] for name in coverage.LANGUAGE.classes}
     assert f"of Transformers {TESTED}, " in (tmp_path / "coverage.md").read_text()
     assert ", 1 of them of 5.99.0" in (tmp_path / "coverage.md").read_text()
-    served = json.loads((tmp_path / "served.json").read_text())
+    before, after = coverage.ADMISSION.read_text(), tomllib.loads((tmp_path / "admission.toml").read_text())
+    known = tomllib.loads(before)
     gone = {*wanted} - {*coverage.LANGUAGE.classes}  # which a newer Transformers than the installed one has
-    there = {name: known for name, known in SERVED.items() if name not in gone}
-    assert served == {"transformers": TESTED, "classes": {**there, "LlamaForCausalLM": "anew"}}
+    there = {name: row for name, row in known["classes"].items() if name not in gone}
+    assert after == {**known, "classes": {**there, "LlamaForCausalLM": {"source": "anew"}}}
 
 
 def test_rows_of_another_transformers_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,13 +16,12 @@ from hf_burst.hf import patch
 from hf_burst.hf.batches.cutting import cut_inputs
 from hf_burst.hf.batches.documents import documents_of
 from hf_burst.hf.forward_pass import Agreement, Batch, Call, ForwardPass
-from hf_burst.hf.models import cut_point
-from hf_burst.hf.models.cut_point import TOKEN_INPUTS, CutPoint, TokenInput, cut_point_of
+from hf_burst.hf.models.cut_point import TOKEN_INPUTS, TokenInput, cut_point_of
 from hf_burst.hf.models.task import CAUSAL, MASKED
 from hf_burst.hf.parts.base import Part
 from hf_burst.hf.parts.deferred_logits import DeferredLogits
 from hf_burst.hf.view import ModelView
-from tests.hf.test_patch import group_mean, part_of
+from tests.hf.test_patch import cut_at, group_mean, part_of
 from tests.support import models
 from tests.support.ranks import RankError, RankPool
 
@@ -112,15 +111,15 @@ def test_a_cut_point_is_found_by_the_class_or_its_base():
         pass
 
     model = Own(models.make_model("llama").config)
-    assert cut_point_of(ModelView(model)) == CutPoint("")
-    with mock.patch.object(cut_point, "CUT_POINTS", {"LlamaForCausalLM": CutPoint("model")}):
-        assert cut_point_of(ModelView(model)) == CutPoint("model")
+    assert cut_point_of(ModelView(model)).path == ""
+    with cut_at("model"):
+        assert cut_point_of(ModelView(model)).path == "model"
         model = models.make_model("gpt2")
-        assert cut_point_of(ModelView(model)) == CutPoint("")
+        assert cut_point_of(ModelView(model)).path == ""
 
 
 def patch_inside(model: PreTrainedModel) -> PreTrainedModel:
-    with mock.patch.object(cut_point, "CUT_POINTS", {"LlamaForCausalLM": CutPoint("model")}):
+    with cut_at("model"):
         return models.patch(model)
 
 

@@ -12,15 +12,15 @@ from torch.distributed.fsdp import fully_shard
 
 import hf_burst
 from hf_burst.errors import BatchError, BurstError, LostRankError, UnsupportedModelError
+from hf_burst.hf.admission import CLASSES, row_of
 from hf_burst.hf.batches import cutting
-from hf_burst.hf.models import cut_point
 from hf_burst.hf.parts import tokens, towers
 from hf_burst.ranks.collectives import all_gather
 from tests.support import models
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
 from tests.support.ranks import RankError, RankPool
 from tests.support.tiny_pictures import WITH_VIDEO, Batch, seeing_batch
-from tests.support.tiny_seeing import FAMILIES, seeing_model
+from tests.support.tiny_seeing import FAMILIES, seeing_class, seeing_model
 
 Ranks = Callable[[int], RankPool]
 OFFLOADED = {"tiled_mlp": 4, "activation_offloading": 1.0}
@@ -69,13 +69,14 @@ def test_images_are_exact(ranks: Ranks, family: str) -> None:
     wanted = train(family)
     towers = [gradient for name, gradient in wanted[1].items() if "vis" in name or "tower" in name]
     assert family == "Emu3" or any(float(gradient.norm()) > 0 for gradient in towers), "a tower learns"
-    size = 3 if cut_point._SEEING[family] else 2  # the table of coverage has two for all
+    size = 2 if row_of(seeing_class(family)).images == "all" else 3  # the table of coverage has two for all
     assert_equal(ranks(size).run(on_ranks, family), wanted)
 
 
 def test_every_family_that_is_served_is_compared() -> None:
-    assert sorted(cut_point._SEEING) == sorted(FAMILIES)
-    assert sorted(cut_point._WATCHING) == sorted(WITH_VIDEO)
+    rows = {name.removesuffix("ForConditionalGeneration"): row for name, row in CLASSES.items()}
+    assert sorted(name for name, row in rows.items() if row.images) == sorted(FAMILIES)
+    assert sorted(name for name, row in rows.items() if row.videos) == sorted(WITH_VIDEO)
 
 
 @pytest.mark.parametrize("family", WITH_VIDEO)

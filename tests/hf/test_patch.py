@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +20,9 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 import hf_burst
 from hf_burst.attention import AttentionRequest, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
+from hf_burst.hf import admission
 from hf_burst.hf.batches.sharded import checksum
 from hf_burst.hf.groups import PATCH
-from hf_burst.hf.models import cut_point, verdicts
-from hf_burst.hf.models.cut_point import CutPoint
 from hf_burst.hf.parts.base import Part
 from hf_burst.hf.parts.deferred_logits import DeferredLogits
 from hf_burst.plan import MaskPattern, Shapes, choose_schedule, name_of
@@ -353,11 +353,16 @@ def test_unpatch_puts_everything_back(broken: bool) -> None:
     assert torch.equal(model(**batch).loss, loss)
 
 
+def cut_at(path: str) -> Any:
+    """A context in which Llama is cut at an inner module."""
+    row = replace(admission.CLASSES["LlamaForCausalLM"], cut=path)
+    return mock.patch.object(admission, "CLASSES", {**admission.CLASSES, "LlamaForCausalLM": row})
+
+
 def test_a_patch_that_fails_half_way_leaves_nothing() -> None:
     model = models.make_model("llama").train()
     before = snapshot(model)
-    nowhere = mock.patch.object(cut_point, "CUT_POINTS", {"LlamaForCausalLM": CutPoint("model.elsewhere")})
-    with nowhere, pytest.raises(AttributeError, match="elsewhere"):
+    with cut_at("model.elsewhere"), pytest.raises(AttributeError, match="elsewhere"):
         models.patch(model)
     assert snapshot(model) == before
     assert not any(layer._forward_pre_hooks for layer in model.model.layers)
@@ -497,8 +502,8 @@ def test_models_that_are_not_served_are_refused_with_a_sentence(monkeypatch: pyt
     class Changed(Qwen2ForCausalLM):
         pass
 
-    others = {name: digest for name, digest in verdicts.SERVED.items() if name != "GPTNeoXForCausalLM"}
-    monkeypatch.setattr(verdicts, "SERVED", others)
+    others = {name: row for name, row in admission.CLASSES.items() if name != "GPTNeoXForCausalLM"}
+    monkeypatch.setattr(admission, "CLASSES", others)
     cases = {
         "not been checked": [models.make_model("gpt_neox")],
         "does not use Transformers' AttentionInterface": [

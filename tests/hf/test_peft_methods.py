@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hf_burst.errors import UnsupportedModelError
+from hf_burst.hf.admission import PEFT_METHODS, check_adapters
 from hf_burst.hf.forward_pass import random_rates
-from hf_burst.hf.models.peft_methods import PEFT_METHODS, check_adapters
 from hf_burst.hf.parts.dropout import check_shared_dropout
 from tests.hf.test_wrappers import gradients_of
 from tests.support import models
@@ -140,7 +140,7 @@ def test_every_option_that_is_admitted_was_compared() -> None:
     compared["XLORA"] = {name for options in XLORA for name in options}
     assert set(compared) == set(PEFT_METHODS)
     for method, options in PEFT_METHODS.items():
-        missing = {name for name in options - compared[method] - UNCOMPARED if "dropout" not in name}
+        missing = {name for name in {*options} - compared[method] - UNCOMPARED if "dropout" not in name}
         assert missing <= {"r"}, method
 
 
@@ -256,7 +256,7 @@ def test_each_token_has_a_mask_of_its_own(method: str, name: str) -> None:
 # method, options, and what the error names
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ADALORA", {"init_r": 4, "target_r": 2, "total_step": 10}, "(?i)adalora"),  # which calls no hooks
-    ("LILY", {}, "LILY, which has not been found exact"),
+    ("LILY", {}, "LILY is not served: it has not been found exact"),
     ("PVERA", {"r": 4}, "PVERA"),  # draws for each token, alike on all ranks
     ("SHIRA", {"r": 2}, "SHIRA"),  # draws which weights it trains
     ("ADAPTION_PROMPT", {"target_modules": None, "adapter_len": 3, "adapter_layers": 2}, "ADAPTION_PROMPT"),
@@ -300,4 +300,4 @@ def test_an_option_that_peft_does_not_have_yet() -> None:
     model.peft_config = {"default": Later(mixes_tokens=True)}
     with pytest.raises(UnsupportedModelError, match="'default' of the peft method LORA sets mixes_tokens=True"):
         check_adapters(model)
-    assert {field.name for field in fields(Later)} - {"mixes_tokens"} >= PEFT_METHODS["LORA"]
+    assert {field.name for field in fields(Later)} - {"mixes_tokens"} >= {*PEFT_METHODS["LORA"]}

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hf_burst
 from hf_burst.errors import BatchError, UnsupportedModelError
-from hf_burst.hf.models import cut_point
+from hf_burst.hf.admission import CLASSES
 from hf_burst.hf.parts import towers
 from hf_burst.ranks.collectives import all_gather
 from tests.support import models, tiny_hearing, trainers
@@ -24,6 +24,7 @@ from tests.support.ranks import RankError, RankPool
 from tests.support.trainers import Case, make_trainer
 
 Ranks = Callable[[int], RankPool]
+SHARED = {name.removesuffix("ForConditionalGeneration"): row.sound for name, row in CLASSES.items() if row.sound}
 _TOWER = re.compile("audio_tower|model.multi_modal_projector")  # the second learns where the first does not
 
 
@@ -61,7 +62,7 @@ def test_sound_is_exact(ranks: Ranks, family: str) -> None:
 
 
 def test_every_family_that_is_served_is_compared() -> None:
-    assert sorted(cut_point._HEARING) == sorted(tiny_hearing.NAMES)
+    assert sorted(SHARED) == sorted(tiny_hearing.NAMES)
 
 
 @pytest.mark.parametrize("change", ["text", "padded"])
@@ -113,7 +114,7 @@ def test_ranks_share_the_clips(ranks: Ranks) -> None:
 @pytest.mark.parametrize("family", tiny_hearing.FAMILIES)
 def test_ranks_share_clips_that_are_encoded_apart(ranks: Ranks, family: str) -> None:
     whole, found = sum(runs_of_towers(0, 1, family)[0]), ranks(2).run(runs_of_towers, family)
-    shared = cut_point._HEARING[family] == "clips"
+    shared = SHARED[family] == "clips"
     assert sum(sum(given) for given, _ in found) == (whole if shared else 2 * whole)
 
 

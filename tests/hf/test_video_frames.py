@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_burst.hf.models.cut_point import frames_apart
+from hf_burst.hf.admission import row_of
 from hf_burst.hf.parts import towers
 from tests.support import models
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
@@ -85,7 +85,9 @@ def test_frames_in_the_place_of_others_are_seen(ranks: Ranks) -> None:
 
 
 def test_families_whose_frames_are_apart() -> None:
-    assert sorted(family for family in WITH_VIDEO if not frames_apart(seeing_class(family))) == sorted(TOGETHER)
+    assert sorted(family for family in WITH_VIDEO if row_of(seeing_class(family)).videos != "frames") == sorted(
+        TOGETHER
+    )
 
 
 @pytest.mark.parametrize("family", sorted({*WITH_VIDEO} - {*TOGETHER}))

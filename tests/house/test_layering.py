@@ -13,6 +13,7 @@ ORDER = [
 ]
 HF_ORDER = [
     "view",
+    "admission",
     "overrides",
     "callers",
     "answer",

@@ -1,10 +1,12 @@
 """What the house does in one place."""
 
 import ast
+import re
 from dataclasses import fields
 from pathlib import Path
 
 from hf_burst.hf import context, forward_pass
+from hf_burst.hf.admission import CLASSES, LAYERS, PEFT_METHODS, TRAINERS
 
 HF = Path(__file__).parents[2] / "hf_burst" / "hf"
 WALKS = {"modules", "named_modules", "children", "named_children"}
@@ -41,3 +43,18 @@ def test_the_stages_of_a_pass_are_frozen_and_small() -> None:
     for kind in (getattr(forward_pass, name, None) or getattr(context, name) for name in STAGES):
         assert kind.__dataclass_params__.frozen, kind
         assert len(fields(kind)) <= 8, kind
+
+
+ADMITTED = {*CLASSES, *LAYERS, *PEFT_METHODS, *(place.rpartition(".")[2] for place in TRAINERS)}
+CLASS = re.compile("[A-Z][A-Za-z0-9_]+(For[A-Z][A-Za-z]+|[a-z]Attention|Trainer)")
+
+
+def test_one_module_says_who_is_served() -> None:
+    """No other one names classes of models, layers or trainers, or methods of peft, nor reads the table."""
+    for path in HF.rglob("*.py"):
+        if path.name == "admission.py":
+            continue
+        constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+        texts = {text for text in constants if isinstance(text, str)}
+        named = {text for text in texts if text in ADMITTED or CLASS.fullmatch(text) or "admission.toml" in text}
+        assert not named, (str(path), named)

@@ -43,7 +43,7 @@ print("served by", hf_burst.__version__)
 
 def package_files() -> set[str]:
     """What belongs into a wheel: the modules, and the data beside them."""
-    data = {"hf_burst/py.typed", "hf_burst/hf/models/served.json"}
+    data = {"hf_burst/py.typed", "hf_burst/hf/admission.toml"}
     return data | {str(path.relative_to(ROOT)) for path in (ROOT / "hf_burst").rglob("*.py")}
 
 

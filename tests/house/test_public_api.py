@@ -18,6 +18,7 @@ NAMES = [
     "Document",
     "GroupCollator",
     "Memory",
+    "admit",
     "check_model",
     "embeddings",
     "generate",

@@ -28,9 +28,9 @@ from transformers import (
 from hf_burst.check.tiny import shrink
 from hf_burst.cli import main
 from hf_burst.errors import ConfigError
+from hf_burst.hf.admission import CLASSES
 from hf_burst.hf.forward_pass import Checkpoints
 from hf_burst.hf.models.model_size import model_size, shape_named
-from hf_burst.hf.models.verdicts import SERVED
 from hf_burst.hf.parts.adapters import Adapters
 from hf_burst.hf.view import ModelView
 from hf_burst.plan import MaskPattern, RecurrentSize
@@ -482,7 +482,7 @@ WITHOUT_ATTENTION = ("FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCau
 
 @pytest.mark.slow
 def test_sizes_of_all_served_classes_can_be_told() -> None:
-    for name in SERVED:
+    for name in CLASSES:
         if not hasattr(transformers, name) or name.endswith("ConditionalGeneration"):  # newer ones; towers, see below
             continue
         model_class = getattr(transformers, name)

@@ -18,7 +18,9 @@ A table, and the list, is of the oldest Transformers of its rows, those of `KEPT
 
 import argparse
 import json
+import re
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +36,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from hf_burst.check.compare import KINDS, TOLERANCE, compare
 from hf_burst.check.ranks import RANKS, run_on_ranks
-from hf_burst.hf.models.verdicts import Verdict, source_hash
+from hf_burst.hf.admission import Verdict, source_hash
 from tests.support import tiny_pictures
 from tests.support.image_verdicts import compare_images
 from tests.support.tiny_models import class_names, is_masked, judging_names, tiny_model, tiny_wrapper, wrapper_names
@@ -44,7 +46,7 @@ BATCH = 12  # classes that share the start of two processes
 # classes whose own code raises in a Transformers, and why: their rows stay those of an older one
 KEPT = {"Llama4ForConditionalGeneration": ("5.24", "its forward raises: its outputs have no image_outputs")}
 RESULTS = ROOT / "recipes" / "results"
-SERVED = ROOT / "hf_burst" / "hf" / "models" / "served.json"
+ADMISSION = ROOT / "hf_burst" / "hf" / "admission.toml"
 
 
 @dataclass(frozen=True)
@@ -203,17 +205,21 @@ def _oldest(made: dict[str, tuple[Verdict, str]]) -> str:
 
 
 def write_served() -> None:
-    """The list of served classes: those that a table found exact, with the source of the Transformers that did."""
+    """The rows of the classes that a table found exact, with the source of the Transformers that did. What else the
+    table of admission knows of them stays."""
     made = written(LANGUAGE) | written(WRAPPERS) | written(HEADS)
-    known = json.loads(SERVED.read_text())["classes"]
-    hashes = {
-        name: source_hash(getattr(transformers, name).__module__)
-        if version == transformers.__version__
-        else known[name]
-        for name, (row, version) in sorted(made.items())
-        if row.result == "exact"
-    }
-    SERVED.write_text(json.dumps({"transformers": _oldest(made), "classes": hashes}, indent=1) + "\n")
+    text = ADMISSION.read_text()
+    known, rows = tomllib.loads(text)["classes"], []
+    for name, (row, version) in sorted(made.items()):
+        if row.result == "exact":
+            facts = dict(known.get(name, {}))
+            if version == transformers.__version__:
+                facts["source"] = source_hash(getattr(transformers, name).__module__)
+            rows.append(f"{name} = {{ {', '.join(f'{key} = {json.dumps(fact)}' for key, fact in facts.items())} }}")
+    head = re.sub(
+        '^transformers = ".*?"', f'transformers = "{_oldest(made)}"', text.partition("[classes]")[0], flags=re.M
+    )
+    ADMISSION.write_text("\n".join([f"{head}[classes]", *rows]) + "\n")
 
 
 def main() -> None:

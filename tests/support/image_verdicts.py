@@ -12,7 +12,7 @@ from hf_burst.check.compare import TOLERANCE, compare
 from hf_burst.check.differences import worst_error
 from hf_burst.check.tiny import Double
 from hf_burst.errors import BurstError
-from hf_burst.hf.models.verdicts import Verdict
+from hf_burst.hf.admission import Verdict
 from hf_burst.hf.patch import patch_under_check
 from hf_burst.layers.loss import IGNORE_INDEX
 from tests.support.tiny_models import tiny_model, tiny_wrapper, wrapper_names

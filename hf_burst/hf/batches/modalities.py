@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from ...errors import BatchError
-from ..models.cut_point import TOKEN_INPUTS, needs_positions, served_modalities
+from ..admission import row_of
+from ..models.cut_point import TOKEN_INPUTS
 from .documents import BOUNDARY_KEYS, TYPE_KEYS, holds_values, tensors_in, texts_of
 
 SAME_MODALITIES = "Each rank that shares a batch needs all of its images and sound: give all of them the same batch."
@@ -38,7 +39,7 @@ def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -
     marked = {key: text_type if key == "token_type_ids" else 0 for key in _TOKEN_TYPES}
     others = [key for key in held if key not in _TEXT]
     others += [key for key in _TOKEN_TYPES if key in held and (held[key] != marked[key]).any()]
-    served = served_modalities(kind)
+    served = row_of(kind).modalities
     asked = {modality for key in others for modality in _modalities_of(key, held[key], marked.get(key))}
     if not asked <= {*served}:
         *first, last = "text", *served
@@ -51,7 +52,7 @@ def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -
         raise BatchError(
             f"In {name} tokens see later ones unless token_type_ids say that they do not. Give token_type_ids of 1."
         )
-    if others and needs_positions(kind) and "cu_seq_lens_q" in held and "position_ids" not in held:
+    if others and row_of(kind).positions == "row" and "cu_seq_lens_q" in held and "position_ids" not in held:
         raise BatchError(
             f"The documents of a packed row have images, and {name} counts positions through the whole row. Give "
             "position_ids that begin anew in each document, or one document a row."

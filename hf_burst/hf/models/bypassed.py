@@ -10,16 +10,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...errors import UnsupportedModelError
+from ..admission import ATTENTION_FUNCTIONS
 from ..attention import NAME
 from ..view import ModelView
 from .recurrent import COUNTERPARTS, recurrent_modules
 
 _WRAPPERS = ("torch.", "accelerate.", "transformers.utils.")  # which autocast, compile, convert what is returned
-# of transformers.integrations: each computes the attention of the mask that it is given
-_ATTENTION_FUNCTIONS = {
-    *("sdpa_attention_forward", "flash_attention_forward", "flex_attention_forward"),
-    *("eager_paged_attention_forward", "sdpa_attention_paged_forward", "paged_attention_forward"),
-}
 
 
 def function_name(function: Any) -> str:
@@ -78,15 +74,15 @@ def check_attention_functions(view: ModelView) -> None:
             interface = names.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
             function = interface.get(name) or interface.get(name.removeprefix("paged|"))
             place, _, own = function_name(function).rpartition(".")
-            known = place.startswith("transformers.") and own in _ATTENTION_FUNCTIONS
+            known = place.startswith("transformers.") and own in ATTENTION_FUNCTIONS
         mask = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
         if known and mask is not None and not function_name(mask).startswith("transformers."):
             function, known = mask, False
         if not known:
             raise UnsupportedModelError(
-                f"{type(module).__name__} attends by {name!r}, which is {function_name(function)}. BurstAttention "
-                "would take its place, without whatever it adds to Transformers' own functions. If you mean plain "
-                "attention, call model.set_attn_implementation('sdpa') first."
+                f"{type(module).__name__} attends by {name!r}, which is {function_name(function)}",
+                "BurstAttention would take its place, without whatever it adds to Transformers' own functions",
+                "If you mean plain attention, call model.set_attn_implementation('sdpa') first",
             )
 
 
@@ -99,8 +95,9 @@ def check_recurrent_sources(view: ModelView) -> None:
         own = getattr(forward, "__globals__", {}).get("__name__") in home
         if not own and kind.__module__.startswith("transformers.models.") and _was_recurrent(kind):
             raise UnsupportedModelError(
-                f"The forward of {kind.__name__} was replaced by {function_name(kind.forward)}, to which no state can "
-                "pass from another rank. Put its own back before the model is patched."
+                f"The forward of {kind.__name__} was replaced by {function_name(kind.forward)}",
+                "no state can pass to it from another rank",
+                "Put its own back before the model is patched",
             )
 
 

@@ -1,8 +1,8 @@
-"""Which models are served. What has not been checked to be exact is refused with a sentence."""
+"""What is never served, whatever a comparison of the class would find: each rule says what, why, and what instead."""
 
 import inspect
-import logging
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -10,21 +10,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import UnsupportedModelError
 from ...plan import MaskPattern
+from ..admission import LAYERS
 from ..view import ModelView
 from .bypassed import check_recurrent_sources
 from .cut_point import modalities_of, reader_of
 from .recurrent import COUNTERPARTS, recurrent_modules
-from .task import CAUSAL, Task, computes_loss, forwards_of, task_of
-from .verdicts import own_classes, served_by
-
-logger = logging.getLogger(__name__)
+from .task import ALONE, CAUSAL, Reason, Task, computes_loss, forwards_of, task_of
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _WHOLE_IN_TRAINING = "reference_sliding_attention"  # whose window is of generated tokens, and sees the prompt beside it
 _WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mlp", "moe"})  # a token's work is that of any other
-_NO_ATTENTION = {"RwkvSelfAttention"}  # but by its name
-# recurrent classes that compute their states inside of their own forward
-_WITHOUT_FUNCTION = {"MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock", "ZayaCCAProjection"}
 _EXPERT_EXCHANGES = ("auto", "all_to_all")  # of Transformers, by which tokens travel to the ranks of their experts
 _CHOOSES_KEYS = ("indexed", "sparse", "compressed")  # in the names of layer types
 
@@ -36,109 +31,95 @@ def base_model(model: nn.Module) -> PreTrainedModel:
         method = getattr(inner, "active_peft_config", None)
         if method is not None and method.is_prompt_learning:
             raise UnsupportedModelError(
-                f"The peft method {method.peft_type} prepends virtual tokens on every rank, which cannot be sharded. "
-                "Use LoRA or another method that changes weights."
+                f"The peft method {method.peft_type} is not served",
+                "it prepends virtual tokens on every rank, which cannot be sharded",
+                "Use LoRA or another method that changes weights",
             )
         inner = inner.get_base_model()
     if not isinstance(inner, PreTrainedModel):
-        hint = " Pass the model inside: patch it before it is wrapped (accelerator.prepare), unpatch model.module."
         raise UnsupportedModelError(
-            f"hf_burst takes a Transformers model, or a peft model of one, got {type(model).__name__}."
-            f"{hint if hasattr(model, 'module') else ''}"
+            f"hf_burst takes a Transformers model, or a peft model of one, got {type(model).__name__}",
+            "it is none",
+            "Pass the model inside of a wrapper: patch it before accelerator.prepare, unpatch model.module",
         )
     return inner
 
 
 def check_model(view: ModelView) -> None:
-    """Raises for layers and settings that are never served, whatever a comparison of the class would find.
+    """Raises for layers and settings that are never served.
 
     Raises:
         UnsupportedModelError: With the setting that is not served.
     """
+    for reason in _reasons(view):
+        raise UnsupportedModelError(*reason)
+
+
+def _reasons(view: ModelView) -> Iterator[Reason]:
+    """Why a model is not served; none if it may be."""
     model, task, reader = view.root, view.find(task_of), reader_of(view)
     config, name, modalities = model.config, type(model).__name__, modalities_of(model.config)
+    calling, served = f"layers that call {', '.join(COUNTERPARTS)}", ", ".join(_LAYER_TYPES)
     if modalities and reader.root is model:
-        raise UnsupportedModelError(
-            f"{name} has several parts ({', '.join(modalities)}), and none is known as its language model, which takes "
-            "the embeddings of all tokens. No part of it is served."
-        )
-    if modalities and (needed := _needed(model)):
-        raise UnsupportedModelError(
-            f"{name} takes no batch of text: its forward requires {', '.join(needed)}, which no rank can cut."
-        )
+        parts = f"{name} has several parts ({', '.join(modalities)})"
+        yield parts, "none is known as its language model", "Name it by hf_burst.admit(model_class, cut=...)"
+    if modalities and (needed := ", ".join(_needed(model))):
+        yield f"{name} takes no batch of text", f"its forward requires {needed}, which no rank can cut", ALONE
     if config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders and encoders alone are served.")
+        yield f"{name} is an encoder-decoder", "its decoder attends to another sequence", ALONE
     classes = {kind.__name__ for kind in reader.classes}
     crossing = sorted(kind for kind in classes if "CrossAttention" in kind)
     if crossing or getattr(config, "add_cross_attention", False):
-        raise UnsupportedModelError(
-            f"{name} has cross attention ({', '.join(crossing) or 'config.add_cross_attention is set'}), whose keys "
-            "are not those of the sequence; it is not served."
-        )
-    _check_placement(getattr(config, "distributed_config", None), name)
-    task.check_model(view)
+        found = ", ".join(crossing) or "config.add_cross_attention is set"
+        yield f"{name} has cross attention ({found})", "its keys are not those of the sequence", ALONE
+    yield from _placement(getattr(config, "distributed_config", None), name)
+    yield from task.reasons(view)
     kinds = sorted(set(_layer_types(config.get_text_config())) - {*_LAYER_TYPES, _WHOLE_IN_TRAINING})
-    chosen = [kind for kind in kinds if any(word in kind for word in _CHOOSES_KEYS)]
+    chosen = ", ".join(kind for kind in kinds if any(word in kind for word in _CHOOSES_KEYS))
     if chosen:
-        raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(chosen)}, in which every query chooses its keys out of all tokens "
-            f"before it. That is not exchanged between ranks; served are {', '.join(_LAYER_TYPES)}."
-        )
-    if own := sorted(classes & _WITHOUT_FUNCTION):
-        raise UnsupportedModelError(
-            f"{name} is not served: {', '.join(own)} carries a state from token to token inside of its own forward, "
-            f"and hf_burst passes states between ranks only for layers that call {', '.join(COUNTERPARTS)}. Train it "
-            "on sequences that one GPU holds."
-        )
+        why = "every query chooses its keys out of all tokens before it, which ranks do not exchange"
+        yield f"{name} has layers of type {chosen}", why, f"Served are {served}"
+    if own := ", ".join(sorted(kind for kind in classes if LAYERS.get(kind) == "state")):
+        why = f"{own} carries a state from token to token inside of its own forward"
+        yield f"{name} is not served", why, f"Served are {calling}"
     check_recurrent_sources(reader)
     recurrent = reader.find(recurrent_modules)
     kinds = [kind for kind in kinds if kind not in ("mlp", "moe")] or kinds
     if kinds and not recurrent:
-        raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(kinds)}, which carry a state from token to token by no function "
-            f"that is known. Served are {', '.join(_LAYER_TYPES)}, and layers that call {', '.join(COUNTERPARTS)}."
-        )
+        why = "they carry a state from token to token by no function that is known"
+        yield f"{name} has layers of type {', '.join(kinds)}", why, f"Served are {served}, and {calling}"
     attends = reader.find(has_attention)
     if not attends and not recurrent:
-        raise UnsupportedModelError(
-            f"{name} has no attention, and no recurrent layers whose states are known how to pass: those that call "
-            f"{', '.join(COUNTERPARTS)}. Train it on sequences that one GPU holds."
-        )
+        what = f"{name} has no attention, and no recurrent layers whose states are known how to pass"
+        yield what, f"those are {calling}", ALONE
     if attends and not reader.root._can_set_attn_implementation():
-        raise UnsupportedModelError(
-            f"{name} does not use Transformers' AttentionInterface, by which its attention would be replaced."
-        )
+        yield f"{name} does not use Transformers' AttentionInterface", "its attention cannot be replaced", ALONE
     if not task.reads and not any("labels" in inspect.signature(forward).parameters for forward in forwards_of(model)):
-        raise UnsupportedModelError(
-            f"{name} takes no labels, so it has no loss to learn from; load the class with a "
-            "language-model head (AutoModelForCausalLM, AutoModelForMaskedLM)."
-        )
+        yield f"{name} takes no labels", "it has no loss to learn from", "Load the class with a language-model head"
     if not task.reads:
-        task.check_loss(computes_loss(model, reader.root))
+        yield from task.loss_reasons(computes_loss(model, reader.root))
 
 
-def _check_placement(placed: Any, name: str) -> None:
-    """Raises for a model that Transformers' `DistributedConfig` has divided in a way that is not served. FSDP2 is, and
-    experts of which each rank has some, if tokens travel to them."""
+def _placement(placed: Any, name: str) -> Iterator[Reason]:
+    """Those of a model that Transformers' `DistributedConfig` has divided. FSDP2 is served, and experts of which each
+    rank has some, if tokens travel to them."""
     sizes = {size: getattr(placed, size, 1) or 1 for size in ("tp_size", "pp_size", "ep_size")}
     given = f"{name} was loaded with DistributedConfig({', '.join(f'{key}={n}' for key, n in sizes.items() if n > 1)})"
     if sizes["tp_size"] > 1 and sizes["ep_size"] > 1:
-        raise UnsupportedModelError(
-            f"{given}, in which the ranks of tp_size hold the same tokens: they add up what their experts return "
-            "(AllReduceEP), or take a part of these tokens each. Ranks that share a sequence hold different ones. Load "
-            "it with DistributedConfig(fsdp_size=N, ep_size=M), by which tokens travel to the ranks of their experts."
+        yield (
+            given,
+            "its ranks hold the same tokens, and add up what their experts return (AllReduceEP) or take a part each",
+            "Load it with DistributedConfig(fsdp_size=N, ep_size=M), by which tokens travel to the ranks of experts",
         )
     if sizes["tp_size"] > 1 or sizes["pp_size"] > 1:
-        raise UnsupportedModelError(
-            f"{given}, by which ranks hold parts of layers. Beside ranks that share a sequence this was not compared "
-            "with one process. Load the model without it, and have FSDP2 shard the weights."
-        )
+        why = "its ranks hold parts of layers, which was not compared beside ranks that share a sequence"
+        yield given, why, "Load the model without it, and have FSDP2 shard the weights"
     way = getattr(placed, "ep_implementation", None)
     if sizes["ep_size"] > 1 and way not in _EXPERT_EXCHANGES:
-        raise UnsupportedModelError(
-            f"{given} and ep_implementation={way!r}. Ranks that share a sequence hold different tokens, which must "
-            f"travel to the ranks of their experts and back: served are {' and '.join(map(repr, _EXPERT_EXCHANGES))}, "
-            "in versions of Transformers that have them (5.23 has)."
+        yield (
+            f"{given} and ep_implementation={way!r}",
+            "ranks that share a sequence hold different tokens, which must travel to the ranks of their experts",
+            f"Served are {' and '.join(map(repr, _EXPERT_EXCHANGES))}, of Transformers from 5.23 on",
         )
 
 
@@ -157,22 +138,7 @@ def has_attention(view: ModelView) -> bool:
 def is_attention(kind: type) -> bool:
     """Whether a class of modules is attention, or a layer around it, by its name."""
     name = kind.__name__
-    return name not in _NO_ATTENTION and ("Attention" in name or "MLA" in name)
-
-
-def verdict_on(view: ModelView) -> str:
-    """By which comparison a model is served, see [`served_by`]; warns of classes that it does not cover."""
-    model, served = view.root, served_by(view)
-    own = [kind.__qualname__ for kind in view.find(own_classes)]
-    if not type(model).forward.__module__.startswith("transformers."):
-        own = own or [f"{type(model).__qualname__}.forward"]
-    if own and served == "shipped":
-        logger.warning(
-            "From outside of Transformers, and not compared with one process: %s. Whatever it computes over tokens is "
-            "computed over those of one rank only. Compare it: run hf-burst check, or hf_burst.check_model(model).",
-            ", ".join(own),
-        )
-    return served
+    return ("Attention" in name or "MLA" in name) and LAYERS.get(name) != "no attention"
 
 
 def _layer_types(config: PreTrainedConfig) -> list[str]:

@@ -2,6 +2,7 @@
 between these are here."""
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +11,14 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from ...config import BurstConfig
-from ...errors import ConfigError, UnsupportedModelError
+from ...errors import ConfigError
 from ...layers.loss import IGNORE_INDEX, shift_labels
-from ..view import ModelView
-from .cut_point import has_language_head, reader_of
+from ..view import ModelView, has_language_head
+from .cut_point import reader_of
 
+Reason = tuple[str, str, str]  # against a model: what, why, what instead
+ALONE = "Train it on sequences that one GPU holds"
+_OWN_LOSS = "leave labels out and compute a loss of your own on the gathered logits"
 _WHOLE_SEQUENCE = {  # settings by which the embeddings of an encoder read further than their own token
     "token_dropout": "scales embeddings by the share of masked tokens in the whole sequence",
     "trigram_input": "adds the embeddings of the neighbouring tokens of a sequence",
@@ -67,26 +71,22 @@ class Task:
                 "sees the rest. Take 1.0 (keep all of what attention found) or 0.0 (nothing)."
             )
 
-    def check_model(self, view: ModelView) -> None:
-        """Raises for models whose tokens see others than the task says."""
-        return _check_decoder(view) if self.causal else _check_encoder(view.root)
+    def reasons(self, view: ModelView) -> Iterator[Reason]:
+        """Why a model is not served: its tokens see others than the task says."""
+        return _decoder_reasons(view) if self.causal else _encoder_reasons(view.root)
 
-    def check_loss(self, model: PreTrainedModel) -> None:
-        """Raises for losses that are not exact over several ranks; `model` is the one that [`computes_loss`]."""
-        if not self.loss_in_model:
-            return
-        if model.loss_function is not ForCausalLMLoss:
+    def loss_reasons(self, model: PreTrainedModel) -> Iterator[Reason]:
+        """Why the loss of a model is not exact over several ranks; `model` is the one that [`computes_loss`]."""
+        if self.loss_in_model and model.loss_function is not ForCausalLMLoss:
             name = getattr(model.loss_function, "__name__", repr(model.loss_function))
-            raise UnsupportedModelError(
-                f"model.loss_function is {name}; over several ranks only Transformers' ForCausalLMLoss and "
-                "ForMaskedLMLoss are exact. Load the class with a language-model head. If the loss was set, set it "
-                "back, or leave labels out and compute a loss of your own on the gathered logits."
+            yield (
+                f"model.loss_function is {name}",
+                "over several ranks only Transformers' ForCausalLMLoss and ForMaskedLMLoss are exact",
+                "Load the class with a language-model head, or put a loss that was set back, or " + _OWN_LOSS,
             )
-        if not calls_loss_function(model):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} computes its loss by itself instead of by model.loss_function, where the "
-                "ranks could add theirs up."
-            )
+        if self.loss_in_model and not calls_loss_function(model):
+            why = "it does not call model.loss_function, where the ranks could add theirs up"
+            yield f"{type(model).__name__} computes its loss by itself", why, _OWN_LOSS.capitalize()
 
 
 CAUSAL = Task("causal", True, "shift_labels", " (after the shift by one token)", generates=True, loss_in_model=True)
@@ -123,39 +123,30 @@ def forwards_of(model: PreTrainedModel) -> list[Any]:
     return [inspect.unwrap(vars(cls)["forward"]) for cls in type(model).__mro__ if "forward" in vars(cls)]
 
 
-def _check_decoder(view: ModelView) -> None:
-    """Raises for a model whose tokens see later ones."""
+def _decoder_reasons(view: ModelView) -> Iterator[Reason]:
+    """Those of a model whose tokens see later ones."""
     config, name = view.root.config, type(view.root).__name__
+    no_mask = f"{name} is not a masked language model"
     if not getattr(config, "is_causal", True):
-        raise UnsupportedModelError(f"config.is_causal is False, and {name} is not a masked language model.")
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        raise UnsupportedModelError(
-            f"config.use_bidirectional_attention is {config.use_bidirectional_attention}, and {name} is not a masked "
-            "language model. Set it to False."
-        )
+        yield "config.is_causal is False", no_mask, "Set it to True"
+    both = getattr(config, "use_bidirectional_attention", None)
+    if both in (True, "all"):
+        yield f"config.use_bidirectional_attention is {both}", no_mask, "Set it to False"
     if any(hasattr(module, "is_decoder") and not module.is_decoder for module in reader_of(view).modules):
-        raise UnsupportedModelError(
-            f"{name} was made as an encoder, whose tokens see later ones. Of encoders, those that predict masked "
-            "tokens are served (AutoModelForMaskedLM); for a decoder, make it with is_decoder=True in its config."
-        )
+        instead = "Make it with is_decoder=True in its config, or load it by AutoModelForMaskedLM"
+        yield f"{name} was made as an encoder", "its tokens see later ones", instead
 
 
-def _check_encoder(model: PreTrainedModel) -> None:
-    """Raises for a decoder, and for a model that mixes tokens elsewhere than in attention."""
+def _encoder_reasons(model: PreTrainedModel) -> Iterator[Reason]:
+    """Those of a decoder, and of a model that mixes tokens elsewhere than in attention."""
     config, name = model.config, type(model).__name__
     if getattr(config, "is_decoder", False):
-        raise UnsupportedModelError(
-            f"{name} was made as a decoder, whose tokens see no later ones. Make it with is_decoder=False in its "
-            "config, or load its class with a causal language-model head (AutoModelForCausalLM)."
-        )
+        instead = "Make it with is_decoder=False in its config, or load it by AutoModelForCausalLM"
+        yield f"{name} was made as a decoder", "its tokens see no later ones", instead
     for setting, why in _WHOLE_SEQUENCE.items():
-        if getattr(config, setting, False):
-            raise UnsupportedModelError(
-                f"config.{setting} is {getattr(config, setting)}: {name} {why}, of which a rank has a part. Only "
-                "models made with it switched off are served."
-            )
+        if value := getattr(config, setting, False):
+            yield f"config.{setting} is {value}", f"{name} {why}", "Make the model with it switched off"
     ignored = getattr(config, "sparse_pred_ignore_index", IGNORE_INDEX)
     if getattr(config, "sparse_prediction", False) and ignored != IGNORE_INDEX:
-        raise UnsupportedModelError(
-            f"config.sparse_pred_ignore_index is {ignored}; only {IGNORE_INDEX} is served with sparse_prediction."
-        )
+        what = f"config.sparse_pred_ignore_index is {ignored}"
+        yield what, "ranks count other labels", f"Set it to {IGNORE_INDEX}"

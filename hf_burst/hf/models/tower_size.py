@@ -7,8 +7,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...sizing.model import TowerSize
+from ..admission import row_of
 from ..view import ModelView
-from .cut_point import family_of, images_dealt_by, language_model_path
+from .cut_point import language_model_path
 from .support import has_attention
 
 # by which factor a side of patches shrinks to a side of tokens, or the other way round
@@ -25,7 +26,7 @@ def tower_size(view: ModelView) -> TowerSize | None:
         view ([`ModelView`]): Of a model on any device, `meta` too.
     """
     model, text = view.root, view.find(language_model_path)
-    dealt = images_dealt_by(type(model))
+    dealt = row_of(type(model)).images
     layers = max(
         (
             module
@@ -51,7 +52,7 @@ def tower_size(view: ModelView) -> TowerSize | None:
         kept=_kept(layer, linear, hidden, inner),
         weights=_weights(layers),
         patches=patches,
-        dealt=bool(dealt),
+        dealt=dealt != "all",
     )
 
 
@@ -82,7 +83,7 @@ def _patches(model: PreTrainedModel) -> float | None:
         return float(prod(side) if isinstance(side, list | tuple) else side**2)
     if share is not None:
         return float(share**-2)
-    return 1.0 if "Llava" in family_of(type(model)) else None
+    return 1.0 if "llava" in model.config.model_type else None
 
 
 def _weights(module: nn.Module) -> int:

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from ...errors import BatchError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX
+from ..admission import check_adapters
 from ..batches.documents import batch_shape, cache_of
 from ..forward_pass import Agreement, Call
-from ..models.peft_methods import check_adapters
 from ..sharded_cache import ShardedCache
 from .base import Part
 

@@ -14,6 +14,7 @@ from ...plan.recurrence import Way
 from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
 from ...recurrent import fla_kernels
+from ..admission import ON_GPUS
 from ..attention import ARRIVED
 from ..batches.documents import CACHE_KEYS
 from ..context import CALL_KEY, LayerContext, current, refuse_blind_run
@@ -27,11 +28,6 @@ from .base import Handles, Part
 
 logger = logging.getLogger(__name__)
 
-# whose kernels were compared over ranks
-_ON_GPUS = {
-    *("causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"),
-    *("mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"),
-}
 NO_FORKS = "the kernels of its recurrent layers begin with no state"
 _REPLACED = (
     "The forward of a {} was replaced by {}, so its state would not pass from rank to rank. Put its own back. If the "
@@ -53,7 +49,7 @@ class Recurrence(Part):
         self.modules = view.find(recurrent_modules)
         self.sizes = view.find(recurrent_sizes)
         kinds = set(map(type, self.modules))
-        self.unknown = sorted(kind.__name__ for kind in kinds if not set(functions_of(kind)) <= _ON_GPUS)
+        self.unknown = sorted(kind.__name__ for kind in kinds if not set(functions_of(kind)) <= ON_GPUS)
         return ()
 
     def overrides(self, view: ModelView) -> Iterator[tuple[type[Override], nn.Module, tuple[Any, ...]]]:

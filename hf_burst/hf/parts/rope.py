@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...errors import UnsupportedModelError
+from ..admission import LAYERS
 from ..batches.sharded import LAYOUT_KEY, ShardedBatch, longest_position
 from ..forward_pass import Agreement, Batch, Call, ForwardPass
 from ..view import ModelView
@@ -80,6 +81,6 @@ def follows_length(module: nn.Module) -> bool:
     """Whether the rotary positions of a module depend on the longest one."""
     rope = getattr(module, "rope_type", None)
     kinds = [kind for kind in (rope.values() if isinstance(rope, dict) else [rope]) if isinstance(kind, str)]
-    if type(module).__name__ == "PhimoeRotaryEmbedding":  # scales by the longest position whatever its type is
+    if LAYERS.get(type(module).__name__) == "longest position":  # scales by the longest position whatever its type is
         return any(kind != "default" for kind in kinds)
     return any("dynamic" in kind or kind == "longrope" for kind in kinds)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...errors import BatchError
+from ..admission import row_of
 from ..attention import scales_by_place
 from ..batches.cutting import kept_tokens
 from ..batches.documents import batch_shape, real_tokens
@@ -15,7 +16,7 @@ from ..batches.joining import Joined, fit, join_texts, obstacle_in
 from ..batches.modalities import same_for_every_text
 from ..batches.sharded import is_sharded, sum_of_bits
 from ..forward_pass import Agreement, Call
-from ..models.cut_point import cut_point_of, needs_positions, sees_blocks
+from ..models.cut_point import cut_point_of, sees_blocks
 from ..view import ModelView
 from .recurrence import NO_FORKS, Recurrence
 
@@ -83,7 +84,7 @@ class SharedBeginnings:
         """Why this pass cannot share anything; empty if it can."""
         if self.sees_blocks:
             return "tokens of images may see later ones"
-        if needs_positions(type(call.model)):
+        if row_of(type(call.model)).positions == "row":
             return "positions of images depend on other rows"
         if call.model.training and getattr(call.model.get_input_embeddings(), "neftune_noise_alpha", None):
             return "noise of neftune_noise_alpha depends on the length of a row"

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from ...errors import BatchError, UnsupportedModelError
 from ...ranks.collectives import all_gather, group_sum
 from ...ranks.group import ContextGroup
+from ..admission import row_of
 from ..context import current
 from ..forward_pass import Agreement, Call, ForwardPass, random_rates
-from ..models.cut_point import frames_apart, images_dealt_by, served_modalities, sound_dealt_by
 from ..overrides import Override
 from ..view import ModelView, inner_modules
 from .base import Part
@@ -75,9 +75,8 @@ class Towers(Part):
 
     def overrides(self, view: ModelView) -> Iterator[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
         model = view.root
-        owner, images, sound = model.base_model, images_dealt_by(type(model)), sound_dealt_by(type(model))
-        videos = "frames" if frames_apart(type(model)) else images
-        for kind, how in ((_SharedImages, images), (_SharedVideos, videos), (_SharedClips, sound)):
+        owner, row = model.base_model, row_of(type(model))
+        for kind, how in ((_SharedImages, row.images), (_SharedVideos, row.videos), (_SharedClips, row.sound)):
             own = kind.name in vars(owner)  # of the user's
             if how is not None and hasattr(type(owner), kind.name) and not own:
                 yield kind, owner, (how,)
@@ -104,7 +103,7 @@ class Towers(Part):
         Raises:
             BatchError: On all ranks, if one group has images, videos or sound, and another one has none.
         """
-        if not served_modalities(type(run.model)) or not run.call.sharing:
+        if not row_of(type(run.model)).modalities or not run.call.sharing:
             return
         held = [float(run.batch.given.get(key) is not None) for key in _RUNS]
         most = run.call.largest([*held, *(-own for own in held)])
@@ -226,7 +225,7 @@ class _SharedEncoder(Override):
         """
         pixels, grids = _first(arguments, _PIXELS), _first(arguments, _GRIDS)
         others = {name for name in arguments if name.startswith(("image_", "video_"))} - {*_EACH}
-        if not self.how or not isinstance(pixels, Tensor) or any(arguments[name] is not None for name in others):
+        if self.how == "all" or not isinstance(pixels, Tensor) or any(arguments[name] is not None for name in others):
             return None
         if not len(pixels):
             raise BatchError(
@@ -286,7 +285,7 @@ class _SharedClips(_SharedEncoder):
         """One for each clip; `None` if ranks do not share them."""
         sound, lengths = _first(arguments, _SOUND), "audio_feature_lengths"
         ready = [name for name in arguments if name.startswith("audio_") and name != lengths]
-        known = self.how and isinstance(sound, Tensor) and all(arguments[name] is None for name in ready)
+        known = self.how == "clips" and isinstance(sound, Tensor) and all(arguments[name] is None for name in ready)
         return [1] * len(sound) if known else None
 
     def _deal(self, costs: Sequence[int], ranks: int) -> list[list[int]]:

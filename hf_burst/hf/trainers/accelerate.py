@@ -26,12 +26,13 @@ from transformers.trainer_utils import seed_worker
 from ...errors import BatchError, ConfigError
 from ...ranks.group import CP_DIM, ContextGroup, set_timeout
 from ...ranks.host import SIZE_VARIABLE, host_id, misplaced, size_from_env
+from ..admission import TRAINERS, trainer_role
 from ..callers import trainer_being_made
 from ..groups import PATCH, check_processes
 from ..parts.expert_ranks import weights_of_experts
 from ..view import inner_modules
-from .distilling import DISTILLING, Distillation
-from .generating import SERVED, GroupTraining
+from .distilling import Distillation
+from .generating import GroupTraining
 
 logger = logging.getLogger(__name__)
 
@@ -188,9 +189,9 @@ class _Shared:
             mesh = DeviceMesh.from_group(members, accelerator.device.type, mesh_dim_names=("tp",))
             accelerator.state.ds_device_mesh = mesh
         self.trainer = trainer_being_made()
-        trainer, pupil = trainer_being_made(SERVED), trainer_being_made(DISTILLING)
-        self.generating = trainer and GroupTraining(trainer, accelerator, size)
-        self.distilling = pupil and Distillation(pupil, accelerator, size)
+        role = trainer_role(type(self.trainer))
+        self.generating = GroupTraining(self.trainer, accelerator, size) if role == "generates" else None
+        self.distilling = Distillation(self.trainer, accelerator, size) if role == "distills" else None
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         for item in args:
@@ -349,14 +350,16 @@ def _check_placed(model: nn.Module, evaluates: bool, generates: bool) -> None:
     for experts on several ranks in a trainer that `generates`. `Trainer` has such a model prepared as in evaluation."""
     if getattr(model, "is_distributed_loading_by_transformers", False) and not evaluates:
         raise ConfigError(
-            "The model was loaded with a DistributedConfig, by which Transformers averages its gradients already. "
-            "Prepare the rest without it: optimizer, loader = accelerator.prepare(optimizer, loader)."
+            "The model was loaded with a DistributedConfig",
+            "Transformers averages its gradients already",
+            "Prepare the rest without it: optimizer, loader = accelerator.prepare(optimizer, loader)",
         )
     if generates and any(weights_of_experts(model)):
         raise ConfigError(
-            "The trainer generates what it learns from, and the experts of the model lie on several ranks "
-            "(DistributedConfig(ep_size=...)). That was not compared with one process. Load the model without it, and "
-            "have accelerate's FSDP2 shard the weights."
+            "The trainer generates what it learns from, and the experts lie on several ranks "
+            "(DistributedConfig(ep_size=...))",
+            "both were not compared with one process",
+            "Load the model without it, and have accelerate's FSDP2 shard the weights",
         )
 
 
@@ -376,8 +379,9 @@ def _check_deepspeed(config: dict[str, Any]) -> None:
     }.items():
         if size > 1:
             raise ConfigError(
-                f"The DeepSpeed config has {name}={size} beside BurstParallelismConfig: a sequence is sharded by "
-                "burst_size alone, and tensor parallelism is not combined with it. Take it out of the DeepSpeed config."
+                f"The DeepSpeed config has {name}={size} beside BurstParallelismConfig",
+                "a sequence is sharded by burst_size alone, and tensor parallelism is not combined with it",
+                "Take it out of the DeepSpeed config",
             )
 
 
@@ -386,15 +390,18 @@ def _check_data_loader(data_loader: DataLoader, dispatch: bool | None, generates
     one process a group may be given prompts."""
     if dispatch:
         raise ConfigError(
-            "dispatch_batches=True hands every rank a part of each batch, and the ranks that share a sequence need the "
-            "same one. Leave dispatch_batches out (Trainer: accelerator_config); it is then set to False."
+            "dispatch_batches=True hands every rank a part of each batch",
+            "the ranks that share a sequence need the same one",
+            "Leave dispatch_batches out (Trainer: accelerator_config); it is then set to False",
         )
     collator = getattr(data_loader.collate_fn, "data_collator", data_loader.collate_fn)
     online = getattr(collator, "__module__", "").startswith("trl.") and getattr(collator, "__name__", "") == "identity"
     if (online or type(get_sampler(data_loader)).__name__ == "RepeatSampler") and not generates:
+        names = [place.rpartition(".")[2] for place, role in TRAINERS.items() if role == "generates"]
         raise ConfigError(
-            "The trainer generates what it learns from, and the ranks that share a sequence would generate different "
-            "ones. Of such trainers GRPOTrainer and RLOOTrainer are served, and classes of your own that inherit from "
-            "them; to learn from a teacher take TRL's GKDTrainer, or hf_burst.token_divergences in a loss of your own. "
-            "Or use this one without BurstParallelismConfig and patch_model."
+            "The trainer generates what it learns from",
+            "the ranks that share a sequence would generate different ones",
+            f"Take {' or '.join(names)}, or a class of your own that inherits from one; to learn from a teacher, "
+            "take TRL's GKDTrainer, or hf_burst.token_divergences in a loss of your own. Or use this trainer without "
+            "BurstParallelismConfig and patch_model",
         )

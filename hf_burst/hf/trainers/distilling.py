@@ -21,8 +21,6 @@ from ..groups import PATCH
 from ..patch import patch_model
 from .answering import answer, answering, check_steps, patched_inside
 
-_GKD = ("trl.experimental.gkd.gkd_trainer", "GKDTrainer")
-DISTILLING = {_GKD}
 _LOSS = ("compute_loss", "generalized_jsd_loss")
 _READ = ("input_ids", "attention_mask", "labels")
 
@@ -45,7 +43,7 @@ class Distillation:
         self.trainer, self.device, self.size = trainer, accelerator.device, size
         self.sharded = accelerator.distributed_type is DistributedType.FSDP
         self.group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
-        (known,) = (each for each in kind.__mro__ if (each.__module__, each.__name__) == _GKD)
+        known = next(each for each in kind.__mro__ if each.__module__.startswith("trl."))
         self.own_loss = any(getattr(kind, name) is not getattr(known, name) for name in _LOSS)  # the user's
         for name, wrapper in (("compute_loss", self.compute_loss), ("generate_on_policy_outputs", self.generate)):
             method = getattr(trainer, name)

@@ -36,7 +36,6 @@ _STEPS = (
     "_generate_single_turn",
     "_calculate_rewards",
 )
-SERVED = {("trl.trainer.grpo_trainer", "GRPOTrainer"), ("trl.trainer.rloo_trainer", "RLOOTrainer")}
 
 
 class GroupTraining:
