@@ -1,11 +1,13 @@
-"""Who called a model, as far as the stack of this thread tells: a `Trainer`, a checkpoint."""
+"""Which `Trainer` calls, as the stack of this thread tells. Nothing else in hf_burst asks the stack.
+
+`Trainer` hands itself neither to the accelerator that it makes, with the config of its mesh, nor to the model that it
+calls. Its callbacks would be told, but a user adds them, and a loss must be right without.
+"""
 
 import sys
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
-
-import torch.utils.checkpoint
 
 _MAKING = "create_accelerator_and_postprocess"  # the method by which a Trainer makes its accelerator
 _ROUNDS = ("_run_epoch", "evaluation_loop")  # of Trainer, around its steps
@@ -27,21 +29,9 @@ def trainer_under_way() -> Any | None:
     return next(filter(None, map(_trainer_of, frames())), None)
 
 
-def trainer_being_made(served: Set[tuple[str, str]] | None = None) -> Any | None:
-    """The `Trainer` that is making its accelerator, if it is of a class that is served, or of the user's own that
-    inherits from one.
-
-    Args:
-        served (set of `tuple[str, str]`, *optional*): Modules and names of classes; any by default.
-    """
-    trainer = next(filter(None, (_trainer_of(frame, (_MAKING,)) for frame in frames())), None)
-    if served is None:
-        return trainer
-    kinds = [(kind.__module__, kind.__name__) for kind in type(trainer).__mro__]
-    known = next((place for place, kind in enumerate(kinds) if kind in served), None)
-    if known is None or any(module.startswith("trl.") for module, _ in kinds[:known]):  # TRL's own other losses
-        return None
-    return trainer
+def trainer_being_made() -> Any | None:
+    """The `Trainer` that is making its accelerator, if one is."""
+    return next(filter(None, (_trainer_of(frame, (_MAKING,)) for frame in frames())), None)
 
 
 def multiplies_losses() -> bool:
@@ -74,10 +64,3 @@ def askers_for_logits(trainer: Any, training: bool) -> list[str]:
     """The arguments of a trainer for which it wants logits."""
     names = {**_LOSSES, **({} if training else {name: name for name in _METRICS})}
     return [name for attribute, name in names.items() if getattr(trainer, attribute, None) is not None]
-
-
-def is_checkpointed() -> bool:
-    """Whether torch's checkpoint that is not reentrant is to run the caller a second time, in the backward pass."""
-    inside = torch.utils.checkpoint.__file__
-    innermost = next((frame.f_code.co_name for frame in frames() if frame.f_code.co_filename == inside), None)
-    return innermost is not None and innermost not in ("forward", "backward")  # which are of the reentrant one

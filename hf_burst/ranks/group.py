@@ -137,7 +137,7 @@ class ContextGroup:
         _open(group, device)
         return ContextGroup.from_mesh(group)
 
-    def gather(self, mine: Any, device: torch.device, doing: str) -> list[Any]:
+    def gather(self, mine: Any, device: torch.device, doing: str, error: BaseException | None = None) -> list[Any]:
         """What every rank holds, in rank order: any objects. All ranks call this at the same time. It sends nothing on
         the process group itself, as [`agree`].
 
@@ -145,11 +145,14 @@ class ContextGroup:
             mine (`Any`): What this rank holds.
             device (`torch.device`): As in [`agree`].
             doing (`str`): As in [`agree`].
+            error (`BaseException`, *optional*): As in [`agree`].
 
         Raises:
             As [`agree`].
         """
-        self.agree({"call": "gather"}, None, device, doing=doing)  # or its sizes would meet the numbers of another call
+        self.agree(
+            {"call": "gather"}, error, device, doing=doing
+        )  # or its sizes would meet the numbers of another call
         if self.size == 1:
             return [mine]
         process_group, limit = self.process_group, self.time_limit(device)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 import transformers
 from torch.autograd import forward_ad
 from transformers import PreTrainedModel
@@ -11,7 +12,6 @@ from transformers import PreTrainedModel
 from ...errors import BatchError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX
 from ..batches.documents import batch_shape, cache_of
-from ..callers import is_checkpointed
 from ..forward_pass import ForwardPass
 from ..models.peft_methods import check_adapters
 from ..sharded_cache import ShardedCache
@@ -55,7 +55,8 @@ class Request(Part):
 
 def _check_backward(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
     """Raises for gradients that are computed in another way than by a backward pass behind this pass."""
-    if torch.is_grad_enabled() and is_checkpointed():
+    saving = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    if torch.is_grad_enabled() and saving and getattr(saving[0], "__module__", "") == torch.utils.checkpoint.__name__:
         raise UnsupportedModelError(
             "torch.utils.checkpoint was given the whole model, and would stop its second run in the middle. Checkpoint "
             "its layers: model.gradient_checkpointing_enable(), or TrainingArguments(gradient_checkpointing=True)."

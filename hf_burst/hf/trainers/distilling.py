@@ -19,7 +19,9 @@ from ...ranks.group import CP_DIM, ContextGroup
 from ..generation.scores import token_divergences
 from ..groups import PATCH
 from ..patch import patch_model
-from .answering import answer, answering, check_steps, patched_inside
+from ..view import find_inside
+from .answering import Answers, check_steps
+from .first_rank import FirstRank
 
 _GKD = ("trl.experimental.gkd.gkd_trainer", "GKDTrainer")
 DISTILLING = {_GKD}
@@ -44,7 +46,8 @@ class Distillation:
         check_steps(trainer, accelerator, steps, ", or take hf_burst.token_divergences in a loss of your own")
         self.trainer, self.device, self.size = trainer, accelerator.device, size
         self.sharded = accelerator.distributed_type is DistributedType.FSDP
-        self.group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
+        group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
+        self.answers = Answers(FirstRank(group, accelerator.device))
         (known,) = (each for each in kind.__mro__ if (each.__module__, each.__name__) == _GKD)
         self.own_loss = any(getattr(kind, name) is not getattr(known, name) for name in _LOSS)  # the user's
         for name, wrapper in (("compute_loss", self.compute_loss), ("generate_on_policy_outputs", self.generate)):
@@ -56,7 +59,7 @@ class Distillation:
         host where FSDP shards the model."""
         if self.sharded and not getattr(teacher, "is_quantized", False):  # which was placed when it was loaded
             teacher.to(self.device)
-        own = patched_inside(self.trainer.model)
+        own = find_inside(self.trainer.model, PATCH)
         if own is not None and isinstance(teacher, PreTrainedModel) and not hasattr(teacher, PATCH):
             patch_model(teacher, getattr(own, PATCH).config)
 
@@ -87,5 +90,5 @@ class Distillation:
     ) -> Any:
         """Answers of the model, or of its teacher. With a cache, also beside checkpoints, which TRL switches off."""
         config = GenerationConfig(**{**generation_config.to_dict(), "use_cache": True})
-        with answering(model, partial(answer, model, self.group, self.device)):
+        with self.answers.instead(model):
             return method(model, inputs, config)
