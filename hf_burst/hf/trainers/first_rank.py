@@ -104,7 +104,10 @@ class FirstRank:
             name, content = self._tell("", written, error, doing)
             if not name:
                 break
-            error = self._follow(name, content)
+            try:
+                self._call(name, *content[0], **content[1])
+            except BaseException as problem:  # the first rank has met an error, too, and says what follows from it
+                error = None if isinstance(problem, Exception) else problem
         if self.group.rank:
             result, later, state = content
             torch.set_rng_state(state)
@@ -123,17 +126,6 @@ class FirstRank:
         with self.turn:
             self._tell(name, self._packed((args, kwargs)), None, name)
             return self._call(name, *args, **kwargs)
-
-    def _follow(self, name: str, content: Any) -> BaseException | None:
-        """Makes a call of the first rank. Returns an interrupt; what else was raised, the user's function has met."""
-        args, kwargs = content
-        try:
-            self._call(name, *args, **kwargs)
-        except Exception:  # the first rank says what follows from it
-            return None
-        except BaseException as problem:
-            return problem
-        return None
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Makes a call on all ranks, at the end of which the error of one rank is one of all."""
