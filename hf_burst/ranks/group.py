@@ -137,7 +137,7 @@ class ContextGroup:
         _open(group, device)
         return ContextGroup.from_mesh(group)
 
-    def gather(self, mine: Any, device: torch.device, doing: str, error: BaseException | None = None) -> list[Any]:
+    def gather(self, mine: Any, device: torch.device, doing: str) -> list[Any]:
         """What every rank holds, in rank order: any objects. All ranks call this at the same time. It sends nothing on
         the process group itself, as [`agree`].
 
@@ -145,19 +145,36 @@ class ContextGroup:
             mine (`Any`): What this rank holds.
             device (`torch.device`): As in [`agree`].
             doing (`str`): As in [`agree`].
-            error (`BaseException`, *optional*): As in [`agree`].
 
         Raises:
             As [`agree`].
         """
-        self.agree(
-            {"call": "gather"}, error, device, doing=doing
-        )  # or its sizes would meet the numbers of another call
+        self.agree({"call": "gather"}, None, device, doing=doing)  # or its sizes would meet the numbers of another call
         if self.size == 1:
             return [mine]
         process_group, limit = self.process_group, self.time_limit(device)
         with watch_of_process().calling(process_group, doing) as watch:
             return control_of(process_group, watch, limit).gather_objects(mine, limit)
+
+    def first_says(self, mine: bytes, device: torch.device, doing: str, error: BaseException | None = None) -> bytes:
+        """What the first rank holds, by two messages. All ranks call this at the same time, as [`gather`].
+
+        Args:
+            mine (`bytes`): What the first rank holds; empty on the others.
+            device (`torch.device`): As in [`agree`].
+            doing (`str`): As in [`agree`].
+            error (`BaseException`, *optional*): As in [`agree`].
+
+        Raises:
+            As [`agree`].
+        """
+        length, _ = self.agree({"call": "first_says"}, error, device, len(mine), doing=doing)
+        if self.size == 1:
+            return mine
+        content = torch.frombuffer(bytearray(mine or length), dtype=torch.uint8)
+        process_group, limit = self.process_group, self.time_limit(device)
+        with watch_of_process().calling(process_group, doing) as watch:
+            return control_of(process_group, watch, limit).broadcast(content, limit).numpy().tobytes()
 
     def time_limit(self, device: torch.device) -> timedelta:
         """How long the backend of a device waits for the other ranks."""

@@ -52,8 +52,8 @@ CREATE = Trainer.create_accelerator_and_postprocess
 
 def test_tensors_of_another_gpu_are_told() -> None:
     with mock.patch("torch.serialization.location_tag", return_value="cuda:1"):
-        written = FirstRank(ContextGroup(), torch.device("cpu"))._packed({"rewards": torch.arange(3.0)})
-    told = first_rank._unpacked(written, torch.device("cpu"))
+        written = FirstRank(ContextGroup(), torch.device("cpu"))._packed("", ({"rewards": torch.arange(3.0)},))
+    _, (told,) = first_rank._unpacked(written, torch.device("cpu"))
     assert torch.equal(told["rewards"], torch.arange(3.0)), "on this rank's device"
 
 

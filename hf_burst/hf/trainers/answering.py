@@ -18,7 +18,8 @@ from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ..generation.generate import generate, same_random_numbers
 from ..generation.request import asked, check, copies_of, patched
 from ..groups import PATCH
-from ..view import inner_modules
+from ..patch import patch_model
+from ..view import find_inside, inner_modules
 from .first_rank import FirstRank
 
 
@@ -27,6 +28,13 @@ def is_one_of(trainer: Any, served: Set[tuple[str, str]]) -> bool:
     kinds = [(kind.__module__, kind.__name__) for kind in type(trainer).__mro__]
     known = next((kind for kind in kinds if kind in served or kind[0].startswith("trl.")), None)  # its other losses
     return known in served
+
+
+def patch_as(model: nn.Module, other: nn.Module) -> None:
+    """Patches a model that a trainer may have loaded by itself, with the settings of the model that it trains."""
+    own = find_inside(model, PATCH)
+    if own is not None and isinstance(other, PreTrainedModel) and not hasattr(other, PATCH):
+        patch_model(other, getattr(own, PATCH).config)
 
 
 def check_steps(trainer: Any, accelerator: Accelerator, steps: Sequence[str], instead: str = "") -> None:
@@ -90,8 +98,8 @@ class Answers:
     ) -> Any:
         """The answers of a model, `base` inside of it, without dropout. What is not served over ranks each generates by
         itself, with the random numbers of the first, and answers as the first."""
-        first = {"input_ids": inputs, "generation_config": generation_config}  # that may be given without a name
-        given = {name: value for name, value in first.items() if value is not None} | kwargs
+        unnamed = {"input_ids": inputs, "generation_config": generation_config}
+        given = {name: value for name, value in unnamed.items() if value is not None} | kwargs
         modes = [(module, module.training) for module in inner_modules(model)]
         model.eval()
         self.within = get_ident()

@@ -12,15 +12,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from ...layers.loss import IGNORE_INDEX
 from ...ranks.group import CP_DIM, ContextGroup
 from ..generation.scores import token_divergences
-from ..groups import PATCH
-from ..patch import patch_model
-from ..view import find_inside
-from .answering import Answers, check_steps
+from .answering import Answers, check_steps, patch_as
 from .first_rank import FirstRank
 
 _GKD = ("trl.experimental.gkd.gkd_trainer", "GKDTrainer")
@@ -59,9 +56,7 @@ class Distillation:
         host where FSDP shards the model."""
         if self.sharded and not getattr(teacher, "is_quantized", False):  # which was placed when it was loaded
             teacher.to(self.device)
-        own = find_inside(self.trainer.model, PATCH)
-        if own is not None and isinstance(teacher, PreTrainedModel) and not hasattr(teacher, PATCH):
-            patch_model(teacher, getattr(own, PATCH).config)
+        patch_as(self.trainer.model, teacher)
 
     def compute_loss(
         self,

@@ -94,14 +94,15 @@ class FirstRank:
             self.leads += alone
             try:
                 result = run()
-                written = b"" if self.group.rank else self._packed((result, self.later, torch.get_rng_state()))
+                if not self.group.rank:
+                    written = self._packed("", (result, self.later, torch.get_rng_state()))
             except BaseException as problem:  # also when the user interrupts
                 error = problem
             self.leads -= alone
         later = self.later
         self.later = []
         while True:
-            name, content = self._tell("", written, error, doing)
+            name, content = self._tell(written, doing, error)
             if not name:
                 break
             try:
@@ -124,7 +125,7 @@ class FirstRank:
         if not self.leads:
             return self.calls[name](*args, **kwargs)
         with self.turn:
-            self._tell(name, self._packed((args, kwargs)), None, name)
+            self._tell(self._packed(name, (args, kwargs)), name)
             return self._call(name, *args, **kwargs)
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -140,20 +141,20 @@ class FirstRank:
         self.group.agree({"call": "end"}, error, self.device, doing=name)
         return result
 
-    def _tell(self, name: str, written: bytes, error: BaseException | None, doing: str) -> tuple[str, Any]:
+    def _tell(self, written: bytes, doing: str, error: BaseException | None = None) -> tuple[str, Any]:
         """What the first rank tells all others. Raises on all ranks if one of them has met an error."""
-        name, written = self.group.gather((name, written), self.device, doing, error)[0]
-        return name, _unpacked(written, self.device) if self.group.rank else None
+        told = self.group.first_says(written, self.device, doing, error)
+        return _unpacked(told, self.device) if self.group.rank else ("", None)
 
-    def _packed(self, content: Any) -> bytes:
-        """Any objects as bytes, such as rows, images and tensors. They can be made anew.
+    def _packed(self, name: str, content: tuple[Any, ...]) -> bytes:
+        """The name of a call and any objects, such as rows, images and tensors, as bytes. They can be made anew.
 
         Raises:
             BatchError: If the other ranks cannot be told of one, such as of a streamer or an open file.
         """
         written = io.BytesIO()
         try:
-            torch.save(content, written)
+            torch.save((name, content), written)
         except (AttributeError, TypeError, RuntimeError, pickle.PicklingError) as problem:
             raise BatchError(
                 f"What the first rank of a group called or made cannot be told to the others: {problem}. Rollouts "

@@ -35,22 +35,19 @@ import accelerate.utils
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from transformers import Trainer
 
 from ...errors import ConfigError
 from ...ranks.group import CP_DIM, ContextGroup
 from ..batches.sharded import sum_of_bits
-from ..groups import PATCH
-from ..patch import patch_model
-from ..view import find_inside
-from .answering import Answers, check_steps
+from .answering import Answers, check_steps, patch_as
 from .first_rank import FirstRank
 from .group_accelerator import Groups
 
 SERVED = {("trl.trainer.grpo_trainer", "GRPOTrainer"), ("trl.trainer.rloo_trainer", "RLOOTrainer")}
 _STEPS = ("_prepare_inputs", "compute_loss", "reward_funcs")
 _STEPS_WITH_TOOLS = ("_standalone_tools", "environment_factories", "rollout_func")
-_LOGS = ("log_extra", "log_metric")  # arguments of reward functions
+_LOGS = {"log_extra", "log_metric"}  # arguments of reward functions
 _NO_TOOLS = ("reset", "get_reward")  # methods of environments
 _OVERRIDES = (
     "Methods that your class of the trainer overrides run on all ranks of a group: have them compute the same there. "
@@ -119,10 +116,8 @@ class GroupTraining:
         set_seed(trainer.args.seed + self.groups.process_index)  # as device_specific=True with one process a group
 
     def patch_reference(self, model: Any) -> None:
-        """Patches the reference model, which the trainer makes by itself, as the model."""
-        bare, own = self.real.unwrap_model(model), find_inside(self.trainer.model, PATCH)
-        if own is not None and isinstance(bare, PreTrainedModel) and not hasattr(bare, PATCH):
-            patch_model(bare, getattr(own, PATCH).config)
+        """Patches the reference model, which the trainer makes by itself."""
+        patch_as(self.trainer.model, self.real.unwrap_model(model))
 
     def prepare_inputs(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Completions and what was made of their rewards, equal on all ranks. What one group meets ends the others."""
@@ -146,29 +141,30 @@ class GroupTraining:
     @contextmanager
     def names_of_groups(self) -> Iterator[None]:
         """While the trainer's own code runs, its names of accelerate's collectives are those over groups."""
-        swapped: list[tuple[Any, str, Any]] = []
-        for name in ("gather", "gather_object", "broadcast_object_list"):
-            of_all = getattr(accelerate.utils, name)
-            for module in filter(None, map(sys.modules.get, self.modules)):
-                if vars(module).get(name) is of_all:
-                    swapped.append((module, name, of_all))
-                    setattr(module, name, getattr(self.groups, name))
+        swapped = [
+            (module, name)
+            for module in filter(None, map(sys.modules.get, self.modules))
+            for name in ("gather", "gather_object", "broadcast_object_list")
+            if vars(module).get(name) is getattr(accelerate.utils, name)
+        ]
+        for module, name in swapped:
+            setattr(module, name, getattr(self.groups, name))
         self.trainer.accelerator = self.groups
         try:
             yield
         finally:
             self.trainer.accelerator = self.real
-            for module, name, of_all in swapped:
-                setattr(module, name, of_all)
+            for module, name in swapped:
+                setattr(module, name, getattr(accelerate.utils, name))
 
     def given_to_rewards(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a reward function: the user's environments, and logs that all ranks write behind it."""
         given = dict(kwargs)
-        for name in _LOGS:
+        for name in _LOGS & kwargs.keys():
             self.first.calls[name] = kwargs[name]
             given[name] = partial(self.first.after, name)
         if kwargs.get("environments"):
-            given["environments"] = [environment.real for environment in kwargs["environments"]]
+            given["environments"] = [getattr(each, "real", each) for each in kwargs["environments"]]
         return given
 
     def ask_engine(self, method: Callable[..., Any], prompts: list[Any], images: Any, **kwargs: Any) -> Any:
@@ -195,6 +191,9 @@ class _StandIn:
 
     def _make(self, factory: Callable[[], Any]) -> None:
         self.real = factory()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
 
 
 def _stand_in(first: FirstRank, factory: Callable[[], Any], kind: type) -> Callable[..., Any]:
