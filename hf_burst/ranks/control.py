@@ -67,7 +67,7 @@ class ControlGroup:
 
     def broadcast(self, content: Tensor, limit: timedelta) -> Tensor:
         """Fills a tensor of one length on all ranks, on CPUs, with that of the first."""
-        options = dist.BroadcastOptions()  # type: ignore[attr-defined]
+        options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = limit
         self.watch.wait(self.backend.broadcast([content], options))
