@@ -55,7 +55,7 @@ class Request(Part):
 
 def _check_backward(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
     """Raises for gradients that are computed in another way than by a backward pass behind this pass."""
-    saving = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    saving = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if torch.is_grad_enabled() and saving and getattr(saving[0], "__module__", "") == torch.utils.checkpoint.__name__:
         raise UnsupportedModelError(
             "torch.utils.checkpoint was given the whole model, and would stop its second run in the middle. Checkpoint "
