@@ -1,4 +1,4 @@
-"""Which `Trainer` calls, as the stack of this thread tells. Nothing else in hf_burst asks the stack.
+"""Which `Trainer` calls, as the stack of this thread tells.
 
 `Trainer` hands itself neither to the accelerator that it makes, with the config of its mesh, nor to the model that it
 calls. Its callbacks would be told, but a user adds them, and a loss must be right without.
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-_MAKING = "create_accelerator_and_postprocess"  # the method by which a Trainer makes its accelerator
+MAKING = ("create_accelerator_and_postprocess",)  # the method by which a Trainer makes its accelerator
 _ROUNDS = ("_run_epoch", "evaluation_loop")  # of Trainer, around its steps
 # the arguments of a trainer, by the attributes that hold them, which are given logits; in any pass, and in evaluation
 _LOSSES = {"label_smoother": "label_smoothing_factor", "compute_loss_func": "compute_loss_func"}
@@ -24,14 +24,9 @@ def frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def trainer_under_way() -> Any | None:
-    """The `Trainer` that runs this pass, if one does."""
-    return next(filter(None, map(_trainer_of, frames())), None)
-
-
-def trainer_being_made() -> Any | None:
-    """The `Trainer` that is making its accelerator, if one is."""
-    return next(filter(None, (_trainer_of(frame, (_MAKING,)) for frame in frames())), None)
+def trainer_under_way(methods: Sequence[str] = _ROUNDS) -> Any | None:
+    """The `Trainer` that runs this pass, or one of its other methods; `None` if none does."""
+    return next(filter(None, (_trainer_of(frame, methods) for frame in frames())), None)
 
 
 def multiplies_losses() -> bool:

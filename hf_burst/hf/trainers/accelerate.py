@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, update_wrapper
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from transformers.trainer_utils import seed_worker
 from ...errors import BatchError, ConfigError
 from ...ranks.group import CP_DIM, ContextGroup, set_timeout
 from ...ranks.host import SIZE_VARIABLE, host_id, misplaced, size_from_env
-from ..callers import trainer_being_made
+from ..callers import MAKING, trainer_under_way
 from ..groups import PATCH, check_processes
 from ..parts.expert_ranks import weights_of_experts
 from ..view import inner_modules
@@ -187,12 +187,12 @@ class _Shared:
             members = accelerator.torch_device_mesh[CP_DIM].get_group()  # of dimensions, data loaders know this alone
             mesh = DeviceMesh.from_group(members, accelerator.device.type, mesh_dim_names=("tp",))
             accelerator.state.ds_device_mesh = mesh
-        trainer: Any = trainer_being_made()
-        self.trainer = trainer
+        trainer = trainer_under_way(MAKING)
+        self.trainer: Any = trainer
         self.generating = GroupTraining(trainer, accelerator, size) if is_one_of(trainer, SERVED) else None
         self.distilling = Distillation(trainer, accelerator, size) if is_one_of(trainer, DISTILLING) else None
         if trainer is not None:
-            trainer.evaluation_loop = update_wrapper(partial(self.evaluate, trainer.evaluation_loop), self.evaluate)
+            trainer.evaluation_loop = partial(self.evaluate, trainer.evaluation_loop)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         for item in args:

@@ -63,12 +63,12 @@ class FirstRank:
             return run() if self.leads else end(run)
 
         async def call_async(*args: Any, **kwargs: Any) -> Any:
-            kwargs = given(kwargs)
+            run = functools.partial(function, *args, **given(kwargs))
             if self.group.rank:
                 async with self.order:
-                    return end(_not_here)
+                    return end(run)
             self.leads += 1
-            answer = asyncio.ensure_future(function(*args, **kwargs))
+            answer = asyncio.ensure_future(run())
             async with self.order:
                 await asyncio.wait([answer])
                 self.leads -= 1
@@ -83,7 +83,7 @@ class FirstRank:
         Args:
             run (callable): It takes no arguments.
             doing (`str`): Its name, for errors of other ranks.
-            alone (`bool`, defaults to `True`): Whether it runs on the first rank only.
+            alone (`bool`, defaults to `True`): Whether it runs on the first rank only, and others follow in its calls.
         """
         if self.leads and not alone:
             return run()
@@ -116,11 +116,11 @@ class FirstRank:
             self.calls[name](*args, **kwargs)
         return result
 
-    def after(self, name: str, *args: Any, **kwargs: Any) -> None:
+    def after(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Notes one of [`calls`] that all ranks are to make when the user's function has returned."""
         self.later.append((name, args, kwargs))
 
-    def together(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def together(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """One of [`calls`], which all ranks make if the first one makes it in a function of the user's."""
         if not self.leads:
             return self.calls[name](*args, **kwargs)
@@ -128,7 +128,7 @@ class FirstRank:
             self._tell(self._packed(name, (args, kwargs)), name)
             return self._call(name, *args, **kwargs)
 
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Makes a call on all ranks, at the end of which the error of one rank is one of all."""
         result = None
         error: BaseException | None = None
@@ -169,10 +169,6 @@ def _is_async(function: Any) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__)
-
-
-def _not_here() -> None:
-    """Stands for a function on ranks that do not call it."""
 
 
 def _shown(run: Callable[[], Any]) -> tuple[Any, str | None]:
