@@ -30,7 +30,7 @@ from ..callers import MAKING, trainer_under_way
 from ..groups import PATCH, check_processes
 from ..parts.expert_ranks import weights_of_experts
 from ..view import inner_modules
-from .answering import is_one_of
+from .answering import is_one_of, patch_as
 from .distilling import DISTILLING, Distillation
 from .generating import SERVED, GroupTraining
 
@@ -204,8 +204,8 @@ class _Shared:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        if self.generating is not None and getattr(self.generating.trainer, "ref_model", None) is model:
-            self.generating.patch_reference(model)
+        if self.generating is not None and getattr(self.trainer, "ref_model", None) is model:
+            patch_as(self.trainer.model, model)
         if self.distilling is not None and evaluation_mode:
             self.distilling.take_teacher(model)
         _check_patched(model, self.size, evaluation_mode)

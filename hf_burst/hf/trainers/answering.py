@@ -54,31 +54,25 @@ def check_steps(trainer: Any, accelerator: Accelerator, steps: Sequence[str], in
         )
 
 
-class Answers:
-    """`model.generate` where a trainer generates: over all ranks of a group.
+class Answers(FirstRank):
+    """The first rank of a group that generates together: `model.generate` over all ranks, where a trainer calls it."""
 
-    Args:
-        first ([`FirstRank`]): That of the group.
-    """
-
-    def __init__(self, first: FirstRank) -> None:
-        self.first = first
-        self.within: int | None = None  # the thread that generates with all ranks; a rollout may have others
+    within: int | None = None  # the thread that generates with all ranks; a rollout may have others
 
     @contextmanager
-    def instead(self, model: nn.Module) -> Iterator[None]:
+    def answering(self, model: nn.Module) -> Iterator[None]:
         """While TRL or a rollout generates, `model.generate` and a rollout's `hf_burst.generate` run on all ranks."""
         base: Any = patched(model)[0]
         patch = getattr(base, PATCH)
         before = vars(base).get("generate")
-        self.first.calls["model.generate"] = partial(self.answer, model, base)
-        ask = partial(self.first.together, "model.generate")
+        self.calls["model.generate"] = partial(self.answer, model, base)
+        ask = partial(self.together, "model.generate")
 
         def generate_in_turn(*args: Any, **kwargs: Any) -> Any:
             within = self.within == get_ident()
             return type(base).generate(base, *args, **kwargs) if within else ask(*args, **kwargs)
 
-        patch.together = lambda: ask if self.first.leads and self.within != get_ident() else None
+        patch.together = lambda: ask if self.leads and self.within != get_ident() else None
         base.generate = generate_in_turn
         try:
             yield
@@ -107,8 +101,8 @@ class Answers:
             check(base, given)
         except (UnsupportedModelError, BatchError):
             given.pop("cuda_graphs", None)  # of steps over ranks
-            with same_random_numbers(self.first.group, self.first.device), torch.no_grad():
-                return self.first.told(partial(base.generate, **given), "generate", alone=False)
+            with same_random_numbers(self.group, self.device), torch.no_grad():
+                return self.told(partial(base.generate, **given), "generate", alone=False)
         else:
             return generate(base, **_each_once(base, given))
         finally:

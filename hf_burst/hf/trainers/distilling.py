@@ -18,7 +18,6 @@ from ...layers.loss import IGNORE_INDEX
 from ...ranks.group import CP_DIM, ContextGroup
 from ..generation.scores import token_divergences
 from .answering import Answers, check_steps, patch_as
-from .first_rank import FirstRank
 
 _GKD = ("trl.experimental.gkd.gkd_trainer", "GKDTrainer")
 DISTILLING = {_GKD}
@@ -44,7 +43,7 @@ class Distillation:
         self.trainer, self.device, self.size = trainer, accelerator.device, size
         self.sharded = accelerator.distributed_type is DistributedType.FSDP
         group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
-        self.answers = Answers(FirstRank(group, accelerator.device))
+        self.answers = Answers(group, accelerator.device)
         (known,) = (each for each in kind.__mro__ if (each.__module__, each.__name__) == _GKD)
         self.own_loss = any(getattr(kind, name) is not getattr(known, name) for name in _LOSS)  # the user's
         for name, wrapper in (("compute_loss", self.compute_loss), ("generate_on_policy_outputs", self.generate)):
@@ -85,5 +84,5 @@ class Distillation:
     ) -> Any:
         """Answers of the model, or of its teacher. With a cache, also beside checkpoints, which TRL switches off."""
         config = GenerationConfig(**{**generation_config.to_dict(), "use_cache": True})
-        with self.answers.instead(model):
+        with self.answers.answering(model):
             return method(model, inputs, config)

@@ -73,8 +73,7 @@ class GroupTraining:
         _check(trainer, settings, accelerator, size)
         self.trainer, self.real = trainer, accelerator
         self.group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
-        self.first = FirstRank(self.group, accelerator.device)
-        self.answers = Answers(self.first)
+        self.first = Answers(self.group, accelerator.device)
         self.groups = Groups(accelerator, size)
         self.ready = False
         rows = settings.per_device_train_batch_size * settings.steps_per_generation
@@ -93,7 +92,7 @@ class GroupTraining:
         trainer = self.trainer
         once = self.first.once
         if trainer.ref_model is not None:  # which FSDP and DeepSpeed have wrapped by themselves
-            self.patch_reference(trainer.ref_model)
+            patch_as(trainer.model, self.real.unwrap_model(trainer.ref_model))
         trainer.reward_funcs = [
             _Judge(self.first, judge) if isinstance(judge, nn.Module) else once(judge, self.given_to_rewards)
             for judge in trainer.reward_funcs
@@ -115,15 +114,11 @@ class GroupTraining:
             engine.generate = partial(self.ask_engine, engine.generate)
         set_seed(trainer.args.seed + self.groups.process_index)  # as device_specific=True with one process a group
 
-    def patch_reference(self, model: Any) -> None:
-        """Patches the reference model, which the trainer makes by itself."""
-        patch_as(self.trainer.model, self.real.unwrap_model(model))
-
     def prepare_inputs(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Completions and what was made of their rewards, equal on all ranks. What one group meets ends the others."""
         self.groups.parted = None
         try:
-            with self.names_of_groups(), self.answers.instead(self.trainer.model):
+            with self.names_of_groups(), self.first.answering(self.trainer.model):
                 found = method(*args, **kwargs)
             sums = {"advantages": sum_of_bits(found["advantages"])}
             advice = {"advantages": _OVERRIDES}
