@@ -821,6 +821,28 @@ def test_a_class_of_the_users(ranks: Ranks, tmp_path: Path) -> None:
     compare(ranks, tmp_path, Run(groups=2), learn_otherwise)
 
 
+class OwnRewards(GRPOTrainer):
+    """A class of the user's whose rewards differ by rank, as those of a judge that draws."""
+
+    def _calculate_rewards(self, inputs: Any, prompts: list[Any], *_: Any) -> torch.Tensor:
+        rewards = torch.arange(float(len(prompts) * len(self.reward_funcs))) ** (1 + dist.get_rank())
+        return rewards.view(len(prompts), -1)
+
+
+def learn_from_own_rewards(rank: int, size: int, folder: str) -> None:
+    with mock.patch("trl.GRPOTrainer", OwnRewards):
+        learn(rank, size, folder, Run(options={"multi_objective_aggregation": "normalize_then_sum"}))
+
+
+def test_rewards_that_differ_between_ranks_are_told(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(learn_from_own_rewards, str(tmp_path))
+    for error in caught.value.errors:
+        assert pytest.RaisesExc(RankMismatchError, match="advantages.*your class of the trainer overrides").matches(
+            error
+        ), error
+
+
 def learn_by_other_losses(rank: int, size: int, folder: str) -> None:
     from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
