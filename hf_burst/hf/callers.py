@@ -1,6 +1,6 @@
 """Who called a model, as far as the stack of this thread tells. No other file walks over frames:
 
-Callers.of_now        at the beginning of a pass: a `Trainer`, torch's checkpoint and compiler tell a model nothing
+Callers.of_now        at the beginning of a pass: neither `Trainer` nor torch.compile tells a model that it runs it
 trainer_being_made    while accelerate is made: the trainer is no argument of what it makes
 is_within             in a call of the decoder alone: a call of the model that was interrupted has not ended
 """
@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
-
-import torch.utils.checkpoint
 
 _MAKING = ("create_accelerator_and_postprocess",)  # the method by which a Trainer makes its accelerator
 _ROUNDS = ("_run_epoch", "evaluation_loop")  # of Trainer, around its steps
@@ -27,13 +25,11 @@ class Callers:
     Args:
         trainer (`Trainer`, *optional*): The one whose epoch or evaluation it is.
         readers (`tuple[str, ...]`): The functions of the user's, given to that trainer, which read logits of this pass.
-        checkpoints (`bool`): Whether torch's checkpoint that is not reentrant is to run the model a second time.
         compiled (`bool`): Whether torch.compile runs it.
     """
 
     trainer: Any | None = None
     readers: tuple[str, ...] = ()
-    checkpoints: bool = False
     compiled: bool = False
 
     @classmethod
@@ -43,20 +39,17 @@ class Callers:
         Args:
             compiled (`bool`): Whether a module is known to be compiled.
         """
-        trainer, readers, checkpoint = None, tuple[str, ...](), ""
+        trainer, readers = None, tuple[str, ...]()
         for frame in _frames():
             name = frame.f_code.co_name
             compiled |= name == "compile_wrapper"  # of torch._dynamo, by whatever was compiled
-            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-                checkpoint = checkpoint or name
             if trainer is not None:
                 continue
             trainer = _trainer_of(frame, _ROUNDS)
             if name == "prediction_step" and not readers and not frame.f_locals.get("prediction_loss_only", True):
                 given = frame.f_locals.get("self")
                 readers = tuple(each for each in _METRICS if getattr(given, each, None) is not None)
-        # a reentrant checkpoint's frames are called forward and backward
-        return cls(trainer, readers, checkpoint not in ("", "forward", "backward"), compiled)
+        return cls(trainer, readers, compiled)
 
     @property
     def multiply_losses(self) -> bool:

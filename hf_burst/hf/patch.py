@@ -5,7 +5,6 @@ the ranks look like data-parallel replicas with the same batch. All of it is don
 """
 
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -59,8 +58,6 @@ from .sharded_cache import ShardedCache
 from .view import Met, ModelView, Walk
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
-# whether a thread is within a call by which all ranks of a group generate; other threads of a rollout may begin one
-WITHIN: ContextVar[bool] = ContextVar("hf_burst_within_generation", default=False)
 _COMPILED = (
     "Compile the model on all ranks or on none (torch_compile, torch.compile), or name a schedule, "
     "such as BurstConfig(schedule='kv_ring')."
@@ -201,7 +198,8 @@ class _Patch:
         self.context = PassContext()
         self.passes = 0  # that came so far
         self.pooling: str | None = None  # of embeddings, while they are asked for
-        self.together: Callable[..., Any] | None = None  # by which all ranks generate, while their first runs a rollout
+        # what this thread, in a rollout of the first rank, calls to have all ranks generate, if it does
+        self.together: Callable[[], Callable[..., Any] | None] | None = None
 
     def make_parts(self, view: ModelView) -> tuple[Part, ...]:
         """The parts of a model in the order of their steps. A new capability is a new part and a line here."""
@@ -230,11 +228,6 @@ class _Patch:
             Outputs(head),  # gathers or drops what those before it have read
             streams,  # draws seeds last, when nothing stops the pass any more
         )
-
-    @property
-    def generate_together(self) -> Callable[..., Any] | None:
-        """What a rollout calls to generate; `None` where a thread is within such a call, and elsewhere."""
-        return None if WITHIN.get() else self.together
 
     def install(self, view: ModelView) -> None:
         for part in self.parts:
@@ -282,7 +275,7 @@ class _Patch:
         if self.task.generates and _generates(module, batch) and not isinstance(cache, ShardedCache):
             self.context.enter(None)
             return (), batch
-        if self.generate_together is not None:
+        if self.together is not None and self.together() is not None:
             raise ConfigError(
                 "The first rank of a group calls the model in a rollout or a reward, and the others would not take "
                 "part. They do in model.generate and hf_burst.generate, called with tensors, numbers and text."

@@ -56,6 +56,14 @@ class ControlGroup:
             work.wait()
         return torch.stack(every)
 
+    def broadcast(self, content: Tensor, limit: timedelta) -> Tensor:
+        """Fills a tensor of one length on all ranks, on CPUs, with that of the first."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = limit
+        self.watch.wait(self.backend.broadcast([content], options))
+        return content
+
     def gather_objects(self, mine: Any, limit: timedelta) -> list[Any]:
         """The objects of all ranks, in rank order."""
         content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)

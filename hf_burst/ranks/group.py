@@ -156,6 +156,26 @@ class ContextGroup:
         with watch_of_process().calling(process_group, doing) as watch:
             return control_of(process_group, watch, limit).gather_objects(mine, limit)
 
+    def first_says(self, mine: bytes, device: torch.device, doing: str, error: BaseException | None = None) -> bytes:
+        """What the first rank holds, by two messages. All ranks call this at the same time, as [`gather`].
+
+        Args:
+            mine (`bytes`): What the first rank holds; empty on the others.
+            device (`torch.device`): As in [`agree`].
+            doing (`str`): As in [`agree`].
+            error (`BaseException`, *optional*): As in [`agree`].
+
+        Raises:
+            As [`agree`].
+        """
+        length, _ = self.agree({"call": "first_says"}, error, device, len(mine), doing=doing)
+        if self.size == 1:
+            return mine
+        content = torch.frombuffer(bytearray(mine or length), dtype=torch.uint8)
+        process_group, limit = self.process_group, self.time_limit(device)
+        with watch_of_process().calling(process_group, doing) as watch:
+            return control_of(process_group, watch, limit).broadcast(content, limit).numpy().tobytes()
+
     def time_limit(self, device: torch.device) -> timedelta:
         """How long the backend of a device waits for the other ranks."""
         return _limit_of(self.process_group, device)

@@ -1,5 +1,6 @@
 """GRPO and RLOO: groups of ranks learn what as many single processes learn, which are not patched."""
 
+import asyncio
 import os
 import random
 import re
@@ -26,7 +27,8 @@ from transformers.generation.streamers import BaseStreamer
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError
 from hf_burst.hf.groups import PATCH
-from hf_burst.hf.trainers import answering, generating
+from hf_burst.hf.trainers import answering, first_rank, generating
+from hf_burst.hf.trainers.first_rank import FirstRank
 from hf_burst.hf.trainers.generating import Groups, GroupTraining
 from hf_burst.ranks.group import ContextGroup
 from tests.support import models, pictures, trainers, vllm_stand_in
@@ -50,8 +52,8 @@ CREATE = Trainer.create_accelerator_and_postprocess
 
 def test_tensors_of_another_gpu_are_told() -> None:
     with mock.patch("torch.serialization.location_tag", return_value="cuda:1"):
-        written = generating._packed({"rewards": torch.arange(3.0)})
-    told = generating._unpacked(written, torch.device("cpu"))
+        written = FirstRank(ContextGroup(), torch.device("cpu"))._packed("", ({"rewards": torch.arange(3.0)},))
+    _, (told,) = first_rank._unpacked(written, torch.device("cpu"))
     assert torch.equal(told["rewards"], torch.arange(3.0)), "on this rank's device"
 
 
@@ -490,10 +492,44 @@ def tools() -> dict[str, Any]:
     return {"processing_class": tokenizer, "tools": [flip], "environment_factory": Environment}
 
 
+class Moody(Environment):
+    def ask(self, word: int) -> str:
+        """Asks the world.
+
+        Args:
+            word: A word.
+        """
+        if self.secret % 2:
+            raise FloatingPointError(f"not now, {random.randrange(9)} times")
+        return super().ask(word)
+
+
+def waiting() -> dict[str, Any]:
+    """Tools and rewards that wait, of which the first that is called ends last; and a tool that may fail."""
+
+    async def reward_late(completions: list[Any], log_metric: Any, **_: Any) -> list[float]:
+        await asyncio.sleep(0.2)
+        log_metric(name="late", value=random.random())
+        return reward_length(completions)
+
+    async def reward_soon(completions: list[Any], log_metric: Any, **_: Any) -> list[float]:
+        log_metric("soon", 1.0)
+        return [float(len(completions))] * len(completions)
+
+    async def flip_late(times: int) -> str:
+        await asyncio.sleep(0.01)
+        return flip(times)
+
+    flip_late.__name__, flip_late.__doc__ = flip.__name__, flip.__doc__
+    given = {"tools": [flip_late], "environment_factory": Moody, "reward_funcs": [reward_late, reward_soon]}
+    return tools() | given
+
+
 MORE = {
     "rollouts by the model": Run(groups=2, options={"given": rollouts_by_model, "num_iterations": 2}),
     "rollouts by threads": Run(groups=2, options={"given": rollouts_by_threads, "max_steps": 1}),
     "reward model": Run(options={"given": reward_model}),
+    "what waits, and what fails": Run(rollouts=False, options={"given": waiting, "max_completion_length": 16}),
     "images": Run(rollouts=False, options={"given": seeing, "config": SHARED, "top_k": 20}),
     "a checkpoint without a cache": Run(rollouts=False, options={"given": uncached, "max_steps": 1}),
     "images, rloo": Run("RLOOTrainer", groups=2, rollouts=False, options={"given": seeing, "beta": 0.0}),
@@ -638,9 +674,8 @@ WRONG: dict[str, tuple[Run, type[Exception], str]] = {
         RankMismatchError,
         "cannot be told to the others",
     ),
-    "what is not generated": (Run(options={"given": vain_rollouts}), ConfigError, "past_key_values"),
-    "what failed and was passed over": (Run(options={"given": stubborn_rollouts}), ConfigError, "past_key_values"),
-    "what cannot be made anew": (Run(options={"given": unmakable_rollouts}), ValueError, "not a number"),
+    "what is not generated": (Run(options={"given": vain_rollouts}), RankMismatchError, "past_key_values"),
+    "what cannot be made anew": (Run(options={"given": unmakable_rollouts}), RankMismatchError, "not a number"),
     "an environment that fails": (
         Run(rollouts=False, options={"given": unruly_tools}),
         RankMismatchError,
@@ -666,7 +701,8 @@ def test_errors_of_one_group_are_those_of_all(
     for rank, error in enumerate(caught.value.errors):
         assert isinstance(error, FloatingPointError if rank == first else RankMismatchError), (rank, error)
         assert words in str(error)
-        assert rank // 2 == first // 2 or f"Group {first // 2} of the ranks met FloatingPointError" in str(error)
+        assert rank // 2 == first // 2 or f"Group {first // 2} of the ranks met" in str(error)
+        assert rank == first or rank % 2 or "met FloatingPointError" in str(error)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -679,6 +715,13 @@ def test_errors_are_those_of_all_ranks(ranks: Ranks, tmp_path: Path, name: str) 
     for error in caught.value.errors[1:]:
         assert isinstance(error, kind), error
         assert words in str(error), error
+
+
+def test_a_rollout_goes_on_behind_an_error_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    run = Run(options={"given": stubborn_rollouts})
+    first, second = ranks(2).run(learn, str(tmp_path), run)
+    torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0)
+    assert len(first["log"]) == len(second["log"]) == 4
 
 
 def interrupt(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -742,7 +785,7 @@ def test_the_first_rank_is_interrupted(ranks: Ranks, tmp_path: Path, name: str) 
 def test_a_model_that_is_not_patched_any_more() -> None:
     with (
         pytest.raises(ConfigError, match="takes a patched model"),
-        answering.answering(torch.nn.Linear(1, 1), print),
+        answering.Answers(ContextGroup(), torch.device("cpu")).answering(torch.nn.Linear(1, 1)),
     ):
         pass
 
@@ -756,8 +799,8 @@ def test_deepspeed_is_refused() -> None:
 def test_trainers_of_another_trl_are_refused() -> None:
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU)
     other = SimpleNamespace(**dict.fromkeys(generating._STEPS))
-    del other._generate_single_turn
-    with pytest.raises(ConfigError, match="has no _generate_single_turn: its steps are not those"):
+    del other.reward_funcs
+    with pytest.raises(ConfigError, match="has no reward_funcs: its steps are not those"):
         generating._check(other, None, accelerator, 2)
 
 
@@ -776,6 +819,28 @@ def learn_otherwise(rank: int, size: int, folder: str, run: Run) -> dict[str, An
 
 def test_a_class_of_the_users(ranks: Ranks, tmp_path: Path) -> None:
     compare(ranks, tmp_path, Run(groups=2), learn_otherwise)
+
+
+class OwnRewards(GRPOTrainer):
+    """A class of the user's whose rewards differ by rank, as those of a judge that draws."""
+
+    def _calculate_rewards(self, inputs: Any, prompts: list[Any], *_: Any) -> torch.Tensor:
+        rewards = torch.arange(float(len(prompts) * len(self.reward_funcs))) ** (1 + dist.get_rank())
+        return rewards.view(len(prompts), -1)
+
+
+def learn_from_own_rewards(rank: int, size: int, folder: str) -> None:
+    with mock.patch("trl.GRPOTrainer", OwnRewards):
+        learn(rank, size, folder, Run(options={"multi_objective_aggregation": "normalize_then_sum"}))
+
+
+def test_rewards_that_differ_between_ranks_are_told(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(learn_from_own_rewards, str(tmp_path))
+    for error in caught.value.errors:
+        assert pytest.RaisesExc(RankMismatchError, match="advantages.*your class of the trainer overrides").matches(
+            error
+        ), error
 
 
 def learn_by_other_losses(rank: int, size: int, folder: str) -> None:
@@ -810,8 +875,12 @@ def normalised_by_ranks(self: GroupTraining, trainer: Any, accelerator: Any, siz
     self.groups.num_processes = accelerator.num_processes
 
 
-def called_by_ranks(self: GroupTraining, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def called_by_ranks(self: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return method(*args, **kwargs)
+
+
+def handed_to_ranks(self: FirstRank, function: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
+    return function
 
 
 OF_GROUPS, INIT = (Groups.gather, Groups.gather_object), GroupTraining.__init__
@@ -830,17 +899,16 @@ TRAPS: dict[str, tuple[Any, str, Any, Run]] = {
     ),
     "d: advantages of another rank": (Groups, "process_index", FIRST, Run(groups=2)),
     "e: duplicates in deviations": (Groups, "gather", doubled, Run(options=UNEQUAL)),
-    "f: rewards on all ranks": (GroupTraining, "calculate_rewards", called_by_ranks, Run()),
-    "f: completions of all ranks": (GroupTraining, "generate", called_by_ranks, Run()),
+    "f: rewards and rollouts on all ranks": (FirstRank, "once", handed_to_ranks, Run()),
     "g: normalised by ranks": (GroupTraining, "__init__", normalised_by_ranks, Run(options=CISPO)),
     "h: duplicates in tables": (Groups, "gather_object", doubled_objects, Run()),
     "i: prompts of all ranks": (
         GroupTraining,
-        "generate_by_engine",
+        "ask_engine",
         called_by_ranks,
         Run(rollouts=False, options=SERVER),
     ),
-    "j: engines of all ranks": (GroupTraining, "generate_by_engine", called_by_ranks, VLLM["colocated"]),
+    "j: engines of all ranks": (GroupTraining, "ask_engine", called_by_ranks, VLLM["colocated"]),
     "l: whole prompts on a rank": (answering, "check", mock.Mock(side_effect=BatchError), RUNS["2 x 2, generated"]),
 }
 

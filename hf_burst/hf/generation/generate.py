@@ -93,7 +93,7 @@ def generate(
     """
     base, group = patched(model)
     patch = getattr(base, PATCH)
-    together = patch.generate_together
+    together = patch.together and patch.together()
     if together is not None:
         if document is not None:
             raise ConfigError("A rollout runs on the first rank of a group, where no document can be remembered.")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 import transformers
 from torch.autograd import forward_ad
 from transformers import PreTrainedModel
@@ -54,7 +55,8 @@ class Arguments(Part):
 
 def _check_backward(call: Call) -> None:
     """Raises for gradients that are computed in another way than by a backward pass behind this pass."""
-    if torch.is_grad_enabled() and call.callers.checkpoints:
+    saving = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if torch.is_grad_enabled() and saving and getattr(saving[0], "__module__", "") == torch.utils.checkpoint.__name__:
         raise UnsupportedModelError(
             "torch.utils.checkpoint was given the whole model, and would stop its second run in the middle. Checkpoint "
             "its layers: model.gradient_checkpointing_enable(), or TrainingArguments(gradient_checkpointing=True)."

@@ -3,7 +3,7 @@
 import inspect
 import logging
 import os
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from ..callers import trainer_being_made
 from ..groups import PATCH, check_processes
 from ..parts.expert_ranks import weights_of_experts
 from ..view import inner_modules
+from .answering import patch_as
 from .distilling import Distillation
 from .generating import GroupTraining
 
@@ -181,17 +182,18 @@ class _Shared:
         self.accelerator, self.size = accelerator, size
         for name in ("prepare", "prepare_model", "prepare_data_loader", "prepare_scheduler", "gather_for_metrics"):
             setattr(accelerator, name, getattr(self, name))
-        accelerator.gather = self.gather_by_caller
         if accelerator.distributed_type is DistributedType.DEEPSPEED:
             _check_deepspeed(accelerator.deepspeed_plugin.deepspeed_config)
             accelerator._prepare_deepspeed = self._prepare_deepspeed
             members = accelerator.torch_device_mesh[CP_DIM].get_group()  # of dimensions, data loaders know this alone
             mesh = DeviceMesh.from_group(members, accelerator.device.type, mesh_dim_names=("tp",))
             accelerator.state.ds_device_mesh = mesh
-        self.trainer = trainer_being_made()
-        role = trainer_role(type(self.trainer))
-        self.generating = GroupTraining(self.trainer, accelerator, size) if role == "generates" else None
-        self.distilling = Distillation(self.trainer, accelerator, size) if role == "distills" else None
+        self.trainer = trainer = trainer_being_made()
+        role = trainer_role(type(trainer))
+        self.generating = GroupTraining(trainer, accelerator, size) if role == "generates" else None
+        self.distilling = Distillation(trainer, accelerator, size) if role == "distills" else None
+        if trainer is not None:
+            trainer.evaluation_loop = partial(self.evaluate, trainer.evaluation_loop)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         for item in args:
@@ -203,8 +205,8 @@ class _Shared:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        if self.generating is not None and getattr(self.generating.trainer, "ref_model", None) is model:
-            self.generating.patch_reference(model)
+        if self.generating is not None and getattr(self.trainer, "ref_model", None) is model:
+            patch_as(self.trainer.model, model)
         if self.distilling is not None and evaluation_mode:
             self.distilling.take_teacher(model)
         _check_patched(model, self.size, evaluation_mode)
@@ -260,10 +262,13 @@ class _Shared:
         modules = (module for model in self.accelerator._models for module in inner_modules(model))
         return any(getattr(module, PATCH).explicit for module in modules if hasattr(module, PATCH))
 
-    def gather_by_caller(self, tensors: Any) -> Any:
-        """As `Accelerator.gather`; in the loop of an evaluation, where Seq2SeqTrainer calls it, a group counts once."""
-        if self.trainer is None or sys._getframe(1).f_code.co_name != "evaluation_loop":
-            return Accelerator.gather(self.accelerator, tensors)
+    def evaluate(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The loop of an evaluation. Where Seq2SeqTrainer has it call `Accelerator.gather`, a group counts once."""
+        if self.trainer.gather_function == self.accelerator.gather:
+            self.trainer.gather_function = self.gather_evaluated
+        return method(*args, **kwargs)
+
+    def gather_evaluated(self, tensors: Any) -> Any:
         if self.holds_shards():
             recursively_apply(_check_not_sharded, tensors)
         return self.gather(tensors)

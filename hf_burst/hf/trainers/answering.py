@@ -1,8 +1,10 @@
 """Answers of a model over the ranks that share its sequences, where a trainer or the user calls `model.generate`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import gcd
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -13,12 +15,19 @@ from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, PreTrainedModel
 
 from ...errors import BatchError, ConfigError, UnsupportedModelError
-from ...ranks.group import ContextGroup
 from ..generation.generate import generate, same_random_numbers
 from ..generation.settings import asked, check, copies_of, patched
 from ..groups import PATCH
-from ..patch import WITHIN
+from ..patch import patch_model
 from ..view import find_inside, inner_modules
+from .first_rank import FirstRank
+
+
+def patch_as(model: nn.Module, other: nn.Module) -> None:
+    """Patches a model that a trainer may have loaded by itself, with the settings of the model that it trains."""
+    own = find_inside(model, PATCH)
+    if own is not None and isinstance(other, PreTrainedModel) and not hasattr(other, PATCH):
+        patch_model(other, getattr(own, PATCH).config)
 
 
 def check_steps(trainer: Any, accelerator: Accelerator, steps: Sequence[str], instead: str = "") -> None:
@@ -38,69 +47,61 @@ def check_steps(trainer: Any, accelerator: Accelerator, steps: Sequence[str], in
         )
 
 
-def answer(
-    model: nn.Module,
-    group: ContextGroup,
-    device: torch.device,
-    inputs: Tensor | None = None,
-    generation_config: GenerationConfig | None = None,
-    **kwargs: Any,
-) -> Any:
-    """The model's `generate`, without dropout, called by all ranks of a group. What is not served over ranks each
-    generates by itself, with the random numbers of the first."""
-    first = {"input_ids": inputs, "generation_config": generation_config}  # that may be given without a name
-    base = patched_inside(model)
-    given = {name: value for name, value in first.items() if value is not None} | kwargs
-    modes = [(module, module.training) for module in inner_modules(model)]
-    model.eval()
-    try:
-        check(base, given)
-    except (UnsupportedModelError, BatchError):
-        given.pop("cuda_graphs", None)  # of steps over ranks
-        with _within(), same_random_numbers(group, device), torch.no_grad():
-            return base.generate(**given)
-    else:
-        with _within():
+class Answers(FirstRank):
+    """The first rank of a group that generates together: `model.generate` over all ranks, where a trainer calls it."""
+
+    within: int | None = None  # the thread that generates with all ranks; a rollout may have others
+
+    @contextmanager
+    def answering(self, model: nn.Module) -> Iterator[None]:
+        """While TRL or a rollout generates, `model.generate` and a rollout's `hf_burst.generate` run on all ranks."""
+        base: Any = patched(model)[0]
+        patch = getattr(base, PATCH)
+        before = vars(base).get("generate")
+        self.calls["model.generate"] = partial(self.answer, model, base)
+        ask = partial(self.together, "model.generate")
+
+        def generate_in_turn(*args: Any, **kwargs: Any) -> Any:
+            within = self.within == get_ident()
+            return type(base).generate(base, *args, **kwargs) if within else ask(*args, **kwargs)
+
+        patch.together = lambda: ask if self.leads and self.within != get_ident() else None
+        base.generate = generate_in_turn
+        try:
+            yield
+        finally:
+            patch.together = None
+            vars(base).pop("generate", None)
+            if before is not None:
+                base.generate = before
+
+    def answer(
+        self,
+        model: nn.Module,
+        base: Any,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The answers of a model, `base` inside of it, without dropout. What is not served over ranks each generates by
+        itself, with the random numbers of the first, and answers as the first."""
+        unnamed = {"input_ids": inputs, "generation_config": generation_config}
+        given = {name: value for name, value in unnamed.items() if value is not None} | kwargs
+        modes = [(module, module.training) for module in inner_modules(model)]
+        model.eval()
+        self.within = get_ident()
+        try:
+            check(base, given)
+        except (UnsupportedModelError, BatchError):
+            given.pop("cuda_graphs", None)  # of steps over ranks
+            with same_random_numbers(self.group, self.device), torch.no_grad():
+                return self.told(partial(base.generate, **given), "generate", alone=False)
+        else:
             return generate(base, **_each_once(base, given))
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-@contextmanager
-def answering(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """While TRL or a rollout generates, `model.generate` and `hf_burst.generate` are a function. Within a call of it
-    they are those that they were; other threads, which may generate meanwhile, meet the function."""
-    base: Any = patched(model)[0]
-    patch, before = getattr(base, PATCH), vars(base).get("generate")
-
-    def generate_in_turn(*args: Any, **kwargs: Any) -> Any:
-        return type(base).generate(base, *args, **kwargs) if WITHIN.get() else function(*args, **kwargs)
-
-    outer, patch.together = patch.together, function
-    base.generate = generate_in_turn
-    try:
-        yield
-    finally:
-        vars(base).pop("generate", None)
-        patch.together = outer
-        if before is not None:
-            base.generate = before
-
-
-@contextmanager
-def _within() -> Iterator[None]:
-    """A call in which this thread generates with all ranks."""
-    token = WITHIN.set(True)
-    try:
-        yield
-    finally:
-        WITHIN.reset(token)
-
-
-def patched_inside(model: nn.Module) -> Any:
-    """The patched model inside of a model; `None` if there is none."""
-    return find_inside(model, PATCH)
+        finally:
+            self.within = None
+            for module, mode in modes:
+                module.training = mode
 
 
 def _each_once(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:

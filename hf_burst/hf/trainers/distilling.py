@@ -12,14 +12,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from ...layers.loss import IGNORE_INDEX
 from ...ranks.group import CP_DIM, ContextGroup
 from ..generation.scores import token_divergences
-from ..groups import PATCH
-from ..patch import patch_model
-from .answering import answer, answering, check_steps, patched_inside
+from .answering import Answers, check_steps, patch_as
 
 _LOSS = ("compute_loss", "generalized_jsd_loss")
 _READ = ("input_ids", "attention_mask", "labels")
@@ -42,7 +40,8 @@ class Distillation:
         check_steps(trainer, accelerator, steps, ", or take hf_burst.token_divergences in a loss of your own")
         self.trainer, self.device, self.size = trainer, accelerator.device, size
         self.sharded = accelerator.distributed_type is DistributedType.FSDP
-        self.group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
+        group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
+        self.answers = Answers(group, accelerator.device)
         known = next(each for each in kind.__mro__ if each.__module__.startswith("trl."))
         self.own_loss = any(getattr(kind, name) is not getattr(known, name) for name in _LOSS)  # the user's
         for name, wrapper in (("compute_loss", self.compute_loss), ("generate_on_policy_outputs", self.generate)):
@@ -54,9 +53,7 @@ class Distillation:
         is moved to the device, because accelerate leaves it on the host."""
         if self.sharded and not getattr(teacher, "is_quantized", False):  # which was placed when it was loaded
             teacher.to(self.device)
-        own = patched_inside(self.trainer.model)
-        if own is not None and isinstance(teacher, PreTrainedModel) and not hasattr(teacher, PATCH):
-            patch_model(teacher, getattr(own, PATCH).config)
+        patch_as(self.trainer.model, teacher)
 
     def compute_loss(
         self,
@@ -85,5 +82,5 @@ class Distillation:
     ) -> Any:
         """Returns answers of the model or its teacher. TRL switches the cache off beside checkpoints; here it is on."""
         config = GenerationConfig(**{**generation_config.to_dict(), "use_cache": True})
-        with answering(model, partial(answer, model, self.group, self.device)):
+        with self.answers.answering(model):
             return method(model, inputs, config)

@@ -34,14 +34,13 @@ class Groups:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.accelerator, name)
 
-    def meet(self) -> bool:
-        """Whether there are other groups. They have come to the same collective then, or one has met an error."""
+    def every(self, mine: Any) -> list[Any]:
+        """What each group holds. They have come to the same collective then, or one has met an error."""
         try:
-            self.peers.agree({}, None, self.accelerator.device, doing="a collective over groups of ranks")
+            return self.peers.gather(mine, self.accelerator.device, "a collective over groups of ranks")
         except BaseException as problem:
             self.parted = problem
             raise
-        return self.peers.size > 1
 
     def tell(self, problem: BaseException) -> None:
         """Has the other groups, which wait for this one in their next collective, raise an error as well."""
@@ -57,12 +56,8 @@ class Groups:
         """As `Accelerator.gather`, over the ranks that have this one's place in their groups."""
 
         def over_groups(tensor: Tensor) -> Tensor:
-            tensor = (tensor[None] if tensor.ndim == 0 else tensor).contiguous()
-            if not self.meet():
-                return tensor
-            every = [torch.empty_like(tensor) for _ in range(self.peers.size)]
-            dist.all_gather(every, tensor, group=self.peers.process_group)
-            return torch.cat(every)
+            own = (tensor[None] if tensor.ndim == 0 else tensor).detach().cpu()
+            return torch.cat(self.every(own)).to(tensor.device)
 
         return recursively_apply(over_groups, tensors, error_on_other_type=True)
 
@@ -70,29 +65,23 @@ class Groups:
         """As `Accelerator.reduce`."""
 
         def over_groups(tensor: Tensor) -> Tensor:
-            total = tensor.clone()
-            if self.meet():
-                dist.all_reduce(total, group=self.peers.process_group)
+            total = torch.stack(self.every(tensor.detach().cpu())).sum(0).to(tensor.device)
             return total / self.peers.size * scale if reduction == "mean" else total * scale
 
         return recursively_apply(over_groups, tensor, error_on_other_type=True)
 
     def wait_for_everyone(self) -> None:
         """As `Accelerator.wait_for_everyone`."""
-        if self.meet():
-            dist.barrier(group=self.peers.process_group)
+        self.every(None)
 
     def gather_object(self, objects: Any) -> Any:
         """As `accelerate.utils.gather_object`."""
-        if not self.meet():
-            return objects
-        every: list[Any] = [None] * self.peers.size
-        dist.all_gather_object(every, objects, group=self.peers.process_group)
-        return [item for own in every for item in own]
+        return [item for own in self.every(objects) for item in own]
 
     def broadcast_object_list(self, objects: list[Any], from_process: int = 0) -> list[Any]:
         """As `accelerate.utils.broadcast_object_list`."""
-        if self.meet():
+        self.every(None)
+        if self.peers.size > 1:
             dist.broadcast_object_list(objects, src=self.peers.members[from_process], group=self.peers.process_group)
         return objects
 
