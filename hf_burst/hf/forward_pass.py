@@ -21,6 +21,7 @@ from .context import ForwardCall
 from .groups import device_of
 from .models.cut_point import TokenInput
 from .models.task import Task
+from .spread.where import Where
 from .view import ModelView
 
 
@@ -149,18 +150,17 @@ class ForwardPass:
         return self.batch.inputs.get(self.task.targets)
 
     @cached_property
-    def scored(self) -> torch.Tensor | None:
-        """How often each of this rank's targets counts, `(1, n)`, where texts were joined; else once."""
-        joined = self.batch.joined
-        return None if joined is None else self.batch.layout.shard(joined.scored, self.group.rank)
+    def lies(self) -> Where:
+        """Where the tokens of the batch lie."""
+        return Where(self.batch.layout, self.group, self.batch.joined)
 
     @property
     def counted_labels(self) -> int:
         """The labels that count on this rank."""
-        targets, scored = self.targets, self.scored
+        targets, counts = self.targets, self.lies.counts
         if targets is None:
             return 0
-        return int((targets != IGNORE_INDEX).sum()) if scored is None else int(scored.sum())
+        return int((targets != IGNORE_INDEX).sum()) if counts is None else int(counts.sum())
 
     @cached_property
     def random_rates(self) -> list[tuple[str, float]]:

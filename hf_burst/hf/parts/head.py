@@ -1,6 +1,7 @@
 """The head of a model: which of its logits a pass is to have, and the loss without any in memory."""
 
 import logging
+import math
 from typing import Literal
 
 import torch
@@ -10,7 +11,8 @@ from ...ranks.layout import SequenceLayout
 from ..batches.cutting import kept_tokens
 from ..callers import askers_for_logits, readers_of_logits, trainer_under_way
 from ..forward_pass import ForwardPass
-from ..lazy_head import LazyHead, is_hooked, is_partitioned, is_watched, lazy_head
+from ..spread.heads import is_hooked, is_partitioned, is_watched
+from ..spread.value import PutOffHead
 from .base import Part
 from .loss import Loss
 from .shared_beginnings import SharedBeginnings
@@ -28,17 +30,17 @@ _SMALLER = "lower per_device_train_batch_size or per_device_eval_batch_size, or 
 
 class Head(Part):
     """Decides what becomes of the logits: `"keep"` as they are, `"gather"` over the ranks, `"defer"` until something
-    follows from them (see [`DeferredLogits`]), or `"drop"`. The head whose logits are deferred or dropped is put off,
-    see [`LazyHead`]: a loss asks it for the scores of some tokens at a time."""
+    follows from them (see [`Spread`]), or `"drop"`. The head whose logits are deferred or dropped is put off: a loss
+    asks it for the scores of some tokens at a time."""
 
     needs = (SharedBeginnings, Tokens, Loss)
 
     def __init__(self, token_losses: TokenLosses) -> None:
         self.token_losses = token_losses
-        self.lazy: LazyHead | None = None
+        self.lazy: PutOffHead | None = None
         self.logits: Fate = "keep"
-        self.fits = False  # whether those of a batch with labels may be gathered
-        self.about = ""  # why logits are not gathered
+        self.limit = 0  # values that may be gathered
+        self.about = ""  # why no more are
         self.asked = False  # whether there are `logits_to_keep`
         self.kept: KeptRows | None = None  # of these
         self.rows: torch.Tensor | None = None  # this rank's rows of them
@@ -66,7 +68,11 @@ class Head(Part):
         if run.sharing and not run.model.training:  # groups with other lengths gather the head at another time
             drops = run.largest([self.logits == "drop"])[0] > 0
             self.logits = "drop" if drops and self.logits == "gather" else self.logits
-        self.lazy = lazy_head(run.model, self.lazy)
+        module = run.model.get_output_embeddings()
+        if self.lazy is not None and self.lazy.module is not module:  # adapters have taken its place
+            self.lazy.remove()
+        vocabulary = run.model.config.get_text_config().vocab_size
+        self.lazy = None if module is None else PutOffHead.put(module, vocabulary)  # or that of a model that shares it
         if self.lazy is not None:
             self.lazy.under_way = self.logits in ("defer", "drop") and not run.batch.inputs.get("fused_lm_head")
 
@@ -78,7 +84,7 @@ class Head(Part):
     def _fate(self, run: ForwardPass) -> Fate:
         """What becomes of the logits."""
         labels, layout = run.batch.inputs.get("labels") is not None, run.batch.layout
-        self.fits = False
+        self.limit = int(LOGITS_LIMIT_GIB * 2**30 / run.model.dtype.itemsize)
         if self.token_losses.asked is not None:
             return "drop"
         if self.kept is not None and (labels or run.batch.sharded):
@@ -89,17 +95,13 @@ class Head(Part):
         fused = bool(run.batch.inputs.get("fused_lm_head"))
         if labels and run.model.training and not fused:
             _check_unread("are never in memory while the model trains with labels")
-        rows = layout.length - layout.padding if self.kept is None else sum(map(len, self.kept))
-        tokens = layout.batch_size * rows
-        if run.batch.joined is not None and self.kept is None:
-            tokens = run.batch.joined.places.numel()  # of all texts
+        tokens = math.prod(run.lies.shape) if self.kept is None else layout.batch_size * sum(map(len, self.kept))
         values = tokens * run.model.config.get_text_config().vocab_size
         gib = values * run.model.dtype.itemsize / 2**30
         output = run.model.get_output_embeddings()
         defers = run.model.training and self.kept is None and output is not None and not is_partitioned(output)
         if labels and (run.model.training or (run.group.size > 1 and fused)):
             self.about = "Logits are not in memory while a model trains with labels in the batch"
-            self.fits = gib <= LOGITS_LIMIT_GIB
             return "defer" if defers and not fused and not run.batch.sharded else "drop"
         if run.batch.sharded or run.group.size == 1:
             return "keep"

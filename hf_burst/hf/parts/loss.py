@@ -14,11 +14,11 @@ from ..callers import multiplies_losses
 from ..context import CALL_KEY
 from ..forward_pass import ForwardPass
 from ..groups import resolve_group
-from ..lazy_head import LazyLogits, loss_sum
 from ..models.bypassed import forward_name
 from ..models.cut_point import reader_of
 from ..models.task import calls_loss_function, computes_loss, task_of
 from ..sharded_cache import ShardedCache
+from ..spread.value import Spread, loss_sum
 from ..view import ModelView
 from .base import Part
 from .experts import RouterLogits, balance_share
@@ -94,11 +94,10 @@ class Loss(Part):
                 "Drop such batches, or check how the labels are masked."
             )
         self.run, self.computed = run, False
-        self.weights = None if run.scored is None else rows_by_weight(run.scored, run.device)
+        self.weights = None if run.lies.counts is None else rows_by_weight(run.lies.counts, run.device)
         self.targets = None if run.task.loss_in_model else targets
-        whole = run.group.size == 1 and run.batch.joined is None
         cached = isinstance(run.batch.cache, ShardedCache)  # or some return none
-        run.batch.inputs |= run.task.overrides(use_cache=cached or (whole and not run.model.training))
+        run.batch.inputs |= run.task.overrides(use_cache=cached or (run.lies.alone and not run.model.training))
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if "log_probs" in outputs:  # TRL's output for `fused_lm_head=True`, whose trainers look at no other rank
@@ -132,9 +131,7 @@ class Loss(Part):
         else:
             vars(computes).pop("_loss_function", None)
 
-    def compute(
-        self, logits: torch.Tensor | LazyLogits, labels: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    def compute(self, logits: torch.Tensor | Spread, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The model's `loss_function`: the cross-entropy of the whole batch, see [`batch_loss`]."""
         if kwargs.pop(CALL_KEY, None) is None:
             if resolve_group(self.group).size > 1:

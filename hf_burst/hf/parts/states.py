@@ -4,134 +4,36 @@ What a head computes token by token is computed for this rank's tokens; whatever
 a classifier's own pooling and loss run on the whole batch, and a score of few labels a token is all that is sent.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX
 from ...numerics import accumulation_dtype
-from ...ranks.collectives import gather_kept, gather_tokens, group_sum
-from ...ranks.group import ContextGroup
+from ...ranks.collectives import group_sum
 from ...ranks.layout import SequenceLayout
 from ..forward_pass import ForwardPass
-from ..lazy_head import is_partitioned
 from ..models.cut_point import reader_of
+from ..spread.heads import is_partitioned
+from ..spread.value import Spread
+from ..spread.where import Where
 from ..view import ModelView
 from .base import Handles, Part
 from .dropout import DropoutStreams
 from .tokens import Tokens
 
-# functions of a token that give no token what another one holds, for tensors whose last dimension is not that of tokens
-_BY_TOKEN = {
-    *(functional.linear, functional.dropout, functional.layer_norm, functional.gelu, functional.relu, functional.silu),
-    *(functional.tanh, torch.relu, torch.tanh, torch.nn.functional.rms_norm),
-}
-_METHODS = ("to", "float", "contiguous", "clone")
 _EACH_TOKEN = "ForTokenClassification"  # in names of classes that judge each token
 _SPAN = "ForQuestionAnswering"  # of those that choose among all tokens
 POOLINGS = ("first", "last", "mean")  # of embeddings
 
 
-@dataclass
-class ShardedStates:
-    """Values of this rank's tokens, `(batch, n, ...)`, in the place of those of all tokens, `(batch, tokens, ...)`."""
-
-    own: Tensor
-    layout: SequenceLayout
-    group: ContextGroup
-    share: Callable[[], None]  # is called before anything follows from the whole batch
-
-    __iter__ = None  # a tensor that is asked for it is gathered by name
-
-    @cached_property
-    def whole(self) -> Tensor:
-        self.share()
-        return gather_tokens(self.own, self.layout, self.group).contiguous()
-
-    @property
-    def shape(self) -> torch.Size:
-        rows, _, *width = self.own.shape
-        return torch.Size((rows, self.layout.length - self.layout.padding, *width))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.own.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.own.device
-
-    def then(self, own: Tensor) -> "ShardedStates":
-        return ShardedStates(own, self.layout, self.group, self.share)
-
-    def __getitem__(self, key: Any) -> Tensor:
-        if isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None) and type(key[1]) is int:
-            return self._token(range(self.shape[1])[key[1]])  # or an IndexError, as of a tensor
-        return self.whole[key]
-
-    def _token(self, token: int) -> Tensor:
-        """The values of one token of every row, `(batch, ...)`, which its owner sends."""
-        self.share()
-        tokens = [self.layout.indices(rank).tolist() for rank in range(self.group.size)]
-        kept = [(0,) if token in held else () for held in tokens]
-        held = tokens[self.group.rank]
-        own = self.own[:, held.index(token)][:, None] if token in held else self.own[:, :0]
-        return gather_kept(own, kept, self.group)[:, 0]
-
-    def __mul__(self, other: Any) -> Tensor:
-        return self.whole * other
-
-    __rmul__ = __mul__
-
-    def __add__(self, other: Any) -> Tensor:
-        return self.whole + other
-
-    __radd__ = __add__
-
-    def __truediv__(self, other: Any) -> Tensor:
-        return self.whole / other
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("own", "layout", "group", "share") or name.startswith("__"):
-            raise AttributeError(name)  # of a copy that is being made, or of what is no tensor
-        if name in _METHODS:
-            return lambda *args, **kwargs: self.then(getattr(self.own, name)(*args, **kwargs))
-        return getattr(self.whole, name)
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function in _BY_TOKEN and isinstance(args[0], cls):
-            return args[0].then(function(args[0].own, *args[1:], **kwargs))
-        leaves, form = pytree.tree_flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, cls))
-        tensors, options = pytree.tree_unflatten([whole(leaf) for leaf in leaves], form)
-        return function(*tensors, **options)
-
-
-# FSDP2 finds the tensors that a module returns this way, and learns from their gradients when the backward pass begins
-pytree.register_pytree_node(
-    ShardedStates,
-    lambda states: ([states.own], (states.layout, states.group, states.share)),
-    lambda children, context: ShardedStates(next(iter(children)), *context),
-)
-
-
 def _judges(model: PreTrainedModel) -> str:
     """The names of a model's class and of those that it is made from, which say what its head judges."""
     return " ".join(base.__name__ for base in type(model).__mro__)
-
-
-def whole(value: Any) -> Any:
-    """The values of the whole batch, if these are of one rank."""
-    return value.whole if isinstance(value, ShardedStates) else value
 
 
 def documents_in(layout: SequenceLayout) -> list[tuple[int, ...]]:
@@ -143,11 +45,11 @@ def documents_in(layout: SequenceLayout) -> list[tuple[int, ...]]:
     ]
 
 
-def vectors_of_documents(states: ShardedStates, pooling: str) -> Tensor:
+def vectors_of_documents(states: Tensor, lies: Where, pooling: str) -> Tensor:
     """The sum over ranks of what their own tokens add to a vector of each document, `(documents, width)`, row by row:
     the state of its first or its last token, or the mean of all."""
-    layout, wide = states.layout, accumulation_dtype(states.dtype)
-    tokens = layout.indices(states.group.rank)
+    layout, wide = lies.layout, accumulation_dtype(states.dtype)
+    tokens = layout.indices(lies.group.rank)
     chosen, owners, sizes = list[Tensor](), list[Tensor](), list[Tensor]()
     for row, cuts in enumerate(documents_in(layout)):
         bounds = torch.tensor(cuts, device="cpu")  # as the indices
@@ -161,15 +63,15 @@ def vectors_of_documents(states: ShardedStates, pooling: str) -> Tensor:
         sizes.append(bounds.diff())
     counts = torch.cat(sizes).to(states.device, wide)
     places, documents = torch.cat(chosen).to(states.device), torch.cat(owners).to(states.device)
-    states.share()
+    lies.share()
     with torch.autocast(states.device.type, enabled=False):  # sums are wide
-        own = states.own.flatten(0, 1).index_select(0, places).to(wide)
+        own = states.flatten(0, 1).index_select(0, places).to(wide)
         total = own.new_zeros(len(counts), own.shape[-1]).index_add(0, documents, own)
-        return group_sum(total / counts[:, None] if pooling == "mean" else total, states.group)
+        return group_sum(total / counts[:, None] if pooling == "mean" else total, lies.group)
 
 
 class States(Part):
-    """For models without a language-model head: puts [`ShardedStates`] where the decoder or encoder returns its hidden
+    """For models without a language-model head: puts [`Spread`] states where the decoder or encoder returns its hidden
     states, and before its pooler."""
 
     needs = (Tokens,)
@@ -225,11 +127,7 @@ class States(Part):
                 f"{name} has a head and no base model, of whose hidden states embeddings are made. Load the model by "
                 "AutoModel.from_pretrained."
             )
-        if run.batch.layout.parents:
-            raise BatchError(
-                "The texts of the batch were joined when it was sharded, so that their tokens stand for several. Leave "
-                "share_prefixes=True out of the config of BurstCollator, or give full batches."
-            )
+        run.lies.check_texts()
         if lengths is not None and (torch.as_tensor(lengths).flatten().diff() == 0).any():
             raise BatchError(
                 "cu_seq_lens_q has a document of no tokens, which has no embedding. Drop empty texts from the batch."
@@ -279,9 +177,8 @@ class States(Part):
         if run.pooling:
             outputs.pop("hidden_states", None)  # would be gathered
             states = outputs["last_hidden_state"]
-            if isinstance(states, Tensor):  # of a model with a language-model head
-                states = ShardedStates(states, run.batch.layout, run.group, self.streams.share)
-            outputs["last_hidden_state"] = vectors_of_documents(states, run.pooling)
+            own = states.own if isinstance(states, Spread) else states  # of a model with a language-model head
+            outputs["last_hidden_state"] = vectors_of_documents(own, self._lies(run), run.pooling)
 
     def end(self) -> None:
         self.run = None
@@ -289,7 +186,10 @@ class States(Part):
     def _standing_for_all(self, states: Any) -> Any:
         if self.run is None or not isinstance(states, Tensor):
             return states
-        return ShardedStates(states, self.run.batch.layout, self.run.group, self.streams.share)
+        return Spread(states, lies=self._lies(self.run))
+
+    def _lies(self, run: ForwardPass) -> Where:
+        return replace(run.lies, share=self.streams.share)
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.run is None:
