@@ -11,8 +11,10 @@ from torch.nn import functional
 import hf_burst
 from hf_burst.attention import SequenceLayout
 from hf_burst.errors import BatchError, RankMismatchError
-from hf_burst.hf.parts.head import keep_rows
+from hf_burst.hf.batches.cutting import kept_tokens
 from hf_burst.hf.spread.value import Spread
+from hf_burst.hf.spread.where import Where
+from hf_burst.ranks.group import ContextGroup
 from tests.hf.test_token_losses import Batch, Width, batch_of, whole_gradients, wrap
 from tests.support import models
 from tests.support.gradients import Result, assert_equal
@@ -298,6 +300,8 @@ def test_tokens_that_are_kept_are_found_by_runs(documents: tuple[int, ...], keep
     wanted = [token % 97 for token in keep.tolist()] if isinstance(keep, torch.Tensor) else list(range(97 - keep, 97))
     found = {}
     for rank in range(3):
-        places, rows = keep_rows(keep, layout, rank)
-        found |= zip(places[rank], layout.indices(rank)[rows].tolist(), strict=True)
+        lies = Where(layout, ContextGroup(rank, 3))
+        local = lies.local[kept_tokens(keep, 97)]
+        held = layout.indices(rank)
+        found |= {place: int(held[row]) for place, row in enumerate(local.tolist()) if row >= 0}
     assert [found[place] for place in range(len(wanted))] == wanted

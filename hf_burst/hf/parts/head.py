@@ -7,7 +7,6 @@ from typing import Literal
 import torch
 
 from ...errors import BatchError
-from ...ranks.layout import SequenceLayout
 from ..batches.cutting import kept_tokens
 from ..callers import askers_for_logits, readers_of_logits, trainer_under_way
 from ..forward_pass import ForwardPass
@@ -22,7 +21,6 @@ from .tokens import Tokens
 logger = logging.getLogger(__name__)
 
 Fate = Literal["keep", "gather", "defer", "drop"]
-KeptRows = tuple[tuple[int, ...], ...]  # for each rank, where the rows that it kept stand in the gathered logits
 
 LOGITS_LIMIT_GIB = 4.0  # of logits gathered over the ranks
 _SMALLER = "lower per_device_train_batch_size or per_device_eval_batch_size, or shorten the rows"
@@ -39,11 +37,10 @@ class Head(Part):
         self.token_losses = token_losses
         self.lazy: PutOffHead | None = None
         self.logits: Fate = "keep"
-        self.limit = 0  # values that may be gathered
-        self.about = ""  # why no more are
+        self.fits = False  # whether those of a batch with labels may be gathered
+        self.about = ""  # why not
         self.asked = False  # whether there are `logits_to_keep`
-        self.kept: KeptRows | None = None  # of these
-        self.rows: torch.Tensor | None = None  # this rank's rows of them
+        self.kept: torch.Tensor | None = None  # where each of these stands among this rank's tokens, or -1
         self.by_model = True  # whether the model chooses them
 
     def prepare(self, run: ForwardPass) -> None:
@@ -51,16 +48,17 @@ class Head(Part):
             return
         keep = run.batch.given.get("logits_to_keep", 0)
         asked = self.asked = isinstance(keep, torch.Tensor) or bool(keep)
+        tokens: list[int] | None = None
         cached = run.batch.cache is not None  # a number would have Gemma 4 slice its mask
         if asked and (run.group.size > 1 or cached or not run.task.generates):
-            self.kept, self.rows = keep_rows(keep, run.batch.layout, run.group.rank)
-            self.by_model = run.task.generates
+            tokens = list(kept_tokens(keep, run.batch.layout.length - run.batch.layout.padding))
+            self.kept, self.by_model = run.lies.local[tokens], run.task.generates
             if self.by_model:
-                run.batch.inputs["logits_to_keep"] = self.rows
+                run.batch.inputs["logits_to_keep"] = self.kept[self.kept >= 0]
         self.logits = self._fate(run)
         head = run.model.get_output_embeddings() if self.logits in ("defer", "drop") else None
         run.agreement.add("hooks on the head", head is not None and [is_hooked(head), is_watched(head)])
-        run.agreement.facts |= {"logits to keep": self.kept, "logits": self.logits}
+        run.agreement.facts |= {"logits to keep": tokens, "logits": self.logits}
 
     def begin(self, run: ForwardPass) -> None:
         if run.task.reads or run.pooling:
@@ -77,14 +75,14 @@ class Head(Part):
             self.lazy.under_way = self.logits in ("defer", "drop") and not run.batch.inputs.get("fused_lm_head")
 
     def end(self) -> None:
-        self.kept = self.rows = None
+        self.kept = None
         if self.lazy is not None:
             self.lazy.under_way = False
 
     def _fate(self, run: ForwardPass) -> Fate:
         """What becomes of the logits."""
         labels, layout = run.batch.inputs.get("labels") is not None, run.batch.layout
-        self.limit = int(LOGITS_LIMIT_GIB * 2**30 / run.model.dtype.itemsize)
+        self.fits = False
         if self.token_losses.asked is not None:
             return "drop"
         if self.kept is not None and (labels or run.batch.sharded):
@@ -95,13 +93,14 @@ class Head(Part):
         fused = bool(run.batch.inputs.get("fused_lm_head"))
         if labels and run.model.training and not fused:
             _check_unread("are never in memory while the model trains with labels")
-        tokens = math.prod(run.lies.shape) if self.kept is None else layout.batch_size * sum(map(len, self.kept))
+        tokens = math.prod(run.lies.shape) if self.kept is None else layout.batch_size * len(self.kept)
         values = tokens * run.model.config.get_text_config().vocab_size
         gib = values * run.model.dtype.itemsize / 2**30
         output = run.model.get_output_embeddings()
         defers = run.model.training and self.kept is None and output is not None and not is_partitioned(output)
         if labels and (run.model.training or (run.group.size > 1 and fused)):
             self.about = "Logits are not in memory while a model trains with labels in the batch"
+            self.fits = gib <= LOGITS_LIMIT_GIB
             return "defer" if defers and not fused and not run.batch.sharded else "drop"
         if run.batch.sharded or run.group.size == 1:
             return "keep"
@@ -140,17 +139,3 @@ def _way_out(training: bool) -> str:
         )
     askers = " and ".join(askers_for_logits(trainer, training)) or "what asks for them"
     return f"Trainer wants them for {askers}: {_SMALLER}, or leave that out."
-
-
-def keep_rows(keep: int | torch.Tensor, layout: SequenceLayout, rank: int) -> tuple[KeptRows, torch.Tensor]:
-    """For `logits_to_keep`: for each rank, the places of its rows in the result; and this rank's rows."""
-    wanted = torch.tensor(kept_tokens(keep, layout.length - layout.padding), dtype=torch.int64, device="cpu")
-    rows = []
-    for holder in range(layout.ranks):
-        held, passed = torch.full_like(wanted, -1), 0
-        for run in layout.sharding.runs(holder):
-            held = torch.where((wanted >= run.start) & (wanted < run.stop), wanted - run.start + passed, held)
-            passed += run.stop - run.start
-        rows.append(held)
-    places = tuple(tuple(torch.nonzero(held >= 0).flatten().tolist()) for held in rows)
-    return places, rows[rank][rows[rank] >= 0]

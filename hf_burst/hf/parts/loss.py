@@ -18,7 +18,7 @@ from ..models.bypassed import forward_name
 from ..models.cut_point import reader_of
 from ..models.task import calls_loss_function, computes_loss, task_of
 from ..sharded_cache import ShardedCache
-from ..spread.value import Spread, loss_sum
+from ..spread.value import Spread
 from ..view import ModelView
 from .base import Part
 from .experts import RouterLogits, balance_share
@@ -117,7 +117,7 @@ class Loss(Part):
             if outputs.get("loss") is not None:
                 raise ConfigError(_PAST_US.format(self.forward))
         elif self.targets is not None:
-            outputs["loss"] = batch_loss(loss_sum(outputs["logits"], self.targets), run, run.batch.items)
+            outputs["loss"] = batch_loss(Spread.of(outputs["logits"]).loss_sum(self.targets), run, run.batch.items)
 
     def end(self) -> None:
         self.run = self.targets = self.weights = None
@@ -144,7 +144,7 @@ class Loss(Part):
             return plain
         assert self.run is not None, "a call is given in a pass"
         self.computed = True
-        local = loss_sum(logits, kwargs["shift_labels"], self.weights)
+        local = Spread.of(logits).loss_sum(kwargs["shift_labels"], self.weights)
         return batch_loss(local, self.run, kwargs.get("num_items_in_batch"))
 
     def _items_of_batch(self, run: ForwardPass, items: float) -> int:

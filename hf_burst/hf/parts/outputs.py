@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from ...ranks.collectives import gather_kept
 from ..forward_pass import ForwardPass
 from ..spread.value import Spread
 from .base import Part
@@ -42,21 +41,21 @@ class Outputs(Part):
             states = outputs["hidden_states"]
             states = states if run.batch.sharded else map(run.lies.batch, states)
             outputs["hidden_states"] = tuple(map(self.key_cache.repeated, states))
-        if run.batch.joined is not None:
-            layers = outputs.pop("router_logits", None)
-            if layers and run.group.size == 1:
-                outputs["router_logits"] = tuple(run.lies.batch(layer[None]).flatten(0, 1) for layer in layers)
+        layers = outputs.pop("router_logits", None)
+        if layers and run.group.size == 1:
+            outputs["router_logits"] = tuple(run.lies.batch(layer[None]).flatten(0, 1) for layer in layers)
 
     def _decide_logits(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         head, logits = self.head, outputs.pop("logits", None)
         # Gemma 4 leaves out no rows where its own input_ids are longer than what it computed
-        if head.rows is not None and (not head.by_model or logits.shape[1] != len(head.rows)):
-            logits = logits[:, head.rows.to(logits.device)]
+        rows = None if head.kept is None else head.kept[head.kept >= 0]
+        if rows is not None and (not head.by_model or logits.shape[1] != len(rows)):
+            logits = logits[:, rows.to(logits.device)]
         if head.logits == "defer":
-            outputs["logits"] = Spread.of(logits).handed_out(run.lies, head.limit, head.about, outputs.get("loss"))
+            outputs["logits"] = Spread.of(logits).handed_out(run.lies, head.fits, head.about, outputs.get("loss"))
         elif head.logits != "drop":
             if head.logits == "gather" and head.kept is not None:
-                logits = gather_kept(logits, head.kept, run.group)
+                logits = run.lies.kept(logits, head.kept)
             if head.asked:
                 logits = run.lies.by_rows(logits)
             elif not run.batch.sharded:

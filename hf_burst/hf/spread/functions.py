@@ -3,6 +3,7 @@
 Each is given the value and the arguments, and returns `NotImplemented` where these mix tokens.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ _CASTS = ("float", "to", "contiguous", "clone")
 _OF_NUMBERS = ("mul", "div", "add", "neg", "tanh")
 # those with weights or random numbers are not put off
 _LAYERS = ("linear", "dropout", "layer_norm", "rms_norm", "gelu", "relu", "silu")
+_CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
+_TAKEN = ("target", "ignore_index", "label_smoothing", "reduction", "weight", "size_average", "reduce")
 
 
 class Step(NamedTuple):
@@ -80,10 +83,9 @@ def _item(value: Any, key: Any) -> Any:
         return _item(value if words[1] == slice(None) else _item(value, words), keys[:-1])
     if value.limit is not None:
         return value.chosen(tuple(each.cpu() if isinstance(each, Tensor) else each for each in keys))
-    if all(isinstance(each, int | slice) for each in keys):
-        chosen = value.chosen(keys)
-        return chosen.whole() if chosen.is_few else NotImplemented
-    return NotImplemented
+    return (
+        value.token(keys[1]) if len(keys) == 2 and keys[0] == slice(None) and type(keys[1]) is int else NotImplemented
+    )
 
 
 def _reduced(name: str) -> Callable[..., Any]:
@@ -108,37 +110,28 @@ def _gather(value: Any, dim: Any, index: Tensor) -> Any:
     return found[..., None]
 
 
-def _cross_entropy(
-    value: Any,
-    target: Tensor,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    if weight is not None or target.shape != value.shape[:-1] or target.ndim != 1 or target.is_floating_point():
+def _cross_entropy(value: Any, *args: Any, **options: Any) -> Any:
+    given = _CROSS_ENTROPY.bind(value, *args, **options)
+    given.apply_defaults()
+    target, ignored, smoothing, reduction, *others = map(given.arguments.get, _TAKEN)
+    if any(each is not None for each in others) or target.shape != value.shape[:-1] or target.ndim != 1:
         return NotImplemented
-    options: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
     losses = value.reduce(
-        f"cross_entropy with label_smoothing={label_smoothing!r}",
-        lambda scores, at: functional.cross_entropy(scores, target[at], **options),
+        f"cross_entropy with label_smoothing={smoothing!r}",
+        lambda scores, at: functional.cross_entropy(
+            scores, target[at], ignore_index=ignored, label_smoothing=smoothing, reduction="none"
+        ),
         target,
-        ignore_index,
+        ignored,
     )
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()
+    return losses.sum() if reduction == "sum" else losses.sum() / (target != ignored).sum()
 
 
 def _reshaped(value: Any, *shape: Any) -> Any:
     sizes = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
     return value.reshaped(sizes[:-1]) if sizes[-1] == value.shape[-1] else NotImplemented
-
-
-def _size(value: Any, dim: int | None = None) -> Any:
-    return value.shape if dim is None else value.shape[dim]
 
 
 _ASKED: dict[str, Callable[..., Any]] = {
@@ -147,7 +140,7 @@ _ASKED: dict[str, Callable[..., Any]] = {
     "gather": _gather,
     "cross_entropy": _cross_entropy,
     "detach": lambda value: value.detached(),
-    "size": _size,
+    "size": lambda value, dim=None: value.shape if dim is None else value.shape[dim],
     "dim": lambda value: value.ndim,
     "numel": lambda value: value.shape.numel(),
     "element_size": lambda value: value.dtype.itemsize,

@@ -16,13 +16,12 @@ from ...errors import BatchError
 from ...layers.linear_loss import Linear, learned_by, linear_loss_sum, rows_at_a_time
 from ...layers.loss import token_loss_sum, weighted_loss_sum
 from ...layers.token_values import token_values
-from ...ranks.collectives import group_sum
 from ..batches.sharded import sum_of_bits
 from ..overrides import Override
 from ..view import children_of
 from .functions import SERVED, Step, by_tokens, name_of
 from .heads import check_head_again, is_hooked, is_partitioned, is_sharded_head, is_watched
-from .where import Held, Where
+from .where import Where
 
 _HOOKED = (
     "The head of the model has a forward hook. It is given the logits of this rank's tokens, which are all in memory: "
@@ -40,13 +39,13 @@ class Limit:
     """What holds for a value that was handed out, of which any code may ask anything.
 
     Args:
-        values (`int`): As many may be gathered.
-        about (`str`): Why no more are.
+        fits (`bool`): Whether all of it may be gathered.
+        about (`str`): Why not.
         anchor (`torch.Tensor`): Follows from the weights; by it DDP finds those that gradients are to come for.
         written (tuple of `int`): How often the weights of the head had been written to.
     """
 
-    values: int
+    fits: bool
     about: str
     anchor: Tensor
     written: tuple[int, ...] = ()
@@ -80,21 +79,21 @@ class Spread:
     def of(cls, value: "Tensor | Spread") -> "Spread":
         return value if isinstance(value, Spread) else cls(value)
 
-    def handed_out(self, lies: Where, values: int, about: str, loss: Tensor | None) -> "Spread":
+    def handed_out(self, lies: Where, fits: bool, about: str, loss: Tensor | None) -> "Spread":
         """The same for everybody, see [`Limit`]. What was computed under autocast is returned in fp32."""
         if self.head is not None and loss is None:
             check_head_again(self.head.module)
-        anchor, written = (
-            self.some(slice(0, 1)) if loss is None else loss,
-            () if self.head is None else self.head.written,
-        )
-        value = replace(self, lies=lies, limit=Limit(values, about, anchor, written))
+        anchor = self.some(slice(0, 1)) if loss is None else loss
+        written = () if self.head is None else self.head.written
+        value = replace(self, lies=lies, limit=Limit(fits, about, anchor, written))
         return value.map("float", Tensor.float) if self.autocast[0] else value
 
     # -- this rank's tokens
 
+    @torch.compiler.disable
     def loss_sum(self, targets: Tensor, weights: Weights = None) -> Tensor:
-        """The sum of the cross-entropies of this rank's tokens for shifted labels of shape `(batch, n)`."""
+        """The sum of the cross-entropies of this rank's tokens for shifted labels of shape `(batch, n)`, see
+        [`token_loss_sum`]; with `weights`, see [`weighted_loss_sum`]."""
 
         def of_some(values: Tensor, labels: Tensor) -> Tensor:
             if self.head is None:
@@ -108,7 +107,7 @@ class Spread:
 
     def own_values(self, value: TokenValue, share: int = 1) -> Tensor:
         """A value of each of this rank's tokens, `(batch, n)`; `value` has so many tensors as wide as scores."""
-        if self.head is None:
+        if (head := self.head) is None:
             return value(self.own.flatten(0, 1), slice(0, self.own[..., 0].numel())).view(self.own.shape[:-1])
 
         def of_states(states: Tensor, part: slice) -> Tensor:
@@ -117,7 +116,7 @@ class Spread:
 
         def compute(hidden: Tensor) -> Tensor:
             learned = learned_by(self._scores, hidden) if torch.is_grad_enabled() else []
-            return token_values(hidden, of_states, rows_at_a_time(self._width, share), learned)
+            return token_values(hidden, of_states, rows_at_a_time(head.vocabulary, share), learned)
 
         return self._by_head(compute)
 
@@ -185,72 +184,56 @@ class Spread:
     def detached(self) -> "Spread":
         return replace(self, learns=False)
 
+    def token(self, token: int) -> Tensor:
+        """The values of one token of every row, `(batch, ...)`, which its owner sends."""
+        assert self.lies is not None, "it is of several ranks"
+        return self.lies.chosen(self._places[:, token], lambda own, _, __: self._rows(own)[0])
+
     def reduce(
         self, name: str, value: Callable[[Tensor, Tensor], Tensor], words: Tensor | None = None, ignored: Any = None
     ) -> Tensor:
         """A number of each token that was chosen, on every rank. `value` is given the scores of some, and which of the
         chosen they are; `words` are what it reads, one a token."""
-        assert self.limit is not None, "it was handed out"
-        self._agree(name, words, ignored)
-        places = self._places
-        if not places.numel():
-            none = self.limit.anchor if self.learns else self.limit.anchor.detach()
-            return (none.sum().nan_to_num(0.0, 0.0, 0.0) * 0).to(self.dtype).expand(places.shape)
+        lies, limit = self._agree(name, words, ignored)
+        if not self._places.numel():
+            none = limit.anchor if self.learns else limit.anchor.detach()
+            return (none.sum().nan_to_num(0.0, 0.0, 0.0) * 0).to(self.dtype).expand(self._places.shape)
 
-        def of_held(mine: Spread, held: Held) -> Tensor:
-            at, padding = held.chosen.to(self.device), held.padding.to(self.device)
+        def compute(own: Tensor, at: Tensor, padding: Tensor) -> Tensor:
+            chosen, hidden = at.to(self.device), padding.to(self.device)
 
             def of_some(scores: Tensor, part: slice) -> Tensor:
                 with torch.autocast(scores.device.type, enabled=False):  # under it scores are returned in fp32
-                    return value(scores.masked_fill(padding[part, None], 0.0), at[part])
+                    return value(scores.masked_fill(hidden[part, None], 0.0), chosen[part])
 
-            return mine.own_values(of_some, 2 + len(self.steps)).flatten()
+            return replace(self, own=self._rows(own)).own_values(of_some, 2 + len(self.steps)).flatten()
 
-        return self._of_chosen(of_held).view(places.shape)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
+            return lies.chosen(self._places.flatten(), compute).view(self._places.shape)
 
     def whole(self, asked: str = "whole") -> Tensor:
         """The values of all tokens that were chosen, on every rank; raises if there are too many."""
         if self.lies is None:
             return self.score()
         if self.limit is None:
-            return self._of_chosen(_held_values).view(self.shape) if self.is_few else self._gathered
-        values = self.shape.numel() if self.is_few else self._width * self.lies.shape[0] * self.lies.shape[1]
-        if values > self.limit.values:
+            return self._gathered
+        if not self.limit.fits:
             raise BatchError(f"{self.limit.about}, and {asked} was asked of them. {SERVED}")
         self._agree(asked)
-        if self.is_few:
-            return self._of_chosen(_held_values).view(self.shape)
-        with self._learning():
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
             every = self.lies.batch(replace(self).score())  # anew: one without gradients stays
             return every if self.places is None else every.flatten(0, 1)[self.places.to(every.device)]
-
-    @cached_property
-    def is_few(self) -> bool:
-        """Whether so few tokens were chosen that each rank better sends those that it holds."""
-        if self.places is None or self.lies is None or not self.places.numel():
-            return False
-        return self.places.numel() * self.lies.group.size <= self.lies.shape[0] * self.lies.shape[1]
 
     @cached_property
     def _gathered(self) -> Tensor:
         assert self.lies is not None, "it is of several ranks"
         return self.lies.batch(self.own).contiguous()
 
-    def _of_chosen(self, compute: "Callable[[Spread, Held], Tensor]") -> Tensor:
-        """Values of the tokens that were chosen, `(chosen, ...)`, which the ranks that hold them compute."""
-        assert self.lies is not None, "it is of several ranks"
-        held, count = self.lies.held(self._places.flatten()), self._places.numel()
-        with self._learning():
-            rows = self.own.flatten(0, 1).index_select(0, held.own.to(self.device))[None]
-            found = compute(replace(self, own=rows, lies=None, places=None, limit=None), held)
-            found = found if held.counts else found.nan_to_num(0.0, 0.0, 0.0) * 0
-            every = found.new_zeros(count, *found.shape[1:]).index_copy(0, held.chosen.to(self.device), found)
-            return group_sum(every, self.lies.group)
+    def _rows(self, own: Tensor) -> Tensor:
+        """Some of this rank's tokens, as those of one row."""
+        return self.own.flatten(0, 1).index_select(0, own.to(self.device))[None]
 
-    def _learning(self) -> Any:
-        return torch.set_grad_enabled(torch.is_grad_enabled() and self.learns)
-
-    def _agree(self, name: str, words: Tensor | None = None, ignored: Any = None) -> None:
+    def _agree(self, name: str, words: Tensor | None = None, ignored: Any = None) -> tuple[Where, Limit]:
         """Raises on every rank if one asks for something else, or for a word that there is not."""
         assert self.lies is not None, "it was handed out"
         assert self.limit is not None, "it was handed out"
@@ -274,6 +257,7 @@ class Spread:
                 )
         asked = " of ".join([name, *(str(step) for step in reversed(self.steps)), str(tuple(self.shape))])
         self.lies.group.agree({"logits are asked for": asked}, error, self.device, 0, checksums, doing=name)
+        return self.lies, self.limit
 
     # -- as a tensor
 
@@ -316,9 +300,6 @@ class Spread:
 
     def __len__(self) -> int:
         return len(self.own) if self.lies is None else self.shape[0]
-
-    def __bool__(self) -> bool:
-        return True
 
     def __iter__(self) -> Iterator[Any]:
         if self.lies is not None and self.limit is None:  # an output that is made anew asks whether it holds pairs
@@ -370,18 +351,6 @@ for _name in (
 pytree.register_pytree_node(
     Spread, lambda value: ([value.own], value), lambda children, value: replace(value, own=next(iter(children)))
 )
-
-
-def _held_values(mine: Spread, held: Held) -> Tensor:
-    values = mine.score()[0]
-    return values.masked_fill(held.padding.to(values.device).view(-1, *[1] * (values.ndim - 1)), 0)
-
-
-@torch.compiler.disable
-def loss_sum(logits: Tensor | Spread, targets: Tensor, weights: Weights = None) -> Tensor:
-    """The sum of the cross-entropies of this rank's tokens, see [`token_loss_sum`]; with `weights`, see
-    [`weighted_loss_sum`]."""
-    return Spread.of(logits).loss_sum(targets, weights)
 
 
 class PutOffHead(Override):

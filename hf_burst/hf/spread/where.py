@@ -3,32 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import BatchError
-from ...ranks.collectives import gather_tokens
+from ...ranks.collectives import gather_tokens, group_sum
 from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
 from ..batches.joining import Joined
-
-
-class Held(NamedTuple):
-    """What a rank holds of chosen tokens; where it holds none, one that does not count, so that all ranks take part.
-
-    Args:
-        chosen (`torch.LongTensor` of shape `(m,)`): Their numbers among the chosen.
-        own (`torch.LongTensor` of shape `(m,)`): Their numbers among the rank's tokens.
-        padding (`torch.BoolTensor` of shape `(m,)`): Those that stand for padding of joined texts: of the first rank.
-        counts (`bool`): Whether there is any.
-    """
-
-    chosen: Tensor
-    own: Tensor
-    padding: Tensor
-    counts: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,21 +76,40 @@ class Where:
         """Values of tokens that were kept, by rows; those of joined texts stand one after another."""
         return kept if self.joined is None else kept.unflatten(1, (len(self.joined.places), -1))[0]
 
-    def held(self, places: Tensor) -> Held:
-        """What this rank holds of tokens of the given batch, `row * tokens + token`."""
+    def kept(self, own: Tensor, local: Tensor) -> Tensor:
+        """Values of tokens that were kept, `(batch, kept, ...)`, on every rank, from those that this one kept."""
+        mine = (local >= 0).nonzero().flatten().to(own.device)
+        every = own.new_zeros(len(own), len(local), *own.shape[2:]).index_copy(1, mine, own)
+        return group_sum(every, self.group)
+
+    @cached_property
+    def local(self) -> Tensor:
+        """Where each token of a row stands among this rank's tokens, or -1."""
+        held = self.layout.indices(self.group.rank)
+        local = torch.full((self.layout.length,), -1, device="cpu")
+        local[held] = torch.arange(len(held), device="cpu")
+        return local
+
+    def chosen(self, places: Tensor, compute: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """Values of some tokens of the given batch, `(m, ...)`, on every rank.
+
+        Args:
+            places (`torch.LongTensor` of shape `(m,)`): The tokens, `row * tokens + token`.
+            compute (`Callable`): Gives values from numbers of this rank's tokens, which of the chosen they are, and
+                whether they stand for padding of joined texts. All ranks call it, so that all gather weights.
+        """
         self.share()
-        tokens = self.shape[1]
-        row, token = places // tokens, places % tokens
+        row, token = places // self.shape[1], places % self.shape[1]
         if self.joined is not None:
             token, row = self.joined.places.flatten()[places], torch.zeros_like(places)
-        held = self.layout.indices(self.group.rank)
-        local = torch.full((self.layout.length + 1,), -1, device="cpu")  # and one more, for padding of joined texts
-        local[held] = torch.arange(len(held), device="cpu")
-        local[-1] = 0 if self.group.rank == 0 else -1
-        mine = (local[token] >= 0).nonzero().flatten()
-        chosen = mine if len(mine) else torch.zeros(1, dtype=torch.int64, device="cpu")
-        own = row[chosen] * len(held) + local[token[chosen]].clamp(min=0)
-        return Held(chosen, own, token[chosen] < 0, len(mine) > 0)
+        local = self.local[token].masked_fill(token < 0, 0 if self.group.rank == 0 else -1)
+        mine = (local >= 0).nonzero().flatten()
+        at = mine if len(mine) else torch.zeros(1, dtype=torch.int64, device="cpu")
+        own = row[at] * int((self.local >= 0).sum()) + local[at].clamp(min=0)
+        found = compute(own, at, token[at] < 0)
+        found = found if len(mine) else found.nan_to_num(0.0, 0.0, 0.0) * 0
+        every = found.new_zeros(len(places), *found.shape[1:]).index_copy(0, at.to(found.device), found)
+        return group_sum(every, self.group)
 
     def _gathered(self, own: Tensor) -> Tensor:
         self.share()
