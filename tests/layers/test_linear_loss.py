@@ -355,6 +355,7 @@ def test_what_else_is_done_with_logits_is_done_with_all_of_them() -> None:
         lambda value: -value + 1,
         lambda value: value.to(dtype=torch.float64) + torch.ones(4),
         lambda value: value[..., :2].log_softmax(-1),
+        lambda value: value[..., :],
     ):
         later = function(put_off())
         assert later.head is head, "nothing is computed"
@@ -362,6 +363,8 @@ def test_what_else_is_done_with_logits_is_done_with_all_of_them() -> None:
         assert later.dtype == function(logits).dtype
     for function in (
         lambda value: value[:, 1:],
+        lambda value: value[..., 1:, :],
+        lambda value: value[:, 0],
         lambda value: torch.cat([value, logits]),
         lambda value: value * logits,
         lambda value: logits - value,

@@ -71,21 +71,19 @@ def _normalized(value: Any, name: str, dim: Any = None, _stacklevel: Any = 3, dt
 
 def _item(value: Any, key: Any) -> Any:
     keys = key if isinstance(key, tuple) else (key,)
-    if len(keys) == 2 and keys[0] is Ellipsis and isinstance(keys[1], slice) and keys[1] != slice(None):
-        return value.map("getitem", Tensor.__getitem__, keys)
-    if value.lies is None:
-        return NotImplemented
     masks = sum(each.ndim - 1 for each in keys if isinstance(each, Tensor) and each.dtype == torch.bool)
     if any(each is Ellipsis for each in keys) or len(keys) + masks - sum(each is None for each in keys) == value.ndim:
         if not isinstance(keys[-1], slice):
             return NotImplemented
         words = (Ellipsis, keys[-1])
-        return _item(value if words[1] == slice(None) else _item(value, words), keys[:-1])
+        value = value if keys[-1] == slice(None) else value.map("getitem", Tensor.__getitem__, words)
+        keys = keys[:-1]
+        if len(keys) == 1 and keys[0] is Ellipsis:
+            return value
     if value.limit is not None:
         return value.chosen(tuple(each.cpu() if isinstance(each, Tensor) else each for each in keys))
-    return (
-        value.token(keys[1]) if len(keys) == 2 and keys[0] == slice(None) and type(keys[1]) is int else NotImplemented
-    )
+    one = value.lies is not None and len(keys) == 2 and keys[0] == slice(None) and type(keys[1]) is int
+    return value.token(keys[1]) if one else NotImplemented
 
 
 def _reduced(name: str) -> Callable[..., Any]:

@@ -105,7 +105,7 @@ class Where:
         local = self.local[token].masked_fill(token < 0, 0 if self.group.rank == 0 else -1)
         mine = (local >= 0).nonzero().flatten()
         at = mine if len(mine) else torch.zeros(1, dtype=torch.int64, device="cpu")
-        own = row[at] * int((self.local >= 0).sum()) + local[at].clamp(min=0)
+        own = row[at] * (self.layout.length // self.group.size) + local[at].clamp(min=0)
         found = compute(own, at, token[at] < 0)
         found = found if len(mine) else found.nan_to_num(0.0, 0.0, 0.0) * 0
         every = found.new_zeros(len(places), *found.shape[1:]).index_copy(0, at.to(found.device), found)
