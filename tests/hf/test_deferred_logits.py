@@ -149,8 +149,13 @@ def by_all_means(rank: int, size: int) -> None:
         (logits.sum(), plain.sum()),
         (logits.softmax(1), plain.softmax(1)),
         (logits.view(-1), plain.view(-1)),
+        ((1 + logits[..., 2:9]).logsumexp(-1), (1 + plain[..., 2:9]).logsumexp(-1)),
+        (logits[:, -5:, :3].softmax(1), plain[:, -5:, :3].softmax(1)),
+        (torch.stack(list(logits)), plain),
     ):
         torch.testing.assert_close(found.detach(), wanted)
+    with pytest.raises(TypeError, match="not written to"):
+        logits[:, 3] = 0.0
     outputs.loss.backward()
     logits.argmax(-1)
     with torch.no_grad():
