@@ -111,7 +111,7 @@ def _gather(value: Any, dim: Any, index: Tensor) -> Any:
 def _cross_entropy(value: Any, *args: Any, **options: Any) -> Any:
     given = _CROSS_ENTROPY.bind(value, *args, **options)
     given.apply_defaults()
-    target, ignored, smoothing, reduction, *others = map(given.arguments.get, _TAKEN)
+    target, ignored, smoothing, reduction, *others = (given.arguments[each] for each in _TAKEN)
     if any(each is not None for each in others) or target.shape != value.shape[:-1] or target.ndim != 1:
         return NotImplemented
     losses = value.reduce(
