@@ -5,6 +5,7 @@ Each is given the value and the arguments, and returns `NotImplemented` where th
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +82,8 @@ def _item(value: Any, key: Any) -> Any:
         if len(keys) == 1 and keys[0] is Ellipsis:
             return value
     if value.limit is not None:
-        return value.chosen(tuple(each.cpu() if isinstance(each, Tensor) else each for each in keys))
+        on_host = tuple(each.cpu() if isinstance(each, Tensor) else each for each in keys)
+        return replace(value, places=value.chosen[on_host])
     one = value.lies is not None and len(keys) == 2 and keys[0] == slice(None) and type(keys[1]) is int
     return value.token(keys[1]) if one else NotImplemented
 
@@ -129,7 +131,9 @@ def _cross_entropy(value: Any, *args: Any, **options: Any) -> Any:
 
 def _reshaped(value: Any, *shape: Any) -> Any:
     sizes = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-    return value.reshaped(sizes[:-1]) if sizes[-1] == value.shape[-1] else NotImplemented
+    if sizes[-1] != value.shape[-1]:
+        return NotImplemented
+    return replace(value, places=value.chosen.reshape(sizes[:-1]))
 
 
 _ASKED: dict[str, Callable[..., Any]] = {
@@ -137,7 +141,7 @@ _ASKED: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("view", "reshape"), _reshaped),
     "gather": _gather,
     "cross_entropy": _cross_entropy,
-    "detach": lambda value: value.detached(),
+    "detach": lambda value: replace(value, learns=False),
     "size": lambda value, dim=None: value.shape if dim is None else value.shape[dim],
     "dim": lambda value: value.ndim,
     "numel": lambda value: value.shape.numel(),

@@ -61,7 +61,7 @@ class Spread:
         autocast (`tuple[bool, torch.dtype]`): Whether the head runs under it, and in which dtype.
         steps (tuple of [`Step`]): What follows the head.
         lies ([`Where`], *optional*): Where all tokens lie; by default it stands for this rank's own, as in a model.
-        places (`torch.LongTensor`, *optional*): The tokens that were chosen, `row * tokens + token`; all by default.
+        places (`torch.LongTensor`, *optional*): The tokens that it stands for, see `chosen`; all by default.
         limit ([`Limit`], *optional*): Of a value that was handed out: all ranks ask it alike, which is compared.
         learns (`bool`, defaults to `True`): Whether gradients flow back.
     """
@@ -174,20 +174,10 @@ class Spread:
         step = Step(name, function, args, options)
         return replace(self, own=step(self.own)) if self.head is None else replace(self, steps=(*self.steps, step))
 
-    def chosen(self, key: Any) -> "Spread":
-        """The tokens that an index of rows and tokens chooses."""
-        return replace(self, places=self._places[key])
-
-    def reshaped(self, sizes: Sequence[int]) -> "Spread":
-        return replace(self, places=self._places.reshape(sizes))
-
-    def detached(self) -> "Spread":
-        return replace(self, learns=False)
-
     def token(self, token: int) -> Tensor:
         """The values of one token of every row, `(batch, ...)`, which its owner sends."""
         assert self.lies is not None, "it is of several ranks"
-        return self.lies.chosen(self._places[:, token], lambda own, _, __: self._rows(own)[0])
+        return self.lies.chosen(self.chosen[:, token], lambda own, _, __: self._rows(own)[0])
 
     def reduce(
         self, name: str, value: Callable[[Tensor, Tensor], Tensor], words: Tensor | None = None, ignored: Any = None
@@ -195,21 +185,21 @@ class Spread:
         """A number of each token that was chosen, on every rank. `value` is given the scores of some, and which of the
         chosen they are; `words` are what it reads, one a token."""
         lies, limit = self._agree(name, words, ignored)
-        if not self._places.numel():
+        if not self.chosen.numel():
             none = limit.anchor if self.learns else limit.anchor.detach()
-            return (none.sum().nan_to_num(0.0, 0.0, 0.0) * 0).to(self.dtype).expand(self._places.shape)
+            return (none.sum().nan_to_num(0.0, 0.0, 0.0) * 0).to(self.dtype).expand(self.chosen.shape)
 
         def compute(own: Tensor, at: Tensor, padding: Tensor) -> Tensor:
-            chosen, hidden = at.to(self.device), padding.to(self.device)
+            numbers, hidden = at.to(self.device), padding.to(self.device)
 
             def of_some(scores: Tensor, part: slice) -> Tensor:
                 with torch.autocast(scores.device.type, enabled=False):  # under it scores are returned in fp32
-                    return value(scores.masked_fill(hidden[part, None], 0.0), chosen[part])
+                    return value(scores.masked_fill(hidden[part, None], 0.0), numbers[part])
 
             return replace(self, own=self._rows(own)).own_values(of_some, 2 + len(self.steps)).flatten()
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
-            return lies.chosen(self._places.flatten(), compute).view(self._places.shape)
+            return lies.chosen(self.chosen.flatten(), compute).view(self.chosen.shape)
 
     def whole(self, asked: str = "whole") -> Tensor:
         """The values of all tokens that were chosen, on every rank; raises if there are too many."""
@@ -245,7 +235,7 @@ class Spread:
                 f"{name} was asked of logits behind an update of the head, by which they would be others. Read "
                 "outputs.logits before the optimizer's step."
             )
-        checksums = {"tokens whose logits are asked for (checksum)": sum_of_bits(self._places)}
+        checksums = {"tokens whose logits are asked for (checksum)": sum_of_bits(self.chosen)}
         if words is not None:
             checksums["words whose logits are asked for (checksum)"] = sum_of_bits(words)
             outside = (words < 0) | (words >= self._width)
@@ -291,7 +281,8 @@ class Spread:
         return self._sample.shape[-1]
 
     @property
-    def _places(self) -> Tensor:
+    def chosen(self) -> Tensor:
+        """The tokens that it stands for, `row * tokens + token`."""
         if self.places is not None:
             return self.places
         assert self.lies is not None, "it is of several ranks"
@@ -304,7 +295,7 @@ class Spread:
     def __iter__(self) -> Iterator[Any]:
         if self.lies is not None and self.limit is None:  # an output that is made anew asks whether it holds pairs
             raise TypeError("Values of a pass under way are not iterated over; unbind gathers them.")
-        return (self[index] for index in range(len(self)))
+        return (self._asked(Tensor.__getitem__, index) for index in range(len(self)))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if self.lies is not None:
