@@ -113,7 +113,7 @@ def beside_labels(rank: int, size: int, kind: str) -> list[Result]:
     with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9):
         outputs = model(**batch)
         assert outputs.logits.logsumexp(-1).shape == batch["labels"].shape
-        with pytest.raises(BatchError, match="while a model trains with labels in the batch, and argmax was asked of"):
+        with pytest.raises(BatchError, match=r"trains with labels in the batch, and argmax\(-1\) was asked of"):
             outputs.logits.argmax(-1)
     assert model.eval()(**batch).logits.shape == (*batch["labels"].shape, models.VOCABULARY)
     return results

@@ -212,7 +212,7 @@ class Spread:
         self._agree(asked)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
             every = self.lies.batch(replace(self).score())  # anew: one without gradients stays
-            return every if self.places is None else every.flatten(0, 1)[self.places.to(every.device)]
+            return every.contiguous() if self.places is None else every.flatten(0, 1)[self.places.to(every.device)]
 
     @cached_property
     def _gathered(self) -> Tensor:
