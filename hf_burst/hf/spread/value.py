@@ -42,13 +42,15 @@ class Limit:
         fits (`bool`): Whether all of it may be gathered.
         about (`str`): Why not.
         anchor (`torch.Tensor`): Follows from the weights; by it DDP finds those that gradients are to come for.
+        steps (`int`): How many of its steps are the model's own.
         written (tuple of `int`): How often the weights of the head had been written to.
     """
 
     fits: bool
     about: str
     anchor: Tensor
-    written: tuple[int, ...] = ()
+    steps: int
+    written: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -85,8 +87,8 @@ class Spread:
             check_head_again(self.head.module)
         anchor = self.some(slice(0, 1)) if loss is None else loss
         written = () if self.head is None else self.head.written
-        value = replace(self, lies=lies, limit=Limit(fits, about, anchor, written))
-        return value.map("float", Tensor.float) if self.autocast[0] else value
+        value = self.map("float", Tensor.float) if self.autocast[0] else self
+        return replace(value, lies=lies, limit=Limit(fits, about, anchor, len(value.steps), written))
 
     # -- this rank's tokens
 
@@ -151,8 +153,8 @@ class Spread:
     def _scores(self, states: Tensor) -> Tensor:
         return states if self.head is None else self._after(self.head.plain(states))
 
-    def _after(self, scores: Tensor) -> Tensor:
-        for step in self.steps:
+    def _after(self, scores: Tensor, done: int = 0) -> Tensor:
+        for step in self.steps[done:]:
             scores = step(scores)
         return scores
 
@@ -194,9 +196,11 @@ class Spread:
 
             def of_some(scores: Tensor, part: slice) -> Tensor:
                 with torch.autocast(scores.device.type, enabled=False):  # under it scores are returned in fp32
-                    return value(scores.masked_fill(hidden[part, None], 0.0), numbers[part])
+                    shown = scores.masked_fill(hidden[part, None], 0.0)
+                    return value(self._after(shown, limit.steps), numbers[part])
 
-            return replace(self, own=self._rows(own)).own_values(of_some, 2 + len(self.steps)).flatten()
+            mine = replace(self, own=self._rows(own), steps=self.steps[: limit.steps])
+            return mine.own_values(of_some, 2 + len(self.steps) - len(mine.steps)).flatten()
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
             return lies.chosen(self.chosen.flatten(), compute).view(self.chosen.shape)
@@ -209,10 +213,12 @@ class Spread:
             return self._gathered
         if not self.limit.fits:
             raise BatchError(f"{self.limit.about}, and {asked} was asked of them. {SERVED}")
-        self._agree(asked)
+        lies, limit = self._agree(asked)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
-            every = self.lies.batch(replace(self).score())  # anew: one without gradients stays
-            return every.contiguous() if self.places is None else every.flatten(0, 1)[self.places.to(every.device)]
+            own = replace(self, steps=self.steps[: limit.steps]).score()  # anew: one without gradients stays
+            every = lies.batch(own)
+            every = every.contiguous() if self.places is None else every.flatten(0, 1)[self.places.to(every.device)]
+            return self._after(every, limit.steps)
 
     @cached_property
     def _gathered(self) -> Tensor:
@@ -331,7 +337,7 @@ class Spread:
         return function(*tensors, **named)
 
 
-_SAME: tuple[Any, ...] = (("float", ()), ("to", (torch.float32,)), ("contiguous", ()), ("clone", ()))
+_SAME: tuple[Any, ...] = (("float", ()), ("to", (torch.float32,)), ("clone", ()))
 for _name in (
     *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg"),
     *("abs", "gt", "ge", "lt", "le", "getitem"),
