@@ -5,6 +5,7 @@ a classifier's own pooling and loss run on the whole batch, and a score of few l
 """
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,24 +49,18 @@ def documents_in(layout: SequenceLayout) -> list[tuple[int, ...]]:
 def vectors_of_documents(states: Tensor, lies: Where, pooling: str) -> Tensor:
     """The sum over ranks of what their own tokens add to a vector of each document, `(documents, width)`, row by row:
     the state of its first or its last token, or the mean of all."""
-    layout, wide = lies.layout, accumulation_dtype(states.dtype)
-    tokens = layout.indices(lies.group.rank)
-    chosen, owners, sizes = list[Tensor](), list[Tensor](), list[Tensor]()
-    for row, cuts in enumerate(documents_in(layout)):
-        bounds = torch.tensor(cuts, device="cpu")  # as the indices
-        number = torch.bucketize(tokens, bounds, right=True) - 1
-        inside = (number >= 0) & (number < len(bounds) - 1)
-        number = number.clamp(0, len(bounds) - 2)
-        if pooling != "mean":
-            inside &= tokens == (bounds[number] if pooling == "first" else bounds[number + 1] - 1)
-        chosen.append(inside.nonzero()[:, 0] + row * len(tokens))
-        owners.append(number[inside] + sum(map(len, sizes)))
-        sizes.append(bounds.diff())
-    counts = torch.cat(sizes).to(states.device, wide)
-    places, documents = torch.cat(chosen).to(states.device), torch.cat(owners).to(states.device)
+    numbers, sizes = torch.full(lies.shape, -1, device="cpu"), list[int]()  # of the document that a token adds to
+    for row, cuts in zip(numbers, documents_in(lies.layout), strict=True):
+        for start, stop in pairwise(cuts):
+            row[stop - 1 if pooling == "last" else start : start + 1 if pooling == "first" else stop] = len(sizes)
+            sizes.append(stop - start)
+    of_own = lies.layout.shard(numbers, lies.group.rank, -1).flatten()
+    places = (of_own >= 0).nonzero()[:, 0]
+    documents, wide = of_own[places].to(states.device), accumulation_dtype(states.dtype)
+    counts = torch.tensor(sizes, dtype=wide, device=states.device)
     lies.share()
     with torch.autocast(states.device.type, enabled=False):  # sums are wide
-        own = states.flatten(0, 1).index_select(0, places).to(wide)
+        own = states.flatten(0, 1).index_select(0, places.to(states.device)).to(wide)
         total = own.new_zeros(len(counts), own.shape[-1]).index_add(0, documents, own)
         return group_sum(total / counts[:, None] if pooling == "mean" else total, lies.group)
 
@@ -93,6 +88,12 @@ class States(Part):
 
     def prepare(self, run: ForwardPass) -> None:
         run.agreement.add("pooling of embeddings", run.pooling)
+        asked = run.task.reads or run.pooling is not None
+        if asked and run.group.size > 1 and is_partitioned(run.model):
+            raise UnsupportedModelError(
+                f"{type(run.model).__name__} is asked for hidden states, or has no language-model head, which is not "
+                "served over DeepSpeed ZeRO-3: it divides the weights of heads. Use FSDP2, DDP or ZeRO-2."
+            )
         if run.pooling is not None:
             self._check_documents(run, run.pooling)
             return
@@ -108,11 +109,6 @@ class States(Part):
             )
         if run.batch.sharded:
             raise BatchError(f"{name} needs the labels of whole rows. Give full batches (no BurstCollator).")
-        if run.group.size > 1 and is_partitioned(run.model):
-            raise UnsupportedModelError(
-                f"{name} has no language-model head, and such models are not served over DeepSpeed ZeRO-3, which "
-                "divides the weights of a head. Use FSDP2, DDP or ZeRO-2."
-            )
         mask = given.get("attention_mask")
         if layout.real and mask is not None:
             self._check_padding(run, name, mask, labels)
@@ -132,8 +128,6 @@ class States(Part):
             raise BatchError(
                 "cu_seq_lens_q has a document of no tokens, which has no embedding. Drop empty texts from the batch."
             )
-        if run.group.size > 1 and is_partitioned(run.model):
-            raise UnsupportedModelError("Embeddings are not served over DeepSpeed ZeRO-3. Use FSDP2, DDP or ZeRO-2.")
         for key in ("labels", "shift_labels"):  # of a shard
             run.batch.inputs.pop(key, None)
 
