@@ -31,10 +31,10 @@ from ..plan.recurrence import Way
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
 from .batches.documents import cache_of
-from .batches.joining import Joined
 from .callers import Callers
 from .context import ForwardCall
 from .models.task import Task
+from .spread.where import Where
 from .view import ModelView
 
 
@@ -129,31 +129,32 @@ class Batch:
 
     Args:
         given (mapping): The arguments of all tokens: as the caller gave them, or of one row of joined texts.
-        joined ([`Joined`], *optional*): The texts that were joined, if any begin alike.
-        layout ([`SequenceLayout`]): How they lie over the ranks.
+        lies ([`Where`]): Where they lie.
         sharded (`bool`): Whether they arrived sharded.
         inputs (mapping): The arguments that the model is given on this rank.
         way (`str`): How recurrent layers pass what they know.
         targets (`torch.Tensor` of shape `(batch, n)`, *optional*): What its tokens are to predict; `None` where a
             model's own head has the labels.
-        scored (`torch.Tensor` of shape `(1, n)`, *optional*): How often each target counts, where texts were joined.
     """
 
     given: Mapping[str, Any]
-    joined: Joined | None
-    layout: SequenceLayout
+    lies: Where
     sharded: bool
     inputs: Mapping[str, Any]
     way: Way
     targets: torch.Tensor | None = None
-    scored: torch.Tensor | None = None
+
+    @property
+    def layout(self) -> SequenceLayout:
+        return self.lies.layout
 
     @cached_property
     def labels(self) -> int:
         """The labels that count on this rank."""
         if self.targets is None:
             return 0
-        return int((self.targets != IGNORE_INDEX).sum()) if self.scored is None else int(self.scored.sum())
+        counts = self.lies.counts
+        return int((self.targets != IGNORE_INDEX).sum()) if counts is None else int(counts.sum())
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,11 @@
 """Messages with a gradient, of the backend of the process group."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
 from ..numerics import refuse_second_derivative
 from .group import ContextGroup
@@ -74,21 +72,6 @@ def gather_tokens(tensor: Tensor, layout: SequenceLayout, group: ContextGroup) -
         `torch.Tensor` of shape `(batch, length, ...)`; gradients of all ranks are summed on the way back.
     """
     return layout.unshard(all_gather(tensor, group))
-
-
-def gather_kept(tensor: Tensor, kept: Sequence[Sequence[int]], group: ContextGroup) -> Tensor:
-    """The rows that each rank kept, put together.
-
-    Args:
-        tensor (`torch.Tensor` of shape `(batch, rows of this rank, ...)`): This rank's rows.
-        kept (`Sequence[Sequence[int]]`): For each rank, the places of its rows in the result.
-        group ([`ContextGroup`]): The ranks.
-    """
-    most = max(len(places) for places in kept)
-    shards = all_gather(functional.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, most - tensor.shape[1])), group)
-    parts = zip(shards, kept, strict=True)
-    rows = {place: shard[:, index] for shard, places in parts for index, place in enumerate(places)}
-    return torch.stack([rows[place] for place in sorted(rows)], dim=1)
 
 
 class _AllGather(torch.autograd.Function):

@@ -20,7 +20,7 @@ from hf_burst.attention import AttentionCache, AttentionRequest, SequenceLayout
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
 from hf_burst.hf import context
 from hf_burst.hf.parts import checkpointing
-from hf_burst.hf.parts.deferred_logits import DeferredLogits
+from hf_burst.hf.spread.value import Spread
 from hf_burst.kernels import Scores
 from hf_burst.layers import linear_loss
 from hf_burst.ring import ShardedAttention
@@ -195,7 +195,7 @@ def test_under_torch_compile_it_is_all_or_nothing(keep: float, runs: int) -> Non
         with counted() as queries, mock.patch.object(linear_loss, "_LOGITS", 7 * models.VOCABULARY):
             outputs = compiled(**batch)
             outputs.loss.backward()
-        assert isinstance(outputs.logits, DeferredLogits)
+        assert isinstance(outputs.logits, Spread)
         assert len(queries) == runs
         for parameter, gradient in zip(model.parameters(), wanted, strict=True):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-10)

@@ -19,7 +19,7 @@ from hf_burst.hf.forward_pass import Agreement, Batch, Call, ForwardPass
 from hf_burst.hf.models.cut_point import TOKEN_INPUTS, TokenInput, cut_point_of
 from hf_burst.hf.models.task import CAUSAL, MASKED
 from hf_burst.hf.parts.base import Part
-from hf_burst.hf.parts.deferred_logits import DeferredLogits
+from hf_burst.hf.spread.value import Spread
 from hf_burst.hf.view import ModelView
 from tests.hf.test_patch import cut_at, group_mean, part_of
 from tests.support import models
@@ -151,7 +151,7 @@ def cut_inside(rank: int, size: int, kinds: tuple[str, ...]) -> None:
             model.zero_grad()
             outputs = model(**batch)
             outputs.loss.backward()
-            assert isinstance(outputs.logits, DeferredLogits)
+            assert isinstance(outputs.logits, Spread)
             torch.testing.assert_close(outputs.loss, loss.detach(), rtol=1e-10, atol=1e-10)
             for found, gradient in zip(group_mean(model), wanted, strict=True):
                 torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-10)

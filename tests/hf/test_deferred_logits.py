@@ -11,8 +11,10 @@ from torch.nn import functional
 import hf_burst
 from hf_burst.attention import SequenceLayout
 from hf_burst.errors import BatchError, RankMismatchError
-from hf_burst.hf.parts.deferred_logits import DeferredLogits
-from hf_burst.hf.parts.head import keep_rows
+from hf_burst.hf.batches.cutting import kept_tokens
+from hf_burst.hf.spread.value import Spread
+from hf_burst.hf.spread.where import Where
+from hf_burst.ranks.group import ContextGroup
 from tests.hf.test_token_losses import Batch, Width, batch_of, whole_gradients, wrap
 from tests.support import models
 from tests.support.gradients import Result, assert_equal
@@ -63,7 +65,7 @@ def deferred(rank: int, size: int, name: str, kind: str) -> Result:
     none = mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9)
     with few, none, Width(model.config.hidden_size) as width:
         logits = model(**inputs_of(batch)).logits
-        assert isinstance(logits, DeferredLogits)
+        assert isinstance(logits, Spread)
         assert logits.shape == (*batch["labels"].shape, models.VOCABULARY)
         loss = LOSSES[name](logits, batch["labels"])
         loss.backward()
@@ -103,7 +105,7 @@ def beside_labels(rank: int, size: int, kind: str) -> list[Result]:
             models.make_model("llama", torch.float64).train(), hf_burst.BurstConfig(share_prefixes=True)
         )
         logits = model(**batch)["logits"]
-        assert isinstance(logits, DeferredLogits), "of which a training by the loss alone computes nothing"
+        assert isinstance(logits, Spread), "of which a training by the loss alone computes nothing"
         value = loss(logits, batch["labels"])
         value.backward()
         results.append((value.item(), {name: weight.grad for name, weight in model.named_parameters()}))
@@ -111,7 +113,7 @@ def beside_labels(rank: int, size: int, kind: str) -> list[Result]:
     with mock.patch("hf_burst.hf.parts.head.LOGITS_LIMIT_GIB", 1e-9):
         outputs = model(**batch)
         assert outputs.logits.logsumexp(-1).shape == batch["labels"].shape
-        with pytest.raises(BatchError, match="while a model trains with labels in the batch, and argmax was asked of"):
+        with pytest.raises(BatchError, match=r"trains with labels in the batch, and argmax\(-1\) was asked of"):
             outputs.logits.argmax(-1)
     assert model.eval()(**batch).logits.shape == (*batch["labels"].shape, models.VOCABULARY)
     return results
@@ -142,13 +144,18 @@ def by_all_means(rank: int, size: int) -> None:
     assert facts == (True, True, False), "without messages"
     for found, wanted in (
         (logits * mask[..., None], plain * mask[..., None]),
-        (logits + 1, plain + 1),
+        (logits + torch.ones(1), plain + 1),
         (abs(logits), abs(plain)),
         (logits.sum(), plain.sum()),
         (logits.softmax(1), plain.softmax(1)),
         (logits.view(-1), plain.view(-1)),
+        ((1 + logits[..., 2:9]).logsumexp(-1), (1 + plain[..., 2:9]).logsumexp(-1)),
+        (logits[:, -5:, :3].softmax(1), plain[:, -5:, :3].softmax(1)),
+        (torch.stack(list(logits)), plain),
     ):
         torch.testing.assert_close(found.detach(), wanted)
+    with pytest.raises(TypeError, match="not written to"):
+        logits[:, 3] = 0.0
     outputs.loss.backward()
     logits.argmax(-1)
     with torch.no_grad():
@@ -234,10 +241,11 @@ def ask_for(rank: int, size: int, what: str) -> None:
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "sort": lambda logits: logits.sort(-1),
     "cat": lambda logits: torch.cat([torch.zeros(2, 37, 61), logits]),
-    "some words": lambda logits: logits[..., :7],
-    "softmax over another dimension": lambda logits: logits.softmax(1),
-    "a product with a tensor": lambda logits: (logits * torch.ones(61)).logsumexp(-1),
-    "mixes words and tokens": lambda logits: logits.view(-1),
+    "getitem": lambda logits: logits[..., 7],
+    r"softmax\(1\)": lambda logits: logits.softmax(1),
+    "mul": lambda logits: (logits * torch.ones(61)).logsumexp(-1),
+    r"view\(-1\)": lambda logits: logits.view(-1),
+    "add": lambda logits: torch.ones(61) + logits,
 }
 MISSING: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "gather": lambda logits, words: logits.gather(-1, words[..., None]),
@@ -297,6 +305,8 @@ def test_tokens_that_are_kept_are_found_by_runs(documents: tuple[int, ...], keep
     wanted = [token % 97 for token in keep.tolist()] if isinstance(keep, torch.Tensor) else list(range(97 - keep, 97))
     found = {}
     for rank in range(3):
-        places, rows = keep_rows(keep, layout, rank)
-        found |= zip(places[rank], layout.indices(rank)[rows].tolist(), strict=True)
+        lies = Where(layout, ContextGroup(rank, 3))
+        local = lies.local[kept_tokens(keep, 97)]
+        held = layout.indices(rank)
+        found |= {place: int(held[row]) for place, row in enumerate(local.tolist()) if row >= 0}
     assert [found[place] for place in range(len(wanted))] == wanted

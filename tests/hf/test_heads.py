@@ -19,7 +19,8 @@ import hf_burst
 from hf_burst.check.compare import Double, make_batch
 from hf_burst.check.heads import judgement, prepared
 from hf_burst.errors import BatchError, RankMismatchError, UnsupportedModelError
-from hf_burst.hf.parts.states import ShardedStates
+from hf_burst.hf.spread.value import Spread
+from hf_burst.hf.spread.where import Where
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ranks.layout import SequenceLayout
 from tests.support import models
@@ -206,7 +207,7 @@ def test_heads_of_classes_of_ones_own_refuse_the_same(cls: Any, given: dict[str,
 @pytest.mark.parametrize("token", [13, -14])
 def test_a_token_that_there_is_not_is_no_other_one(token: int) -> None:
     layout = SequenceLayout.for_batch([(0, 13)], ranks=1)
-    states = ShardedStates(torch.zeros(1, 13, 4), layout, ContextGroup.from_mesh(None), lambda: None)
+    states = Spread(torch.zeros(1, 13, 4), lies=Where(layout, ContextGroup.from_mesh(None)))
     assert states[:, -1].shape == (1, 4)
     with pytest.raises(IndexError):
         states[:, token]

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import hf_burst
 from hf_burst.errors import ConfigError
-from hf_burst.hf.lazy_head import LazyLogits
+from hf_burst.hf.spread.value import Spread
 from tests.support import models
 from tests.support.ranks import RankError, RankPool
 
@@ -91,7 +91,7 @@ def test_a_hook_on_every_module_is_given_logits() -> None:
 
 
 def test_the_memory_that_a_hook_on_the_head_takes_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    from hf_burst.hf import lazy_head as head
+    from hf_burst.hf.spread import value as head
 
     head.logger.warning_once.cache_clear()
     model = hook_head(hf_burst.patch_model(models.make_model("llama").train()), scale_tensors)
@@ -202,17 +202,14 @@ def lazy_under(rank: int, size: int, wrapper: str) -> list[str]:
         hook = eval("lambda *args: None", own)
         model.lm_head.register_forward_hook(hook, always_call=True)
     kinds: list[str] = []
-    whole = LazyLogits.loss_sum
+    whole = Spread.loss_sum
 
-    def loss_sum(self: LazyLogits, *args: Any) -> torch.Tensor:
-        kinds.append("lazy")
+    def loss_sum(self: Spread, *args: Any) -> torch.Tensor:
+        kinds.append("whole" if self.head is None else "lazy")
         return whole(self, *args)
 
-    LazyLogits.loss_sum = loss_sum  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Spread, "loss_sum", loss_sum):
         model(**models.make_batch("plain")).loss.backward()
-    finally:
-        LazyLogits.loss_sum = whole  # type: ignore[method-assign]
     return kinds
 
 

@@ -24,7 +24,7 @@ from hf_burst.hf import admission
 from hf_burst.hf.batches.sharded import checksum
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts.base import Part
-from hf_burst.hf.parts.deferred_logits import DeferredLogits
+from hf_burst.hf.spread.value import Spread
 from hf_burst.plan import MaskPattern, Shapes, choose_schedule, name_of
 from tests.support import models
 from tests.support.ranks import RankError, RankPool, reset_accelerate
@@ -95,7 +95,7 @@ def compare_with_one_process(
             given = hf_burst.shard_batch(batch, config=config, causal=causal) if explicit else batch
             outputs = model(**given)
             outputs.loss.backward()
-            assert outputs.logits is None if explicit else isinstance(outputs.logits, DeferredLogits)
+            assert outputs.logits is None if explicit else isinstance(outputs.logits, Spread)
             torch.testing.assert_close(outputs.loss, wanted.loss, rtol=tolerance, atol=tolerance)
             found = torch.cat([gradient.flatten() for gradient in group_mean(model)])
             torch.testing.assert_close(found, wanted.gradients, rtol=tolerance, atol=tolerance)

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_burst
 from hf_burst.check import sizes
 from hf_burst.errors import ConfigError
-from hf_burst.hf.lazy_head import LazyLogits
-from hf_burst.hf.parts.deferred_logits import DeferredLogits
 from hf_burst.hf.parts.head import Head
+from hf_burst.hf.spread import value
+from hf_burst.hf.spread.value import Spread
 from hf_burst.layers import linear_loss
 from hf_burst.layers.linear_loss import Linear, linear_loss_sum
 from hf_burst.layers.loss import token_loss_sum
@@ -190,17 +190,17 @@ def test_no_model_makes_all_logits_in_training(name: str, linear: bool) -> None:
     wanted.backward()
     models.patch(model)
     asked = []
-    original = LazyLogits._linear
+    plainly = value.linear_loss_sum
 
-    def watched(self: LazyLogits, module: nn.Module) -> Linear | None:
-        asked.append(original(self, module) is not None)
-        return original(self, module)
+    def watched(hidden: Any, targets: Any, score: Any, vocabulary: int, linear: Linear | None) -> torch.Tensor:
+        asked.append(linear is not None)
+        return plainly(hidden, targets, score, vocabulary, linear)
 
-    with some_at_a_time(3), mock.patch.object(LazyLogits, "_linear", watched), Largest() as seen:
+    with some_at_a_time(3), mock.patch.object(value, "linear_loss_sum", watched), Largest() as seen:
         outputs = model(**batch)
         outputs.loss.backward()
     assert asked == [linear]
-    assert isinstance(outputs.logits, DeferredLogits)
+    assert isinstance(outputs.logits, Spread)
     assert seen.most < logits.numel(), "logits of all tokens were made"
     tolerance = 1e-6 if name in ("GraniteForCausalLM", "Gemma2ForCausalLM") else 1e-10  # norms in fp32
     torch.testing.assert_close(outputs.loss, wanted.detach(), rtol=tolerance, atol=tolerance)
@@ -215,7 +215,7 @@ def test_evaluation_has_its_logits_and_nothing_stays_behind() -> None:
     model = models.make_model("llama").train()
     expected = models.plain_logits(model, batch).detach()
     models.patch(model)
-    assert isinstance(model(**batch).logits, DeferredLogits)
+    assert isinstance(model(**batch).logits, Spread)
     torch.testing.assert_close(model.eval()(**batch).logits, expected)
     torch.testing.assert_close(model.train()(input_ids=batch["input_ids"]).logits, expected)
     with (
@@ -224,7 +224,7 @@ def test_evaluation_has_its_logits_and_nothing_stays_behind() -> None:
     ):
         model(**batch)
     assert model.eval().generate(batch["input_ids"], max_new_tokens=2, do_sample=False).shape[1] == 39
-    assert isinstance(model.train()(**batch).logits, DeferredLogits)
+    assert isinstance(model.train()(**batch).logits, Spread)
     with mock.patch.object(type(model.model), "forward", side_effect=EOFError), pytest.raises(EOFError):
         model(**batch)
     assert not part_of(model, Head).lazy.under_way
@@ -339,19 +339,48 @@ def test_a_liger_that_lacks_something_is_done_without(caplog: pytest.LogCaptureF
 
 
 def test_what_else_is_done_with_logits_is_done_with_all_of_them() -> None:
-    logits = torch.randn(1, 3, 4)
-    head = SimpleNamespace(plain=lambda _: logits, within=lambda compute, hidden: compute(hidden), own=None)
-    deferred, layer = LazyLogits(head, torch.randn(1, 3, 2)), nn.Linear(2, 4)
-    assert (3 * torch.tanh(deferred / 3.0))._linear(layer)[2] == 3.0
-    assert (2 * torch.tanh(deferred / 3.0))._linear(layer) is None
-    assert torch.equal(deferred + 1, logits + 1)
-    assert torch.equal((2 * torch.tanh(deferred / 3.0)).whole, 2 * torch.tanh(logits / 3.0))
-    assert torch.equal(deferred[..., :2].whole, logits[..., :2])
-    assert torch.equal(deferred[:, 1:], logits[:, 1:])
-    assert torch.equal(torch.cat([deferred, logits]), torch.cat([logits, logits]))
-    assert torch.equal(deferred * logits, logits * logits)
-    assert deferred.shape == logits.shape
-    assert deferred.float().dtype == torch.float32
+    logits, layer = torch.randn(1, 3, 4), nn.Linear(2, 4)
+    head = SimpleNamespace(
+        plain=lambda _: logits, within=lambda compute, hidden: compute(hidden), own=None, module=layer, vocabulary=4
+    )
+
+    def put_off() -> Any:
+        return Spread(torch.randn(1, 3, 2), head)  # type: ignore[arg-type]
+
+    assert (3 * torch.tanh(put_off() / 3.0)).linear[2] == 3.0
+    assert (2 * torch.tanh(put_off() / 3.0)).linear is None
+    for function in (
+        lambda value: 2 * torch.tanh(value / 3.0),
+        lambda value: -value + 1,
+        lambda value: value.to(dtype=torch.float64) + torch.ones(4),
+        lambda value: value[..., :2].log_softmax(-1),
+        lambda value: value[..., :],
+    ):
+        later = function(put_off())
+        assert later.head is head, "nothing is computed"
+        assert torch.equal(later.score(), function(logits))
+        assert later.dtype == function(logits).dtype
+    for function in (
+        lambda value: value[:, 1:],
+        lambda value: value[..., 1:, :],
+        lambda value: value[:, 0],
+        lambda value: torch.cat([value, logits]),
+        lambda value: value * logits,
+        lambda value: logits - value,
+        lambda value: value.softmax(1),
+        lambda value: value.argmax(-1),
+        lambda value: torch.as_tensor(value.shape),
+    ):
+        assert torch.equal(function(put_off()), function(logits))
+    written, expected = put_off(), logits.clone()
+    written[:, :, 2] = 7.0
+    expected[:, :, 2] = 7.0
+    assert torch.equal(2 * written.score(), 2 * expected)
+    assert len(written) == len(list(written)) == 1
+    twin = copy.copy(put_off())
+    assert twin.head is head
+    with pytest.raises(AttributeError):
+        twin.__array__()
 
 
 def shard_the_head(rank: int, size: int, way: str) -> None:

@@ -257,7 +257,7 @@ def call_anywhere(rank: int, size: int) -> list[float]:
     batch = next(iter(loader))
     losses = []
     for _ in range(2):
-        with mock.patch("hf_burst.hf.lazy_head.linear_loss_sum", wraps=linear_loss_sum) as scored:
+        with mock.patch("hf_burst.hf.spread.value.linear_loss_sum", wraps=linear_loss_sum) as scored:
             loss = engine(**batch).loss
         assert scored.called, "by a few tokens at a time"
         accelerator.backward(loss)

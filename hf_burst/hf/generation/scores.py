@@ -15,9 +15,10 @@ from ...layers import loss
 from ..batches.documents import batch_shape
 from ..batches.sharded import checksum, sum_of_bits
 from ..groups import PATCH, resolve_group
-from ..lazy_head import is_partitioned, logits_of_some, values_of_tokens
-from ..parts.token_losses import Question, Scores, TokenLosses, check_weights, is_sharded_head
+from ..parts.token_losses import Question, TokenLosses, check_weights
 from ..parts.tokens import check_ranges
+from ..spread.heads import is_partitioned, is_sharded_head
+from ..spread.value import Spread
 from ..view import device_of, inner_modules
 from .document import Document, with_document
 from .settings import agreed, cache_key, check, patched
@@ -127,7 +128,7 @@ def token_divergences(
             "The head of the teacher is sharded by FSDP2 or ZeRO-3, which gather it in its own passes alone. Leave the "
             "teacher out of accelerator.prepare, so that every rank holds it."
         )
-    kept: list[Scores] = []
+    kept: list[Spread] = []
     facts = {"token divergences": [kind, top_k, temperature, beta]}
     training = [module for module in inner_modules(teacher) if module.training]
     teacher.eval()
@@ -163,27 +164,27 @@ def _ask(model: nn.Module, batch: Mapping[str, Any], question: Question) -> Tens
     return answer
 
 
-def _losses(scores: Scores, targets: Tensor) -> Tensor:
+def _losses(scores: Spread, targets: Tensor) -> Tensor:
     flat = targets.flatten()
-    return values_of_tokens(scores.logits, lambda logits, part: loss.token_losses(logits, flat[part]))
+    return scores.own_values(lambda logits, part: loss.token_losses(logits, flat[part]))
 
 
-def _keep(kept: list[Scores], scores: Scores, targets: Tensor) -> Tensor:
+def _keep(kept: list[Spread], scores: Spread, targets: Tensor) -> Tensor:
     kept.append(scores)
     return torch.zeros(targets.shape, device=targets.device)
 
 
 def _divergences(
-    teacher: Scores, kind: str, top_k: int | None, temperature: float, beta: float, scores: Scores, targets: Tensor
+    teacher: Spread, kind: str, top_k: int | None, temperature: float, beta: float, scores: Spread, targets: Tensor
 ) -> Tensor:
     flat = targets.flatten()
 
     def value(logits: Tensor, part: slice) -> Tensor:
         with torch.no_grad():
-            known = logits_of_some(teacher.logits, part)
+            known = teacher.some(part)
         return loss.token_divergences(logits, known, flat[part], kind, top_k, temperature, beta)
 
-    return values_of_tokens(scores.logits, value, _WIDE[kind])
+    return scores.own_values(value, _WIDE[kind])
 
 
 @torch.no_grad()

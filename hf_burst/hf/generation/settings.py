@@ -17,10 +17,10 @@ from ...ranks.group import ContextGroup
 from ..batches.documents import CACHE_KEYS, batch_shape
 from ..forward_pass import Agreement
 from ..groups import PATCH, resolve_group
-from ..lazy_head import is_partitioned
 from ..models.recurrent import functions_of, recurrent_modules
 from ..parts.expert_ranks import check_same_passes
 from ..sharded_cache import ShardedCache
+from ..spread.heads import is_partitioned
 from ..view import ModelView, find_inside, inner_modules
 
 _SETTINGS = frozenset(vars(GenerationConfig()))  # which may be tensors, such as eos_token_id

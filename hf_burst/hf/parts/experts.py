@@ -46,8 +46,6 @@ class RouterLogits(Part):
             own = outputs["aux_loss"]
             outputs["loss"] = outputs["loss"] + model.router_aux_loss_coef * (balance_share(run) * balance - own)
         outputs["aux_loss"] = balance
-        if run.group.size > 1:
-            outputs.pop("router_logits", None)
 
     def end(self) -> None:
         self.layers = ()

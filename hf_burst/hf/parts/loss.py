@@ -13,11 +13,11 @@ from ...ranks.group import ContextGroup
 from ..context import CALL_KEY
 from ..forward_pass import Agreement, Call, ForwardPass
 from ..groups import resolve_group
-from ..lazy_head import LazyLogits, loss_sum
 from ..models.bypassed import forward_name
 from ..models.cut_point import reader_of
 from ..models.task import calls_loss_function, computes_loss, task_of
 from ..sharded_cache import ShardedCache
+from ..spread.value import Spread
 from ..view import ModelView
 from .base import Part
 from .experts import balance_share
@@ -89,14 +89,13 @@ class Loss(Part):
                 "from. Drop such batches, or check how the labels are masked."
             )
         self.run, self.computed = run, False
-        scored = run.batch.scored
-        self.weights = None if scored is None else rows_by_weight(scored, run.device)
+        counts = run.batch.lies.counts
+        self.weights = None if counts is None else rows_by_weight(counts, run.device)
         self.targets = run.batch.targets if self.asked and not run.call.task.loss_in_model else None
 
     def arguments(self, run: ForwardPass) -> dict[str, Any]:
-        whole = run.group.size == 1 and run.batch.joined is None
         cached = isinstance(run.call.cache, ShardedCache)  # or some return none
-        given = run.call.task.overrides(use_cache=cached or (whole and not run.model.training))
+        given = run.call.task.overrides(use_cache=cached or (run.batch.lies.alone and not run.model.training))
         counted = self.averages and self.asked and self.items is not None
         return given | ({"num_items_in_batch": self.items} if counted else {})
 
@@ -118,9 +117,8 @@ class Loss(Part):
             if outputs.get("loss") is not None:
                 raise ConfigError(_PAST_US.format(self.forward))
         elif self.targets is not None:
-            outputs["loss"] = batch_loss(
-                loss_sum(outputs["logits"], self.targets), run, self.items if self.averages else run.call.items
-            )
+            local, items = Spread.of(outputs["logits"]).loss_sum(self.targets), run.call.items
+            outputs["loss"] = batch_loss(local, run, self.items if self.averages else items)
 
     def end(self) -> None:
         self.run = self.targets = self.weights = None
@@ -134,9 +132,7 @@ class Loss(Part):
         else:
             vars(computes).pop("_loss_function", None)
 
-    def compute(
-        self, logits: torch.Tensor | LazyLogits, labels: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    def compute(self, logits: torch.Tensor | Spread, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The model's `loss_function`: the cross-entropy of the whole batch, see [`batch_loss`]."""
         if kwargs.pop(CALL_KEY, None) is None:
             if resolve_group(self.group).size > 1:
@@ -149,7 +145,7 @@ class Loss(Part):
             return plain
         assert self.run is not None, "a call is given in a pass"
         self.computed = True
-        local = loss_sum(logits, kwargs["shift_labels"], self.weights)
+        local = Spread.of(logits).loss_sum(kwargs["shift_labels"], self.weights)
         return batch_loss(local, self.run, kwargs.get("num_items_in_batch"))
 
     def _items_of_batch(self, run: ForwardPass, items: float) -> int:

@@ -17,7 +17,7 @@ from ...errors import ConfigError
 from ...ranks.group import ContextGroup
 from ..batches.sharded import sum_of_octets
 from ..forward_pass import Agreement, Call, ForwardPass
-from ..lazy_head import is_partitioned
+from ..spread.heads import is_partitioned
 from ..view import ModelView
 from .base import Part
 

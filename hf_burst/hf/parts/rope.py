@@ -43,8 +43,8 @@ class LongestPosition(Part):
         about: ShardedBatch | None = batch.given.get(LAYOUT_KEY)
         if about is not None:
             self.longest = about.longest
-        elif batch.joined is not None:
-            self.longest = batch.joined.longest
+        elif batch.lies.joined is not None:
+            self.longest = batch.lies.joined.longest
         else:
             self.longest = batch.layout.length - 1 if batch.sharded else longest_position(batch.given)
         agreement.add("longest position", self.longest)

@@ -4,133 +4,36 @@ What a head computes token by token is computed for this rank's tokens; whatever
 a classifier's own pooling and loss run on the whole batch, and a score of few labels a token is all that is sent.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX
 from ...numerics import accumulation_dtype
-from ...ranks.collectives import gather_kept, gather_tokens, group_sum
-from ...ranks.group import ContextGroup
+from ...ranks.collectives import group_sum
 from ...ranks.layout import SequenceLayout
 from ..forward_pass import Agreement, Batch, Call, ForwardPass
-from ..lazy_head import is_partitioned
 from ..models.cut_point import reader_of
+from ..spread.heads import is_partitioned
+from ..spread.value import Spread
+from ..spread.where import Where
 from ..view import ModelView
 from .base import Handles, Part
 from .dropout import DropoutStreams
 
-# functions of a token that give no token what another one holds, for tensors whose last dimension is not that of tokens
-_BY_TOKEN = {
-    *(functional.linear, functional.dropout, functional.layer_norm, functional.gelu, functional.relu, functional.silu),
-    *(functional.tanh, torch.relu, torch.tanh, torch.nn.functional.rms_norm),
-}
-_METHODS = ("to", "float", "contiguous", "clone")
 _EACH_TOKEN = "ForTokenClassification"  # in names of classes that judge each token
 _SPAN = "ForQuestionAnswering"  # of those that choose among all tokens
 POOLINGS = ("first", "last", "mean")  # of embeddings
 
 
-@dataclass
-class ShardedStates:
-    """Values of this rank's tokens, `(batch, n, ...)`, in the place of those of all tokens, `(batch, tokens, ...)`."""
-
-    own: Tensor
-    layout: SequenceLayout
-    group: ContextGroup
-    share: Callable[[], None]  # is called before anything follows from the whole batch
-
-    __iter__ = None  # a tensor that is asked for it is gathered by name
-
-    @cached_property
-    def whole(self) -> Tensor:
-        self.share()
-        return gather_tokens(self.own, self.layout, self.group).contiguous()
-
-    @property
-    def shape(self) -> torch.Size:
-        rows, _, *width = self.own.shape
-        return torch.Size((rows, self.layout.length - self.layout.padding, *width))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.own.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.own.device
-
-    def then(self, own: Tensor) -> "ShardedStates":
-        return ShardedStates(own, self.layout, self.group, self.share)
-
-    def __getitem__(self, key: Any) -> Tensor:
-        if isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None) and type(key[1]) is int:
-            return self._token(range(self.shape[1])[key[1]])  # or an IndexError, as of a tensor
-        return self.whole[key]
-
-    def _token(self, token: int) -> Tensor:
-        """The values of one token of every row, `(batch, ...)`, which its owner sends."""
-        self.share()
-        tokens = [self.layout.indices(rank).tolist() for rank in range(self.group.size)]
-        kept = [(0,) if token in held else () for held in tokens]
-        held = tokens[self.group.rank]
-        own = self.own[:, held.index(token)][:, None] if token in held else self.own[:, :0]
-        return gather_kept(own, kept, self.group)[:, 0]
-
-    def __mul__(self, other: Any) -> Tensor:
-        return self.whole * other
-
-    __rmul__ = __mul__
-
-    def __add__(self, other: Any) -> Tensor:
-        return self.whole + other
-
-    __radd__ = __add__
-
-    def __truediv__(self, other: Any) -> Tensor:
-        return self.whole / other
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("own", "layout", "group", "share") or name.startswith("__"):
-            raise AttributeError(name)  # of a copy that is being made, or of what is no tensor
-        if name in _METHODS:
-            return lambda *args, **kwargs: self.then(getattr(self.own, name)(*args, **kwargs))
-        return getattr(self.whole, name)
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function in _BY_TOKEN and isinstance(args[0], cls):
-            return args[0].then(function(args[0].own, *args[1:], **kwargs))
-        leaves, form = pytree.tree_flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, cls))
-        tensors, options = pytree.tree_unflatten([whole(leaf) for leaf in leaves], form)
-        return function(*tensors, **options)
-
-
-# FSDP2 finds the tensors that a module returns this way, and learns from their gradients when the backward pass begins
-pytree.register_pytree_node(
-    ShardedStates,
-    lambda states: ([states.own], (states.layout, states.group, states.share)),
-    lambda children, context: ShardedStates(next(iter(children)), *context),
-)
-
-
 def _judges(model: PreTrainedModel) -> str:
     """The names of a model's class and of those that it is made from, which say what its head judges."""
     return " ".join(base.__name__ for base in type(model).__mro__)
-
-
-def whole(value: Any) -> Any:
-    """The values of the whole batch, if these are of one rank."""
-    return value.whole if isinstance(value, ShardedStates) else value
 
 
 def documents_in(layout: SequenceLayout) -> list[tuple[int, ...]]:
@@ -142,33 +45,27 @@ def documents_in(layout: SequenceLayout) -> list[tuple[int, ...]]:
     ]
 
 
-def vectors_of_documents(states: ShardedStates, pooling: str) -> Tensor:
+def vectors_of_documents(states: Tensor, lies: Where, pooling: str) -> Tensor:
     """The sum over ranks of what their own tokens add to a vector of each document, `(documents, width)`, row by row:
     the state of its first or its last token, or the mean of all."""
-    layout, wide = states.layout, accumulation_dtype(states.dtype)
-    tokens = layout.indices(states.group.rank)
-    chosen, owners, sizes = list[Tensor](), list[Tensor](), list[Tensor]()
-    for row, cuts in enumerate(documents_in(layout)):
-        bounds = torch.tensor(cuts, device="cpu")  # as the indices
-        number = torch.bucketize(tokens, bounds, right=True) - 1
-        inside = (number >= 0) & (number < len(bounds) - 1)
-        number = number.clamp(0, len(bounds) - 2)
-        if pooling != "mean":
-            inside &= tokens == (bounds[number] if pooling == "first" else bounds[number + 1] - 1)
-        chosen.append(inside.nonzero()[:, 0] + row * len(tokens))
-        owners.append(number[inside] + sum(map(len, sizes)))
-        sizes.append(bounds.diff())
-    counts = torch.cat(sizes).to(states.device, wide)
-    places, documents = torch.cat(chosen).to(states.device), torch.cat(owners).to(states.device)
-    states.share()
+    numbers, sizes = torch.full(lies.shape, -1, device="cpu"), list[int]()  # of the document that a token adds to
+    for row, cuts in zip(numbers, documents_in(lies.layout), strict=True):
+        for start, stop in pairwise(cuts):
+            row[stop - 1 if pooling == "last" else start : start + 1 if pooling == "first" else stop] = len(sizes)
+            sizes.append(stop - start)
+    of_own = lies.layout.shard(numbers, lies.group.rank, -1).flatten()
+    places = (of_own >= 0).nonzero()[:, 0]
+    documents, wide = of_own[places].to(states.device), accumulation_dtype(states.dtype)
+    counts = torch.tensor(sizes, dtype=wide, device=states.device)
+    lies.share()
     with torch.autocast(states.device.type, enabled=False):  # sums are wide
-        own = states.own.flatten(0, 1).index_select(0, places).to(wide)
+        own = states.flatten(0, 1).index_select(0, places.to(states.device)).to(wide)
         total = own.new_zeros(len(counts), own.shape[-1]).index_add(0, documents, own)
-        return group_sum(total / counts[:, None] if pooling == "mean" else total, states.group)
+        return group_sum(total / counts[:, None] if pooling == "mean" else total, lies.group)
 
 
 class States(Part):
-    """For models without a language-model head: puts [`ShardedStates`] where the decoder or encoder returns its hidden
+    """For models without a language-model head: puts [`Spread`] states where the decoder or encoder returns its hidden
     states, and before its pooler."""
 
     def __init__(self, streams: DropoutStreams) -> None:
@@ -188,6 +85,12 @@ class States(Part):
 
     def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
         agreement.add("pooling of embeddings", call.pooling)
+        asked = call.task.reads or call.pooling is not None
+        if asked and call.group.size > 1 and is_partitioned(call.model):
+            raise UnsupportedModelError(
+                f"{type(call.model).__name__} is asked for hidden states, or has no language-model head, which is not "
+                "served over DeepSpeed ZeRO-3: it divides the weights of heads. Use FSDP2, DDP or ZeRO-2."
+            )
         if call.pooling is not None:
             self._check_documents(call, batch, call.pooling)
             return
@@ -203,11 +106,6 @@ class States(Part):
             )
         if batch.sharded:
             raise BatchError(f"{name} needs the labels of whole rows. Give full batches (no BurstCollator).")
-        if call.group.size > 1 and is_partitioned(call.model):
-            raise UnsupportedModelError(
-                f"{name} has no language-model head, and such models are not served over DeepSpeed ZeRO-3, which "
-                "divides the weights of a head. Use FSDP2, DDP or ZeRO-2."
-            )
         mask = given.get("attention_mask")
         if layout.real and mask is not None:
             self._check_padding(call, name, mask, labels)
@@ -222,17 +120,11 @@ class States(Part):
                 f"{name} has a head and no base model, of whose hidden states embeddings are made. Load the model by "
                 "AutoModel.from_pretrained."
             )
-        if batch.layout.parents:
-            raise BatchError(
-                "The texts of the batch were joined when it was sharded, so that their tokens stand for several. Leave "
-                "share_prefixes=True out of the config of BurstCollator, or give full batches."
-            )
+        batch.lies.check_texts()
         if lengths is not None and (torch.as_tensor(lengths).flatten().diff() == 0).any():
             raise BatchError(
                 "cu_seq_lens_q has a document of no tokens, which has no embedding. Drop empty texts from the batch."
             )
-        if call.group.size > 1 and is_partitioned(call.model):
-            raise UnsupportedModelError("Embeddings are not served over DeepSpeed ZeRO-3. Use FSDP2, DDP or ZeRO-2.")
 
     def _check_padding(self, call: Call, name: str, mask: Tensor, labels: Any) -> None:
         """Raises where a result follows from the states of padding, which sees other tokens than unpatched."""
@@ -274,9 +166,8 @@ class States(Part):
         if run.call.pooling:
             outputs.pop("hidden_states", None)  # would be gathered
             states = outputs["last_hidden_state"]
-            if isinstance(states, Tensor):  # of a model with a language-model head
-                states = ShardedStates(states, run.batch.layout, run.group, self.streams.share)
-            outputs["last_hidden_state"] = vectors_of_documents(states, run.call.pooling)
+            own = states.own if isinstance(states, Spread) else states  # of a model with a language-model head
+            outputs["last_hidden_state"] = vectors_of_documents(own, self._lies(run), run.call.pooling)
 
     def end(self) -> None:
         self.run = None
@@ -284,7 +175,10 @@ class States(Part):
     def _standing_for_all(self, states: Any) -> Any:
         if self.run is None or not isinstance(states, Tensor):
             return states
-        return ShardedStates(states, self.run.batch.layout, self.run.group, self.streams.share)
+        return Spread(states, lies=self._lies(self.run))
+
+    def _lies(self, run: ForwardPass) -> Where:
+        return replace(run.batch.lies, share=self.streams.share)
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.run is None:

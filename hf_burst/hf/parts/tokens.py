@@ -25,6 +25,7 @@ from ..forward_pass import Agreement, Batch, Call, ForwardPass
 from ..models.cut_point import cut_point_of, modalities_of
 from ..models.support import layer_patterns
 from ..models.task import task_named
+from ..spread.where import Where
 from ..view import ModelView, children_of
 from .base import Handles, Part
 from .recurrence import NO_FORKS, Recurrence
@@ -205,7 +206,7 @@ class Tokens(Part):
         targets = call.given.get(call.task.targets)
         inputs = {key: value for key, value in call.given.items() if key != LAYOUT_KEY} | {"labels": targets}
         way = self.recurrence.way(layout, call.group)
-        return Batch(call.given, None, layout, sharded=True, inputs=inputs, way=way, targets=targets)
+        return Batch(call.given, Where(layout, call.group), True, inputs, way, targets)
 
     def _cut(self, call: Call, joined: Joined | None, agreement: Agreement) -> Batch:
         """A full batch is cut: its targets here, its token inputs here or at the cut point."""
@@ -220,10 +221,8 @@ class Tokens(Part):
         self._add_content(call, given, agreement)
         if not self.cut_point.path:
             inputs = self._cut_inputs(inputs, layout, rank, given)
-        targets = inputs.get(call.task.targets)
-        scored = None if joined is None else layout.shard(joined.scored, rank)
-        way = self.recurrence.way(layout, call.group)
-        return Batch(given, joined, layout, False, inputs, way, targets, scored)
+        way, targets = self.recurrence.way(layout, call.group), inputs.get(call.task.targets)
+        return Batch(given, Where(layout, call.group, joined), False, inputs, way, targets)
 
     def _check_images(self, call: Call, given: Mapping[str, Any], layout: SequenceLayout, agreement: Agreement) -> None:
         """Raises for images and sound that are not served, and for prefixes that a cut would divide."""
@@ -264,7 +263,7 @@ class Tokens(Part):
         whole, batch = bound_arguments(module, args, kwargs), self.run.batch
         if batch.sharded:
             return (), {**whole, CALL_KEY: self.run.layers}
-        joined = batch.joined
+        joined = batch.lies.joined
         row = whole if joined is None else joined.inputs(whole, self.cut_point.inputs, self.cut_point.masked)
         inputs = self._cut_inputs(row, batch.layout, self.run.group.rank, batch.given)
         masks = masks_with_blocks(whole.get("attention_mask"), batch.layout)

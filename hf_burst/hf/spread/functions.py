@@ -1,0 +1,153 @@
+"""The functions of torch that a value over ranks does not have to be gathered for, by name.
+
+Each is given the value and the arguments, and returns `NotImplemented` where these mix tokens.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+SERVED = (
+    "Served are slices of rows, tokens and words, products with numbers, log_softmax, softmax, logsumexp, gather, sum "
+    "and mean over words, cross_entropy, and the mean of all. For other losses take hf_burst.token_losses or "
+    "token_divergences."
+)
+_NAMES = {"truediv": "div", "true_divide": "div", "rmul": "mul", "multiply": "mul", "radd": "add", "negative": "neg"}
+_CASTS = ("float", "to", "clone")
+_OF_NUMBERS = ("mul", "div", "add", "neg", "tanh")
+# those with weights or random numbers are not put off
+_LAYERS = ("linear", "dropout", "layer_norm", "rms_norm", "gelu", "relu", "silu")
+_CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
+_TAKEN = ("target", "ignore_index", "label_smoothing", "reduction", "weight", "size_average", "reduce")
+
+
+class Step(NamedTuple):
+    """A function that is put off."""
+
+    name: str
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        return self.function(scores, *self.args, **self.options)
+
+    def __str__(self) -> str:
+        return f"{self.name}{(*self.args, *self.options.items())}"
+
+
+def name_of(function: Any) -> str:
+    name = getattr(function, "__name__", str(function)).strip("_")
+    return _NAMES.get(name, name)
+
+
+def by_tokens(value: Any, function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """What a function of torch gives for a [`Spread`] value whose tokens stay where they are; else `NotImplemented`."""
+    name, given = name_of(function), (*args, *options.values())
+    numbers = all(isinstance(each, int | float) for each in given)
+    row = name == "add" and value.limit is None and all(isinstance(each, Tensor) and each.ndim < 2 for each in given)
+    if name == "contiguous" and value.head is not None:
+        return value
+    if name in (*_CASTS, "contiguous") or (name in _OF_NUMBERS and (numbers or row)):
+        return value.map(name, function, *args, **options)
+    if name in _LAYERS and value.head is None and value.limit is None:
+        return value.map(name, function, *args, **options)
+    if name in ("log_softmax", "softmax"):
+        return _normalized(value, name, *args, **options)
+    if name == "getitem":
+        return _item(value, *args)
+    serve = _ASKED.get(name) if value.limit is not None else None
+    return NotImplemented if serve is None else serve(value, *args, **options)
+
+
+def _normalized(value: Any, name: str, dim: Any = None, _stacklevel: Any = 3, dtype: Any = None) -> Any:
+    if dim not in (-1, value.ndim - 1):
+        return NotImplemented
+    kind = _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype  # where methods of tensors have it
+    return value.map(name, getattr(torch, name), -1, dtype=kind)
+
+
+def _item(value: Any, key: Any) -> Any:
+    keys = key if isinstance(key, tuple) else (key,)
+    masks = sum(each.ndim - 1 for each in keys if isinstance(each, Tensor) and each.dtype == torch.bool)
+    if any(each is Ellipsis for each in keys) or len(keys) + masks - sum(each is None for each in keys) == value.ndim:
+        if not isinstance(keys[-1], slice):
+            return NotImplemented
+        words = (Ellipsis, keys[-1])
+        value = value if keys[-1] == slice(None) else value.map("getitem", Tensor.__getitem__, words)
+        keys = keys[:-1]
+        if len(keys) == 1 and keys[0] is Ellipsis:
+            return value
+    if value.limit is not None:
+        on_host = tuple(each.cpu() if isinstance(each, Tensor) else each for each in keys)
+        return replace(value, places=value.chosen[on_host])
+    one = value.lies is not None and len(keys) == 2 and keys[0] == slice(None) and type(keys[1]) is int
+    return value.token(keys[1]) if one else NotImplemented
+
+
+def _reduced(name: str) -> Callable[..., Any]:
+    function: Any = getattr(torch, name)
+
+    def reduce(value: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+        if dim is None and name == "mean":
+            return value.reduce(name, lambda scores, _: scores.mean(-1)).mean()
+        if dim not in (-1, value.ndim - 1):
+            return NotImplemented
+        found = value.reduce(name, lambda scores, _: function(scores, dim=-1, **options))
+        return found.unsqueeze(-1) if keepdim else found
+
+    return reduce
+
+
+def _gather(value: Any, dim: Any, index: Tensor) -> Any:
+    if dim not in (-1, value.ndim - 1) or index.shape != (*value.shape[:-1], 1):
+        return NotImplemented
+    words = index.flatten()
+    found = value.reduce("gather", lambda scores, at: scores.gather(-1, words[at][:, None])[:, 0], words)
+    return found[..., None]
+
+
+def _cross_entropy(value: Any, *args: Any, **options: Any) -> Any:
+    given = _CROSS_ENTROPY.bind(value, *args, **options)
+    given.apply_defaults()
+    target, ignored, smoothing, reduction, *others = (given.arguments[each] for each in _TAKEN)
+    if any(each is not None for each in others) or target.shape != value.shape[:-1] or target.ndim != 1:
+        return NotImplemented
+    losses = value.reduce(
+        f"cross_entropy with label_smoothing={smoothing!r}",
+        lambda scores, at: functional.cross_entropy(
+            scores, target[at], ignore_index=ignored, label_smoothing=smoothing, reduction="none"
+        ),
+        target,
+        ignored,
+    )
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / (target != ignored).sum()
+
+
+def _reshaped(value: Any, *shape: Any) -> Any:
+    sizes = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+    if sizes[-1] != value.shape[-1]:
+        return NotImplemented
+    return replace(value, places=value.chosen.reshape(sizes[:-1]))
+
+
+_ASKED: dict[str, Callable[..., Any]] = {
+    **{name: _reduced(name) for name in ("logsumexp", "sum", "mean")},
+    **dict.fromkeys(("view", "reshape"), _reshaped),
+    "gather": _gather,
+    "cross_entropy": _cross_entropy,
+    "detach": lambda value: replace(value, learns=False),
+    "size": lambda value, dim=None: value.shape if dim is None else value.shape[dim],
+    "dim": lambda value: value.ndim,
+    "numel": lambda value: value.shape.numel(),
+    "element_size": lambda value: value.dtype.itemsize,
+    "is_floating_point": lambda value: True,
+    "stride": lambda value, dim: 0,  # it lies nowhere
+}

@@ -1,0 +1,116 @@
+"""Where the tokens of a batch lie: on which rank, and in which of the texts that were joined."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ...errors import BatchError
+from ...ranks.collectives import gather_tokens, group_sum
+from ...ranks.group import ContextGroup
+from ...ranks.layout import SequenceLayout
+from ..batches.joining import Joined
+
+
+@dataclass(frozen=True, eq=False)
+class Where:
+    """Where the tokens of a batch lie.
+
+    Args:
+        layout ([`SequenceLayout`]): How they are cut.
+        group ([`ContextGroup`]): The ranks.
+        joined ([`Joined`], *optional*): The texts that one row stands for, if any begin alike.
+        share (`Callable`, *optional*): Is called before anything follows from tokens of other ranks.
+    """
+
+    layout: SequenceLayout
+    group: ContextGroup
+    joined: Joined | None = None
+    share: Callable[[], None] = lambda: None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and tokens of the batch as it was given."""
+        if self.joined is None:
+            return self.layout.batch_size, self.layout.length - self.layout.padding
+        rows, tokens = self.joined.places.shape
+        return rows, tokens
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank holds all tokens as they were given."""
+        return self.group.size == 1 and self.joined is None
+
+    @cached_property
+    def counts(self) -> Tensor | None:
+        """How often each target of this rank counts, `(1, n)`, where texts were joined; else once."""
+        return None if self.joined is None else self.layout.shard(self.joined.scored, self.group.rank)
+
+    def fits(self, other: "Where") -> bool:
+        """Whether the tokens of another batch lie as these do."""
+        one, two = self.joined, other.joined
+        same = one is two if one is None or two is None else torch.equal(one.places, two.places)
+        return same and self.layout == other.layout
+
+    def check_texts(self) -> None:
+        """Raises where tokens stand for several texts, and nothing tells which."""
+        if self.joined is None and self.layout.parents:
+            raise BatchError(
+                "The texts of the batch were joined when it was sharded, so that their tokens stand for several. Leave "
+                "share_prefixes=True out of the config of BurstCollator, or give full batches."
+            )
+
+    def batch(self, own: Tensor) -> Tensor:
+        """Values of this rank's tokens, `(batch, n, ...)`, for all tokens as they were given, on every rank."""
+        row = self._gathered(own)
+        return row if self.joined is None else self.joined.restored(row)
+
+    def numbers(self, own: Tensor) -> Tensor:
+        """The same for numbers that tokens have where what follows them has a label."""
+        row = self._gathered(own)
+        return row if self.joined is None else self.joined.restored_scores(row)
+
+    def by_rows(self, kept: Tensor) -> Tensor:
+        """Values of tokens that were kept, by rows; those of joined texts stand one after another."""
+        return kept if self.joined is None else kept.unflatten(1, (len(self.joined.places), -1))[0]
+
+    def kept(self, own: Tensor, local: Tensor) -> Tensor:
+        """Values of tokens that were kept, `(batch, kept, ...)`, on every rank, from those that this one kept."""
+        mine = (local >= 0).nonzero().flatten().to(own.device)
+        every = own.new_zeros(len(own), len(local), *own.shape[2:]).index_copy(1, mine, own)
+        return group_sum(every, self.group)
+
+    @cached_property
+    def local(self) -> Tensor:
+        """Where each token of a row stands among this rank's tokens, or -1."""
+        held = self.layout.indices(self.group.rank)
+        local = torch.full((self.layout.length,), -1, device="cpu")
+        local[held] = torch.arange(len(held), device="cpu")
+        return local
+
+    def chosen(self, places: Tensor, compute: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """Values of some tokens of the given batch, `(m, ...)`, on every rank.
+
+        Args:
+            places (`torch.LongTensor` of shape `(m,)`): The tokens, `row * tokens + token`.
+            compute (`Callable`): Gives values from numbers of this rank's tokens, which of the chosen they are, and
+                whether they stand for padding of joined texts. All ranks call it, so that all gather weights.
+        """
+        self.share()
+        row, token = places // self.shape[1], places % self.shape[1]
+        if self.joined is not None:
+            token, row = self.joined.places.flatten()[places], torch.zeros_like(places)
+        local = self.local[token].masked_fill(token < 0, 0 if self.group.rank == 0 else -1)
+        mine = (local >= 0).nonzero().flatten()
+        at = mine if len(mine) else torch.zeros(1, dtype=torch.int64, device="cpu")
+        own = row[at] * (self.layout.length // self.group.size) + local[at].clamp(min=0)
+        found = compute(own, at, token[at] < 0)
+        found = found if len(mine) else found.nan_to_num(0.0, 0.0, 0.0) * 0
+        every = found.new_zeros(len(places), *found.shape[1:]).index_copy(0, at.to(found.device), found)
+        return group_sum(every, self.group)
+
+    def _gathered(self, own: Tensor) -> Tensor:
+        self.share()
+        return gather_tokens(own, self.layout, self.group) if self.group.size > 1 else own
