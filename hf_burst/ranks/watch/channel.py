@@ -215,6 +215,7 @@ class Watch:
             logger.critical("hf_burst ends rank %d, whose main thread waits for ever.", self.rank)
             self._post("was ended by hf_burst, since it waited for ever,")
             logging.shutdown()
+            sys.stdout.flush()
             os._exit(1)
 
     def _tell(self, verdict: Verdict) -> None:
