@@ -76,7 +76,7 @@ class Watch:
         counts.agreed += 1
         with self._under_way(group, "agree", doing, counts.agreed):
             yield self
-        for known in list(dist.distributed_c10d._world.pg_map):  # type: ignore[attr-defined]
+        for known in list(dist.distributed_c10d._world.pg_map):
             self.counts_of(known).base = begun_over(known)
         self.call = replace(self.call, latest=doing, met=f"{group.group_name} {counts.agreed}")
 
