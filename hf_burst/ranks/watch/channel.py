@@ -76,9 +76,9 @@ class Watch:
         counts.agreed += 1
         with self._under_way(group, "agree", doing, counts.agreed):
             yield self
-        counts.met = counts.agreed
-        counts.base = begun_over(group)
-        self.call = replace(self.call, latest=doing)
+        for known in list(dist.distributed_c10d._world.pg_map):
+            self.counts_of(known).base = begun_over(known)
+        self.call = replace(self.call, latest=doing, met=f"{group.group_name} {counts.agreed}")
 
     @contextmanager
     def messaging(self, group: dist.ProcessGroup) -> Iterator[None]:
@@ -215,6 +215,7 @@ class Watch:
             logger.critical("hf_burst ends rank %d, whose main thread waits for ever.", self.rank)
             self._post("was ended by hf_burst, since it waited for ever,")
             logging.shutdown()
+            sys.stdout.flush()
             os._exit(1)
 
     def _tell(self, verdict: Verdict) -> None:

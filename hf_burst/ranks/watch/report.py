@@ -27,12 +27,11 @@ def group_key(name: str, members: tuple[int, ...]) -> str:
 
 @dataclass
 class Counts:
-    """What a rank has begun over a process group: calls in which all meet (`met` is the last one that ended well),
-    exchanges of attention, and collectives of others since that call. `exact` says that these are counted without
-    messages between two ranks, `base` what the backend had counted before, and `broken` what ended a pass midway."""
+    """What a rank has begun over a process group: calls in which all meet, exchanges of attention, and collectives of
+    others since the last call over any group. `exact` says that these are counted without messages between two ranks,
+    `base` what the backend had counted before, and `broken` what ended a pass midway."""
 
     agreed: int = 0
-    met: int = 0
     exchanges: int = 0
     since: int = 0
     exact: bool = False
@@ -48,6 +47,7 @@ class Report:
     rank: int
     beat: int = 0
     latest: str = "its start"
+    met: str = ""
     kind: str = ""  # or "agree", "messages"
     doing: str = ""
     group: str = ""
@@ -64,7 +64,7 @@ class Report:
             begun = there.agreed if self.kind == "agree" else there.exchanges
             return begun < self.number or bool(there.broken)
         return any(
-            own.met == theirs.met and own.since > theirs.since and (own.exact or not theirs.since)
+            self.met == other.met and own.since > theirs.since and (own.exact or not theirs.since)
             for key, own in self.counts.items()
             if (theirs := other.counts.get(key)) is not None
         )
@@ -84,7 +84,7 @@ class Report:
     @property
     def state(self) -> str:
         """What stays the same while the rank is held up."""
-        begun = sum(own.agreed + own.met + own.base + own.since for own in self.counts.values())
+        begun = sum(own.agreed + own.base + own.since for own in self.counts.values())
         return f"{self.kind} {self.number} of {self.group} {begun} {self.ended}"
 
     def __str__(self) -> str:
