@@ -61,7 +61,9 @@ class ControlGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = limit
-        self.watch.wait(self.backend.broadcast([content], options))
+        work = self.backend.broadcast([content], options)
+        self.watch.wait(work.is_completed, limit)
+        work.wait()
         return content
 
     def gather_objects(self, mine: Any, limit: timedelta) -> list[Any]:

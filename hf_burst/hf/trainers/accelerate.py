@@ -188,7 +188,8 @@ class _Shared:
             members = accelerator.torch_device_mesh[CP_DIM].get_group()  # of dimensions, data loaders know this alone
             mesh = DeviceMesh.from_group(members, accelerator.device.type, mesh_dim_names=("tp",))
             accelerator.state.ds_device_mesh = mesh
-        self.trainer = trainer = trainer_being_made()
+        self.trainer: Any = trainer_being_made()
+        trainer = self.trainer
         role = trainer_role(type(trainer))
         self.generating = GroupTraining(trainer, accelerator, size) if role == "generates" else None
         self.distilling = Distillation(trainer, accelerator, size) if role == "distills" else None
