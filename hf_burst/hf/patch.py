@@ -166,7 +166,7 @@ def unpatch_model(model: AnyModel) -> AnyModel:
 def make_parts(view: ModelView, config: BurstConfig, group: ContextGroup | None) -> tuple[Part, ...]:
     """The parts of a model in the order of their steps: each behind those that it `needs`. A new capability is a new
     part and a line here."""
-    recurrence, memory, token_losses = Recurrence(), MemoryRule(view.root, config), TokenLosses()
+    recurrence, memory, token_losses = Recurrence(), MemoryRule(config), TokenLosses()
     head, tokens, key_cache = Head(token_losses), Tokens(view, recurrence), KeyCache()
     streams = DropoutStreams()
     return (

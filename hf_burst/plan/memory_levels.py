@@ -1,0 +1,281 @@
+"""How much memory a training step saves, by levels, and the level that a run takes by what its steps took so far.
+
+The first step takes the cheapest level that needs less than half of the free memory by an estimate, and every later one
+the cheapest level that fits by what was measured. Levels are ordered by what they cost in time: checkpointed layers
+wait on the host, as far as its memory reaches; then MLPs are computed in tiles and attention in groups of heads; then
+layers share checkpoints; then attention is computed again. Below 32K tokens a GPU tiles come first, since copies to the
+host would take longer than the layers that they hide behind.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from ..config import Memory
+
+SETTINGS = tuple(setting.name for setting in fields(Memory))  # in the order of the columns of `hf-burst plan`
+HOST_ROOM = 0.85  # of a GPU's share of its host's memory; data loaders and caches need some, too
+COPIES_HIDE_FROM = 32768  # tokens of a GPU; below, a layer's copy to the host takes longer than the layer
+TILE, SHORT_TILE = 16384, 4096  # tokens of a tile: products of matrices run at full speed
+TUNING = 7.0 * 2**30  # bytes of a GPU for kernels that spill registers, while Triton tunes those of recurrent layers
+FIRST = 2.0  # a first step needs at most so many times its estimate
+_TOWER = 32  # bytes that towers take for a byte of pixels or of sound, before they are measured
+# of what an estimate says that a setting saves, what counts before it is measured; and by how much at most what it
+# says that a setting costs is raised where estimates are too low
+_SAVED, _RAISED = 0.75, 2.0
+# what torch's allocator loses in gaps, as shares: of what a step takes, and of gradients where FSDP2 gathers weights;
+# by default, and with expandable segments
+GAPS, GAPS_EXPANDABLE = (0.16, 0.25), (0.09, 0.15)
+
+
+def keeping(first: int, layers: int, per_checkpoint: int) -> int:
+    """How many of the `first` checkpointed layers keep their input: the first one of each `per_checkpoint` in a row,
+    and each of the last `per_checkpoint` of all `layers`, because their inputs are needed at once."""
+    least = max(0, layers - per_checkpoint)
+    return -(-min(first, least) // per_checkpoint) + max(0, first - least)
+
+
+def levels_for(
+    tokens: int,
+    kv_heads: int,
+    causal: bool,
+    checkpointing: bool,
+    host_share: Callable[[Memory], float],
+    fixed: Collection[str] = (),
+    start: Memory | None = None,
+) -> tuple[Memory, ...]:
+    """The settings of every level, from none to all of them. Levels have the same number for any length, so that ranks
+    with other batches can agree on one; a level that has nothing to change is like the one before it.
+
+    Args:
+        tokens (`int`): Those of one GPU.
+        kv_heads (`int`): Key heads, at most so many groups of which there can be.
+        causal (`bool`): Whether a part of the attention can be kept.
+        checkpointing (`bool`): Whether layers checkpoint.
+        host_share (callable): The share of the layers for which the host has room, with these settings.
+        fixed (collection of `str`): Settings that stay as they are.
+        start ([`Memory`], *optional*): Where they stay.
+    """
+    memory, found = start or Memory(), []
+    for changes in ({}, *_additions(tokens, kv_heads, causal, checkpointing)):
+        memory = replace(memory, **{name: value for name, value in changes.items() if name not in fixed})
+        if memory.activation_offloading and "activation_offloading" not in fixed:
+            memory = replace(memory, activation_offloading=host_share(memory))
+        found.append(memory)
+    return tuple(found)
+
+
+def _additions(tokens: int, kv_heads: int, causal: bool, checkpointing: bool) -> Iterator[dict[str, Any]]:
+    """What each level adds to the one before it."""
+    hides = tokens >= COPIES_HIDE_FROM
+    tile = TILE if hides else SHORT_TILE
+    host: dict[str, Any] = {"activation_offloading": 1.0}
+    tiles = [{"tiled_mlp": tile if tokens > tile else 0}, {"head_groups": min(4, max(1, kv_heads))}]
+    if not checkpointing:
+        yield from tiles
+        return
+    yield from [host, *tiles] if hides else [*tiles, host]
+    yield from ({"layers_per_checkpoint": count} for count in (2, 4))
+    yield from ({"attention_keep": share} for share in ((0.5, 0.0) if causal else (0.0,)))
+    yield {"head_groups": min(8, max(1, kv_heads))}
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """What the memory of a step is estimated from.
+
+    Args:
+        layers (`int`): Layers of the model.
+        hidden (`int`): Elements of a token's hidden state.
+        inner (`int`): Elements of a token inside of an MLP, of all experts that it is sent to.
+        queries, keys (`int`): Elements of a token's queries, and of its keys.
+        kv_heads (`int`): Key heads; 0 without attention.
+        mixed (`int`): Elements of a token in the backward pass of a recurrent layer; 0 without one.
+        itemsize (`int`): Bytes of an element of a hidden state.
+        causal (`bool`): Whether queries see no later key.
+        checkpointing (`bool`): Whether layers checkpoint.
+        exchanges (`bool`): Whether several ranks share a sequence.
+    """
+
+    layers: int
+    hidden: int
+    inner: int
+    queries: int
+    keys: int
+    kv_heads: int
+    mixed: int
+    itemsize: int
+    causal: bool
+    checkpointing: bool
+    exchanges: bool
+
+    def bytes_of_token(self, memory: Memory) -> float:
+        """About what a token takes of a GPU: what layers keep of it, and the layer that runs backward."""
+        layers, share, tiled = self.layers, memory.layers_per_checkpoint, memory.tiled_mlp > 0
+        if self.checkpointing:
+            stay = layers * (1 - memory.activation_offloading)
+            ahead = min(2, layers) if memory.activation_offloading else 0  # that came back
+            inputs = min(layers, stay / share + ahead + share - 1)
+            kept = self._input * inputs + self._attention(memory) * min(layers, stay + ahead)
+        else:
+            row = self.hidden * 2 + max(2 * (self.queries + self.keys), self.mixed)
+            kept = layers * (self._input + 2 * (row + (0 if tiled else 3 * self.inner)))
+        return kept + self.working(memory)
+
+    def working(self, memory: Memory) -> float:
+        """About what a token takes while a layer runs backward."""
+        inputs, groups = self.queries + 2 * self.keys, memory.head_groups
+        again = self.queries * (1 if memory.attention_keep == 1 else 2)
+        attention = 2 * (2 * self.hidden + 2 * inputs + again) + (4 + 2 * (groups > 1)) * inputs / groups
+        inner = 0 if memory.tiled_mlp else 2 * (4 * self.inner + 4 * self.hidden + max(inputs, self.mixed))
+        exchanged = 12 * inputs / groups if self.exchanges else 0
+        return max(attention, inner, 2 * (self.mixed + 2 * self.hidden)) + exchanged
+
+    def levels(self, tokens: int, host: float, fixed: Collection[str] = ()) -> tuple[Memory, ...]:
+        """Those of a batch with so many tokens a GPU, where the host has so many bytes for each of them."""
+
+        def host_share(memory: Memory) -> float:
+            layer = tokens * (self._input / memory.layers_per_checkpoint + self._attention(memory))
+            return min(self.layers, int(HOST_ROOM * host / layer)) / self.layers
+
+        return levels_for(tokens, self.kv_heads, self.causal, self.checkpointing, host_share, fixed)
+
+    @property
+    def _input(self) -> int:
+        return self.itemsize * self.hidden
+
+    def _attention(self, memory: Memory) -> float:
+        return memory.attention_keep * 2 * self.queries
+
+
+class Size(NamedTuple):
+    """How large the part of a batch is that a GPU computes."""
+
+    tokens: int
+    seen: float = 0.0  # bytes of what towers are given
+
+    def growth_from(self, other: "Size") -> float:
+        """How many times as much memory it may take."""
+        return max(self.tokens / other.tokens, self.seen / other.seen if other.seen else 0.0)
+
+
+class Taken(NamedTuple):
+    """What a step took beyond what was there before it."""
+
+    size: Size
+    bytes: float
+
+
+class Cost(NamedTuple):
+    """Bytes that a step is expected to take, and that it needs, with a margin."""
+
+    taken: float
+    need: float
+
+
+class MeasuredLevels:
+    """Which level a step takes, by the bytes that earlier ones took. A step takes gradients in addition to what is
+    proportional to its size.
+
+    Args:
+        sizes ([`LayerSizes`]): What the first step is estimated by.
+        gradients (`float`): Bytes of the gradients of all weights that learn.
+        sharded (`bool`): Whether FSDP2 gathers weights.
+    """
+
+    def __init__(self, sizes: LayerSizes, gradients: float, sharded: bool) -> None:
+        self.sizes, self.gradients, self.sharded = sizes, gradients, sharded
+        # by settings, and whether gradients were there before the step
+        self.known: dict[tuple[Memory, bool], Taken] = {}
+        self.short: list[tuple[Memory, Size]] = []  # what ran out of memory
+
+    def choose(
+        self, levels: Sequence[Memory], size: Size, free: float, gaps: tuple[float, float] = GAPS, added: bool = False
+    ) -> tuple[int, float]:
+        """The first level that fits, or the one that needs the least if none does; and the bytes that it is expected to
+        take.
+
+        Args:
+            levels (sequence of [`Memory`]): To choose from.
+            size ([`Size`]): Of the batch.
+            free (`float`): Bytes that the step may take.
+            gaps (`tuple[float, float]`): Those of the allocator, as [`GAPS`].
+            added (`bool`, defaults to `False`): Whether gradients are there, to which those of the step are added.
+        """
+        order = range(len(levels))
+        costs = [self._cost(memory, size, gaps, added) for memory in levels]
+        out = [self._ran_out(memory, size) for memory in levels]
+        least = min(order, key=lambda level: (out[level], costs[level].need, -level))
+        level = next((level for level in order if costs[level].need <= free and not out[level]), least)
+        return level, costs[level].taken
+
+    def choose_forward(self, levels: Sequence[Memory], size: Size, free: float) -> int:
+        """The first level whose tiles and groups of heads let a pass without a backward pass fit, or the last one."""
+        takes = [size.tokens * self.sizes.working(memory) + _TOWER * size.seen for memory in levels]
+        return next((level for level, bytes_ in enumerate(takes) if FIRST * bytes_ <= free), len(levels) - 1)
+
+    def measured(self, memory: Memory, size: Size, taken: float, exact: bool = True, added: bool = False) -> None:
+        """Takes up what a step took.
+
+        Args:
+            memory ([`Memory`]): Its settings.
+            size ([`Size`]): Of its batch.
+            taken (`float`): Bytes.
+            exact (`bool`, defaults to `True`): Whether it took all of them, not at most so many.
+            added (`bool`, defaults to `False`): Whether gradients were there before.
+        """
+        known = self.known.get((memory, added))
+        growth = 1.0 if known is None else size.growth_from(known.size)
+        tells = known is None or growth > 1 or taken >= known.bytes * growth
+        if tells if exact else not self.known:
+            self.known[memory, added] = Taken(size, taken)
+
+    def ran_out(self, memory: Memory, size: Size, free: float) -> None:
+        """Takes up that a step found less memory than it needed, where so many bytes were free."""
+        self.short.append((memory, size))
+        self.measured(memory, size, free)
+
+    def _ran_out(self, memory: Memory, size: Size) -> bool:
+        """Whether a step that takes no more ran out of memory."""
+        takes = self.sizes.bytes_of_token(memory)
+        return any(
+            size.growth_from(known) >= 1 and takes >= self.sizes.bytes_of_token(other) for other, known in self.short
+        )
+
+    def _cost(self, memory: Memory, size: Size, gaps: tuple[float, float], added: bool) -> "Cost":
+        taken = self._predicted(memory, size, added)
+        if taken is not None:
+            return Cost(taken, (1 + gaps[0]) * taken + self.sharded * gaps[1] * self.gradients)
+        estimated = self._estimated(memory, size) + _TOWER * size.seen
+        gradients = 0.0 if added else self.gradients
+        return Cost(estimated + gradients, FIRST * estimated + gradients)
+
+    def _estimated(self, memory: Memory, size: Size) -> float:
+        return size.tokens * self.sizes.bytes_of_token(memory)
+
+    def _predicted(self, memory: Memory, size: Size, added: bool) -> float | None:
+        """What a step takes, by what was measured with the same settings, or else with those that are estimated to take
+        about as much; `None` before the first step."""
+        known = {
+            (other, of_added): taken
+            for (other, of_added), taken in self.known.items()
+            if taken.size.seen or not size.seen  # others do not tell of towers
+        }
+        known = {key: taken for key, taken in known.items() if key[1] == added} or known
+        if not known:
+            return None
+        here = self._estimated(memory, size)
+        nearest = min(known, key=lambda key: (key[0] != memory, abs(self._estimated(key[0], size) - here)))
+        other, there = known[nearest], self._estimated(nearest[0], size)
+        estimated, growth = self._estimated(nearest[0], other.size), size.growth_from(other.size)
+        gradients = 0.0 if added else min(self.gradients, other.bytes)
+        # the most is there when layers have all that they keep, or when all gradients have come
+        measured = max(
+            gradients + (other.bytes - gradients) * growth, min(other.bytes, _RAISED * estimated) * growth
+        )
+        scale = (other.bytes - gradients) / max(1.0, estimated)
+        if nearest[0] == memory:
+            return measured
+        if here >= there:
+            return measured + (here - there) * min(max(1.0, scale), _RAISED)
+        return max(measured - (there - here) * min(scale, 1.0) * _SAVED, here + gradients)
