@@ -13,6 +13,7 @@ from ..config import Memory
 from ..errors import ConfigError, ShardingError
 from ..layers.host_limits import gpus_of_host, host_memory
 from ..plan import Mask, name_of
+from ..plan.memory_levels import HOST_ROOM, SETTINGS
 from ..sizing.gpus import DATA_SHEETS, Capacity, DataSheet, capacity_of, data_sheet, gpu_named
 from ..sizing.memory import NF4
 from ..sizing.memory_rule import Fit, fit, longest

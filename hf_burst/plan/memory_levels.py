@@ -270,9 +270,7 @@ class MeasuredLevels:
         estimated, growth = self._estimated(nearest[0], other.size), size.growth_from(other.size)
         gradients = 0.0 if added else min(self.gradients, other.bytes)
         # the most is there when layers have all that they keep, or when all gradients have come
-        measured = max(
-            gradients + (other.bytes - gradients) * growth, min(other.bytes, _RAISED * estimated) * growth
-        )
+        measured = max(gradients + (other.bytes - gradients) * growth, min(other.bytes, _RAISED * estimated) * growth)
         scale = (other.bytes - gradients) / max(1.0, estimated)
         if nearest[0] == memory:
             return measured

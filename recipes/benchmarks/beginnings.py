@@ -19,6 +19,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,11 +115,12 @@ def patched(job: Job, loss: Loss, share: bool, memory: str) -> Iterator[Loss]:
     hf_burst.patch_model(job.model, hf_burst.BurstConfig.from_dict(config), job.mesh)
     parts = {type(part): part for part in getattr(job.base, PATCH).parts}
     parts[Checkpointing].host = job.home
+    parts[MemoryRule].rules = job.rules.setdefault((share, memory), {})
     try:
         yield loss
         job.home = parts[Checkpointing].host
         latest = parts[MemoryRule].latest
-        job.chosen = latest[-1].settings if latest else {}
+        job.chosen = asdict(latest.settings) if latest else {}
     finally:
         hf_burst.unpatch_model(job.model)
 

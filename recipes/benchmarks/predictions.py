@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from hf_burst.hf.models.hybrid import FUSED_NORM
 from hf_burst.hf.models.model_size import model_size
+from hf_burst.plan.memory_levels import SETTINGS
 from hf_burst.sizing.gpus import Capacity, capacity_of, data_sheet
 from hf_burst.sizing.memory import estimate_memory
-from hf_burst.sizing.memory_rule import SETTINGS
 from hf_burst.sizing.model import Training
 from hf_burst.sizing.seconds import estimate_seconds
 from hf_burst.sizing.shapes import SHAPES

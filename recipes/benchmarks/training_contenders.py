@@ -4,7 +4,7 @@ import ast
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from importlib import import_module
 from types import MethodType
@@ -41,11 +41,11 @@ def config_of(settings: Mapping[str, Any]) -> hf_burst.BurstConfig:
 
 @contextmanager
 def burst(job: Job, settings: Mapping[str, Any]) -> Iterator[Loss]:
-    """Patches the model with hf_burst, which takes the whole sequence. What it chose for as many tokens before stays: a
-    model that is patched once chooses once."""
-    choice = (*settings.items(), job.tokens.shape[1])
-    hf_burst.patch_model(job.model, config_of(job.choices.get(choice, settings)), job.mesh)
+    """Patches the model with hf_burst, which takes the whole sequence. What it measured before stays, as for a model
+    that is patched once."""
+    hf_burst.patch_model(job.model, config_of(settings), job.mesh)
     parts = {type(part): part for part in getattr(job.base, PATCH).parts}
+    parts[MemoryRule].rules = job.rules.setdefault(tuple(settings.items()), {})
     parts[Checkpointing].host = job.home  # page-locked once, as for a model that stays patched
 
     def loss(job: Job) -> torch.Tensor:
@@ -56,10 +56,7 @@ def burst(job: Job, settings: Mapping[str, Any]) -> Iterator[Loss]:
     try:
         yield loss
         latest = parts[MemoryRule].latest
-        job.chosen = latest[-1].settings if latest else {}
-        if job.chosen:
-            named = {name: value for name, value in settings.items() if name != "memory"}
-            job.choices[choice] = {**named, **job.chosen}
+        job.chosen = asdict(latest.settings) if latest else {}
     finally:
         hf_burst.unpatch_model(job.model)
 

@@ -8,13 +8,13 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+from hf_burst.hf.parts.optimizers import bytes_to_come
 from torch import nn
 
 import hf_burst
 from hf_burst.hf.models.model_size import model_size
 from hf_burst.hf.parts.checkpointing import Checkpointing
 from hf_burst.hf.parts.memory import training_of
-from hf_burst.hf.parts.optimizers import bytes_to_come
 from hf_burst.layers import host_limits
 from hf_burst.layers.host_memory import HostMemory
 from tests.hf.test_patch import group_mean, part_of

@@ -109,6 +109,8 @@ class MemoryRule(Part):
 
     def begin(self, run: ForwardPass) -> None:
         self._compare(run)
+        if self.chooses and self.host is None and Reading.of(run.device) is not None:
+            self._look(run)
         reading = Reading.of(run.device) if self.chooses else None
         if reading is not None:
             self._count_errors(reading)
@@ -182,9 +184,8 @@ class MemoryRule(Part):
 
     def _settings(self, run: ForwardPass, reading: Reading) -> Memory:
         """Those of a pass, the same on all ranks."""
-        if self.host is None:
-            self._look(run)
-        self.steps, self.alone = run.model.training and torch.is_grad_enabled(), not run.sharing and run.group.size == 1
+        self.steps = run.model.training and torch.is_grad_enabled()
+        self.alone = run.group.size == 1 and not run.sharing
         trained = [
             weight
             for module in run.view.modules
