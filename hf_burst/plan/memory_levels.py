@@ -23,6 +23,7 @@ _TOWER = 32  # bytes that towers take for a byte of pixels or of sound, before t
 # of what an estimate says that a setting saves, what counts before it is measured; and by how much at most what it
 # says that a setting costs is raised where estimates are too low
 _SAVED, _RAISED = 0.75, 2.0
+_REACH = 2.0  # for steps at most so many times as large a measurement counts
 # what torch's allocator loses in gaps, as shares: of what a step takes, and of gradients where FSDP2 gathers weights;
 # by default, and with expandable segments
 GAPS, GAPS_EXPANDABLE = (0.16, 0.25), (0.09, 0.15)
@@ -255,11 +256,11 @@ class MeasuredLevels:
 
     def _predicted(self, memory: Memory, size: Size, added: bool) -> float | None:
         """What a step takes, by what was measured with the same settings, or else with those that are estimated to take
-        about as much; `None` before the first step."""
+        about as much; `None` for the first step of such a size, and with towers."""
         known = {
             (other, of_added): taken
             for (other, of_added), taken in self.known.items()
-            if taken.size.seen or not size.seen  # others do not tell of towers
+            if size.growth_from(taken.size) <= _REACH and (taken.size.seen or not size.seen)
         }
         known = {key: taken for key, taken in known.items() if key[1] == added} or known
         if not known:
@@ -275,5 +276,6 @@ class MeasuredLevels:
         if nearest[0] == memory:
             return measured
         if here >= there:
-            return measured + (here - there) * min(max(1.0, scale), _RAISED)
+            known_well = other.bytes > 2 * gradients  # else gradients hide by how much estimates are wrong
+            return measured + (here - there) * (min(max(1.0, scale), _RAISED) if known_well else _RAISED)
         return max(measured - (there - here) * min(scale, 1.0) * _SAVED, here + gradients)
