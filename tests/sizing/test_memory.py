@@ -1,21 +1,27 @@
 """The choice of settings that let a step fit, by its prediction."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaForCausalLM, Qwen3_5ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Qwen3_5ForCausalLM
 
+from hf_burst.hf.models.layer_sizes import layer_sizes
 from hf_burst.hf.models.model_size import model_size, shape_named
-from hf_burst.plan.memory_levels import HOST_ROOM, SETTINGS
+from hf_burst.hf.view import ModelView
+from hf_burst.plan.memory_levels import GAPS_EXPANDABLE, HOST_ROOM, SETTINGS, MeasuredLevels, Size
 from hf_burst.sizing.gpus import capacity_of, gpu_named
 from hf_burst.sizing.memory import estimate_memory, memory_of_step
 from hf_burst.sizing.memory_rule import bucket, fit, fits, levels, longest
 from hf_burst.sizing.model import Training
 from hf_burst.sizing.seconds import estimate_seconds
+from hf_burst.sizing.shapes import SHAPES
 
 LLAMA = model_size(LlamaForCausalLM, shape_named("llama-3-8b"), "llama-3-8b")
 H200 = capacity_of(gpu_named("h200"))
@@ -73,6 +79,38 @@ def test_the_host_has_as_many_layers_as_it_holds() -> None:
     assert shares[:4] == [0, 5, 5, 5]
     assert shares[4:] == sorted(shares[4:]), "more of them where each keeps less"
     assert shares[-1] > 10
+
+
+ROWS = json.loads((Path(__file__).parents[2] / "recipes/benchmarks/results/fits_1xH100.json").read_text())
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model']}-{row['weights']}")
+def test_a_run_takes_what_the_plan_promises(row: dict[str, Any]) -> None:
+    """Steps of a run that measures, on an H100 that takes what is predicted, with expandable segments."""
+    length, weights, host = row["length"], row["weights"], 2**37
+    config = AutoConfig.for_model(**SHAPES[row["model"]])
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config)
+    model, documents = model_size(type(made), config), (*range(0, length, row["document"]), length)
+    how = {"weights": "4bit" if weights == "qlora" else "fp32", "lora": 0 if weights == "all" else 16}
+    training = Training(length, 1, 1, documents, expandable_segments=True, **how)
+    sizes = layer_sizes(ModelView(made), 4 if training.wide_states else 2, True, 1)
+    assert (sizes.layers, sizes.hidden, sizes.kv_heads) == (model.layers, model.hidden, model.kv_heads)
+    assert (sizes.queries, sizes.keys) == (model.queries, model.keys)
+    rule = MeasuredLevels(sizes, training.trained(model) * training.number, sharded=False)
+    room, chosen, found = capacity_of(gpu_named("h100")), sizes.levels(length, host), list[int]()
+    for step in range(4):
+        plain = estimate_memory(model, training, room)
+        held = plain.weights + (plain.optimizer if step else 0)
+        level, _ = rule.choose(chosen, Size(length), room.gpu_memory - plain.outside - held, GAPS_EXPANDABLE)
+        memory = estimate_memory(model, replace(training, **asdict(chosen[level])), room)
+        taken = memory.tensors - memory.held
+        assert held + memory.outside + memory.gaps + taken <= room.gpu_memory
+        rule.measured(chosen[level], Size(length), taken)
+        found.append(level)
+    promised = fit(model, training, room).level
+    assert promised <= found[-1] <= promised + 1, "as cheap, up to the margin"
+    assert found[2] == found[3]
 
 
 def test_lengths_come_in_buckets() -> None:

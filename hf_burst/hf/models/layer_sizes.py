@@ -12,7 +12,7 @@ from .task import task_of
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
-_INNER = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")
+_INNER = ("intermediate_size", "ffn_dim", "n_inner")
 
 
 def layer_sizes(view: ModelView, itemsize: int, checkpointing: bool, ranks: int) -> LayerSizes:
@@ -26,11 +26,12 @@ def layer_sizes(view: ModelView, itemsize: int, checkpointing: bool, ranks: int)
     """
     text, shapes = view.root.config.get_text_config(), attention_shapes(view)
     _, chosen = experts_of(text)
-    inner = next((value for name in _INNER if (value := getattr(text, name, None))), 4 * text.hidden_size)
+    names = ("moe_intermediate_size", *_INNER) if chosen else _INNER
+    inner = next((value for name in names if (value := getattr(text, name, None))), 4 * text.hidden_size)
     widest = max(inner) if isinstance(inner, list | tuple) else inner
     each = 0 if shapes is None else (shapes.head_dim + shapes.value_dim) // 2
     return LayerSizes(
-        layers=text.num_hidden_layers,
+        layers=getattr(text, "num_hidden_layers", 1),
         hidden=text.hidden_size,
         inner=chosen * (widest + text.hidden_size) if chosen else widest,
         queries=0 if shapes is None else shapes.q_heads * each,
