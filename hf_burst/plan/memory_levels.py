@@ -45,18 +45,10 @@ def levels_for(
     fixed: Collection[str] = (),
     start: Memory | None = None,
 ) -> tuple[Memory, ...]:
-    """The settings of every level, from none to all of them. Levels have the same number for any length, so that ranks
-    with other batches can agree on one; a level that has nothing to change is like the one before it.
-
-    Args:
-        tokens (`int`): Those of one GPU.
-        kv_heads (`int`): Key heads, at most so many groups of which there can be.
-        causal (`bool`): Whether a part of the attention can be kept.
-        checkpointing (`bool`): Whether layers checkpoint.
-        host_share (callable): The share of the layers for which the host has room, with these settings.
-        fixed (collection of `str`): Settings that stay as they are.
-        start ([`Memory`], *optional*): Where they stay.
-    """
+    """The settings of every level for so many tokens of a GPU, from none to all of them, but for those that are `fixed`
+    as in `start`. Levels have the same number for any length, so that ranks with other batches can agree on one; one
+    that has nothing to change is like the one before it. `host_share` says for which share of the layers the host has
+    room."""
     memory, found = start or Memory(), []
     for changes in ({}, *_additions(tokens, kv_heads, causal, checkpointing)):
         memory = replace(memory, **{name: value for name, value in changes.items() if name not in fixed})
@@ -161,17 +153,10 @@ class Size(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a step took beyond what was there before it."""
+    """The bytes that a step took beyond what was there before it."""
 
     size: Size
     bytes: float
-
-
-class Cost(NamedTuple):
-    """Bytes that a step is expected to take, and that it needs, with a margin."""
-
-    taken: float
-    need: float
 
 
 class MeasuredLevels:
@@ -193,22 +178,21 @@ class MeasuredLevels:
     def choose(
         self, levels: Sequence[Memory], size: Size, free: float, gaps: tuple[float, float] = GAPS, added: bool = False
     ) -> tuple[int, float]:
-        """The first level that fits, or the one that needs the least if none does; and the bytes that it is expected to
-        take.
-
-        Args:
-            levels (sequence of [`Memory`]): To choose from.
-            size ([`Size`]): Of the batch.
-            free (`float`): Bytes that the step may take.
-            gaps (`tuple[float, float]`): Those of the allocator, as [`GAPS`].
-            added (`bool`, defaults to `False`): Whether gradients are there, to which those of the step are added.
-        """
+        """The first level that fits into `free` bytes, or the one that needs the least if none does; and the bytes that
+        the step is expected to take. With gradients that are there, to which its own are `added`."""
+        own = 0.0 if added else self.gradients
+        known = self._telling(size, added)
+        if known:
+            expected = [self._predicted(memory, size, known, own) for memory in levels]
+            needs = [(1 + gaps[0]) * taken + self.sharded * gaps[1] * self.gradients for taken in expected]
+        else:
+            expected = [self._estimated(memory, size) + _TOWER * size.seen + own for memory in levels]
+            needs = [FIRST * taken - (FIRST - 1) * own for taken in expected]
         order = range(len(levels))
-        costs = [self._cost(memory, size, gaps, added) for memory in levels]
         out = [self._ran_out(memory, size) for memory in levels]
-        least = min(order, key=lambda level: (out[level], costs[level].need, -level))
-        level = next((level for level in order if costs[level].need <= free and not out[level]), least)
-        return level, costs[level].taken
+        least = min(order, key=lambda level: (out[level], needs[level], -level))
+        level = next((level for level in order if needs[level] <= free and not out[level]), least)
+        return level, expected[level]
 
     def choose_forward(self, levels: Sequence[Memory], size: Size, free: float) -> int:
         """The first level whose tiles and groups of heads let a pass without a backward pass fit, or the last one."""
@@ -216,15 +200,7 @@ class MeasuredLevels:
         return next((level for level, bytes_ in enumerate(takes) if FIRST * bytes_ <= free), len(levels) - 1)
 
     def measured(self, memory: Memory, size: Size, taken: float, exact: bool = True, added: bool = False) -> None:
-        """Takes up what a step took.
-
-        Args:
-            memory ([`Memory`]): Its settings.
-            size ([`Size`]): Of its batch.
-            taken (`float`): Bytes.
-            exact (`bool`, defaults to `True`): Whether it took all of them, not at most so many.
-            added (`bool`, defaults to `False`): Whether gradients were there before.
-        """
+        """Takes up the bytes that a step took, or if they are not `exact` at most."""
         known = self.known.get((memory, added))
         growth = 1.0 if known is None else size.growth_from(known.size)
         tells = known is None or growth > 1 or taken >= known.bytes * growth
@@ -243,39 +219,34 @@ class MeasuredLevels:
             size.growth_from(known) >= 1 and takes >= self.sizes.bytes_of_token(other) for other, known in self.short
         )
 
-    def _cost(self, memory: Memory, size: Size, gaps: tuple[float, float], added: bool) -> "Cost":
-        taken = self._predicted(memory, size, added)
-        if taken is not None:
-            return Cost(taken, (1 + gaps[0]) * taken + self.sharded * gaps[1] * self.gradients)
-        estimated = self._estimated(memory, size) + _TOWER * size.seen
-        gradients = 0.0 if added else self.gradients
-        return Cost(estimated + gradients, FIRST * estimated + gradients)
-
     def _estimated(self, memory: Memory, size: Size) -> float:
         return size.tokens * self.sizes.bytes_of_token(memory)
 
-    def _predicted(self, memory: Memory, size: Size, added: bool) -> float | None:
-        """What a step takes, by what was measured with the same settings, or else with those that are estimated to take
-        about as much; `None` for the first step of such a size, and with towers."""
+    def _telling(self, size: Size, added: bool) -> dict[Memory, Taken]:
+        """What was measured of steps that are not much smaller, and that had towers if this one has."""
         known = {
-            (other, of_added): taken
-            for (other, of_added), taken in self.known.items()
+            key: taken
+            for key, taken in self.known.items()
             if size.growth_from(taken.size) <= _REACH and (taken.size.seen or not size.seen)
         }
-        known = {key: taken for key, taken in known.items() if key[1] == added} or known
-        if not known:
-            return None
+        alike = {memory: taken for (memory, kind), taken in known.items() if kind == added}
+        return alike or {memory: taken for (memory, _), taken in known.items()}
+
+    def _predicted(self, memory: Memory, size: Size, known: dict[Memory, Taken], gradients: float) -> float:
+        """What a step takes, by a step with the same settings, or else with those that are estimated to take about as
+        much."""
         here = self._estimated(memory, size)
-        nearest = min(known, key=lambda key: (key[0] != memory, abs(self._estimated(key[0], size) - here)))
-        other, there = known[nearest], self._estimated(nearest[0], size)
-        estimated, growth = self._estimated(nearest[0], other.size), size.growth_from(other.size)
-        gradients = 0.0 if added else min(self.gradients, other.bytes)
+        nearest = min(known, key=lambda other: (other != memory, abs(self._estimated(other, size) - here)))
+        there, estimated = self._estimated(nearest, size), self._estimated(nearest, known[nearest].size)
+        taken, growth = known[nearest].bytes, size.growth_from(known[nearest].size)
+        passing = max(0.0, taken - gradients)
         # the most is there when layers have all that they keep, or when all gradients have come
-        measured = max(gradients + (other.bytes - gradients) * growth, min(other.bytes, _RAISED * estimated) * growth)
-        scale = (other.bytes - gradients) / max(1.0, estimated)
-        if nearest[0] == memory:
+        measured = max(taken - passing + passing * growth, min(taken, _RAISED * estimated) * growth)
+        if nearest == memory:
             return measured
-        if here >= there:
-            known_well = other.bytes > 2 * gradients  # else gradients hide by how much estimates are wrong
-            return measured + (here - there) * (min(max(1.0, scale), _RAISED) if known_well else _RAISED)
-        return max(measured - (there - here) * min(scale, 1.0) * _SAVED, here + gradients)
+        if here < there:
+            saved = _SAVED * min(1.0, passing / estimated) * (there - here)
+            return max(measured - saved, here + min(gradients, taken))
+        # where most of it are gradients, nobody knows by how much the estimate is wrong
+        wrong = taken / estimated if passing > gradients else _RAISED
+        return measured + min(max(1.0, wrong), _RAISED) * (here - there)

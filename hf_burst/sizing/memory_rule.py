@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..config import Memory
-from ..plan.memory_levels import HOST_ROOM, SETTINGS, levels_for
+from ..plan.memory_levels import HOST_ROOM, levels_for
 from .gpus import Capacity
 from .memory import MemoryEstimate, estimate_memory
 from .model import ModelSize, Training
@@ -28,11 +28,6 @@ class Fit(NamedTuple):
     training: Training
     memory: MemoryEstimate
     fits: bool
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Those of [`Memory`], by name."""
-        return {name: getattr(self.training, name) for name in SETTINGS}
 
 
 def bucket(tokens: int) -> int:

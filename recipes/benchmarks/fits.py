@@ -36,6 +36,7 @@ from hf_burst.hf.groups import PATCH
 from hf_burst.hf.models.model_size import model_size
 from hf_burst.hf.parts.memory import MemoryRule
 from hf_burst.layers.host_limits import share_of_host
+from hf_burst.plan.memory_levels import SETTINGS
 from hf_burst.sizing import shapes
 from hf_burst.sizing.gpus import Capacity, capacity_of, gpu_named
 from hf_burst.sizing.memory_rule import Fit, fit, longest
@@ -286,7 +287,7 @@ def described(choice: Fit) -> dict[str, Any]:
     parts = {name: round(value / GIB, 2) for name, value in takes.items.items() if value}
     return {
         "fits": choice.fits,
-        "settings": choice.settings,
+        "settings": {name: getattr(choice.training, name) for name in SETTINGS},
         "tensors_gib": takes.tensors / GIB,
         "taken_gib": takes.total / GIB,
         "host_gib": takes.host / GIB,

@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from hf_burst.config import Memory
 from hf_burst.hf.models.layer_sizes import layer_sizes
 from hf_burst.hf.parts import memory
 from hf_burst.hf.parts.memory import MemoryRule, Reading, Step
@@ -68,8 +67,8 @@ def room_for(level: int, model: Any, tokens: int, ranks: int = 1, groups: int = 
     with mock.patch.multiple(memory_levels, SHORT_TILE=5):
         size = Size(-(-tokens // ranks))
         levels = sizes.levels(size.tokens, HOST)
-    rule = MeasuredLevels(sizes, gradients, groups > 1)
-    needs = [rule._cost(memory, size, memory_levels.GAPS, False).need for memory in levels]
-    assert needs[level] < min(needs[:level], default=float("inf"))
-    assert needs[0] == FIRST * size.tokens * sizes.bytes_of_token(Memory()) + gradients
-    return needs[level] + 1
+    plain, need = (FIRST * size.tokens * sizes.bytes_of_token(levels[index]) for index in (0, level))
+    assert level == 0 or need < plain
+    room = need + gradients + 1
+    assert MeasuredLevels(sizes, gradients, groups > 1).choose(levels, size, room)[0] == level
+    return room

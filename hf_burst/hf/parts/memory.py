@@ -58,27 +58,16 @@ class Reading(NamedTuple):
 
 @dataclass
 class Step:
-    """A pass of training, from its choice on.
-
-    Args:
-        rule ([`MeasuredLevels`]): What chose its settings.
-        levels (`tuple[Memory, ...]`): Among which.
-        settings ([`Memory`]): Those that it has.
-        size ([`Size`]): Of its batch, on this GPU.
-        before ([`Reading`]): Of its beginning.
-        added (`bool`): Whether there were gradients by then.
-        ends (`bool`, defaults to `False`): Whether its backward pass has begun.
-        failed (`bool`, defaults to `False`): Whether it ran out of memory.
-    """
+    """A pass of training, from its choice on."""
 
     rule: MeasuredLevels
-    levels: tuple[Memory, ...]
+    levels: tuple[Memory, ...]  # to choose from
     settings: Memory
     size: Size
     before: Reading
-    added: bool
-    ends: bool = False
-    failed: bool = False
+    added: bool  # whether there were gradients before
+    ends: bool = False  # whether its backward pass has begun
+    failed: bool = False  # whether it ran out of memory
 
     @property
     def free(self) -> int:
