@@ -302,7 +302,7 @@ def chosen_of(model: Any) -> dict[str, Any] | None:
     parts = [part for part in getattr(inner, PATCH).parts if isinstance(part, MemoryRule)]
     if not parts or parts[0].latest is None:
         return None
-    return {"settings": asdict(parts[0].latest.settings), "expandable_segments": bool(parts[0].expandable)}
+    return {"settings": asdict(parts[0].latest.settings), "expandable_segments": parts[0].expandable}
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from hf_burst.config import Memory
 from hf_burst.errors import ConfigError
 from hf_burst.hf import attention
 from hf_burst.hf.parts import memory
-from hf_burst.hf.parts.memory import MemoryRule, RoomForKernels, Step, has_expandable_segments
+from hf_burst.hf.parts.memory import MemoryRule, RoomForKernels, Step, expand_segments
 from hf_burst.plan import memory_levels
 from tests.hf.test_checkpointing import counted, expected_gradients
 from tests.hf.test_patch import group_mean, part_of
@@ -120,7 +120,7 @@ def test_the_allocator_is_asked_for_expandable_segments(monkeypatch: pytest.Monk
         ("backend:cudaMallocAsync", False, []),
     ):
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
-        assert has_expandable_segments() is wanted
+        assert expand_segments() is wanted
         assert [text.lower() for text in asked] == [text.lower() for text in settings]
         asked.clear()
 

@@ -29,6 +29,7 @@ from .towers import seen_in
 logger = logging.getLogger(__name__)
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXPAND = "expandable_segments:True"
 _EXPANDABLE = (
     "Set PYTORCH_ALLOC_CONF=expandable_segments:True before Python starts: the gaps that torch's allocator leaves are "
     "then smaller, and longer sequences fit."
@@ -93,13 +94,11 @@ class MemoryRule(Part):
         self.latest: Step | None = None
         self.steps = False  # whether the latest pass was one of training
         self.alone = True  # whether no other rank took part in it
-        self.expandable: bool | None = None  # whether the allocator has expandable segments; `None` if nobody asked
+        self.expandable = _EXPAND.lower() in _asked()  # whether the allocator has expandable segments
         self.room: RoomForKernels | None = None  # of a model with recurrent layers
 
     def begin(self, run: ForwardPass) -> None:
         self._compare(run)
-        if self.chooses and self.host is None and Reading.of(run.device) is not None:
-            self._look(run)
         reading = Reading.of(run.device) if self.chooses else None
         if reading is not None:
             self._count_errors(reading)
@@ -175,12 +174,13 @@ class MemoryRule(Part):
         """Those of a pass, the same on all ranks."""
         self.steps = run.model.training and torch.is_grad_enabled()
         self.alone = run.group.size == 1 and not run.sharing
-        trained = [
-            weight
-            for module in run.view.modules
-            for weight in module._parameters.values()
-            if weight is not None and weight.requires_grad
-        ]
+        if self.host is None:
+            self._look(run)
+        if self.steps and self.room is None and run.view.find(recurrent_sizes):
+            self.room = RoomForKernels(run.device)
+            reading = Reading.of(run.device) or reading
+        weights = {id(weight): weight for module in run.view.modules for weight in module._parameters.values()}
+        trained = [weight for weight in weights.values() if weight is not None and weight.requires_grad]
         rule, layout = self._rule(run, trained), run.batch.layout
         size = Size(layout.batch_size * layout.sharding.most_tokens, seen_in(run))
         levels = rule.sizes.levels(size.tokens, self.host or 0.0, self.fixed | _impossible(run))
@@ -194,8 +194,8 @@ class MemoryRule(Part):
         share = step.settings.attention_keep
         if 0 < share < 1 and layout.beginning(1 - share) is None:  # ranks do not hold as much of each part
             step.settings = replace(step.settings, attention_keep=0.0)
-        if level and self.expandable is None:
-            self.expandable = has_expandable_segments()
+        if level and not self.expandable:
+            self.expandable = expand_segments()
         if run.group.rank == 0:
             self._tell(run, step, expected)
         return step.settings
@@ -206,8 +206,6 @@ class MemoryRule(Part):
         host, *impossible = run.largest([-share_of_host(run.device), *impossible])
         self.host = -host
         self.fixed = {name for name, found in zip(SETTINGS, impossible, strict=True) if found}
-        if run.view.find(recurrent_sizes):
-            self.room = RoomForKernels(run.device)
 
     def _rule(self, run: ForwardPass, trained: list[nn.Parameter]) -> MeasuredLevels:
         """What is known of steps in which these weights learn."""
@@ -289,15 +287,20 @@ def _impossible(run: ForwardPass) -> set[str]:
     return {name for name, impossible in found.items() if impossible}
 
 
-def has_expandable_segments() -> bool:
-    """Whether torch's allocator has expandable segments. It is asked for them, unless the user has said which it is to
-    have: a step that is not trained as it is has no memory to lose in gaps."""
-    given = next((os.environ[name] for name in _ALLOCATOR if name in os.environ), "").lower()
+def expand_segments() -> bool:
+    """Asks torch's allocator for expandable segments, unless the user has said which it is to have: a step that is not
+    trained as it is has no memory to lose in gaps. Returns whether it has them."""
+    given = _asked()
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if change is None or not torch.cuda.is_initialized() or "expandable_segments" in given or "backend" in given:
-        return "expandable_segments:true" in given
-    change(f"{given},expandable_segments:True".lstrip(","))
+        return _EXPAND.lower() in given
+    change(f"{given},{_EXPAND}".lstrip(","))
     return True
+
+
+def _asked() -> str:
+    """What the user has asked of the allocator."""
+    return next((os.environ[name] for name in _ALLOCATOR if name in os.environ), "").lower()
 
 
 def named(settings: Memory) -> str:
