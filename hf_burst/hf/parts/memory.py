@@ -94,7 +94,7 @@ class MemoryRule(Part):
         self.latest: Step | None = None
         self.steps = False  # whether the latest pass was one of training
         self.alone = True  # whether no other rank took part in it
-        self.expandable = _EXPAND.lower() in _asked()  # whether the allocator has expandable segments
+        self.expandable = _EXPAND in _asked()  # whether the allocator has expandable segments
         self.room: RoomForKernels | None = None  # of a model with recurrent layers
 
     def begin(self, run: ForwardPass) -> None:
@@ -293,14 +293,14 @@ def expand_segments() -> bool:
     given = _asked()
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if change is None or not torch.cuda.is_initialized() or "expandable_segments" in given or "backend" in given:
-        return _EXPAND.lower() in given
+        return _EXPAND in given
     change(f"{given},{_EXPAND}".lstrip(","))
     return True
 
 
 def _asked() -> str:
     """What the user has asked of the allocator."""
-    return next((os.environ[name] for name in _ALLOCATOR if name in os.environ), "").lower()
+    return next((os.environ[name] for name in _ALLOCATOR if name in os.environ), "")
 
 
 def named(settings: Memory) -> str:
