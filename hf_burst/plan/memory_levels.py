@@ -16,17 +16,20 @@ from ..config import Memory
 SETTINGS = tuple(setting.name for setting in fields(Memory))  # in the order of the columns of `hf-burst plan`
 HOST_ROOM = 0.85  # of a GPU's share of its host's memory; data loaders and caches need some, too
 COPIES_HIDE_FROM = 32768  # tokens of a GPU; below, a layer's copy to the host takes longer than the layer
-TILE, SHORT_TILE = 16384, 4096  # tokens of a tile: products of matrices run at full speed
+TILE = 16384  # tokens of a tile: products of matrices run at full speed
+SHORT_TILE = 4096
 TUNING = 7.0 * 2**30  # bytes of a GPU for kernels that spill registers, while Triton tunes those of recurrent layers
 FIRST = 2.0  # a first step needs at most so many times its estimate
 _TOWER = 32  # bytes that towers take for a byte of pixels or of sound, before they are measured
 # of what an estimate says that a setting saves, what counts before it is measured; and by how much at most what it
 # says that a setting costs is raised where estimates are too low
-_SAVED, _RAISED = 0.75, 2.0
+_SAVED = 0.75
+_RAISED = 2.0
 _REACH = 2.0  # for steps at most so many times as large a measurement counts
 # what torch's allocator loses in gaps, as shares: of what a step takes, and of gradients where FSDP2 gathers weights;
 # by default, and with expandable segments
-GAPS, GAPS_EXPANDABLE = (0.16, 0.25), (0.09, 0.15)
+GAPS = (0.16, 0.25)
+GAPS_EXPANDABLE = (0.09, 0.15)
 
 
 def keeping(first: int, layers: int, per_checkpoint: int) -> int:
@@ -49,7 +52,8 @@ def levels_for(
     as in `start`. Levels have the same number for any length, so that ranks with other batches can agree on one; one
     that has nothing to change is like the one before it. `host_share` says for which share of the layers the host has
     room."""
-    memory, found = start or Memory(), []
+    memory = start or Memory()
+    found = []
     for changes in ({}, *_additions(tokens, kv_heads, causal, checkpointing)):
         memory = replace(memory, **{name: value for name, value in changes.items() if name not in fixed})
         if memory.activation_offloading and "activation_offloading" not in fixed:
@@ -104,20 +108,21 @@ class LayerSizes:
 
     def bytes_of_token(self, memory: Memory) -> float:
         """About what a token takes of a GPU: what layers keep of it, and the layer that runs backward."""
-        layers, share, tiled = self.layers, memory.layers_per_checkpoint, memory.tiled_mlp > 0
-        if self.checkpointing:
-            stay = layers * (1 - memory.activation_offloading)
-            ahead = min(2, layers) if memory.activation_offloading else 0  # that came back
-            inputs = min(layers, stay / share + ahead + share - 1)
-            kept = self._input * inputs + self._attention(memory) * min(layers, stay + ahead)
-        else:
+        if not self.checkpointing:
             row = self.hidden * 2 + max(2 * (self.queries + self.keys), self.mixed)
-            kept = layers * (self._input + 2 * (row + (0 if tiled else 3 * self.inner)))
-        return kept + self.working(memory)
+            inner = 0 if memory.tiled_mlp else 3 * self.inner
+            return self.layers * (self._input + 2 * (row + inner)) + self.working(memory)
+        together = memory.layers_per_checkpoint
+        stay = self.layers * (1 - memory.activation_offloading)
+        ahead = min(2, self.layers) if memory.activation_offloading else 0  # that came back
+        inputs = min(self.layers, stay / together + ahead + together - 1)
+        attentions = min(self.layers, stay + ahead)
+        return self._input * inputs + self._attention(memory) * attentions + self.working(memory)
 
     def working(self, memory: Memory) -> float:
         """About what a token takes while a layer runs backward."""
-        inputs, groups = self.queries + 2 * self.keys, memory.head_groups
+        inputs = self.queries + 2 * self.keys
+        groups = memory.head_groups
         again = self.queries * (1 if memory.attention_keep == 1 else 2)
         attention = 2 * (2 * self.hidden + 2 * inputs + again) + (4 + 2 * (groups > 1)) * inputs / groups
         inner = 0 if memory.tiled_mlp else 2 * (4 * self.inner + 4 * self.hidden + max(inputs, self.mixed))
@@ -237,8 +242,10 @@ class MeasuredLevels:
         much."""
         here = self._estimated(memory, size)
         nearest = min(known, key=lambda other: (other != memory, abs(self._estimated(other, size) - here)))
-        there, estimated = self._estimated(nearest, size), self._estimated(nearest, known[nearest].size)
-        taken, growth = known[nearest].bytes, size.growth_from(known[nearest].size)
+        there = self._estimated(nearest, size)
+        estimated = self._estimated(nearest, known[nearest].size)
+        growth = size.growth_from(known[nearest].size)
+        taken = known[nearest].bytes
         passing = max(0.0, taken - gradients)
         # the most is there when layers have all that they keep, or when all gradients have come
         measured = max(taken - passing + passing * growth, min(taken, _RAISED * estimated) * growth)

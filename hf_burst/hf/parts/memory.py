@@ -108,10 +108,11 @@ class MemoryRule(Part):
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         """Has the step measured when its backward pass is over."""
-        for value in outputs.values() if self.steps else ():
+        step = self.latest if self.steps else None
+        for value in () if step is None else outputs.values():
             states = getattr(value, "hidden", value)  # of logits that are put off
             if isinstance(states, Tensor) and states.requires_grad:
-                states.register_hook(partial(self._begin_backward, self.latest, run.device))
+                states.register_hook(partial(self._begin_backward, step, run.device))
 
     def end(self) -> None:
         self.advise(sys.exception())
@@ -181,7 +182,8 @@ class MemoryRule(Part):
             reading = Reading.of(run.device) or reading
         weights = {id(weight): weight for module in run.view.modules for weight in module._parameters.values()}
         trained = [weight for weight in weights.values() if weight is not None and weight.requires_grad]
-        rule, layout = self._rule(run, trained), run.batch.layout
+        rule = self._rule(run, trained)
+        layout = run.batch.layout
         size = Size(layout.batch_size * layout.sharding.most_tokens, seen_in(run))
         levels = rule.sizes.levels(size.tokens, self.host or 0.0, self.fixed | _impossible(run))
         step = Step(rule, levels, Memory(), size, reading, any(weight.grad is not None for weight in trained))
@@ -190,7 +192,8 @@ class MemoryRule(Part):
             return Memory(tiled_mlp=levels[level].tiled_mlp, head_groups=levels[level].head_groups)
         level, expected = rule.choose(levels, size, step.free, self._gaps, step.added)
         level = int(run.largest([level])[0])
-        step.settings, self.latest = levels[level], step
+        step.settings = levels[level]
+        self.latest = step
         share = step.settings.attention_keep
         if 0 < share < 1 and layout.beginning(1 - share) is None:  # ranks do not hold as much of each part
             step.settings = replace(step.settings, attention_keep=0.0)
