@@ -218,7 +218,8 @@ class MemoryRule(Part):
             local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained]
             sizes = layer_sizes(run.view, dtype_of_states(run.view).itemsize, checkpointing, run.group.size)
             sharded = any(isinstance(weight, DTensor) for weight in trained)
-            self.rules[key] = MeasuredLevels(sizes, sum(weight.nbytes for weight in local), sharded)
+            gradients = sum(weight.nbytes for weight in local if weight.device.type == run.device.type)
+            self.rules[key] = MeasuredLevels(sizes, gradients, sharded)
         return self.rules[key]
 
     @property
