@@ -108,11 +108,13 @@ class MemoryRule(Part):
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         """Has the step measured when its backward pass is over."""
-        step = self.latest if self.steps else None
-        for value in () if step is None else outputs.values():
+        if not self.steps or self.latest is None:
+            return
+        hook = partial(self._begin_backward, self.latest, run.device)
+        for value in outputs.values():
             states = getattr(value, "hidden", value)  # of logits that are put off
             if isinstance(states, Tensor) and states.requires_grad:
-                states.register_hook(partial(self._begin_backward, step, run.device))
+                states.register_hook(hook)
 
     def end(self) -> None:
         self.advise(sys.exception())
