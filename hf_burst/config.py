@@ -208,11 +208,11 @@ class BurstConfig:
         memory (`str` or [`Memory`], defaults to `"auto"`):
             How a training step saves memory.
 
-            - `"auto"`: a step that does not fit into a GPU's memory is made to fit. The settings of [`Memory`] are set
-              one after another, until the step is predicted to fit: layers are offloaded, then `tiled_mlp` and
-              `head_groups` are set, then `layers_per_checkpoint`, then `attention_keep`. Below 32,768 tokens a GPU the
-              tiles come first. The images of each batch count, too. The log says what is set, and warns if nothing
-              fits, or if it cannot tell what a tower takes.
+            - `"auto"`: a step that does not fit into a GPU's memory is made to fit, by levels. The first step takes the
+              first level that needs less than half of the free memory by an estimate, and later ones the first that
+              fits by what was measured. Layers are offloaded, then `tiled_mlp` and `head_groups` are set, then
+              `layers_per_checkpoint`, then `attention_keep`. Below 32,768 tokens a GPU the tiles come first. The log
+              says what is set, and warns if nothing fits.
             - `"manual"`: nothing is chosen, and all settings of [`Memory`] stay at their defaults.
             - an [`hf_burst.Memory`][Memory]: exactly these settings, and nothing else is chosen.
         share_prefixes (`"auto"` or `bool`, defaults to `"auto"`):

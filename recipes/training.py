@@ -238,7 +238,7 @@ def retry_when_short(trainer: "Trainer") -> None:
             try:
                 return own(model, *args, **kwargs)
             except torch.OutOfMemoryError as problem:
-                settings_of_step = [part.latest and part.latest[-1].settings for part in parts]
+                settings_of_step = [part.latest and part.latest.settings for part in parts]
                 if accumulated or settings_of_step in tried:
                     raise
                 tried.append(settings_of_step)

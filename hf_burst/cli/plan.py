@@ -13,9 +13,10 @@ from ..config import Memory
 from ..errors import ConfigError, ShardingError
 from ..layers.host_limits import gpus_of_host, host_memory
 from ..plan import Mask, name_of
+from ..plan.memory_levels import HOST_ROOM, SETTINGS
 from ..sizing.gpus import DATA_SHEETS, Capacity, DataSheet, capacity_of, data_sheet, gpu_named
 from ..sizing.memory import NF4
-from ..sizing.memory_rule import HOST_ROOM, SETTINGS, Fit, fit, longest
+from ..sizing.memory_rule import Fit, fit, longest
 from ..sizing.model import ModelSize, Sharded, Training, Weights, rounded
 from ..sizing.prompts import cached_bytes, longest_prompt, memory_of_prompt
 from ..sizing.seconds import StepSeconds, estimate_seconds, step_flops
@@ -192,8 +193,6 @@ def _positions(config: Any, mask: Mask) -> list[str]:
 def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:
     """The GPUs that are named, or those of this host, or H200s: their data sheet, what they and their hosts hold, and
     how many there are."""
-    from ..hf.parts.memory import gpu_memory  # which takes seconds to import
-
     here = torch.cuda.device_count()
     gpus = (here or 8) if arguments.gpus is None else arguments.gpus
     per_host = arguments.gpus_per_host
@@ -208,7 +207,8 @@ def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:
     if here and not arguments.machine:
         device = torch.device("cuda", 0)
         share = host_memory()[0] // max(per_host, gpus_of_host(device))
-        capacity = Capacity(gpu_memory(device), share, per_host)
+        memory = torch.cuda.mem_get_info(device)[1] * torch.cuda.get_per_process_memory_fraction(device)
+        capacity = Capacity(int(memory), share, per_host)
     if arguments.host_memory is not None:
         if not 0 <= arguments.host_memory < 2**30:
             raise ConfigError(f"--host-memory is {arguments.host_memory}; give the GiB of a host for each of its GPUs.")

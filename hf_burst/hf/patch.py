@@ -184,7 +184,7 @@ class _Patch:
     def __init__(self, view: ModelView, config: BurstConfig, group: ContextGroup | None, verdict: str) -> None:
         self.config, self.group, self.verdict, self.task = config, group, verdict, view.find(task_of)
         self.task.check_config(config, type(view.root).__name__)
-        self.recurrence, self.memory = Recurrence(), MemoryRule(view.root, config)
+        self.recurrence, self.memory = Recurrence(), MemoryRule(config)
         self.tokens, self.token_losses = Tokens(view, self.recurrence), TokenLosses()
         self.checkpointing, self.tiles = Checkpointing(self.memory.advise), TiledMLP()
         self.parts = self.make_parts(view)

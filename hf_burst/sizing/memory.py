@@ -3,16 +3,16 @@
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
+from ..plan.memory_levels import TUNING, keeping
 from .gpus import Capacity
-from .model import ModelSize, Training, keeping
+from .model import ModelSize, Training
 from .spread import Spread, buffer_bytes, spread_of, state_bytes
 from .towers import backward_of_towers, forward_of_towers, kept_by_towers, whole_embeddings
 
 NF4 = 4.127 / 8  # bytes of a weight of 4 bits and of its scales (QLoRA, arXiv 2305.14314)
 _LOGITS, _MOST_LOGITS, _PLAIN_LOGITS = 2**29, 2**31, 2**27  # at a time, as in linear_loss.py
-# bytes of a GPU outside of torch's allocator: CUDA's context and the code of kernels; NCCL; and the local memory of
-# kernels that spill registers, for which the driver provides while Triton tunes those of recurrent layers
-_CONTEXT, _NCCL, TUNING = 1.25 * 2**30, 1.0 * 2**30, 7.0 * 2**30
+# bytes of a GPU outside of torch's allocator: CUDA's context and the code of kernels; and NCCL
+_CONTEXT, _NCCL = 1.25 * 2**30, 1.0 * 2**30
 # what torch's allocator holds beyond its tensors, and what formulas miss, as shares: of what comes and goes in a step,
 # of gradients that come where activations went, and of those under FSDP2; by default, and with expandable segments
 _GAPS, _GAPS_EXPANDABLE = (0.2, 0.35, 0.25), (0.09, 0.15, 0.15)
@@ -81,17 +81,13 @@ class MemoryEstimate:
 _ITEMS = tuple(item.name for item in fields(MemoryEstimate) if item.name not in ("host", "moment"))
 
 
-def estimate_memory(
-    model: ModelSize, training: Training, capacity: Capacity, held: float | None = None
-) -> MemoryEstimate:
+def estimate_memory(model: ModelSize, training: Training, capacity: Capacity) -> MemoryEstimate:
     """Predicts the most memory that a GPU takes in a step, see [`memory_of_step`], and what tensors do not take.
 
     Args:
         model ([`ModelSize`]): What is trained.
         training ([`Training`]): How.
         capacity ([`Capacity`]): On what.
-        held (`float`, *optional*): Bytes of a GPU that stay from step to step, if they are known better than by the
-            sizes: weights, the optimizer, and what CUDA takes.
     """
     most = max(memory_of_step(model, training, capacity), key=lambda moment: moment.total)
     if capacity.on_gpu:
@@ -99,7 +95,7 @@ def estimate_memory(
         gaps = gaps_of(most.tensors - most.held, training, gradients)
         outside = outside_of_torch(training.gpus) + (TUNING if model.recurrent else 0.0)
         most = replace(most, gaps=gaps, outside=outside)
-    return most if held is None else replace(most, weights=held, optimizer=0.0)
+    return most
 
 
 def gaps_of(passing: float, training: Training, gradients: float = 0.0) -> float:

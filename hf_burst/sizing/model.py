@@ -6,6 +6,7 @@ from typing import Literal
 from ..config import Memory
 from ..errors import ConfigError
 from ..plan import MaskPattern, RecurrentSize
+from ..plan.memory_levels import keeping
 
 Weights = Literal["bf16", "fp32", "4bit"]
 Sharded = Literal["fsdp2", "ddp"]
@@ -152,13 +153,6 @@ class ModelSize:
         return (4 + 2 * trained) * self.used * tokens + 12 * pairs * self.queries + 3 * tokens * self.recurrence_flops
 
 
-def keeping(first: int, layers: int, per_checkpoint: int) -> int:
-    """How many of the `first` checkpointed layers keep their input: the first one of each `per_checkpoint` in a row,
-    and each of the last `per_checkpoint` of all `layers`, because their inputs are needed at once."""
-    least = max(0, layers - per_checkpoint)
-    return -(-min(first, least) // per_checkpoint) + max(0, first - least)
-
-
 @dataclass(frozen=True)
 class Training:
     """How a model is trained: one sequence for each group of GPUs, by AdamW.
@@ -185,8 +179,6 @@ class Training:
             (`PYTORCH_ALLOC_CONF=expandable_segments:True`).
         images (`int`, defaults to 0): Images among the tokens of a sequence.
         image_tokens (`int`, defaults to 0): Tokens that each of them takes.
-        encoded_tokens (`int`, defaults to those of an even share): Tokens of the images that the GPU with the most of
-            them encodes, where ranks share images of unequal sizes.
         frozen_towers (`bool`, defaults to `False`): Whether towers do not learn. They never do with adapters, nor
             without images.
     """
@@ -210,7 +202,6 @@ class Training:
     expandable_segments: bool = False
     images: int = 0
     image_tokens: int = 0
-    encoded_tokens: int = 0
     frozen_towers: bool = False
 
     def __post_init__(self) -> None:

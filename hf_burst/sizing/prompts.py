@@ -5,9 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..plan import MaskPattern
+from ..plan.memory_levels import TILE
 from .gpus import Capacity
 from .memory import MemoryEstimate, gaps_of, outside_of_torch, whole_weights
-from .memory_rule import TILE, longest_that
+from .memory_rule import longest_that
 from .model import ModelSize, Training
 from .spread import Spread, spread_of
 

@@ -11,8 +11,7 @@ def encoded(model: ModelSize, training: Training) -> float:
     if tower is None or not training.images:
         return 0.0
     images = -(-training.images // training.burst_size) if tower.dealt else training.images
-    tokens = training.encoded_tokens or images * training.image_tokens
-    return tokens * tower.patches
+    return images * training.image_tokens * tower.patches
 
 
 def kept_by_towers(model: ModelSize, training: Training) -> float:

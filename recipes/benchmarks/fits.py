@@ -19,6 +19,7 @@ import resource
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 import hf_burst
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.models.model_size import model_size
-from hf_burst.hf.parts import memory
-from hf_burst.hf.parts.memory import MemoryRule, expandable_segments
+from hf_burst.hf.parts.memory import MemoryRule
 from hf_burst.layers.host_limits import share_of_host
+from hf_burst.plan.memory_levels import SETTINGS
 from hf_burst.sizing import shapes
 from hf_burst.sizing.gpus import Capacity, capacity_of, gpu_named
 from hf_burst.sizing.memory_rule import Fit, fit, longest
@@ -160,7 +161,8 @@ def promised(arguments: argparse.Namespace, gpus: int) -> tuple[int, Fit]:
     capacity = capacity_of(gpu_named(arguments.machine), ranks_per_host=gpus)
     if torch.cuda.is_available():
         device = torch.device("cuda", 0)
-        capacity = Capacity(memory.gpu_memory(device), share_of_host(device), gpus)
+        free = arguments.gpu_memory or torch.cuda.mem_get_info(device)[1] / GIB
+        capacity = Capacity(int(free * GIB), share_of_host(device), gpus)
     weights: Any = {"all": "fp32", "lora": "fp32", "qlora": "4bit"}[arguments.weights]
     lora = 0 if arguments.weights == "all" else 16
     expandable = expandable_segments()
@@ -169,6 +171,11 @@ def promised(arguments: argparse.Namespace, gpus: int) -> tuple[int, Fit]:
     documents = (*range(0, most, arguments.document), most) if arguments.document else ()
     how = Training(most, gpus, gpus, documents, weights=weights, lora=lora, expandable_segments=expandable)
     return most, fit(model, how, capacity)
+
+
+def expandable_segments() -> bool:
+    """Whether torch's allocator was asked for expandable segments."""
+    return "expandable_segments:true" in os.environ.get("PYTORCH_ALLOC_CONF", "").lower()
 
 
 def make_trainer(arguments: argparse.Namespace, length: int, measure: Measure, args: TrainingArguments) -> Trainer:
@@ -240,7 +247,7 @@ def described(choice: Fit) -> dict[str, Any]:
     parts = {name: round(value / GIB, 2) for name, value in takes.items.items() if value}
     return {
         "fits": choice.fits,
-        "settings": choice.settings,
+        "settings": {name: getattr(choice.training, name) for name in SETTINGS},
         "tensors_gib": takes.tensors / GIB,
         "taken_gib": takes.total / GIB,
         "host_gib": takes.host / GIB,
@@ -250,10 +257,12 @@ def described(choice: Fit) -> dict[str, Any]:
 
 
 def chosen_of(model: Any) -> dict[str, Any] | None:
-    """What a patched model chose for its steps."""
+    """What a patched model chose for its last step."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     parts = [part for part in getattr(inner, PATCH).parts if isinstance(part, MemoryRule)]
-    return described(parts[0].latest[-1]) if parts and parts[0].latest else None
+    if not parts or parts[0].latest is None:
+        return None
+    return {"settings": asdict(parts[0].latest.settings), "expandable_segments": parts[0].expandable}
 
 
 def read_arguments() -> argparse.Namespace:
@@ -298,11 +307,10 @@ def main() -> None:
 
 
 def as_on_a_smaller_gpu(memory_gib: float) -> None:
-    """Has torch's allocator, and the plan, find as much memory as on a GPU with so many GiB."""
+    """Has torch's allocator find as much memory as on a GPU with so many GiB."""
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     total = torch.cuda.mem_get_info(device)[1]
     torch.cuda.set_per_process_memory_fraction((memory_gib - OUTSIDE) * GIB / total, device)
-    memory.gpu_memory = lambda device: int(memory_gib * GIB)
 
 
 def run(arguments: argparse.Namespace, length: int, args: TrainingArguments, ranks: Ranks) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from importlib import import_module
 from types import MethodType
@@ -45,11 +45,11 @@ def of_the_batch(job: Job) -> torch.Tensor:
 
 @contextmanager
 def burst(job: Job, settings: Mapping[str, Any], compute: Loss = of_the_batch) -> Iterator[Loss]:
-    """Patches the model with hf_burst, which takes whole sequences. What it chose for as many tokens before stays: a
-    model that is patched once chooses once."""
-    choice = (compute, *settings.items(), job.tokens.shape[1])
-    hf_burst.patch_model(job.model, config_of(job.choices.get(choice, settings)), job.mesh)
+    """Patches the model with hf_burst, which takes whole sequences. What it measured before stays, as for a model that
+    is patched once."""
+    hf_burst.patch_model(job.model, config_of(settings), job.mesh)
     parts = {type(part): part for part in getattr(job.base, PATCH).parts}
+    parts[MemoryRule].rules = job.rules.setdefault((compute, *settings.items()), {})
     parts[Checkpointing].host = job.home  # page-locked once, as for a model that stays patched
 
     def loss(job: Job) -> torch.Tensor:
@@ -60,10 +60,7 @@ def burst(job: Job, settings: Mapping[str, Any], compute: Loss = of_the_batch) -
     try:
         yield loss
         latest = parts[MemoryRule].latest
-        job.chosen = latest[-1].settings if latest else {}
-        if job.chosen:
-            named = {name: value for name, value in settings.items() if name != "memory"}
-            job.choices[choice] = {**named, **job.chosen}
+        job.chosen = asdict(latest.settings) if latest else {}
     finally:
         hf_burst.unpatch_model(job.model)
 

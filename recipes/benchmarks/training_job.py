@@ -74,7 +74,7 @@ class Job:
         tokens (`torch.LongTensor` of shape `(1, length)`): One sequence, the same on every rank.
         document (`int`, *optional*): Tokens of each of the documents that the sequence is packed of; one by default.
         chosen (`dict`): Settings that hf_burst chose in the latest step.
-        choices (`dict`): All that it chose, by what was asked for and the tokens.
+        rules (`dict`): What it measured, by what was asked for.
         home (`HostMemory`, *optional*): Where hf_burst offloads to.
     """
 
@@ -86,7 +86,7 @@ class Job:
     tokens: torch.Tensor
     document: int | None = None
     chosen: dict[str, Any] = field(default_factory=dict)
-    choices: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    rules: dict[Any, dict[Any, Any]] = field(default_factory=dict)
     home: Any = None
 
     @property

@@ -91,6 +91,12 @@ def test_rooms_of_hf_import_what_stands_above_them() -> None:
                 assert other == room or HF_ORDER.index(other) < HF_ORDER.index(room), f"{name} imports {target}"
 
 
+def test_runs_import_no_forecast() -> None:
+    """What a step takes is predicted for `hf-burst plan`, and measured where a model is trained."""
+    users = {name for name in MODULES if any(target.split(".")[0] == "sizing" for target in imports(name))}
+    assert {name for name in users if not name.startswith("sizing")} == {"cli.plan", "hf.models.model_size"}
+
+
 def test_no_module_imports_itself_by_a_detour() -> None:
     graph = {name: {target for target in imports(name) if not target.startswith("/")} for name in MODULES}
     order = list(TopologicalSorter(graph).static_order())

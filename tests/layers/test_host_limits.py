@@ -8,19 +8,14 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from torch import nn
 
-import hf_burst
-from hf_burst.hf.models.model_size import model_size
 from hf_burst.hf.parts.checkpointing import Checkpointing
-from hf_burst.hf.parts.memory import training_of
-from hf_burst.hf.parts.optimizers import bytes_to_come
 from hf_burst.layers import host_limits
 from hf_burst.layers.host_memory import HostMemory
 from tests.hf.test_patch import group_mean, part_of
-from tests.sizing.test_memory import small_gpu
 from tests.support import models
 from tests.support.ranks import RankPool
+from tests.support.small_gpu import small_gpu
 
 Ranks = Callable[[int], RankPool]
 GIB = 2**30
@@ -81,54 +76,6 @@ def test_gpus_of_a_host_share_its_memory(groups: Callable[..., None], monkeypatc
     assert host_limits.share_of_host(gpu) == 50 * GIB
 
 
-def test_states_that_an_optimizer_has_do_not_come_again() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[1].bias.requires_grad_(False)
-    size, device = 4 * (2 * 64 + 8), torch.device("cpu")
-    assert bytes_to_come(model, device) == 2 * size
-    optimizer = torch.optim.AdamW(weight for weight in model.parameters() if weight.requires_grad)
-    other = torch.optim.AdamW(nn.Linear(8, 8).parameters())
-    assert bytes_to_come(model, device) == 2 * size, "no state is there yet"
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    assert bytes_to_come(model, device) == 0, "as in a run that was resumed"
-    optimizer.add_param_group({"params": [model[1].bias.requires_grad_()]})
-    assert bytes_to_come(model, device) == 2 * 4 * 8
-    assert other.state == {}
-
-
-@pytest.mark.parametrize("mark", ["_hp_mapping", "ds_id"])
-def test_states_of_deepspeed_are_of_flat_weights(mark: str) -> None:
-    model, device = nn.Linear(8, 8).to(torch.bfloat16), torch.device("cpu")
-    for weight in model.parameters():
-        setattr(weight, mark, None)
-    flat = nn.Parameter(torch.zeros(36))  # of a rank of two, in fp32
-    optimizer = torch.optim.AdamW([flat])
-    assert bytes_to_come(model, device) == 2 * 4 * 36
-    flat.grad = torch.zeros(36)
-    optimizer.step()
-    assert bytes_to_come(model, device) == 0, "not once more, for the weights of the model"
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_weights_that_zero_3_divides_count_as_whole(rank: int) -> None:
-    model = models.make_model("llama")
-    size = model_size(type(model), model.config)
-    for weight in model.parameters():
-        weight.ds_id, weight.ds_numel = 0, weight.numel()
-        weight.data = weight.new_empty(0)
-        weight.requires_grad_(rank == 0)
-    if rank:
-        weight = nn.Parameter(torch.empty(0))
-        weight.ds_id, weight.ds_numel = 0, rank * size.adapted
-        model.register_parameter("adapters", weight)
-    batch = SimpleNamespace(layout=SimpleNamespace(batch_size=1, length=64))
-    group, view = SimpleNamespace(size=1), SimpleNamespace(modules=list(model.modules()))
-    call = SimpleNamespace(model=model, view=view, group=group, config=hf_burst.BurstConfig(memory=hf_burst.Memory()))
-    training = training_of(call, batch, SimpleNamespace(layers=0), size)
-    assert (training.sharded, training.lora) == ("fsdp2", rank)
-
-
 def others_take_memory(rank: int, size: int) -> tuple[int, float]:
     """How many layers leave for a host that has less than was promised, and the largest error of a gradient."""
     model, batch = models.make_model("llama", layers=4).train(), models.make_batch("plain", 80)
@@ -139,7 +86,7 @@ def others_take_memory(rank: int, size: int) -> tuple[int, float]:
     model.gradient_checkpointing_enable()
     error = 0.0
     most = property(lambda home: 2**30 if rank else 14000)
-    with small_gpu(2000.0, lambda rank: 0.0, rank), mock.patch.object(HostMemory, "most", most):
+    with small_gpu(2000.0), mock.patch.object(HostMemory, "most", most):
         for _ in range(2):
             model(**batch).loss.backward()
             for found, gradient in zip(group_mean(model), expected, strict=True):

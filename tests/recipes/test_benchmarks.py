@@ -20,7 +20,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_burst.config import Memory
 from hf_burst.errors import ConfigError
 from hf_burst.plan import Mask
 from recipes.benchmarks import attention, recurrent, step_profile, training_contenders
@@ -29,6 +28,7 @@ from recipes.benchmarks.native import Native
 from recipes.benchmarks.ranks import Ranks
 from tests.support import predictions
 from tests.support.ranks import RankPool
+from tests.support.small_gpu import small_gpu
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--device", "cpu", "--dtype", "float32", "--q-heads", "4", "--head-dim", "16", "--check-length", "32"]
@@ -508,23 +508,19 @@ def test_training_on_one_gpu(tmp_path: Path) -> None:
     assert predictions.settings_of(theirs) is None
 
 
-def test_hf_burst_chooses_once_for_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a model that stays patched: later steps have the settings of the first."""
+def test_what_hf_burst_measured_stays() -> None:
+    """As for a model that stays patched, though it is patched for each step."""
     from recipes.benchmarks import training_job
 
-    job, asked = training_job.make_job("tiny", 512, Ranks("cpu"), False, "all", False), list[Any]()
-
-    def choose(part: Any, run: Any) -> None:
-        asked.append((run.config.memory, run.settings.tiled_mlp))
-        if run.config.memory == "auto":
-            part.latest = (None, None, types.SimpleNamespace(settings={"tiled_mlp": 16 * len(asked)}))
-
-    monkeypatch.setattr(training_contenders.MemoryRule, "begin", choose)
-    for length in (70, 90, 70):
-        job.tokens = torch.randint(512, (1, length))
-        with training_contenders.burst(job, {"memory": "auto"}) as loss:
-            loss(job)
-    assert asked == [("auto", 0), ("auto", 0), (Memory(tiled_mlp=16), 16)]
+    job = training_job.make_job("tiny", 512, Ranks("cpu"), False, "all", False)
+    job.tokens = torch.randint(512, (1, 70))
+    with small_gpu(2**30):
+        for _ in range(2):
+            with training_contenders.burst(job, {"memory": "auto"}) as loss:
+                loss(job).backward()
+    ((rule,),) = [rules.values() for rules in job.rules.values()]
+    assert [taken.size.tokens for taken in rule.known.values()] == [70]
+    assert job.chosen["tiled_mlp"] == 0
 
 
 @pytest.mark.parametrize(("name", "by_peft"), [("hf_burst, chosen", False), (training_contenders.BY_PEFT, True)])

@@ -333,7 +333,7 @@ def test_a_step_that_was_short_of_memory_runs_again(accumulated: bool) -> None:
         weight.grad = torch.ones_like(weight)
 
     def step(model: torch.nn.Module) -> float:
-        part.latest = (None, None, SimpleNamespace(settings=levels.pop(0)))
+        part.latest = SimpleNamespace(settings=levels.pop(0))
         if len(levels) == short:
             return 7.0
         weight.grad = torch.ones_like(weight)

@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,17 +15,15 @@ from transformers import PreTrainedModel
 import hf_burst
 from hf_burst.cli import main
 from hf_burst.hf.models.model_size import model_size
-from hf_burst.hf.parts import memory
 from hf_burst.hf.parts.memory import MemoryRule
-from hf_burst.sizing.gpus import Capacity
-from hf_burst.sizing.memory import estimate_memory, memory_of_step
+from hf_burst.sizing.memory import memory_of_step
 from hf_burst.sizing.model import ModelSize, Training
 from hf_burst.sizing.towers import kept_by_towers, tower_products
 from tests.hf.test_patch import part_of
-from tests.sizing.test_memory import small_gpu
 from tests.sizing.test_peak_memory import ON_CPU, bytes_of_step
 from tests.support import models
 from tests.support.ranks import RankPool
+from tests.support.small_gpu import room_for, small_gpu
 from tests.support.tiny_pictures import Batch, seeing_batch
 from tests.support.tiny_seeing import IMAGE, seeing_model
 
@@ -219,71 +216,29 @@ def with_images(sides: list[int], length: int = 384) -> Batch:
     }
 
 
-def room_with(images: int, encoded: int, ranks: int) -> float:
-    """Bytes of a GPU on which a batch with as many tokens of images fits as it is."""
-    size, training = planned("qwen", False, True, ranks)
-    training = replace(training, length=384, images=1, image_tokens=images, encoded_tokens=encoded)
-    return estimate_memory(size, training, Capacity(2**40, 2**30, on_gpu=False), 0.0).total
-
-
-def levels_of(rank: int, size: int, room: float, batches: list[list[int]]) -> list[tuple[int, int, int]]:
-    """For a step of each batch: the level of the rule that was taken, the tokens of images, and those that are encoded
-    by the rank with the most of them."""
-    model, _, _ = made("qwen")
-    models.patch(model, hf_burst.BurstConfig(memory="auto"))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    found = []
-    with small_gpu(room, lambda rank: 0.0, rank):
+def sizes_of(rank: int, size: int, batches: list[list[int]]) -> list[float]:
+    """What the rule of memory="auto" counts of the images of each batch."""
+    model, found = models.patch(made("qwen")[0]), []
+    with small_gpu(2**40):
         for sides in batches:
             model(**with_images(sides)).loss.backward()
-            training, choice = part_of(model, MemoryRule).latest
-            found.append((choice.level, training.images * training.image_tokens, training.encoded_tokens))
-            model.zero_grad()
+            found.append(part_of(model, MemoryRule).latest.size.seen)
     return found
 
 
-SMALL, MANY, LARGE = [8, 8], [16, 16, 16, 8, 8], [32]  # two of 16 tokens; three of 64 and two of 16; one of 256
+SMALL, MANY, LARGE = [8, 8], [16, 16, 16, 8, 8], [32]  # two of 64 patches; three of 256 and two of 64; one of 1024
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_settings_are_chosen_for_the_images_of_each_batch(ranks: Ranks, size: int) -> None:
-    room = room_with(32, 32 // size, size)
-    batches = [SMALL, MANY, [], LARGE, SMALL]
-    found = [levels_of(0, 1, room, batches)] if size == 1 else ranks(size).run(levels_of, room, batches)
-    assert all(own == found[0] for own in found), "ranks take the same"
-    levels, tokens, encoded = zip(*found[0], strict=True)
-    assert tokens == (32, 224, 0, 256, 32)
-    assert encoded == ((32, 224, 0, 256, 32) if size == 1 else (16, 128, 0, 256, 16))
-    assert levels[0] == levels[2] == levels[4] == 0, "what fits stays as it is"
-    assert levels[1] > 0, "more images take more room than those of the first batch"
-    assert levels[3] > 0, "and so does a larger one, which one rank encodes"
+def test_images_count_for_the_rank_that_encodes_the_most(ranks: Ranks, size: int) -> None:
+    batches, row = [SMALL, MANY, [], LARGE], 96 * 2
+    found = [sizes_of(0, 1, batches)] if size == 1 else ranks(size).run(sizes_of, batches)
+    shares = [128, 896, 0, 1024] if size == 1 else [64, 448, 0, 1024]
+    assert found == [[share * row for share in shares]] * size
 
 
-def layers_that_learn(frozen: bool) -> Training:
-    """How a step with images is trained, of a model whose language model has most of the weights."""
-    model, _, _ = made("qwen")
-    larger = type(model.config)(
-        **{**model.config.to_dict(), "text_config": {**model.config.text_config.to_dict(), "intermediate_size": 8192}}
-    )
-    model = type(model)(larger).bfloat16().train()
-    if frozen:
-        model.model.visual.requires_grad_(False)
-    models.patch(model, hf_burst.BurstConfig(memory="auto"))
-    with small_gpu(2.0**40, lambda rank: 0.0, 0):
-        model(**with_images(MANY)).loss.backward()
-    training: Training = part_of(model, MemoryRule).latest[0]
-    return training
-
-
-def test_towers_that_are_frozen_keep_nothing() -> None:
-    frozen, learning = layers_that_learn(True), layers_that_learn(False)
-    assert (frozen.lora, learning.lora) == (0, 0)
-    assert (frozen.learns_to_see, learning.learns_to_see) == (False, True)
-    assert frozen.encoded_tokens == learning.encoded_tokens == 224
-
-
-def groups_with_images(rank: int, size: int, room: float) -> list[int]:
-    """The levels of two groups of ranks that share weights, of which one has more images."""
+def groups_with_images(rank: int, size: int, room: float) -> list[hf_burst.Memory]:
+    """The settings of two groups of ranks that share weights, of which one has more images."""
     model, _, _ = made("qwen")
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "cp"))
     models.patch(model, hf_burst.BurstConfig(memory="auto"), mesh)
@@ -291,39 +246,17 @@ def groups_with_images(rank: int, size: int, room: float) -> list[int]:
     for layer in (*model.get_decoder().layers, model):
         fully_shard(layer, mesh=mesh._flatten("shards"))
     found = []
-    with small_gpu(room, lambda rank: 0.0, rank):
+    with small_gpu(room):
         for sides in (SMALL, MANY if rank < size // 2 else SMALL, SMALL):
             model(**with_images(sides)).loss.backward()
-            found.append(part_of(model, MemoryRule).latest[-1].level)
+            found.append(part_of(model, MemoryRule).latest.settings)
             model.zero_grad()
     return found
 
 
 def test_groups_with_other_images_take_the_same_level(ranks: Ranks) -> None:
-    size, training = planned("qwen", False, True, 2)
-    training = replace(training, length=384, gpus=4, sharded="fsdp2", images=1, image_tokens=32, encoded_tokens=16)
-    room = estimate_memory(size, training, Capacity(2**40, 2**30, on_gpu=False), 0.0).total
+    room = room_for(0, made("qwen")[0], 384, ranks=2, groups=2) + 2 * 32 * 128 * 96 * 2
     first, *others = ranks(4).run(groups_with_images, room)
     assert all(own == first for own in others)
-    assert first[0] == first[2] == 0
-    assert first[1] > 0
-
-
-def told_of(caplog: pytest.LogCaptureFixture, known: bool) -> list[str]:
-    """What the log says of steps with and without images, whose tower can be counted or not."""
-    model, _, _ = made("qwen")
-    models.patch(model, hf_burst.BurstConfig(memory="auto"))
-    sizes = model_size(type(model), model.config)
-    caplog.clear()
-    with small_gpu(2.0**40, lambda rank: 0.0, 0), mock.patch.object(memory, "model_size") as told:
-        told.return_value = sizes if known else replace(sizes, tower=None)
-        for sides in ([], SMALL, MANY):
-            model(**with_images(sides)).loss.backward()
-    return [record.getMessage() for record in caplog.records if "leaves no room" in record.getMessage()]
-
-
-def test_a_tower_that_cannot_be_counted_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    (told,) = told_of(caplog, known=False)
-    assert "Qwen2_5_VLForConditionalGeneration" in told
-    assert "hf_burst.Memory(activation_offloading=1.0" in told
-    assert told_of(caplog, known=True) == []
+    assert first[0] == first[2] == hf_burst.Memory()
+    assert first[1] != hf_burst.Memory()

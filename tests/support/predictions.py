@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_burst.hf.models.hybrid import FUSED_NORM
 from hf_burst.hf.models.model_size import model_size
+from hf_burst.plan.memory_levels import SETTINGS
 from hf_burst.sizing.gpus import Capacity, capacity_of, data_sheet
 from hf_burst.sizing.memory import estimate_memory
-from hf_burst.sizing.memory_rule import SETTINGS
 from hf_burst.sizing.model import Training
 from hf_burst.sizing.seconds import estimate_seconds
 from hf_burst.sizing.shapes import SHAPES

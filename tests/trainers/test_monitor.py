@@ -264,7 +264,8 @@ def test_lengths_that_somebody_chose_are_not_warned_of(tmp_path: Path) -> None:
 def test_packed_documents_have_the_positions_of_their_own() -> None:
     layout = SequenceLayout.for_batch([(0, 6, 16), (0, 3, 16)], 1, real=((0, 16), (2, 14)))
     assert longest_of(layout) == 11
-    assert pairs_of(layout, model_size(LlamaForCausalLM, models.make_model("llama").config)) == 2 * (21 + 55 + 1 + 66)
+    size = model_size(LlamaForCausalLM, models.make_model("llama").config)
+    assert pairs_of(layout, size.patterns) == 2 * (21 + 55 + 1 + 66)
 
 
 def test_a_model_that_is_not_patched_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -23,11 +22,11 @@ from ...errors import BatchError, ConfigError
 from ...layers.host_memory import HostMemory
 from ...layers.layer_runs import LayerRun, Place, first_tensor
 from ...layers.offload import SavedByLayer, detached_leaf, saved_in_place
-from ...sizing.memory_rule import HOST_ROOM
-from ...sizing.model import keeping
+from ...plan.memory_levels import HOST_ROOM, keeping
 from ..context import CheckpointedRun, current
 from ..forward_pass import Agreement, Batch, Call, Checkpoints, ForwardPass
 from ..models.hybrid import attending_share, attention_shapes
+from ..models.layer_sizes import dtype_of_states
 from ..view import ModelView
 from .base import Part
 from .replicas import takes_weights_apart
@@ -234,20 +233,12 @@ def _kept_bytes(run: ForwardPass, share: float) -> tuple[float, float]:
     """Bytes that a layer keeps: its input; and what attention returns, with the log-sum-exp of its rows, as a mean over
     layers with attention and without. Kernels of GPUs return 16 bits, whatever states are in."""
     width, shapes = run.model.config.get_text_config().hidden_size, attention_shapes(run.call.view)
-    itemsize = _dtype_of_states(run.call.view).itemsize
+    itemsize = dtype_of_states(run.call.view).itemsize
     narrow = min(itemsize, 2) if run.device.type == "cuda" else itemsize
     attention = 0 if shapes is None else shapes.q_heads * (shapes.value_dim * narrow + shapes.accumulator_itemsize)
     rows = run.batch.layout.batch_size * run.batch.layout.sharding.most_tokens
     page = HostMemory.page_bytes  # each of them takes whole pages
     return rows * width * itemsize + page, attending_share(run.call.view) * (rows * share * attention + 2 * page)
-
-
-def _dtype_of_states(view: ModelView) -> torch.dtype:
-    """The dtype of hidden states: that of the embeddings, or the one to which FSDP2 casts all weights."""
-    embeddings: Any = view.root.get_input_embeddings()
-    if isinstance(embeddings.weight, DTensor) and (units := view.units_of_fsdp2):
-        return units[0]._get_fsdp_state()._mp_policy.param_dtype or embeddings.weight.dtype
-    return embeddings.weight.dtype
 
 
 class _Checkpoint:

@@ -4,88 +4,117 @@ import logging
 import os
 import sys
 import zlib
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from ...config import BurstConfig, Memory
-from ...errors import OUT_OF_MEMORY, BurstError, ConfigError
-from ...layers.host_limits import processes, share_of_host
-from ...sizing.gpus import Capacity
-from ...sizing.memory import TUNING, outside_of_torch
-from ...sizing.memory_rule import SETTINGS, Fit, at_level, bucket, fit, longest
-from ...sizing.model import ModelSize, Training
-from ..forward_pass import Agreement, Batch, Call, Checkpoints
-from ..models.model_size import model_size
+from ...errors import OUT_OF_MEMORY, ConfigError
+from ...layers.host_limits import share_of_host
+from ...plan.memory_levels import GAPS, GAPS_EXPANDABLE, SETTINGS, TILE, TUNING, MeasuredLevels, Size
+from ..forward_pass import Batch, Call, Checkpoints, ForwardPass
+from ..models.hybrid import recurrent_sizes
+from ..models.layer_sizes import dtype_of_states, layer_sizes
 from ..sharded_cache import ShardedCache
+from ..spread.value import Spread
 from ..view import ModelView
 from .base import Part
-from .optimizers import bytes_to_come
 from .replicas import takes_weights_apart
-from .towers import Seen, learns, seen_in
+from .towers import seen_in
 
 logger = logging.getLogger(__name__)
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_PROMPT_TILE = 16384  # tokens of a prompt that an MLP takes at a time
+_EXPAND = "expandable_segments:True"
 _EXPANDABLE = (
     "Set PYTORCH_ALLOC_CONF=expandable_segments:True before Python starts: the gaps that torch's allocator leaves are "
     "then smaller, and longer sequences fit."
 )
 
 
-class MemoryRule(Part):
-    """Chooses the settings of `BurstConfig(memory="auto")`, by the rule of `sizing/memory_rule.py`, from what the GPUs
-    of all ranks hold when the first batch comes. Batches of similar lengths, and with as many tokens of images, have
-    the same settings.
+class Reading(NamedTuple):
+    """What torch's allocator says of a GPU, in bytes, and how often it ran out of memory."""
 
-    Where weights are sharded over several groups, layers must be gathered in the same order in all of them. So all of
-    these ranks take the highest level of the rule that one of them needs.
+    held: int
+    most: int
+    room: int  # that it may hold
+    errors: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Reading | None":
+        """That of a device; `None` for one that counts none."""
+        if device.type != "cuda":
+            return None
+        stats = torch.cuda.memory_stats(device)
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = stats.get("reserved_bytes.all.current", 0)
+        room = min(total * torch.cuda.get_per_process_memory_fraction(device), free + reserved)
+        held, most = (stats.get(f"allocated_bytes.all.{name}", 0) for name in ("current", "peak"))
+        return cls(held, most, int(room), stats.get("num_ooms", 0))
+
+
+@dataclass
+class Step:
+    """A pass of training, from its choice on."""
+
+    rule: MeasuredLevels
+    levels: tuple[Memory, ...]  # to choose from
+    settings: Memory
+    size: Size
+    before: Reading
+    added: bool  # whether there were gradients before
+    ends: bool = False  # whether its backward pass has begun
+    failed: bool = False  # whether it ran out of memory
+
+    @property
+    def free(self) -> int:
+        """Bytes that it may take."""
+        return self.before.room - self.before.held
+
+
+class MemoryRule(Part):
+    """Chooses the settings of `BurstConfig(memory="auto")` by [`MeasuredLevels`], from what the GPU has left when a
+    batch comes, and measures what each step takes. All ranks that share a batch, or weights, take the highest level
+    that one of them needs: they gather layers in the same order.
     """
 
-    def __init__(self, model: PreTrainedModel, config: BurstConfig) -> None:
-        self.model_class = type(model)  # FSDP2 changes it
-        self.fixed = set[str]()  # settings that some rank cannot have, and so stay at their defaults
+    def __init__(self, config: BurstConfig) -> None:
         self.chooses = config.memory == "auto"
         self.compared = False  # whether all ranks have this config
-        self.size: ModelSize | None = None
-        self.held = 0.0  # bytes of the fullest GPU that do not follow from the batch
-        self.capacity = Capacity(0)  # of the smallest GPU and the smallest host; known with the size
-        # by how the model is trained, with how many tokens at most, by what is fixed, and by the least level
-        self.chosen: dict[tuple[Training, frozenset[str], int], Fit] = {}
-        self.told = set[tuple[int, int]]()  # of which the log has read: tokens and level
-        self.least = dict[int, int]()  # the lowest level that did not run out of memory, by tokens
-        self.latest: tuple[Training, Fit] | None = None  # of the latest step: how it is trained, and what was chosen
-        self.expandable = False  # whether the allocators of all ranks have expandable segments
-        self.room: RoomForKernels | None = None  # of a model with recurrent layers
+        self.host: float | None = None  # bytes that each rank may take of its host
+        self.fixed = set[str]()  # settings that some rank cannot have, and so stay at their defaults
+        self.rules: dict[Any, MeasuredLevels] = {}  # by how the model is trained
+        self.told = set[tuple[Memory, bool]]()  # of which the log has read
+        self.latest: Step | None = None
         self.steps = False  # whether the latest pass was one of training
-        self.short = 0  # how often the allocator had run out of memory before it
-        self.seen: Seen | None = None  # what the batch of the pass has for towers
-        self.unknown = False  # whether the log has said that a tower cannot be counted
-
-    def admit(self, call: Call, agreement: Agreement) -> None:
-        self.seen = seen_in(call) if self.chooses and call.learns else None
+        self.alone = True  # whether no other rank took part in it
+        self.expandable = _EXPAND in _asked()  # whether the allocator has expandable segments
+        self.room: RoomForKernels | None = None  # of a model with recurrent layers
 
     def choose(self, call: Call, batch: Batch, checkpoints: Checkpoints) -> Memory:
         """The settings of a pass. The ranks may communicate."""
         self._compare(call)
-        memory = call.config.memory_settings
-        if not self.chooses:
-            return memory
-        self._count_errors(call)
-        self.steps = call.learns
-        if self.steps:
-            memory = self._settings(call, batch, checkpoints)
-        elif self.chosen:  # an evaluation is to take no more than training
-            most = max(self.chosen.values(), key=lambda choice: choice.level).training
-            memory = Memory(tiled_mlp=most.tiled_mlp, head_groups=most.head_groups)
-        if isinstance(call.cache, ShardedCache) and not memory.tiled_mlp:
-            memory = replace(memory, tiled_mlp=_PROMPT_TILE)
+        memory, reading = call.config.memory_settings, Reading.of(call.device) if self.chooses else None
+        if reading is not None:
+            self._count_errors(reading)
+            memory = self._settings(call, batch, checkpoints, reading)
+        if self.chooses and isinstance(call.cache, ShardedCache) and not memory.tiled_mlp:
+            memory = replace(memory, tiled_mlp=TILE)
         return memory
+
+    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+        """Has the step measured when its backward pass is over."""
+        if not self.steps or self.latest is None:
+            return
+        hook = partial(self._begin_backward, self.latest, run.device)
+        for value in outputs.values():
+            states = value.own if isinstance(value, Spread) else value
+            if isinstance(states, Tensor) and states.requires_grad:
+                states.register_hook(hook)
 
     def end(self) -> None:
         self.advise(sys.exception())
@@ -96,19 +125,19 @@ class MemoryRule(Part):
             return
         if any(note.startswith("hf_burst: ") for note in getattr(problem, "__notes__", ())):
             return
-        if self.latest is None or self.size is None or not self.steps:
+        following = self._following(self.latest) if self.steps and self.latest is not None else None
+        if following is None:
             problem.add_note(OUT_OF_MEMORY)
-            return
-        training, choice = self.latest
-        after = fit(self.size, choice.training, self.capacity, self.fixed, self.held, choice.level + 1)
-        if after.settings == choice.settings:
-            problem.add_note(OUT_OF_MEMORY)
-        elif training.gpus == 1:
-            problem.add_note(f"hf_burst: run the step again, and it is trained with {named(after)}.")
+        elif self.alone:
+            problem.add_note(f"hf_burst: run the step again, and it is trained with {named(following)}.")
         else:
-            settings = ", ".join(f"{name}={value!r}" for name, value in after.settings.items())
-            more = "" if training.expandable_segments else f" {_EXPANDABLE}"
+            settings = ", ".join(f"{name}={value!r}" for name, value in asdict(following).items())
+            more = "" if self.expandable else f" {_EXPANDABLE}"
             problem.add_note(f"hf_burst: start again with BurstConfig(memory=hf_burst.Memory({settings})).{more}")
+
+    def remove(self, view: ModelView) -> None:
+        if self.room is not None:
+            self.room.end()
 
     def _compare(self, call: Call) -> None:
         """Raises on all ranks over which weights are sharded if some of them have another config: each group would
@@ -120,134 +149,122 @@ class MemoryRule(Part):
         largest, smallest = call.largest([own, -own])
         if largest != -smallest:
             raise ConfigError(
-                "Weights are sharded over ranks that were patched with different settings; this one has "
-                f"{call.config}. Layers would be gathered in different orders. Give patch_model the same BurstConfig "
-                "on all ranks."
+                f"Weights are sharded over ranks that were patched with different settings; this one has "
+                f"{call.config}. Layers would be gathered in different orders. Give patch_model the same BurstConfig on "
+                "all ranks."
             )
 
-    def _settings(self, call: Call, batch: Batch, checkpoints: Checkpoints) -> Memory:
-        if self.size is None:
+    def _count_errors(self, reading: Reading) -> None:
+        """Has the rule know of a step that ran out of memory. Torch counts its errors, wherever one was raised and
+        whoever caught it."""
+        step = self.latest
+        if step is not None and self.steps and reading.errors > step.before.errors:
+            self._following(step)
+            logger.warning(
+                "The latest step ran out of memory with %s. From now on, batches of as many tokens take settings of "
+                "memory='auto' that need less.",
+                named(step.settings),
+            )
+
+    def _following(self, step: Step) -> Memory | None:
+        """The settings that follow those of a step which ran out of memory; `None` if no others need less."""
+        if not step.failed:
+            step.failed = True
+            step.rule.ran_out(step.settings, step.size, step.free)
+        level, _ = step.rule.choose(step.levels, step.size, step.free, self._gaps, step.added)
+        return None if step.levels[level] == step.settings else step.levels[level]
+
+    def _settings(self, call: Call, batch: Batch, checkpoints: Checkpoints, reading: Reading) -> Memory:
+        """Those of a pass, the same on all ranks."""
+        self.steps = call.learns
+        self.alone = call.group.size == 1 and not call.sharing
+        if self.host is None:
             self._look(call, checkpoints)
-        if self.size is None:
-            return call.config.memory_settings
-        tokens = bucket(batch.layout.batch_size * batch.layout.length)
-        training = replace(
-            training_of(call, batch, checkpoints, self.size), length=tokens, expandable_segments=self.expandable
-        )
-        training = self._with_images(call, training, self.size)
-        fixed = frozenset(self.fixed | _impossible(call, checkpoints))
-        least = max((level for known, level in self.least.items() if known <= tokens), default=0)
-        choice = self.chosen.get((training, fixed, least))
-        if choice is None:
-            choice = fit(self.size, training, self.capacity, fixed, self.held, least)
-            self.chosen[training, fixed, least] = choice
-        if call.sharing and (level := int(call.largest([choice.level])[0])) != choice.level:
-            choice = at_level(self.size, training, self.capacity, fixed, self.held, level)
-        if (tokens, choice.level) not in self.told:
-            self.told.add((tokens, choice.level))
-            self._tell(call, batch, choice)
-        self.latest = training, choice
-        settings = choice.settings
-        if 0 < settings["attention_keep"] < 1 and batch.layout.beginning(1 - settings["attention_keep"]) is None:
-            settings["attention_keep"] = 0.0  # ranks do not hold as much of each part
-        return Memory(**settings)
-
-    def _with_images(self, call: Call, training: Training, size: ModelSize) -> Training:
-        """How a batch with images is trained. As one image, of which the rank with the most encodes its part."""
-        if self.seen is None:
-            return training
-        if self.seen.sound or not self.seen.tokens or size.tower is None:
-            self._tell_unknown(call)
-        if not self.seen.tokens:
-            return training
-        return replace(
-            training,
-            images=1,
-            image_tokens=bucket(self.seen.tokens),
-            encoded_tokens=bucket(self.seen.encoded if size.tower is None or size.tower.dealt else self.seen.tokens),
-            frozen_towers=not learns(call.model.base_model, ()),
-        )
-
-    def _tell_unknown(self, call: Call) -> None:
-        """Says once that there may be too little room for a tower."""
-        if self.unknown or call.group.rank:
-            return
-        self.unknown = True
-        logger.warning(
-            "memory='auto' cannot tell what towers of %s take for the images or the sound of this batch, and leaves no "
-            "room for it. If a step runs out of memory, set gradient_checkpointing=True and BurstConfig(memory="
-            "hf_burst.Memory(activation_offloading=1.0, tiled_mlp=4096)), or give fewer or smaller ones a batch.",
-            self.model_class.__name__,
-        )
+        if self.steps and self.room is None and call.view.find(recurrent_sizes):
+            self.room = RoomForKernels(call.device)
+            reading = Reading.of(call.device) or reading
+        weights = {id(weight): weight for module in call.view.modules for weight in module._parameters.values()}
+        trained = [weight for weight in weights.values() if weight is not None and weight.requires_grad]
+        rule = self._rule(call, checkpoints, trained)
+        layout = batch.layout
+        size = Size(layout.batch_size * layout.sharding.most_tokens, seen_in(call))
+        levels = rule.sizes.levels(size.tokens, self.host or 0.0, self.fixed | _impossible(call, checkpoints))
+        step = Step(rule, levels, Memory(), size, reading, any(weight.grad is not None for weight in trained))
+        if not self.steps:
+            level = int(call.largest([rule.choose_forward(levels, size, step.free)])[0])
+            return Memory(tiled_mlp=levels[level].tiled_mlp, head_groups=levels[level].head_groups)
+        level, expected = rule.choose(levels, size, step.free, self._gaps, step.added)
+        level = int(call.largest([level])[0])
+        step.settings = levels[level]
+        self.latest = step
+        share = step.settings.attention_keep
+        if 0 < share < 1 and layout.beginning(1 - share) is None:  # ranks do not hold as much of each part
+            step.settings = replace(step.settings, attention_keep=0.0)
+        if level and not self.expandable:
+            self.expandable = expand_segments()
+        if call.group.rank == 0:
+            self._tell(call, batch, step, expected)
+        return step.settings
 
     def _look(self, call: Call, checkpoints: Checkpoints) -> None:
-        """Finds out, once, what the step has for itself on all ranks."""
-        own = held_bytes(call.model, call.device)
-        if own is None:
-            self.chooses = False
-            return
-        smallest = [-gpu_memory(call.device), -share_of_host(call.device), -processes()]
+        """Finds out, once, what all ranks can do and what their hosts have."""
         impossible = [
             float(name in _impossible(call, checkpoints)) for name in SETTINGS
         ]  # what one rank cannot do, none does
-        limits = [own, *smallest, not expandable_segments(), *impossible]
-        self.held, gpu, host, per_host, gaps, *impossible = call.largest(limits)
-        self.expandable = not gaps
-        self.capacity = Capacity(int(-gpu), int(-host), int(-per_host), on_gpu=call.device.type == "cuda")
+        host, *impossible = call.largest([-share_of_host(call.device), *impossible])
+        self.host = -host
         self.fixed = {name for name, found in zip(SETTINGS, impossible, strict=True) if found}
-        try:
-            self.size = model_size(self.model_class, call.model.config)
-        except BurstError as problem:
-            self.chooses = False
-            logger.info("hf_burst cannot tell what memory a step takes, and leaves all as it is: %s", problem)
-            return
-        if self.size.recurrent:
-            self.room = RoomForKernels(call.device)
 
-    def remove(self, view: ModelView) -> None:
-        if self.room is not None:
-            self.room.end()
+    def _rule(self, call: Call, checkpoints: Checkpoints, trained: list[nn.Parameter]) -> MeasuredLevels:
+        """What is known of steps in which these weights learn."""
+        checkpointing = checkpoints.layers > 0
+        key = checkpointing, sum(weight.numel() for weight in trained)
+        if key not in self.rules:
+            local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained]
+            sizes = layer_sizes(call.view, dtype_of_states(call.view).itemsize, checkpointing, call.group.size)
+            sharded = any(isinstance(weight, DTensor) for weight in trained)
+            gradients = sum(weight.nbytes for weight in local if weight.device.type == call.device.type)
+            self.rules[key] = MeasuredLevels(sizes, gradients, sharded)
+        return self.rules[key]
 
-    def _count_errors(self, call: Call) -> None:
-        """In one process: if the latest step ran out of memory, batches of as many tokens, or more, begin one level
-        higher. Torch counts its errors, wherever one was raised and whoever caught it. Over ranks such a step ends the
-        job."""
-        short = out_of_memory(call.device)
-        if self.latest is not None and self.steps and short > self.short and call.group.size == 1 and not call.sharing:
-            training, choice = self.latest
-            self.least[training.length] = choice.level + 1
-            logger.warning(
-                "The latest step ran out of memory with %s. From now on, batches of as many tokens take the next "
-                "settings of memory='auto'.",
-                named(choice),
-            )
-        self.short = short
+    @property
+    def _gaps(self) -> tuple[float, float]:
+        return GAPS_EXPANDABLE if self.expandable else GAPS
 
-    def _tell(self, call: Call, batch: Batch, choice: Fit) -> None:
+    def _begin_backward(self, step: Step, device: torch.device, gradient: Tensor) -> None:
+        if not step.ends:
+            step.ends = True
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(partial(self._measure, step, device))
+
+    def _measure(self, step: Step, device: torch.device) -> None:
+        """Takes up what a step took, when its backward pass is over; of several passes before it, what the last took
+        beyond what the others kept."""
+        reading = Reading.of(device)
+        if reading is not None and step is self.latest and not step.failed:
+            exact = reading.most > step.before.most  # else something else took more, some time before
+            step.rule.measured(step.settings, step.size, reading.most - step.before.held, exact, step.added)
+
+    def _tell(self, call: Call, batch: Batch, step: Step, expected: float) -> None:
         """Says what was chosen, or that nothing fits."""
-        if call.group.rank or not choice.level:
+        short = expected > step.free
+        if (step.settings, short) in self.told or not (short or step.settings != Memory()):
             return
-        assert self.size is not None, "looked at"
+        self.told.add((step.settings, short))
         layout = batch.layout
-        tokens = layout.batch_size * layout.length
-        seen = f", {self.seen.tokens:,} of them of images," if self.seen is not None and self.seen.tokens else ""
-        what, needs = (
-            f"{layout.batch_size} x {layout.length:,} tokens{seen}",
-            described(choice, self.capacity.gpu_memory),
+        given = f"{layout.batch_size} x {layout.length:,} tokens"
+        if not short:
+            logger.info("hf_burst trains %s with %s", given, named(step.settings))
+            return
+        logger.warning(
+            "A training step of %s may run out of memory: it takes about %.1f GiB with %s, and %.1f are left of each "
+            "GPU, for about %s tokens. Shard the sequence over more GPUs, train adapters (LoRA),%s or%s shorten it.",
+            *(given, expected / 2**30, named(step.settings), step.free / 2**30),
+            f"{int(layout.batch_size * layout.length * step.free / expected):,}",
+            " give fewer or smaller images," if step.size.seen else "",
+            "" if step.rule.sizes.checkpointing else " set gradient_checkpointing=True, or",
         )
-        exactly = fit(self.size, replace(choice.training, length=tokens), self.capacity, SETTINGS, self.held)
-        if not exactly.fits:
-            most = longest(self.size, choice.training, self.capacity, self.fixed, self.held)
-            logger.warning(
-                "A training step of %s may run out of memory: it is predicted to take %s with %s. %s tokens fit. "
-                "Shard the sequence over more GPUs, train adapters (LoRA),%s or%s shorten it.",
-                *(what, needs, named(choice), f"{most:,}"),
-                " give fewer or smaller images," if seen else "",
-                "" if choice.training.checkpointing else " set gradient_checkpointing=True, or",
-            )
-        else:
-            logger.info("hf_burst trains %s with %s: predicted are %s", what, named(choice), needs)
-        if not choice.training.expandable_segments:
+        if not self.expandable:
             logger.info(_EXPANDABLE)
 
 
@@ -279,71 +296,23 @@ def _impossible(call: Call, found: Checkpoints) -> set[str]:
     return {name for name, impossible in fixed.items() if impossible}
 
 
-def gpu_memory(device: torch.device) -> int:
-    """Bytes of a GPU that this process may take."""
-    total, share = torch.cuda.mem_get_info(device)[1], torch.cuda.get_per_process_memory_fraction(device)
-    return int(total * share)
+def expand_segments() -> bool:
+    """Asks torch's allocator for expandable segments, unless the user has said which it is to have: a step that is not
+    trained as it is has no memory to lose in gaps. Returns whether it has them."""
+    given = _asked()
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if change is None or not torch.cuda.is_initialized() or "expandable_segments" in given or "backend" in given:
+        return _EXPAND in given
+    change(f"{given},{_EXPAND}".lstrip(","))
+    return True
 
 
-def held_bytes(model: PreTrainedModel, device: torch.device) -> float | None:
-    """Bytes of a GPU that do not follow from the batch: tensors that are there before the first one, states of an
-    optimizer that are still to come, and what others take of it beyond CUDA and NCCL, which the plan counts. `None` for
-    devices whose memory is not counted."""
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    others = total - free - torch.cuda.memory_reserved(device) - outside_of_torch(ranks)
-    return float(torch.cuda.memory_allocated(device) + max(0.0, others) + bytes_to_come(model, device))
+def _asked() -> str:
+    """What the user has asked of the allocator."""
+    return next((os.environ[name] for name in _ALLOCATOR if name in os.environ), "")
 
 
-def out_of_memory(device: torch.device) -> int:
-    """How often torch's allocator has run out of a device's memory so far."""
-    return int(torch.cuda.memory_stats(device).get("num_ooms", 0)) if device.type == "cuda" else 0
-
-
-def expandable_segments() -> bool:
-    """Whether torch's allocator was asked for expandable segments."""
-    return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in _ALLOCATOR)
-
-
-def training_of(call: Call, batch: Batch, checkpoints: Checkpoints, size: ModelSize) -> Training:
-    """How a model is trained, as far as a forward pass shows it."""
-    rows, length = batch.layout.batch_size, batch.layout.length
-    weights = list(call.model.parameters())
-    trained = [weight for weight in weights if weight.requires_grad]
-    count = sum(getattr(weight, "ds_numel", weight.numel()) for weight in trained)  # whole, also under ZeRO-3
-    whole = count > size.weights / 2 or len(trained) == len(weights)
-    lora = 0 if whole else max(1, round(count / max(1, size.adapted)))
-    quantised = lora and any(type(weight).__name__ == "Params4bit" for weight in weights)
-    wide = any(weight.dtype == torch.float32 for weight in trained)
-    modules = (getattr(module.forward, "__module__", "") for module in call.view.modules)
-    return Training(
-        length=rows * length,  # as one document, whose exchange takes the most
-        gpus=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
-        burst_size=call.group.size,
-        sharded="fsdp2"
-        if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in weights)
-        else "ddp",
-        weights="4bit" if quantised else "fp32" if wide else "bf16",
-        lora=lora,
-        checkpointing=checkpoints.layers > 0,
-        fused=any(name.startswith("liger_kernel.") for name in modules),
-        expandable_segments=expandable_segments(),
-        **{name: getattr(call.config.memory_settings, name) for name in SETTINGS},
-    )
-
-
-def named(choice: Fit) -> str:
-    """What it changes, as it reads in a config."""
-    defaults = Memory()
-    changed: dict[str, Any] = {
-        name: value for name, value in choice.settings.items() if value != getattr(defaults, name)
-    }
+def named(settings: Memory) -> str:
+    """What differs from the defaults, as it reads in a config."""
+    changed = {name: value for name, value in asdict(settings).items() if value != getattr(Memory(), name)}
     return ", ".join(f"{name}={value:g}" for name, value in changed.items()) or "nothing changed"
-
-
-def described(choice: Fit, memory: int) -> str:
-    """What a step is predicted to take."""
-    host = f" and {choice.memory.host / 2**30:.1f} GiB of its host" if choice.memory.host else ""
-    return f"{choice.memory.total / 2**30:.1f} of {memory / 2**30:.0f} GiB of a GPU{host}"

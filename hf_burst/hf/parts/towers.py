@@ -1,9 +1,7 @@
 """Towers for images and sound, shared by the ranks: each encodes a part, and all get the features of the whole."""
 
 import inspect
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -30,44 +28,18 @@ _BY_GRID = ("patches", "frames")
 _SOUND = ("input_features", "input_values")
 # masks of sound, with a row for each clip
 _LENGTHS = ("input_features_mask", "feature_attention_mask", "input_values_mask", "padding_mask")
-# in configs: the tokens that stand for images and videos
-_PLACES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 # arguments by which a tower, or a part of one, runs once more
 _RUNS = ("pixel_values", "pixel_values_videos", "pixel_values_local", "tile_fine_mask", *_SOUND)
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What a batch has for towers.
-
-    Args:
-        tokens (`int`): Those that stand for images and videos; 0 if they are not known, or there are none.
-        encoded (`int`): As many of them as the rank with the most encodes.
-        sound (`bool`): Whether it has sound.
-    """
-
-    tokens: int
-    encoded: int
-    sound: bool
-
-
-def seen_in(call: Call) -> Seen | None:
-    """What the batch of a pass has for towers; `None` for text.
-
-    Raises:
-        BatchError: If grids count other rows of pixels than there are.
-    """
-    given, config, ids = call.given, call.model.config, call.given.get("input_ids")
-    if all(given.get(key) is None for key in _RUNS):
-        return None
-    known = {token for name in _PLACES if isinstance(token := getattr(config, name, None), int)}
-    places = None if ids is None else torch.isin(ids, torch.tensor(sorted(known), device=ids.device))
-    tokens = 0 if places is None else int(places.sum())
-    encoders = [own for own in vars(call.model.base_model).values() if isinstance(own, _SharedEncoder)]
-    loads = [own.loads(given, call.group.size) for own in encoders if not isinstance(own, _SharedClips)]
-    by_rank = [sum(load) for load in zip(*(own for own in loads if own), strict=True)]
-    share = max(by_rank) / sum(by_rank) if by_rank and None not in loads else 1.0
-    return Seen(tokens, math.ceil(tokens * share), any(given.get(key) is not None for key in _SOUND))
+def seen_in(call: Call) -> float:
+    """Bytes of images, videos and sound in a batch, about as many as the rank with the most encodes; 0 for text."""
+    given = call.given
+    total = sum(value.nbytes for name in _RUNS if isinstance(value := given.get(name), Tensor))
+    grids = [grid.prod(-1) for name in _GRIDS if isinstance(grid := given.get(name), Tensor)]
+    images = torch.cat(grids) if grids and row_of(type(call.model)).images else None
+    share = 1.0 if images is None else float(images.max() / images.sum())
+    return total * max(share, 1 / call.group.size)
 
 
 class Towers(Part):
@@ -193,17 +165,6 @@ class _SharedEncoder(Override):
         single = torch.stack([torch.ones_like(times), *sides], dim=-1)
         arguments["video_grid_thw"] = single.repeat_interleave(times, dim=0)
         return times.tolist()
-
-    def loads(self, given: Mapping[str, Any], ranks: int) -> list[int] | None:
-        """What each of so many ranks encodes of a batch, as [`_costs`] counts it: nothing without images, and `None`
-        where each encodes all."""
-        names = inspect.signature(getattr(type(self.module), self.name)).parameters
-        arguments = {name: given.get(name) for name in names}
-        if _first(arguments, _PIXELS) is None:
-            return []
-        self._split_videos(arguments)
-        costs = self._costs(arguments)
-        return None if costs is None else [sum(costs[place] for place in share) for share in self._deal(costs, ranks)]
 
     def _deal(self, costs: Sequence[int], ranks: int) -> list[list[int]]:
         """Which images, or clips, each rank encodes."""

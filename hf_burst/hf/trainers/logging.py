@@ -4,7 +4,7 @@ import logging
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -20,11 +20,9 @@ from ...plan import MaskPattern
 from ...ranks.layout import SequenceLayout
 from ...ring import ExchangeClock
 from ...ring.resources import resources_of
-from ...sizing.gpus import data_sheet
-from ...sizing.model import ModelSize
 from ..groups import PATCH, resolve_group
 from ..models.cut_point import language_model_path
-from ..models.model_size import model_size
+from ..models.model_size import model_size, peak_of
 from ..models.positions import beyond_positions
 from ..view import ModelView, find_inside
 
@@ -62,9 +60,7 @@ class BurstCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, peak_flops: float | None = None, progress: bool = True) -> None:
         self.trainer, self.progress = trainer, progress
-        device = trainer.args.device
-        sheet = data_sheet(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        self.peak = peak_flops or (sheet.peak if sheet else 0.0)
+        self.peak = peak_flops or peak_of(trainer.args.device)
         self.clock: ExchangeClock | None = None
         self.handle: RemovableHandle | None = None
         self.lengths_told = False  # whether warnings of lengths were given, or are not wanted
@@ -81,7 +77,7 @@ class BurstCallback(TrainerCallback):
                 "BurstCallback watches models that hf_burst has patched, and the trainer's is not. Call "
                 "hf_burst.patch_model(model) before the trainer is made."
             )
-        self.size: ModelSize | None = None
+        self.size: Any = None
         try:
             self.size = model_size(type(model), model.config)
         except BurstError as problem:
@@ -150,7 +146,7 @@ class BurstCallback(TrainerCallback):
             layout = self.patch.run.batch.layout
             self.tokens += tokens_of(layout)
             self.given += given_tokens(layout)
-            self.pairs += pairs_of(layout, self.size) if self.size else 0.0
+            self.pairs += pairs_of(layout, self.size.patterns) if self.size else 0.0
             self.imbalance += layout.imbalance
             self.passes += 1
             if not self.lengths_told and self.trainer.is_world_process_zero():
@@ -234,14 +230,14 @@ def given_tokens(layout: SequenceLayout) -> int:
     return sum(int(layout.texts(rank).sum()) for rank in range(layout.ranks)) - layout.padding
 
 
-def pairs_of(layout: SequenceLayout, size: ModelSize) -> float:
-    """Returns the number of (query, key) pairs in all layers of a model."""
+def pairs_of(layout: SequenceLayout, patterns: Sequence[tuple[MaskPattern, float]]) -> float:
+    """Returns the number of (query, key) pairs of these tokens in all layers of a model."""
     pairs = 0.0
     if layout.parents:  # without padding, but for that of the last chunk
-        masks = ((count, mask) for pattern, count in size.patterns for mask in layout.masks(pattern))
+        masks = ((count, mask) for pattern, count in patterns for mask in layout.masks(pattern))
         return sum(count * mask.pairs for count, mask in masks)
     for bounds in _bounds(layout):
-        pairs += sum(count * pattern.mask(bounds[-1], bounds).pairs for pattern, count in size.patterns)
+        pairs += sum(count * pattern.mask(bounds[-1], bounds).pairs for pattern, count in patterns)
     return pairs
 
 

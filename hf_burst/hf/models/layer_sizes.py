@@ -1,0 +1,65 @@
+"""The sizes of a model's layers from which a run estimates its first step."""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ...plan.memory_levels import LayerSizes
+from ..view import ModelView
+from .hybrid import attention_shapes, recurrent_sizes
+from .task import task_of
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
+_INNER = ("intermediate_size", "ffn_dim", "n_inner")
+
+
+def layer_sizes(view: ModelView, itemsize: int, checkpointing: bool, ranks: int) -> LayerSizes:
+    """Those of the language model of a view, by its config.
+
+    Args:
+        view ([`ModelView`]): The model.
+        itemsize (`int`): Bytes of an element of a hidden state.
+        checkpointing (`bool`): Whether layers checkpoint.
+        ranks (`int`): How many share a sequence.
+    """
+    text, shapes = view.root.config.get_text_config(), attention_shapes(view)
+    _, chosen = experts_of(text)
+    names = ("moe_intermediate_size", *_INNER) if chosen else _INNER
+    inner = next((value for name in names if (value := getattr(text, name, None))), 4 * text.hidden_size)
+    widest = max(inner) if isinstance(inner, list | tuple) else inner
+    each = 0 if shapes is None else (shapes.head_dim + shapes.value_dim) // 2
+    return LayerSizes(
+        layers=getattr(text, "num_hidden_layers", 1),
+        hidden=text.hidden_size,
+        inner=chosen * (widest + text.hidden_size) if chosen else widest,
+        queries=0 if shapes is None else shapes.q_heads * each,
+        keys=0 if shapes is None else shapes.kv_heads * each,
+        kv_heads=0 if shapes is None else shapes.kv_heads,
+        mixed=max((size.backward_elements for size in view.find(recurrent_sizes)), default=0),
+        itemsize=itemsize,
+        causal=view.find(task_of).causal,
+        checkpointing=checkpointing,
+        exchanges=ranks > 1,
+    )
+
+
+def experts_of(text: Any) -> tuple[int, int]:
+    """The experts of a layer, by the config of a language model, and to how many of them a token is sent; 0 without
+    any, also in configs of models that could have some."""
+    experts = _first(text, _EXPERTS, 0)
+    return experts, _first(text, _CHOSEN, 1) if experts else 0
+
+
+def dtype_of_states(view: ModelView) -> torch.dtype:
+    """The dtype of hidden states: that of the embeddings, or the one to which FSDP2 casts all weights."""
+    embeddings: Any = view.root.get_input_embeddings()
+    if isinstance(embeddings.weight, DTensor) and (units := view.units_of_fsdp2):
+        return units[0]._get_fsdp_state()._mp_policy.param_dtype or embeddings.weight.dtype
+    return embeddings.weight.dtype
+
+
+def _first(config: Any, names: tuple[str, ...], default: int) -> int:
+    """The first of these numbers that a config has."""
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), default)
