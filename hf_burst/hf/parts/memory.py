@@ -149,9 +149,9 @@ class MemoryRule(Part):
         largest, smallest = call.largest([own, -own])
         if largest != -smallest:
             raise ConfigError(
-                f"Weights are sharded over ranks that were patched with different settings; this one has "
-                f"{call.config}. Layers would be gathered in different orders. Give patch_model the same BurstConfig on "
-                "all ranks."
+                "Weights are sharded over ranks that were patched with different settings; this one has "
+                f"{call.config}. Layers would be gathered in different orders. Give patch_model the same BurstConfig "
+                "on all ranks."
             )
 
     def _count_errors(self, reading: Reading) -> None:
