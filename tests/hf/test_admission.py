@@ -86,7 +86,8 @@ def test_an_admitted_class_is_exact(ranks: Ranks, folder: str, caplog: pytest.Lo
         hf_burst.patch_model(own_model(kind))
     assert_equal(ranks(2).run(on_text, folder), on_text(0, 1, folder))
     hf_burst.patch_model(own_model(type("Derived", (hf_burst.admit(kind),), {"__module__": kind.__module__})))
-    assert not caplog.records, "its own layers were compared with it"
+    own = [record for record in caplog.records if record.name.startswith("hf_burst")]
+    assert not own, "its own layers were compared with it"
 
 
 def on_images(rank: int, size: int, folder: str, images: str | None) -> tuple[Result, int]:

@@ -9,7 +9,6 @@ import torch
 import hf_burst
 from hf_burst.errors import BatchError
 from hf_burst.hf.groups import PATCH
-from hf_burst.hf.parts.shared_beginnings import SharedBeginnings
 from tests.hf.test_shared_beginnings import make_model
 from tests.support import models
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
@@ -45,7 +44,7 @@ def train(rank: int, size: int, kind: str, share: bool, collated: bool = False) 
     batch: dict[str, Any] = rows(kind)
     batch = hf_burst.shard_batch(batch, config=config) if collated else batch
     found = loss_and_gradients(model, batch, single=True)
-    part = next(part for part in getattr(model, PATCH).parts if isinstance(part, SharedBeginnings))
+    part = getattr(model, PATCH).tokens.beginnings
     return found, part.told
 
 

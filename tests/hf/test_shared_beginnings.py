@@ -22,7 +22,6 @@ from hf_burst.hf.batches import joining
 from hf_burst.hf.batches.joining import Joined, join_texts
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts import shared_beginnings
-from hf_burst.hf.parts.shared_beginnings import SharedBeginnings
 from hf_burst.hf.trainers.logging import given_tokens, longest_of
 from hf_burst.hf.trainers.logging import tokens_of as tokens_of_layout
 from hf_burst.hf.view import ModelView
@@ -635,7 +634,7 @@ def an_adapter_a_row(rank: int, size: int) -> None:
         found = model(**batch, adapter_names=names)
         layer.register_forward_hook(lambda module, given, out: out * scales)
         hooked = model(**batch)
-    part = next(part for part in getattr(model.base_model.model, PATCH).parts if isinstance(part, SharedBeginnings))
+    part = getattr(model.base_model.model, PATCH).tokens.beginnings
     assert "joined" in part.told, "without either they are shared"
     real = batch["attention_mask"].bool()
     for output, wanted in ((found, by_adapters), (hooked, by_hook)):

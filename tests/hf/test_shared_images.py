@@ -12,7 +12,6 @@ import hf_burst
 from hf_burst.hf.batches.joining import Joined
 from hf_burst.hf.batches.modalities import same_for_every_text
 from hf_burst.hf.groups import PATCH
-from hf_burst.hf.parts.shared_beginnings import SharedBeginnings
 from tests.support import models
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
 from tests.support.op_graphs import WAITS
@@ -81,7 +80,7 @@ def on_packed(
 ) -> tuple[Result, set[str]]:
     model = models.patch(seeing_model(family), hf_burst.BurstConfig(share_prefixes=share))
     found = loss_and_gradients(model, packed(family, same, length, rows))
-    part = next(part for part in getattr(model, PATCH).parts if isinstance(part, SharedBeginnings))
+    part = getattr(model, PATCH).tokens.beginnings
     return found, part.told
 
 
@@ -92,7 +91,7 @@ def train(family: str, same_images: bool = True) -> Result:
 def on_ranks(rank: int, size: int, family: str, same_images: bool = True) -> tuple[Result, set[str]]:
     model = models.patch(seeing_model(family), hf_burst.BurstConfig(share_prefixes=True))
     found = loss_and_gradients(model, rows_alike(family, same_images))
-    part = next(part for part in getattr(model, PATCH).parts if isinstance(part, SharedBeginnings))
+    part = getattr(model, PATCH).tokens.beginnings
     return found, part.told
 
 
