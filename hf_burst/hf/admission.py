@@ -90,7 +90,7 @@ class Verdict:
     # by kind of batch, the largest error of the loss or a gradient, relative to its largest entry
     errors: dict[str, float] = field(default_factory=dict)
     note: str = ""
-    fingerprint: str = ""  # of what the verdict holds for, see [`fingerprint`]
+    fingerprint: str = ""  # identifies what the verdict holds for, see [`fingerprint`]
     uncompared: str = ""  # served modalities that were not compared, such as "images and videos"
 
 

@@ -87,8 +87,7 @@ class ForwardCall:
     masks: tuple[Any, ...] = ()
 
     def replay(self, outer: ReplayBuffer | None = None, keeps: bool = False) -> ReplayBuffer:
-        """Returns a buffer for what recurrent layers receive; without `keeps`, set by checkpoints, it stores
-        nothing."""
+        """Returns a buffer for what recurrent layers receive; it stores nothing unless a checkpoint `keeps` it."""
         return ReplayBuffer(outer, keeps and self.config.memory_settings.attention_keep > 0)
 
 

@@ -245,7 +245,7 @@ class _Patch:
         ]
 
     def remove(self, view: ModelView) -> None:
-        self.end()  # of an interrupted pass
+        self.end()  # ends an interrupted pass
         for handle in (*self.handles, *self.looked):
             handle.remove()
         remove_overrides(view)
@@ -294,8 +294,7 @@ class _Patch:
         return (), {**arguments, **({} if apart else {CALL_KEY: layers})}
 
     def _agreed(self, module: PreTrainedModel, given: Mapping[str, Any], error: Exception | None) -> ForwardPass:
-        """Returns the pass over a batch after all ranks have agreed on it. Raises the error of any rank on all of
-        them."""
+        """Returns the pass over a batch, on which all ranks have agreed. Raises any rank's error on all of them."""
         self.passes += 1
         walk = Walk(module)
         changed = not self.met.are(walk.modules)

@@ -176,5 +176,5 @@ def own_modules(layer: nn.Module) -> list[nn.Module]:
 
 
 def find_inside(model: nn.Module, attribute: str) -> Any:
-    """Returns the first module of any model, wrapped or not, whose own attributes include one, such as a patch."""
+    """Returns the first module of any model, wrapped or not, that itself has an attribute, such as a patch."""
     return next((module for module in model.modules() if attribute in vars(module)), None)

@@ -213,8 +213,7 @@ class Checkpointing(Part):
             )
 
     def _bytes_of_host(self, leaving: int, sizes: tuple[float, float]) -> int:
-        """Returns host bytes for the first `leaving` layers, given the bytes of a layer's input and of its
-        attention."""
+        """Returns the host bytes of the first `leaving` layers, given those of a layer's input and its attention."""
         inputs, attention = sizes
         return round(keeping(leaving, self.layers, self.per_checkpoint) * inputs + leaving * attention)
 

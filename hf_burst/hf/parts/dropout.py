@@ -1,8 +1,9 @@
 """Dropout over sharded activations: each rank of a group draws its own masks.
 
 Trainers seed all ranks alike, so the masks of one shard would repeat on all others. Therefore a rank's generators get
-their own seed while a model with dropout runs forward. All seeds derive from a number that the first rank has drawn.
-Where all ranks hold the whole batch, they share a seed and draw the same masks, also if they were seeded differently.
+their own seed while a model with dropout runs forward. It derives from a number that the first rank draws from its
+default CPU generator, which advances alike on all ranks: data order stays in step, and a resumed run draws the same
+masks. Ranks that were seeded differently share the number, too.
 """
 
 from collections.abc import Iterable

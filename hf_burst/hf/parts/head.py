@@ -44,7 +44,7 @@ class Head(Part):
         keep = batch.given.get("logits_to_keep", 0)
         asked = self.asked = isinstance(keep, torch.Tensor) or bool(keep)
         tokens: list[int] | None = None
-        cached = call.cache is not None  # Gemma 4 would slice its mask by a number
+        cached = call.cache is not None  # a number would make Gemma 4 slice its mask
         if asked and (call.group.size > 1 or cached or not call.task.generates):
             tokens = list(kept_tokens(keep, batch.layout.length - batch.layout.padding))
             self.kept, self.by_model = batch.lies.local[tokens], call.task.generates

@@ -77,7 +77,7 @@ def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> None:
     """
     rows, new = batch_shape(batch)
     keep = batch.get("logits_to_keep", 0)
-    if isinstance(keep, int) and 0 < keep < new:  # Gemma 4 would slice its mask by a number
+    if isinstance(keep, int) and 0 < keep < new:  # a number would make Gemma 4 slice its mask
         batch["logits_to_keep"] = torch.arange(new - keep, new, device=tokens_of(batch).device)
     shown = batch.get("attention_mask")
     if shown is not None and (not isinstance(shown, torch.Tensor) or shown.ndim != 2):

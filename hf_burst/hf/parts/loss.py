@@ -170,10 +170,10 @@ class Loss(Part):
 def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: torch.Tensor | float | None) -> torch.Tensor:
     """Returns the loss of the whole batch, weighted by tokens over all ranks.
 
-    A token counts 1 / `items` (`num_items_in_batch`), or else 1 / tokens of the group. A batch without tokens has the
-    loss nan. `items` are summed over all ranks: each rank of a group counts a full batch, but a sharded batch is
-    counted once. The caller then multiplies the loss by the number of processes, because gradients are averaged over
-    them. All of this is as in Transformers.
+    As in Transformers, a token counts 1 / `items` (`num_items_in_batch`), a batch without tokens has the loss nan, and
+    the trainer multiplies the loss by the number of processes, because gradients are averaged over them. Without
+    `items` a token counts 1 / tokens of the group. `items` are summed over all ranks: each rank of a group counts a
+    full batch, but a sharded batch is counted once.
     """
     if items is None:
         return group_loss(local_sum, 1 / run.tokens if run.tokens else math.nan, run.group)

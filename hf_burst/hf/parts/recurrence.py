@@ -74,7 +74,7 @@ class Recurrence(Part):
 
     @property
     def forks(self) -> bool:
-        """Whether a text may have several continuations, each of which begins with its final states."""
+        """Whether several continuations of a text may each begin with its final states."""
         known = not self.modules or self.sizes
         return bool(known) and all("states" in size.ways for size in self.sizes)
 

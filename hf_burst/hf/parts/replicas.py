@@ -166,7 +166,7 @@ def _leaves_no_mark() -> bool:
 
 
 def has_fsdp1(view: ModelView) -> bool:
-    """Returns whether FSDP1 averages gradients and shards weights, whose parameters look like whole ones."""
+    """Returns whether FSDP1 averages gradients and shards weights; its shards look like whole weights."""
     state = AcceleratorState._shared_state
     if state.get("distributed_type") == DistributedType.FSDP and state["fsdp_plugin"].fsdp_version == 1:
         return True

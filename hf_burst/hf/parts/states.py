@@ -111,7 +111,7 @@ class States(Part):
             self._check_padding(call, name, mask, labels)
 
     def _check_documents(self, call: Call, batch: Batch, pooling: str) -> None:
-        """Raises if a document would have no embedding."""
+        """Raises for a model, a pooling or a batch without an embedding of each document."""
         name, lengths = type(call.model).__name__, batch.given.get("cu_seq_lens_q")
         if pooling not in POOLINGS:
             raise ConfigError(f"embeddings was given pooling={pooling!r}; it is one of {POOLINGS}.")

@@ -31,7 +31,7 @@ _WRAPPED = {"_checkpoint_wrapped_module", "_orig_mod"}  # names in torch's wrapp
 
 class TiledMLP(Part):
     """Gives modules that treat every token by itself a forward in tiles, see [`tiled`]: MLPs, and the experts behind a
-    router, by `Memory.tiled_mlp`. Which modules do is found out when they run."""
+    router, by `Memory.tiled_mlp`. Whether a module does is found out when it runs."""
 
     def __init__(self) -> None:
         self.obstacles: dict[str, str] = {}  # of the latest pass

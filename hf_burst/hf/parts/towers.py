@@ -33,7 +33,7 @@ _RUNS = ("pixel_values", "pixel_values_videos", "pixel_values_local", "tile_fine
 
 
 def seen_in(call: Call) -> float:
-    """Returns the bytes of images, videos and sound that the busiest rank encodes, about; 0 for text."""
+    """Estimates the bytes of images, videos and sound that the busiest rank encodes; 0 for text."""
     given = call.given
     total = sum(value.nbytes for name in _RUNS if isinstance(value := given.get(name), Tensor))
     grids = [grid.prod(-1) for name in _GRIDS if isinstance(grid := given.get(name), Tensor)]
@@ -107,7 +107,7 @@ def refuse_draws(owner: nn.Module) -> None:
 
 
 class _SharedEncoder(Override):
-    """An override of the method by which a module's tower encodes.
+    """The override of a method that encodes with a tower.
 
     Args:
         module (`torch.nn.Module`): The module.
@@ -293,7 +293,7 @@ def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
         costs (sequence of `int`): The costs of the images.
         ranks (`int`): The number of ranks.
 
-        Returns:
+    Returns:
         `list[list[int]]`: For each rank the sorted places of its images.
     """
     shares, loads = [list[int]() for _ in range(ranks)], [0] * ranks

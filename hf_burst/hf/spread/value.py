@@ -344,7 +344,7 @@ for _name in (
 ):
     setattr(Spread, f"__{_name}__", partialmethod(Spread._asked, getattr(Tensor, f"__{_name}__")))
 
-# lets FSDP2 find the tensors that a module returns, by whose gradients it knows that the backward pass begins
+# lets FSDP2 find the tensors that a module returns, because their gradients tell it that the backward pass begins
 pytree.register_pytree_node(
     Spread, lambda value: ([value.own], value), lambda children, value: replace(value, own=next(iter(children)))
 )
