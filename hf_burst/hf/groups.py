@@ -32,8 +32,7 @@ def check_processes() -> None:
 
 
 def check_joined() -> None:
-    """Raises a ConfigError if processes that were launched together are not joined, because it is too early or they
-    have parted."""
+    """Raises a ConfigError if processes that were launched together are not joined yet, or not any more."""
     if _launched() > 1 and not dist.is_initialized():
         raise ConfigError(
             f"This is one of {_launched()} processes that were launched together, and torch.distributed does not join "

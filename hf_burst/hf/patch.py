@@ -134,7 +134,7 @@ def _named(group: ContextGroup | None) -> str:
 
 
 def unpatch_model(model: AnyModel) -> AnyModel:
-    """Puts back everything that [`patch_model`] changed.
+    """Restores everything that [`patch_model`] changed.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`): A patched model, changed in place.

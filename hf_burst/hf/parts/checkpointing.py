@@ -59,7 +59,7 @@ class Checkpointing(Part):
         self.layers = self.offloading = self.started = 0  # that checkpoint; that offload in this pass; that have run
         self.per_checkpoint = 1
         self.found = Checkpoints()  # in this pass
-        self.selective = False  # whether a module checkpoints by a context_fn of the user's
+        self.selective = False  # whether a module checkpoints by the user's context_fn
         self.latest: LayerRun | None = None
         # of the latest run, until the next layer runs: meanwhile its address is not reused
         self.output: tuple[torch.Tensor, Place] | None = None

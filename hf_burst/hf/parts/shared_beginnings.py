@@ -60,7 +60,7 @@ class SharedBeginnings:
             return None
         labels = given.get("labels")
         if not fit(given, labels) or not _joinable(call, labels is not None):
-            return None  # parts say what is wrong
+            return None  # parts raise with the reason
         obstacle = self._obstacle(call)
         if obstacle in self.told:
             return None

@@ -58,7 +58,7 @@ def vectors_of_documents(states: Tensor, lies: Where, pooling: str) -> Tensor:
     documents, wide = of_own[places].to(states.device), accumulation_dtype(states.dtype)
     counts = torch.tensor(sizes, dtype=wide, device=states.device)
     lies.share()
-    with torch.autocast(states.device.type, enabled=False):  # sums are wide
+    with torch.autocast(states.device.type, enabled=False):  # sums need the wide dtype
         own = states.flatten(0, 1).index_select(0, places.to(states.device)).to(wide)
         total = own.new_zeros(len(counts), own.shape[-1]).index_add(0, documents, own)
         return group_sum(total / counts[:, None] if pooling == "mean" else total, lies.group)

@@ -68,7 +68,7 @@ class Where:
         return row if self.joined is None else self.joined.restored(row)
 
     def numbers(self, own: Tensor) -> Tensor:
-        """Does the same for numbers of tokens that count where the next token has a label."""
+        """Does the same for numbers that tokens have only where the next token has a label."""
         row = self._gathered(own)
         return row if self.joined is None else self.joined.restored_scores(row)
 
