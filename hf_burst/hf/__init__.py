@@ -1,1 +1,1 @@
-"""The join with Transformers and accelerate; the only part of hf_burst that imports them."""
+"""The integration with Transformers and accelerate; the only part of hf_burst that imports them."""

@@ -1,12 +1,12 @@
-"""Who is served, by the table `admission.toml`: classes and what their batches hold, layers, adapters, trainers.
+"""The models that are served, by the table `admission.toml`: classes, modalities, layers, adapters, trainers.
 
     row_of(type(model))        how ranks share images, videos and sound of a class, and where it is cut
-    served_by(view)            by which comparison a model is served
-    admit(MyModel)             adds a row for a class of somebody else's
+    served_by(view)            which comparison vouches for a model
+    admit(MyModel)             adds a row for your own class
     check_adapters(model)      raises for adapters that were not compared
     trainer_role(type(trainer))
 
-What is never served, whatever a comparison would find, is said by `models/support.py` and `models/task.py`.
+`models/support.py` and `models/task.py` refuse what is never served, whatever a comparison finds.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ _NORMS = re.compile(r"fla\.modules\.[\w.]*Norm\w*")  # of flash-linear-attention
 
 @dataclass(frozen=True)
 class Row:
-    """What the table knows of a class, see there; nothing of most."""
+    """A row of the table, explained there; empty for most classes."""
 
     source: str | None = None
     images: str | None = None
@@ -68,7 +68,7 @@ class Row:
 
     @property
     def modalities(self) -> list[str]:
-        """What batches may hold besides text."""
+        """The modalities that batches may hold besides text."""
         return [name for name in ("images", "videos", "sound") if getattr(self, name)]
 
 
@@ -86,12 +86,12 @@ PEFT_METHODS: Mapping[str, list[str]] = MappingProxyType(_TABLE["peft"]["methods
 class Verdict:
     """The result of a comparison of two ranks with one process."""
 
-    result: str  # "exact", "wrong", "refused" (by the sentence in `note`) or "not buildable"
-    # by kind of batch, the greatest error of the loss or a gradient, relative to its greatest entry
+    result: str  # "exact", "wrong", "refused" (for the reason in `note`) or "not buildable"
+    # by kind of batch, the largest error of the loss or a gradient, relative to its largest entry
     errors: dict[str, float] = field(default_factory=dict)
     note: str = ""
-    fingerprint: str = ""  # what the verdict holds for, see [`fingerprint`]
-    uncompared: str = ""  # such as "images and videos": with what the class is served besides text
+    fingerprint: str = ""  # identifies what the verdict holds for, see [`fingerprint`]
+    uncompared: str = ""  # served modalities that were not compared, such as "images and videos"
 
 
 def admit(
@@ -103,29 +103,29 @@ def admit(
     positions: str | None = None,
     cut: str | None = None,
 ) -> Admitted:
-    """Has [`patch_model`] serve a class of your own, and those that inherit from it, after you have compared it with
-    one process: by [`check_model`], and with images or sound by `hf-burst check FOLDER --batch FILE`. What is never
-    exact, such as cross attention, stays refused. Call it where the class is defined, so that every rank does.
+    """Lets [`patch_model`] serve your own class and its subclasses, after you have compared the class with one process:
+    by [`check_model`], and with images or sound by `hf-burst check FOLDER --batch FILE`. What is never exact, such as
+    cross attention, stays refused. Call it where the class is defined, so that every rank does.
 
     Args:
-        model_class (`type`): A class that inherits from `PreTrainedModel`.
-        source (`str`, *optional*): A hash of the file that you compared. If the file has another one, a warning says
-            which.
+        model_class (`type`): A subclass of `PreTrainedModel`.
+        source (`str`, *optional*): The hash of the file that you compared. If the file has changed, a warning names
+            both hashes.
         images (`str`, *optional*): How ranks share images in `get_image_features`: by `"patches"`, which grids count,
-            by `"images"` of one row each, or not (`"all"` encode all). What is left out is as in the class that it
-            inherits from; images, videos and sound are refused where nothing is said of them.
-        videos (`str`, *optional*): The same for `get_video_features`, or `"frames"`, if grids count patches and each
-            frame is encoded apart.
-        sound (`str`, *optional*): `"clips"` if `get_audio_features` encodes each row apart, or `"all"`.
+            by `"images"` of one row each, or not (`"all"`: each encodes all). Arguments that are left out are inherited
+            from the base class; images, videos and sound are refused if neither names them.
+        videos (`str`, *optional*): The same for `get_video_features`, or `"frames"` if grids count patches and each
+            frame is encoded separately.
+        sound (`str`, *optional*): `"clips"` if `get_audio_features` encodes each row separately, or `"all"`.
         positions (`str`, *optional*): `"row"` if the positions of images depend on earlier documents of a row.
-        cut (`str`, *optional*): The inner model that takes a part of the tokens, such as `"model.decoder"`. By default
-            it is found.
+        cut (`str`, *optional*): The inner model that takes a part of the tokens, such as `"model.decoder"`. Found by
+            default.
 
     Returns:
         The same class.
 
     Raises:
-        ConfigError: If it is no such class, or there is no such answer.
+        ConfigError: If `model_class` is not such a class, or another argument is not one of the values above.
 
     Example:
 
@@ -142,12 +142,12 @@ def admit(
 
 
 def row_of(kind: type) -> Row:
-    """The row of a class: its own, or that of the first base class that has one. FSDP2 and users derive others."""
+    """Returns the row of a class, or of its first base class with one, because FSDP2 and users derive classes."""
     return _listed(kind)[1]
 
 
 def _listed(kind: type) -> tuple[type | None, Row]:
-    """The class that has the row, and the row."""
+    """Returns the class that has the row, and the row."""
     for base in kind.__mro__:
         shipped = CLASSES.get(base.__name__) if base.__module__.startswith("transformers.") else None
         row = vars(base).get(ROW, shipped)
@@ -157,7 +157,7 @@ def _listed(kind: type) -> tuple[type | None, Row]:
 
 
 def _listed_for(view: ModelView) -> tuple[type | None, Row]:
-    """The same for a model. The row of a decoder or encoder alone is that of a class with a head in its file."""
+    """Returns the same for a model. A bare decoder or encoder takes the row of a class with a head in its file."""
     model, kind = view.root, type(view.root)
     found = _listed(kind)
     if found[0] is None and model.base_model is model and not view.find(has_language_head):
@@ -167,7 +167,7 @@ def _listed_for(view: ModelView) -> tuple[type | None, Row]:
 
 
 def _beside(kind: type) -> list[type[PreTrainedModel]]:
-    """The classes of the same file that are made from the same config."""
+    """Returns the classes of the same file that share its config class."""
     config = getattr(kind, "config_class", None)
     if config is None:
         return []
@@ -177,12 +177,12 @@ def _beside(kind: type) -> list[type[PreTrainedModel]]:
 
 
 def served_by(view: ModelView) -> str:
-    """By which comparison a model is served, on which ranks that share a sequence must agree: `"shipped"` if hf_burst
-    comes with the comparison of its class, or of one that it is made from, `"admitted <source>"` if somebody else
-    vouches for that, else `"checked <fingerprint>"`. Warns of what this comparison does not cover.
+    """Returns which comparison vouches for a model; ranks that share a sequence must agree on it: `"shipped"` if
+    hf_burst comes with the comparison of its class, or of one that it is made from, `"admitted <source>"` if somebody
+    else vouches for that class, else `"checked <fingerprint>"`. Warns of what the comparison does not cover.
 
     Raises:
-        UnsupportedModelError: If it was compared by nobody, or was found wrong here.
+        UnsupportedModelError: If nobody compared the model, or a comparison on this machine found it wrong.
     """
     kind, verdict, command = type(view.root), _verdict_for(fingerprint(view)), _command(view.root)
     listed, row = _listed_for(view)
@@ -233,7 +233,7 @@ def served_by(view: ModelView) -> str:
 
 
 def _command(model: PreTrainedModel) -> str:
-    """What compares a model with one process."""
+    """Returns the command that compares a model with one process."""
     name, in_python = model.config.name_or_path, "hf_burst.check_model(model)"
     return f"hf-burst check {shlex.quote(name)} (or, in Python, {in_python})" if name else in_python
 
@@ -243,7 +243,7 @@ def _package(kind: type) -> str:
 
 
 def own_classes(view: ModelView) -> list[type]:
-    """The classes of a model and its layers that come from none of the known libraries, by their names."""
+    """Returns the classes of a model and its layers that no known library defines, sorted by name."""
     classes = {base for kind in view.classes for base in kind.__mro__}
     own = [kind for kind in classes if _package(kind) not in _TABLE["libraries"]["names"]]
     own = [kind for kind in own if not _NORMS.fullmatch(f"{kind.__module__}.{kind.__qualname__}")]
@@ -251,9 +251,9 @@ def own_classes(view: ModelView) -> list[type]:
 
 
 def fingerprint(view: ModelView) -> str | None:
-    """A hash, 12 hexadecimal digits, of what a verdict on a model holds for: its class, the source of the class, of its
-    layers and of the modules that these import, and the versions of Transformers, torch and hf_burst; `None` if the
-    class has no source file."""
+    """Returns a hash, 12 hexadecimal digits, of what a verdict on a model depends on: its class, the source of the
+    class, of its layers and of the modules that they import, and the versions of Transformers, torch and hf_burst;
+    `None` if one of them has no source file."""
     own = view.find(own_classes)
     roots = set(map(_package, own))
     pending = {cls.__module__ for kind in view.classes for cls in kind.__mro__}
@@ -265,7 +265,7 @@ def fingerprint(view: ModelView) -> str | None:
             continue
         hashes[name] = source_hash(name)
         names = vars(sys.modules[name]) if name in sys.modules and not in_transformers else {}
-        if "__path__" not in names:  # the names in a package follow from what else was imported
+        if "__path__" not in names:  # a package's names depend on what else was imported
             pending |= {str(getattr(value, "__module__", getattr(value, "__name__", ""))) for value in names.values()}
     if None in hashes.values():
         return None
@@ -276,7 +276,7 @@ def fingerprint(view: ModelView) -> str | None:
 
 
 def source_hash(module: str) -> str | None:
-    """A short hash of the source of a loaded Python module; `None` if it has no file, as in a notebook."""
+    """Returns a short hash of the source of a loaded Python module; `None` if it has no file, as in a notebook."""
     file = getattr(sys.modules.get(module), "__file__", None)
     try:
         return _digest(Path(file).read_bytes()) if file else None
@@ -289,14 +289,14 @@ def _digest(data: bytes) -> str:
 
 
 def remember(verdict: Verdict) -> Path:
-    """Writes a verdict down for [`served_by`]; raises a ConfigError if it cannot."""
+    """Writes a verdict to disk for [`served_by`] and returns the path. Raises a ConfigError if it cannot."""
     path = _remembered(verdict.fingerprint)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
             file.write(json.dumps(asdict(verdict), indent=1))
         os.chmod(file.name, 0o644)  # other users may share the folder
-        os.replace(file.name, path)  # all at once: no other process reads half of it
+        os.replace(file.name, path)  # atomic, so no other process reads half of it
     except OSError as problem:
         raise ConfigError(
             f"The verdict ({verdict.result}) cannot be remembered", str(problem), "Set HF_HOME to a folder to write in"
@@ -305,23 +305,23 @@ def remember(verdict: Verdict) -> Path:
 
 
 def _verdict_for(found_for: str | None) -> Verdict | None:
-    """The verdict that is remembered; `None` if there is none, or something else wrote it."""
+    """Returns the verdict on disk; `None` if there is none, or something else wrote the file."""
     with suppress(OSError, ValueError, TypeError):
         return Verdict(**json.loads(_remembered(found_for or "").read_text()))
     return None
 
 
 def _remembered(found_for: str) -> Path:
-    """The file of a verdict, in `$HF_HOME/hf_burst`, `$XDG_CACHE_HOME/hf_burst` or `~/.cache/hf_burst`."""
+    """Returns the file of a verdict, in `$HF_HOME/hf_burst`, `$XDG_CACHE_HOME/hf_burst` or `~/.cache/hf_burst`."""
     home = os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "hf_burst" / f"check-{found_for}.json"
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raises for adapters of peft that are not served exactly; whether the model was patched before or after.
+    """Raises for peft adapters that are not served exactly, whether they came before or after the patch.
 
     Raises:
-        UnsupportedModelError: With the method, or the option of it, that is not served.
+        UnsupportedModelError: With the method, or its option, that is not served.
     """
     why = "it has not been found exact where every rank holds a part of the tokens"
     for name, config in getattr(model, "peft_config", {}).items():
@@ -342,16 +342,16 @@ def check_adapters(model: nn.Module) -> None:
 
 
 def _changed(config: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The options of a config that are not as by default: name, value and default."""
+    """Yields the options of a config that differ from their defaults: name, value and default."""
     for option in fields(config):
         default = option.default if option.default_factory is MISSING else option.default_factory()
         value = getattr(config, option.name)
-        if value != default and (value or default):  # an empty list is as good as none
+        if value != default and (value or default):  # an empty list counts as None
             yield option.name, value, default
 
 
 def trainer_role(trainer: type) -> str | None:
-    """What a trainer does beside training, `"generates"` or `"distills"`, if it is one of the table, or of the user's
-    own that inherits from one; others of TRL that do so have other losses."""
+    """Returns `"generates"` or `"distills"` if the table says so of a trainer, or of the nearest TRL class that the
+    user's trainer inherits from; TRL's other subclasses have other losses."""
     own = next((kind for kind in trainer.__mro__ if kind.__module__.startswith("trl.")), trainer)
     return TRAINERS.get(f"{own.__module__}.{own.__name__}")

@@ -1,8 +1,8 @@
-"""The state of one answer over ranks, and what becomes of keys in each phase of it.
+"""The state of one answer over ranks, and what happens to keys in each of its phases.
 
-Filling     the pass that reads the prompt: each rank keeps the keys of its own tokens
-Stepping    a pass over new tokens, which every rank computes: token i lies on rank i mod ranks
-Fixed       such a pass over one token, whose tensors lie where those of the next one will
+Filling     reads the prompt: each rank keeps the keys of its own tokens
+Stepping    reads new tokens, which every rank computes: rank i mod ranks stores token i
+Fixed       reads one new token, with tensors at the same addresses in every step
 """
 
 import weakref
@@ -23,21 +23,21 @@ from ..ranks.collectives import all_gather
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
 
-_ROOM = 64  # tokens for which a layer makes room at first
+_ROOM = 64  # tokens that a layer first allocates
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prompts, one a row, spread over the ranks."""
+    """Prompts, one per row, spread over the ranks."""
 
     rows: int
-    length: int  # tokens of each, padding included
+    length: int  # tokens in each, padding included
     positions: Tensor  # of the tokens on this rank, -1 for padding, `(rows or 1, n)`
-    starts: tuple[int, ...] = ()  # how many tokens of each row are padding; empty for none
+    starts: tuple[int, ...] = ()  # padding tokens of each row; empty for none
 
     @classmethod
     def of(cls, layout: SequenceLayout, rank: int, device: torch.device) -> "Prompt":
-        """The prompts of a batch that is laid over the ranks."""
+        """Returns the prompts of a batch that is laid over the ranks."""
         own, length = layout.indices(rank), layout.length - layout.padding
         assert bool((own.diff() > 0).all()), "what fills the last chunk stands last on its rank"
         starts = tuple(start for start, _ in layout.real)
@@ -47,11 +47,11 @@ class Prompt:
 
     @property
     def shown(self) -> Tensor:
-        """The tokens of each row that are not padding, `(rows or 1, 1)`."""
+        """Number of tokens in each row that are not padding, `(rows or 1, 1)`."""
         return self.length - torch.tensor(self.starts or (0,), device=self.positions.device)[:, None]
 
     def first_seen(self, pattern: MaskPattern) -> int:
-        """The first token that a later token of any row may see."""
+        """Returns the first token that a later token of any row may see."""
         starts = self.starts or (0,)
         seen = list(starts)
         if pattern.window is not None:
@@ -63,63 +63,63 @@ class Prompt:
 
 
 class _Lent(int):
-    """A length that a model was given: no other is this object."""
+    """A length given to a model, recognized by its identity."""
 
 
 @dataclass
 class Answer:
-    """What all layers of a cache over ranks know."""
+    """The state that all layers of a sharded cache share."""
 
     group: ContextGroup
-    prompt: Prompt | None = None  # from the beginning of its pass on
-    new: Tensor | None = None  # positions of the tokens behind the prompt, `(batch, n)`
-    unpadded: bool = True  # whether all of these are real
-    keeps_all: bool = False  # whether windows keep all of the prompt: its last tokens may be guesses, to be taken back
-    phase: "Filling | Stepping | None" = None  # the pass that is under way, or has failed
+    prompt: Prompt | None = None  # set when its pass begins
+    new: Tensor | None = None  # positions of the tokens after the prompt, `(batch, n)`
+    unpadded: bool = True  # whether none of these is padding
+    keeps_all: bool = False  # whether windows keep the whole prompt, whose last tokens may be guesses to remove
+    phase: "Filling | Stepping | None" = None  # the pass that is under way, or that failed
 
     @property
     def written(self) -> int:
-        """The tokens of each row behind the prompt."""
+        """Number of tokens in each row after the prompt."""
         return 0 if self.new is None else self.new.shape[1]
 
     def lend(self, length: int) -> int:
-        """A length, as it is given to a model. A step at fixed places takes note."""
+        """Returns a length to be given to a model. A step at fixed places records it."""
         if not isinstance(self.phase, Fixed):
             return length
         self.phase.lent.append(_Lent(length))
         return self.phase.lent[-1]
 
     def hand_back(self, values: Iterable[Any]) -> None:
-        """Takes back lengths that a mask was made with. Masks need none: positions of tokens stand for them."""
+        """Forgets lengths that went into a mask, because masks use token positions instead."""
         if isinstance(self.phase, Fixed):
             known = set(map(id, values))
             self.phase.lent = [length for length in self.phase.lent if id(length) not in known]
 
     def own(self, count: int) -> int:
-        """How many of so many new tokens lie on this rank."""
+        """Returns how many of `count` new tokens this rank stores."""
         return len(range(self.group.rank, count, self.group.size))
 
 
 class ShardedLayer(CacheLayerMixin):
-    """What a rank holds of one layer."""
+    """What a rank stores of one layer."""
 
     is_sliding = False
     is_croppable = True
-    record_past = False  # asked where models take states from layers
+    record_past = False  # read by models that take states from layers
 
     def __init__(self, answer: Answer, document: Keys | None = None) -> None:
         super().__init__()
         self.answer, self.document = answer, document
-        self.keys: Tensor | None = None  # of new tokens, with room for more
+        self.keys: Tensor | None = None  # of new tokens, with spare room
         self.values: Tensor | None = None
-        self.count = 0  # new tokens, on all ranks
+        self.count = 0  # new tokens on all ranks
         self._latest: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Takes up the keys and values of this rank's part of the prompt, or of new tokens, and returns these alone."""
+        """Stores the keys and values of this rank's part of the prompt, or of new tokens, and returns only these."""
         self.lazy_initialization(key_states, value_states)
         self._latest = weakref.ref(key_states), weakref.ref(value_states)
         assert self.answer.phase is not None, "a pass is under way"
@@ -128,7 +128,7 @@ class ShardedLayer(CacheLayerMixin):
         return key_states, value_states
 
     def returned(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether these are the keys and values of the latest update."""
+        """Returns whether these are the keys and values of the latest update."""
         return self._latest is not None and self._latest[0]() is keys and self._latest[1]() is values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -139,7 +139,7 @@ class ShardedLayer(CacheLayerMixin):
 
     @property
     def length(self) -> int:
-        """Tokens that it has taken up."""
+        """Number of tokens stored on all ranks."""
         prompt = self.answer.prompt
         return self.count + (0 if self.document is None or prompt is None else prompt.length)
 
@@ -147,8 +147,8 @@ class ShardedLayer(CacheLayerMixin):
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last tokens; a negative number, as in Transformers. Only with one prompt may it reach into it, of
-        which guesses of a prompt lookup are read."""
+        """Removes the last tokens; the number is negative, as in Transformers. Only a single prompt can be cropped:
+        prompt lookup reads guesses at its end."""
         rest = -tokens_to_remove - self.count
         self.count += min(0, max(tokens_to_remove, -self.count))
         held = self.document
@@ -158,12 +158,12 @@ class ShardedLayer(CacheLayerMixin):
                 raise BatchError(
                     f"crop({tokens_to_remove}) would remove tokens of the prompt. Read the shorter prompt anew."
                 )
-            kept = int((held.positions[0] < int(prompt.shown[0, 0]) - rest).sum())  # they rise
+            kept = int((held.positions[0] < int(prompt.shown[0, 0]) - rest).sum())  # positions are sorted
             keys, values = held.keys[:, :, :kept].contiguous(), held.values[:, :, :kept].contiguous()
             self.document = Keys(keys, values, held.positions[:, :kept], held.before)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beams of a row share its prompt, so only new tokens move."""
+        """Reorders new tokens only, because beams of a row share its prompt."""
         own = self.answer.own(self.count)
         if own and self.keys is not None and self.values is not None:
             for part in (self.keys, self.values):
@@ -171,12 +171,12 @@ class ShardedLayer(CacheLayerMixin):
 
     @property
     def room(self) -> int:
-        """New tokens for which this rank has room."""
+        """Number of new tokens that fit on this rank."""
         return 0 if self.keys is None else self.keys.shape[2] - 1
 
     @property
     def places(self) -> tuple[tuple[Any, ...], ...]:
-        """Where its tensors lie in memory, and their shapes."""
+        """Addresses and shapes of its tensors."""
         document = () if self.document is None else (self.document.keys, self.document.values, self.document.positions)
         return tuple((part.data_ptr(), part.shape) for part in (self.keys, self.values, *document) if part is not None)
 
@@ -184,7 +184,7 @@ class ShardedLayer(CacheLayerMixin):
 def layer_of(
     layers: Sequence[ShardedLayer], module: nn.Module, keys: Tensor, values: Tensor
 ) -> tuple[ShardedLayer, Expand | None]:
-    """The layer of an attention module that was given keys, and how the module makes them where these are latent.
+    """Returns the layer that an attention module got keys from, and the function that expands them if they are latent.
 
     Raises:
         UnsupportedModelError: If no layer returned these keys.
@@ -205,14 +205,14 @@ def layer_of(
 
 @dataclass(frozen=True)
 class Filling:
-    """The pass that reads the prompt. Each rank computes its part."""
+    """The pass that reads the prompt. Each rank computes its part of the tokens."""
 
     answer: Answer
     prompt: Prompt
     layout: SequenceLayout
 
     def take(self, layer: ShardedLayer, keys: Tensor, values: Tensor) -> None:
-        """Keeps the keys of this rank's tokens."""
+        """Stores the keys of this rank's tokens."""
         own = self.prompt.positions.shape[1]  # without the tokens that fill the last chunk
         keys, values = keys[:, :, :own].contiguous(), values[:, :, :own].contiguous()
         layer.document = Keys(keys, values, self.prompt.positions, before=not self.prompt.starts)
@@ -231,27 +231,27 @@ class Filling:
             layer.document = Keys(keys, values, held.positions[:, kept], held.before)
 
     def last(self, inputs: Tensor, size: int) -> Tensor:
-        """The last `size` inputs `(batch, channels, size)` of rows that lie over the ranks, on every rank; zeros before
-        the first token."""
+        """Returns the last `size` inputs `(batch, channels, size)` of rows spread over the ranks, on every rank, with
+        zeros before the first token."""
         group = self.answer.group
         places = self.layout.indices(group.rank) - (self.prompt.length - size)
         own = ((places >= 0) & (places < size)).nonzero().flatten()
         part = inputs.new_zeros(*inputs.shape[:2], size)
         part[..., places[own].to(inputs.device)] = inputs[..., own.to(inputs.device)]
-        return torch.stack(all_gather(part, group)).sum(0)  # each place has one that is not zero
+        return torch.stack(all_gather(part, group)).sum(0)  # only one rank is nonzero at each place
 
 
 @dataclass
 class Stepping:
     """A pass over new tokens, which every rank computes."""
 
-    answer: Answer  # with these tokens
+    answer: Answer  # already includes these tokens
     layers: list[ShardedLayer]
     positions: Tensor  # of the new tokens, `(batch, n)`
-    exchange: Exchange = exchanged  # what brings the partial attentions of all ranks together
+    exchange: Exchange = exchanged  # combines the partial attentions of all ranks
 
     def take(self, layer: ShardedLayer, keys: Tensor, values: Tensor) -> None:
-        """Keeps the keys of those tokens that lie on this rank."""
+        """Stores the keys of the new tokens that belong to this rank."""
         group = self.answer.group
         first = (group.rank - layer.count) % group.size
         before = self.answer.own(layer.count)
@@ -271,7 +271,7 @@ class Stepping:
         scores: Scores,
         sinks: Tensor | None,
     ) -> Tensor:
-        """The attention of new queries over the keys of the prompt and of new tokens, if any rank has some."""
+        """Returns the attention of new queries over the keys of the prompt and of new tokens on all ranks."""
         query, key, value = states
         layer, expand = layer_of(self.layers, module, key, value)
         held = [] if layer.document is None else [replace(layer.document, expand=expand)]
@@ -281,27 +281,27 @@ class Stepping:
         return attend_to_shared(query.to(value.dtype), *masked, self.answer.group, value.shape[-1], self.exchange)
 
     def _new(self, layer: ShardedLayer, keys: Tensor, values: Tensor, expand: Expand | None) -> Keys:
-        """The keys of new tokens on this rank."""
+        """Returns the keys of new tokens on this rank."""
         assert self.answer.new is not None, "there are new tokens"
         own = self.answer.own(layer.count)
         group = self.answer.group
         positions = self.answer.new[:, group.rank :: group.size][:, :own]
-        seen = self.answer.unpadded and self.positions.shape[1] == 1  # all, by the only query
+        seen = self.answer.unpadded and self.positions.shape[1] == 1  # the only query sees all of them
         return Keys(keys[:, :, :own], values[:, :, :own], positions, seen, expand)
 
 
 @dataclass
 class Fixed(Stepping):
-    """A step of one token whose tensors lie where those of other steps lie, so that a recording of it can be played
-    again. What differs between steps is in them: no shape, and no number that Python knows."""
+    """A step of one token whose tensors keep their addresses, so that a recording of it can be replayed. What differs
+    between steps is in these tensors: no shape and no Python number changes."""
 
-    place: Tensor = field(kw_only=True)  # where layers put the key of the token; at the last place, that of other ranks
-    held: Tensor = field(kw_only=True)  # positions of the new keys of this rank, -1 for none, `(batch, places)`
-    took: list[ShardedLayer] = field(default_factory=list)  # the layers that took up keys
+    place: Tensor = field(kw_only=True)  # where layers write the token's key; the last place if another rank stores it
+    held: Tensor = field(kw_only=True)  # positions of this rank's new keys, -1 for none, `(batch, places)`
+    took: list[ShardedLayer] = field(default_factory=list)  # layers that stored keys
     lent: list[int] = field(default_factory=list)  # lengths that no mask handed back: the model computes with them
 
     def move(self) -> bool:
-        """To the latest token of the answer, if there is room for it."""
+        """Moves to the latest token of the answer, and returns whether there was room for it."""
         new = self.answer.new
         assert new is not None, "there is a new token"
         group = self.answer.group
@@ -318,7 +318,7 @@ class Fixed(Stepping):
 
     @contextmanager
     def entered(self, exchange: Exchange) -> Iterator[None]:
-        """Has layers take up keys at these places, and not count them."""
+        """Makes layers write keys at these places, without counting them."""
         before = self.answer.phase
         self.took = []
         self.exchange = exchange
@@ -329,7 +329,7 @@ class Fixed(Stepping):
             self.answer.phase = before
 
     def take(self, layer: ShardedLayer, keys: Tensor, values: Tensor) -> None:
-        """Puts the key of the token at its place."""
+        """Writes the token's key at its place."""
         if layer.keys is None or layer.values is None:
             super().take(layer, keys, values)
             return
@@ -341,18 +341,18 @@ class Fixed(Stepping):
         return Keys(keys, values, self.held, expand=expand)
 
     def count(self) -> None:
-        """After the step: layers have the token."""
+        """Adds the token to the counts of its layers, after the step."""
         for layer in self.took:
             layer.count += 1
 
 
 def _with_room(room: Tensor | None, new: Tensor, before: int, after: int) -> Tensor:
-    """A tensor with room for `after` tokens and one more: the one that there is, or one twice as large with its first
-    `before`."""
+    """Returns `room` if it holds `after` tokens and one more, else a tensor twice as large with the first `before` of
+    `room`."""
     if room is not None and after < room.shape[2]:
         return room
     rows, heads, _, size = new.shape
-    larger = new.new_zeros(rows, heads, max(_ROOM, 2 * after) + 1, size)  # no NaN, which masks would not hide
+    larger = new.new_zeros(rows, heads, max(_ROOM, 2 * after) + 1, size)  # zeros, because masks do not hide NaN
     if room is not None:
         larger[:, :, :before] = room[:, :, :before]
     return larger

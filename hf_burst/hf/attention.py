@@ -1,4 +1,4 @@
-"""Attention and mask as Transformers knows them: two functions registered under the name `"hf_burst"`."""
+"""The attention and mask functions that Transformers knows by the name `"hf_burst"`."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +22,13 @@ from ..ranks.layout import SequenceLayout
 from .context import ForwardCall, current, refuse_blind_run
 
 NAME = "hf_burst"
-ARRIVED = "burst_arrived"  # the attribute of an attention module: whether it has reached us in a sharded pass
+ARRIVED = "burst_arrived"  # attribute of an attention module: whether a sharded pass has called it
 _REFUSED = ("sinks", "position_bias", "indices")  # arguments that change the result
-# the functions of transformers.masking_utils that a mask may be made of
+# functions of transformers.masking_utils that a mask may be made of
 _SLIDING, _CHUNKED, _CAUSAL = "sliding_window_overlay", "chunked_overlay", "causal_mask_function"
 _BOTH_WAYS, _SLIDING_BOTH_WAYS = "bidirectional_mask_function", "sliding_window_bidirectional_overlay"
-_REFERENCE = "create_reference_sliding_window_causal_mask"  # or sees all before it, if nothing was generated yet
-_BLOCKS = "blockwise_overlay"  # or sees all of its block, such as an image
+_REFERENCE = "create_reference_sliding_window_causal_mask"  # plain causal while nothing was generated yet
+_BLOCKS = "blockwise_overlay"  # also shows a token all of its block, such as an image
 _DOCUMENTS = ("packed_sequence_mask_function", "remap_positions_for_packed_sequence")
 _KNOWN = {
     True: frozenset({_CAUSAL, _SLIDING, _CHUNKED, _REFERENCE, "and_masks", *_DOCUMENTS}),
@@ -37,16 +37,16 @@ _KNOWN = {
 
 
 class _NotBuiltError(UnsupportedModelError, AttributeError):
-    """Also an AttributeError, so that `hasattr` is answered and not ended."""
+    """Also an AttributeError, so that `hasattr` returns False."""
 
 
 class LazyMask:
-    """A mask that is not built. Sharded attention reads how far a query sees; only plain attention builds it.
+    """A mask that is not built: sharded attention reads how far a query sees, and only plain attention builds it.
 
-    No dataclass: FSDP2 looks for tensors in the fields of dataclasses, and the arguments hold the config of the model.
+    Not a dataclass: FSDP2 looks for tensors in the fields of dataclasses, and the arguments hold the model's config.
 
     Args:
-        arguments (`dict`): Those of a function of Transformers' `AttentionMaskInterface`.
+        arguments (`dict`): The arguments of a function of Transformers' `AttentionMaskInterface`.
         parts (`frozenset[str]`): The functions of `transformers.masking_utils` that it is made of.
         sharded (`bool`): Whether it was made in a sharded pass.
     """
@@ -70,7 +70,7 @@ class LazyMask:
         )
 
     def __getitem__(self, index: Any) -> "LazyMask | torch.Tensor":
-        """The rows of some queries, as Gemma 4 asks for them where layers share keys; of all queries, the mask."""
+        """Returns the mask itself for all queries, or some rows, which Gemma 4 reads where layers share keys."""
         parts = index if isinstance(index, tuple) else (index,)
         if all(part in (slice(None), slice(0, None)) for part in parts):
             return self
@@ -78,7 +78,7 @@ class LazyMask:
 
     @property
     def pattern(self) -> MaskPattern:
-        """How far queries see, without documents, which the layout knows; raises for masks that are not served."""
+        """How far queries see, apart from documents, which the layout knows. Raises for masks that are not served."""
         causal = _CAUSAL in self.parts
         either = {"or_masks", _BLOCKS} if self.parts & {_REFERENCE, _BLOCKS} else set()
         if not self.parts - either <= _KNOWN[causal] or not self.parts & {_CAUSAL, _BOTH_WAYS}:
@@ -94,13 +94,13 @@ class LazyMask:
         return MaskPattern(causal, size if window else None, size if chunk else None)
 
     def laid(self, layout: SequenceLayout) -> SequenceLayout:
-        """A layout with the blocks of this mask, whose tokens see each other; made once for all layers."""
+        """Returns `layout` with the blocks of this mask, whose tokens see each other. All layers share the result."""
         if self._laid is None or self._laid[0] is not layout:
             self._laid = layout, replace(layout, blocks=self._blocks(layout))
         return self._laid[1]
 
     def _blocks(self, layout: SequenceLayout) -> Blocks:
-        """The blocks `[start, stop)` of each row, cut by documents."""
+        """Returns the blocks `[start, stop)` of each row, cut at documents."""
         numbers, window = self._held(_BLOCKS, "block_sequence_ids"), self.pattern.window
         blocks = blocks_of(numbers, layout)
         if window is not None:
@@ -111,7 +111,7 @@ class LazyMask:
         return blocks
 
     def _held(self, part: str, name: str) -> Any:
-        """What one of the functions that the mask is made of holds under a name."""
+        """Returns the variable `name` that the mask function `part` closes over."""
         return next(
             dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))[name].cell_contents
             for function in _functions(self.arguments["mask_function"])
@@ -125,7 +125,7 @@ class LazyMask:
 
     @cached_property
     def whole(self) -> torch.Tensor:
-        """The boolean mask, also for plain attention."""
+        """The boolean mask, built also for plain attention."""
         arguments = self.arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         mask = sdpa_mask(**arguments)
         assert mask is not None, "skipping is not allowed"
@@ -133,7 +133,7 @@ class LazyMask:
 
     @cached_property
     def added(self) -> torch.Tensor:
-        """The mask as eager attention adds it to the scores."""
+        """The mask that eager attention adds to the scores."""
         return _additive(self.whole, self.arguments["dtype"])
 
 
@@ -154,13 +154,13 @@ def attention_forward(
     burst_call: ForwardCall | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention in the form of Transformers' `AttentionInterface`: `(batch, heads, n, head_dim)` of this rank's tokens
-    to `(batch, n, heads, value_dim)`, and `None` for the weights. `is_causal` and `sliding_window` count where there is
-    no mask; `s_aux` are attention sinks.
+    """Computes attention as Transformers' `AttentionInterface` has it: `(batch, heads, n, head_dim)` of this rank's
+    tokens to `(batch, n, heads, value_dim)`, with `None` for the weights. `is_causal` and `sliding_window` count only
+    without a mask; `s_aux` are attention sinks.
 
-    Where the context of the layer has no call (a cached generation step, a submodule called directly) every rank holds
-    the whole sequence, and this is Transformers' own attention. The keyword `burst_call` is the call in compiled
-    graphs, which can read no context, and in checkpoints that are not ours.
+    If the layer's context has no call (a cached generation step, a submodule called directly), every rank holds the
+    whole sequence, and Transformers' own attention runs. The keyword `burst_call` carries the call into compiled
+    graphs, which cannot read the context, and into checkpoints that are not ours.
     """
     refused = [name for name in _REFUSED if kwargs.get(name) is not None]
     if refused:
@@ -176,9 +176,9 @@ def attention_forward(
         elif burst_call is None and _is_of_a_pass(attention_mask):
             refuse_blind_run(module)
     if burst_call is not None:
-        setattr(module, ARRIVED, True)  # which the part `Arrivals` asks for
+        setattr(module, ARRIVED, True)  # read by the part `Arrivals`
     if burst_call is not None and burst_call.group.size == 1 and query.shape[2] != key.shape[2]:
-        burst_call = None  # the rows that LazyMask.__getitem__ was asked for, beside the whole sequence
+        burst_call = None  # rows from LazyMask.__getitem__ against the whole sequence
     if cached is not None and burst_call is None:
         pattern = _pattern(module, attention_mask, is_causal, sliding_window, expected=True)
         scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
@@ -215,19 +215,19 @@ def attention_forward(
     return out, None
 
 
-@torch.compiler.disable  # closures cannot be read in a graph; masks are made before the layers
+@torch.compiler.disable  # graphs cannot read closures; masks are made before the layers
 def attention_mask(**arguments: Any) -> Mask:
-    """The mask in the form of Transformers' `AttentionMaskInterface`: nothing is built before it is asked for.
+    """Returns the mask for Transformers' `AttentionMaskInterface`, which is built when it is needed.
 
-    In a sharded pass the layout knows the padding. Generation, which may have padding, or keys besides those of its
-    queries, is given its mask at once.
+    In a sharded pass the layout knows the padding. Generation may have padding, or more keys than queries, so it gets
+    its mask at once.
     """
     context, padding = current(), arguments.get("attention_mask")
     sharded = context is not None and (context.call is not None or context.cached is not None)
     mask = LazyMask(arguments, frozenset(map(_part_of, _functions(arguments["mask_function"]))), sharded)
     if context is not None and context.call is not None:
         return next((whole for whole in context.call.masks if whole.pattern == mask.pattern), mask)
-    if context is not None and context.cached is not None:  # new tokens, whose cache knows the padding
+    if context is not None and context.cached is not None:  # new tokens: their cache knows the padding
         context.cached.answer.hand_back(arguments.values())
         return mask
     square = arguments["q_length"] == arguments["kv_length"]
@@ -235,12 +235,12 @@ def attention_mask(**arguments: Any) -> Mask:
 
 
 def masks_with_blocks(given: Any, layout: SequenceLayout) -> tuple[LazyMask, ...]:
-    """The masks that a wrapper hands to its language model, one or several by name, if tokens of blocks see each other
-    in some of them; else none, and the language model makes its own.
+    """Returns the masks, one or several by name, that a wrapper passes to its language model, if blocks of tokens see
+    each other in some of them; else none, and the language model makes its own.
 
     Raises:
-        UnsupportedModelError: If a mask is of another kind, which would be lost, or its blocks are not served; before a
-            layer runs.
+        UnsupportedModelError: If a mask is of another kind, which would be lost, or its blocks are not served. Raised
+            before any layer runs.
     """
     masks = tuple(given.values()) if isinstance(given, dict) else (given,)
     built = next((mask for mask in masks if isinstance(mask, torch.Tensor) and mask.ndim > 2), None)
@@ -257,12 +257,12 @@ def masks_with_blocks(given: Any, layout: SequenceLayout) -> tuple[LazyMask, ...
 
 
 def _is_of_a_pass(mask: Mask) -> bool:
-    """Whether a mask may be that of a sharded pass; tensors are those of other calls."""
+    """Returns whether a mask may come from a sharded pass; tensors come from other calls."""
     return mask.sharded if isinstance(mask, LazyMask) else mask is None
 
 
 def register() -> None:
-    """Makes the name known to Transformers; doing so again changes nothing."""
+    """Registers both functions with Transformers; repeating it changes nothing."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
 
@@ -270,7 +270,7 @@ def register() -> None:
 def _pattern(
     module: nn.Module, mask: Mask, is_causal: bool | None, sliding_window: int | None, expected: bool
 ) -> MaskPattern:
-    """How far a layer's queries see. Raises if mask and module disagree, or are not causal as `expected`."""
+    """Returns how far a layer's queries see. Raises if mask and module disagree, or causality is not as `expected`."""
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if isinstance(mask, LazyMask):
         pattern = mask.pattern
@@ -298,18 +298,18 @@ def _pattern(
 
 
 def _masks_prefixes(module: nn.Module) -> bool:
-    """Whether tokens of a prefix see each other (PaliGemma): the mask alone says where it ends."""
+    """Returns whether tokens of a prefix see each other (PaliGemma); only the mask says where it ends."""
     return getattr(getattr(module, "config", None), "use_bidirectional_attention", None) is True
 
 
 def scales_by_place(module: Any) -> bool:
-    """Whether an attention scales its queries by where tokens stand in the row, whatever their position ids are."""
+    """Returns whether an attention scales its queries by their place in the row, whatever their position ids are."""
     return bool(getattr(module, "attn_temperature_tuning", False)) and not module.use_rope
 
 
 def _at_temperature(module: Any, query: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-    """Llama 4's queries, which `Llama4TextAttention` has scaled as if the tokens of the shard were the first of the
-    sequence (arXiv 2501.19399), scaled by their true places."""
+    """Returns Llama 4's queries, scaled by their true places (arXiv 2501.19399): `Llama4TextAttention` has scaled them
+    as if the tokens of the shard were the first of the sequence."""
     assert places is not None, "a layer asks for them"
 
     def temperature(place: torch.Tensor) -> torch.Tensor:
@@ -321,7 +321,7 @@ def _at_temperature(module: Any, query: torch.Tensor, places: torch.Tensor | Non
 
 
 def _functions(function: Callable[..., Any]) -> Iterator[Any]:
-    """A mask function, and those that it was put together from."""
+    """Yields a mask function and those that it is composed of."""
     yield function
     for cell in getattr(function, "__closure__", None) or ():
         held = cell.cell_contents
@@ -331,15 +331,15 @@ def _functions(function: Callable[..., Any]) -> Iterator[Any]:
 
 
 def _part_of(function: Callable[..., Any]) -> str:
-    """The function of `transformers.masking_utils` that made a mask function."""
+    """Returns the name of the function in `transformers.masking_utils` that made a mask function."""
     return function.__qualname__.partition(".")[0]
 
 
 def _attend_whole(
     module: nn.Module, states: Sequence[torch.Tensor], mask: Mask, softcap: float | None, s_aux: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Transformers' sdpa of query, key and value; the eager attention of the model's own file for soft-capping and
-    sinks, which sdpa lacks."""
+    """Runs Transformers' sdpa on query, key and value, or the eager attention of the model's own file for soft-capping
+    and sinks, which sdpa lacks."""
     query, key, value = states
     if softcap is None and s_aux is None:
         built = mask.built if isinstance(mask, LazyMask) else mask

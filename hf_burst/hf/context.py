@@ -1,11 +1,11 @@
-"""What a layer knows of the run that it is in: one value for attention, recurrent layers and tiles.
+"""What a layer knows of its run: one value for attention, recurrent layers and tiles.
 
     patch.before   enters the context of the pass: layers that do not checkpoint run in it
-        checkpoint     enters one of its own for each run of its layers, in this thread or in one of autograd:
+        checkpoint     enters its own context for each run of its layers, in this thread or one of autograd's:
                        the first run, the run for the output alone, and the run for the graph
     patch.end      leaves it
 
-A layer asks for [`current`]. It knows nothing of checkpoints, and a new kind of layer needs nothing else.
+A layer only reads [`current`] and knows nothing of checkpoints; this holds for new kinds of layers, too.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,19 +27,19 @@ from ..ranks.layout import SequenceLayout
 from ..recurrent import ReplayBuffer
 from .sharded_cache import ShardedCache
 
-CALL_KEY = "burst_call"  # the keyword argument by which a ForwardCall comes into compiled graphs
+CALL_KEY = "burst_call"  # the keyword argument that carries a ForwardCall into compiled graphs
 
 
 @dataclass(frozen=True)
 class LaidTokens:
-    """A layout in tensors on the device of a rank.
+    """A layout as tensors on the device of a rank.
 
     Args:
-        encoded (`torch.LongTensor`): As the operator of attention takes it.
-        places (`torch.LongTensor` of shape `(batch, n)`, *optional*): Of this rank's tokens in their rows or documents,
-            if a layer asks for them.
-        fully_masked (`torch.BoolTensor` of shape `(batch, n)`, *optional*): Its tokens that see nothing.
-        real (`torch.BoolTensor` of shape `(batch, n)`, *optional*): Those that are not padding, if there is any.
+        encoded (`torch.LongTensor`): The layout as the attention operator takes it.
+        places (`torch.LongTensor` of shape `(batch, n)`, *optional*): Places of this rank's tokens in their rows or
+            documents, if a layer needs them.
+        fully_masked (`torch.BoolTensor` of shape `(batch, n)`, *optional*): Which of its tokens see nothing.
+        real (`torch.BoolTensor` of shape `(batch, n)`, *optional*): Which are not padding, if there is any.
     """
 
     encoded: torch.Tensor
@@ -49,9 +49,9 @@ class LaidTokens:
 
     @classmethod
     def of(cls, layout: SequenceLayout, rank: int, device: torch.device, places: bool) -> "LaidTokens":
-        """Those of one rank, with places or without."""
+        """Returns the tensors of one rank, with places or without."""
         encoded = layout.encode()
-        torch._dynamo.maybe_mark_dynamic(encoded, 0)  # another packing is no reason to compile anew
+        torch._dynamo.maybe_mark_dynamic(encoded, 0)  # another packing must not recompile
         masked = layout.fully_masked(rank)
         return cls(
             encoded,
@@ -67,14 +67,14 @@ class ForwardCall:
 
     Args:
         layout ([`SequenceLayout`]): How the tokens lie over the ranks.
-        segments ([`Segments`]): The same for recurrent layers; of this pass alone, so that what layers keep with them
-            is freed when it ends.
-        group ([`ContextGroup`]): The ranks.
-        config ([`BurstConfig`]): The settings, with those of memory that were chosen for the pass.
-        tokens ([`LaidTokens`]): The layout in tensors.
-        causal (`bool`, defaults to `True`): Whether queries see no later key.
-        way (`str`, defaults to `"states"`): How recurrent layers pass what they know.
-        masks (tuple of `LazyMask`): Those of the whole sequence that a wrapper made, if they have blocks, as of images.
+        segments ([`Segments`]): The layout for recurrent layers, made for this pass alone, so that what layers store
+            with it is freed when the pass ends.
+        group ([`ContextGroup`]): The ranks that share the batch.
+        config ([`BurstConfig`]): The settings, with the memory settings that were chosen for the pass.
+        tokens ([`LaidTokens`]): The layout as tensors.
+        causal (`bool`, defaults to `True`): Whether queries see no later keys.
+        way (`str`, defaults to `"states"`): The schedule by which recurrent layers exchange data.
+        masks (tuple of `LazyMask`): A wrapper's masks of the whole sequence, if they have blocks, such as images.
     """
 
     layout: SequenceLayout
@@ -87,13 +87,13 @@ class ForwardCall:
     masks: tuple[Any, ...] = ()
 
     def replay(self, outer: ReplayBuffer | None = None, keeps: bool = False) -> ReplayBuffer:
-        """A buffer for what recurrent layers receive: it keeps nothing, or it is that of a checkpoint."""
+        """Returns a buffer for what recurrent layers receive; it stores nothing unless a checkpoint `keeps` it."""
         return ReplayBuffer(outer, keeps and self.config.memory_settings.attention_keep > 0)
 
 
 @dataclass(eq=False)
 class OpenPass:
-    """One pass of a model: in which context it began, whether it has one of its own, and whether it has not ended."""
+    """One pass of a model: the context around it, whether it is sharded, and whether it has not ended."""
 
     outer: "LayerContext | None"
     sharded: bool = True
@@ -105,13 +105,13 @@ class LayerContext:
     """What a layer knows of its run.
 
     Args:
-        call ([`ForwardCall`], *optional*): Of the sharded pass; `None` where every rank holds whole sequences.
-        replay ([`ReplayBuffer`], *optional*): What recurrent layers received in the first run; there where `call` is.
-        cache ([`AttentionCache`], *optional*): What the innermost checkpoint keeps of its attention.
-        tile (`int`, defaults to 0): Most tokens that an MLP takes at a time; 0 for all.
-        obstacles (`dict`): To tiles, by the name of a module, as far as they were found in this pass; empty for none.
+        call ([`ForwardCall`], *optional*): The sharded pass; `None` where every rank holds whole sequences.
+        replay ([`ReplayBuffer`], *optional*): What recurrent layers received in the first run; set if `call` is.
+        cache ([`AttentionCache`], *optional*): What the innermost checkpoint saves of its attention.
+        tile (`int`, defaults to 0): The most tokens that an MLP takes at a time; 0 for all.
+        obstacles (`dict`): Reasons not to tile that this pass has found, by the name of a module.
         within ([`OpenPass`], *optional*): The pass.
-        cached ([`ShardedCache`], *optional*): What takes up keys, in a pass of an answer over ranks.
+        cached ([`ShardedCache`], *optional*): The cache that stores keys, in a pass of an answer over ranks.
     """
 
     call: ForwardCall | None = None
@@ -123,28 +123,28 @@ class LayerContext:
     cached: ShardedCache | None = None
 
     def of_checkpoint(self, cache: AttentionCache | None) -> "LayerContext":
-        """The context of a checkpoint inside of this one."""
+        """Returns the context of a checkpoint inside this one."""
         replay = None if self.call is None else self.call.replay(self.replay, keeps=True)
         return replace(self, replay=replay, cache=cache)
 
 
-# of each thread: those of autograd start without one
+# per thread: autograd's threads start without one
 _CURRENT: ContextVar[LayerContext | None] = ContextVar("hf_burst_layer_context", default=None)
 
 
 def current() -> LayerContext | None:
-    """The context in which this thread runs a layer; `None` outside of passes and of checkpoints."""
+    """Returns the context in which this thread runs a layer; `None` outside passes and checkpoints."""
     return _current_of_thread() if torch.compiler.is_compiling() else _CURRENT.get()
 
 
 @torch.compiler.disable
 def _current_of_thread() -> LayerContext | None:
-    return _CURRENT.get()  # which no graph can read
+    return _CURRENT.get()  # graphs cannot read it
 
 
 @contextmanager
 def entered(context: LayerContext | None) -> Iterator[None]:
-    """Runs what is inside in a context."""
+    """Runs the `with` block in a context."""
     before = _CURRENT.get()
     _CURRENT.set(context)
     try:
@@ -154,11 +154,11 @@ def entered(context: LayerContext | None) -> Iterator[None]:
 
 
 class PassContext:
-    """The context of a model's pass, which begins and ends in two hooks of the model. A pass that was interrupted ends
-    when the next one of the same model begins. Passes of other models may have begun meanwhile, and they stay."""
+    """The context of a model's pass, which begins and ends in two hooks of the model. An interrupted pass ends when the
+    same model begins its next one; passes that other models have begun meanwhile stay open."""
 
     def __init__(self) -> None:
-        self.own: OpenPass | None = None  # the pass that has begun and not ended
+        self.own: OpenPass | None = None  # the pass that has not ended
 
     def enter(self, context: LayerContext | None) -> None:
         """Enters the context of a pass, or none where every rank holds whole sequences."""
@@ -166,7 +166,7 @@ class PassContext:
         _CURRENT.set(None if context is None else replace(context, within=self.own))
 
     def leave(self) -> None:
-        """Goes back to the innermost pass that is still open; does nothing outside of a pass."""
+        """Restores the context of the innermost pass that is still open; does nothing outside a pass."""
         own, self.own = self.own, None
         if own is None:
             return
@@ -183,20 +183,19 @@ class PassContext:
 
 
 def change_call(call: ForwardCall) -> None:
-    """Has the layers of the pass that is under way know another call."""
+    """Replaces the call that layers of the current pass see."""
     context = _CURRENT.get()
     assert context is not None, "in a pass"
     _CURRENT.set(replace(context, call=call))
 
 
 class CheckpointedRun:
-    """What a checkpoint runs, first and again: each time in a context of these runs, inside of that in which it runs
-    first.
+    """The function of a checkpoint. All its runs share one context, made inside the context of the first run.
 
     Args:
         function (callable): The layer, or several.
-        cache ([`AttentionCache`], *optional*): What is kept of its attention.
-        advise (callable): Is told of an error before it is raised.
+        cache ([`AttentionCache`], *optional*): What is saved of its attention.
+        advise (callable): Called with an error before it is raised.
     """
 
     def __init__(
@@ -206,15 +205,15 @@ class CheckpointedRun:
         advise: Callable[[BaseException | None], None],
     ) -> None:
         self.function, self.cache, self.advise = function, cache, advise
-        self.context: LayerContext | None = None  # from the first run on
+        self.context: LayerContext | None = None  # set by the first run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a graph has all that it needs
+        if torch.compiler.is_compiling():  # graphs need no context
             return self.function(*args, **kwargs)
         return self._run(args, kwargs, for_output=False)
 
     def for_output(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs it once more for its output alone, without a graph."""
+        """Runs the function again for its output alone, without a graph."""
         return self._run(args, kwargs, for_output=True)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], for_output: bool) -> Any:
@@ -234,7 +233,7 @@ class CheckpointedRun:
 
 
 def refuse_blind_run(module: nn.Module) -> None:
-    """Raises in a backward pass, where a checkpoint that is not ours runs a module without its context."""
+    """Raises if a checkpoint that is not ours runs a module in the backward pass without its context."""
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         raise ConfigError(
             f"A {type(module).__name__} runs again in the backward pass, by a checkpoint that does not tell it how the "

@@ -1,17 +1,17 @@
-"""One forward pass of a patched model, from stage to stage:
+"""The stages of one forward pass of a patched model:
 
-    call        what the caller asked for                                a [`Call`]
+    call        what the caller asks for                                 a [`Call`]
     admit       parts raise for what is not served, or add facts
     cut         joins texts that begin alike, lays them over the ranks   a [`Batch`]
                 and cuts them
-    check       parts raise for such a batch, or add facts
-    agree       the ranks compare all facts: the first message
-    settle      what follows from the batches of all ranks               a [`ForwardPass`]
-    begin       parts take up the pass
+    check       parts raise for batches that are not served, or add facts
+    agree       the ranks compare all facts, in the first message
+    settle      settings that depend on the batches of all ranks         a [`ForwardPass`]
+    begin       parts prepare for the pass
     run         the model
-    after       outputs of this rank's tokens become those of the batch
+    after       outputs of this rank's tokens become outputs of the batch
 
-Each value is frozen: the stage that makes it is the only one that writes it.
+Each value is frozen: only the stage that makes it writes it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,8 +49,8 @@ class Call:
         task ([`Task`]): What the model learns.
         given (mapping): The arguments of the model by name.
         callers ([`Callers`]): Who called.
-        pooling (`str`, *optional*): Which states stand for a document, if embeddings are asked for.
-        wants_loss (`bool`, defaults to `True`): Whether labels are for a loss, and not for a number a token.
+        pooling (`str`, *optional*): Which states represent a document, if embeddings are requested.
+        wants_loss (`bool`, defaults to `True`): Whether labels are for a loss, rather than for one number per token.
     """
 
     view: ModelView
@@ -78,12 +78,12 @@ class Call:
 
     @property
     def learns(self) -> bool:
-        """Whether it is a pass of training, behind which comes a backward pass."""
+        """Whether this is a training pass, which a backward pass follows."""
         return self.model.training and torch.is_grad_enabled()
 
     @property
     def cache(self) -> Any:
-        """The cache that was given."""
+        """The cache among the arguments."""
         return cache_of(self.given)
 
     @property
@@ -93,13 +93,13 @@ class Call:
 
     @cached_property
     def random_rates(self) -> list[tuple[str, float]]:
-        """Those of [`random_rates`]; there are thousands of modules, and several parts ask."""
+        """The result of [`random_rates`], saved because several parts read it and there are thousands of modules."""
         return list(random_rates(self.view.modules))
 
     @cached_property
     def sharing(self) -> tuple[dist.ProcessGroup, ...]:
-        """Process groups of other ranks than those of the batch, over which FSDP2 shards weights. Their collectives
-        must come in one order on all of these ranks, whatever batch a rank has."""
+        """Process groups over which FSDP2 shards weights and that have ranks outside the batch's group. All of these
+        ranks must call their collectives in one order, whatever batch a rank has."""
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == self.group.size:
             return ()
         meshes = {weight.device_mesh for weight in self.model.parameters() if isinstance(weight, DTensor)}
@@ -110,8 +110,8 @@ class Call:
         return tuple(groups[name] for _, name in order)
 
     def largest(self, numbers: Sequence[float], of_all: bool = True) -> list[float]:
-        """The largest of the numbers of the ranks that share the batch, and if `of_all` of those that share weights,
-        which all call it at the same time."""
+        """Returns the largest of each number over the ranks that share the batch and, if `of_all`, over those that
+        share weights. All of these ranks call it at the same time."""
         groups = () if self.group.size == 1 else (self.group.process_group,)
         groups = (*groups, *self.sharing) if of_all else groups
         if not groups:
@@ -128,13 +128,13 @@ class Batch:
     """What this rank computes of a batch.
 
     Args:
-        given (mapping): The arguments of all tokens: as the caller gave them, or of one row of joined texts.
-        lies ([`Where`]): Where they lie.
-        sharded (`bool`): Whether they arrived sharded.
-        inputs (mapping): The arguments that the model is given on this rank.
-        way (`str`): How recurrent layers pass what they know.
-        targets (`torch.Tensor` of shape `(batch, n)`, *optional*): What its tokens are to predict; `None` where a
-            model's own head has the labels.
+        given (mapping): The arguments for all tokens: as the caller gave them, or for one row of joined texts.
+        lies ([`Where`]): Where the tokens lie.
+        sharded (`bool`): Whether the batch arrived sharded.
+        inputs (mapping): The model's arguments on this rank.
+        way (`str`): The schedule by which recurrent layers exchange data.
+        targets (`torch.Tensor` of shape `(batch, n)`, *optional*): What this rank's tokens are to predict; `None` if
+            the model's own head gets the labels.
     """
 
     given: Mapping[str, Any]
@@ -150,7 +150,7 @@ class Batch:
 
     @cached_property
     def labels(self) -> int:
-        """The labels that count on this rank."""
+        """Number of labels that count on this rank."""
         if self.targets is None:
             return 0
         counts = self.lies.counts
@@ -162,11 +162,10 @@ class Checkpoints:
     """How the layers of a model checkpoint in a pass.
 
     Args:
-        layers (`int`, defaults to 0): How many do; 0 without checkpoints.
-        repeatable (`bool`, defaults to `False`): Whether all layers do, in a way that lets them run again for their
-            output alone.
-        selective (`bool`, defaults to `False`): Whether some do by a `context_fn` of the user's, which may keep outputs
-            of operators.
+        layers (`int`, defaults to 0): Number of layers that do; 0 without checkpoints.
+        repeatable (`bool`, defaults to `False`): Whether all layers do, and can run again for their output alone.
+        selective (`bool`, defaults to `False`): Whether some use the user's `context_fn`, which may save outputs of
+            operators.
     """
 
     layers: int = 0
@@ -182,7 +181,7 @@ class Agreement:
         facts (`dict`): Values by name.
         checksums (`dict`): Scalars on the device, by name; nobody waits for them before the ranks compare.
         advice (`dict`): What to do if the ranks differ in a fact or a checksum.
-        seed (`int`, defaults to 0): Of dropout; that of the first rank counts.
+        seed (`int`, defaults to 0): The seed of dropout; the first rank's counts.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -191,7 +190,7 @@ class Agreement:
     seed: int = 0
 
     def add(self, name: str, value: Any, advice: str = "") -> None:
-        """Adds a fact or, if it is a tensor, a checksum, and what to do if the ranks differ in it."""
+        """Adds a fact, or a checksum if it is a tensor, and what to do if the ranks differ in it."""
         (self.checksums if isinstance(value, torch.Tensor) else self.facts)[name] = value
         if advice:
             self.advice[name] = advice
@@ -202,12 +201,12 @@ class ForwardPass:
     """A forward pass on which all ranks have agreed.
 
     Args:
-        call ([`Call`]): What was asked for.
+        call ([`Call`]): What the caller asks for.
         batch ([`Batch`]): What this rank computes.
         checkpoints ([`Checkpoints`]): How layers checkpoint.
         memory ([`Memory`]): The settings that were chosen for this batch.
-        tokens (`int`): Labels that count over all ranks.
-        seed (`int`): Of dropout.
+        tokens (`int`): Number of labels that count on all ranks.
+        seed (`int`): The seed of dropout.
         layers ([`ForwardCall`]): What layers know of the pass.
     """
 
@@ -233,7 +232,7 @@ class ForwardPass:
 
 
 def random_rates(modules: Iterable[nn.Module]) -> Iterator[tuple[str, float]]:
-    """Names and values of all rates above 0 by which training is random: `p` of dropout layers, and attributes."""
+    """Yields name and value of all rates above 0 that make training random: `p` of dropout layers, and attributes."""
     for module in modules:
         for name, value in vars(module).items() if module.training else ():
             name = type(module).__name__.lower() if name == "p" else name

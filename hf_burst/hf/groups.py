@@ -1,4 +1,4 @@
-"""Which ranks share a sequence: those that the user named, those of accelerate's mesh, or all."""
+"""The ranks that share a sequence: the user's group, accelerate's mesh, or all ranks."""
 
 import os
 
@@ -8,15 +8,15 @@ from accelerate.state import AcceleratorState, PartialState
 from ..errors import ConfigError
 from ..ranks.group import CP_DIM, ContextGroup
 
-PATCH = "_hf_burst"  # the attribute by which a patched model is known
+PATCH = "_hf_burst"  # the attribute that marks a patched model
 _OF_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OLD_ARGUMENTS = {"mesh": "The argument mesh is called group now: group=mesh. It takes a DeviceMesh or a ProcessGroup."}
 
 
 def check_processes() -> None:
-    """Raises a ConfigError where the launcher, torch.distributed and accelerate count different processes.
+    """Raises a ConfigError if the launcher, torch.distributed and accelerate count different processes.
 
-    Without a GPU accelerate takes every process for the only one, unless it is told to use CPUs.
+    Without a GPU, accelerate takes every process for the only one unless it is told to use CPUs.
     """
     joined = dist.get_world_size() if dist.is_initialized() else 1
     launched = max(_launched(), joined)
@@ -32,8 +32,7 @@ def check_processes() -> None:
 
 
 def check_joined() -> None:
-    """Raises a ConfigError for one of several processes that were launched together, before they are joined or after
-    they parted."""
+    """Raises a ConfigError if processes that were launched together are not joined yet, or not any more."""
     if _launched() > 1 and not dist.is_initialized():
         raise ConfigError(
             f"This is one of {_launched()} processes that were launched together, and torch.distributed does not join "
@@ -43,23 +42,23 @@ def check_joined() -> None:
 
 
 def _launched() -> int:
-    """How many processes torchrun, or a launcher that is built on it, has started."""
+    """Returns how many processes torchrun, or a launcher built on it, has started."""
     return int(os.environ.get("WORLD_SIZE", "1")) if dist.is_torchelastic_launched() else 1
 
 
 def tells_of_launch(variable: str) -> bool:
-    """Whether a variable of the environment tells a process that a launcher started it with others."""
+    """Returns whether an environment variable shows that a launcher started this process with others."""
     return variable in _OF_LAUNCH or variable.startswith("TORCHELASTIC_")
 
 
 def resolve_group(named: ContextGroup | None) -> ContextGroup:
-    """The ranks that share a sequence: those of the group that the user named, else of accelerate's state, else all.
+    """Returns the ranks that share a sequence: those of the user's group, else of accelerate's state, else all.
 
-    The named one is looked up anew: torch.distributed gives the names of groups that were destroyed to new ones.
+    The user's group is looked up anew, because torch.distributed reuses the names of destroyed groups.
 
     Raises:
-        ConfigError: If both name different groups, the named one is gone or has other members by now, accelerate itself
-            shards sequences, or processes that were launched together do not know of each other, see
+        ConfigError: If the user's group and accelerate's differ, the user's group is gone or has other members by now,
+            accelerate itself shards sequences, or processes that were launched together do not know of each other, see
             [`check_processes`].
     """
     check_processes()

@@ -1,4 +1,4 @@
-"""What stands in the place of a module's own method, such as its forward."""
+"""Replacements for a module's own methods, such as its forward."""
 
 import weakref
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from .view import ModelView
 
 
 class Override:
-    """Stands for a method of one module, by default its forward. It does not keep the module alive, and a copy of the
-    module has a copy of it.
+    """A replacement for one method of a module, by default its forward. It does not keep the module alive, and a copy
+    of the module has a copy of it.
 
     Args:
         module (`torch.nn.Module`): The module.
-        own (callable, *optional*): What somebody had put there before; else the method is that of its class.
+        own (callable, *optional*): What the module had in this place before; by default the method of its class.
     """
 
     name = "forward"
@@ -28,7 +28,7 @@ class Override:
 
     @classmethod
     def put(cls, module: nn.Module, *given: Any) -> Self:
-        """Puts one in place; returns that which is there already."""
+        """Puts an override in place, or returns the one that is already there."""
         there = cls.of(module)
         if there is not None:
             return there
@@ -38,7 +38,7 @@ class Override:
 
     @classmethod
     def of(cls, module: nn.Module) -> Self | None:
-        """That of a module, if it has one of this kind."""
+        """Returns the module's override of this kind, or `None`."""
         there = vars(module).get(cls.name)
         return there if isinstance(there, cls) else None
 
@@ -51,12 +51,12 @@ class Override:
 
     @property
     def plain(self) -> Callable[..., Any]:
-        """What it stands for."""
+        """The method that it replaces."""
         module = self.module
         return self.own or partial(getattr(type(module), self.name), module)
 
     def remove(self) -> None:
-        """Puts back what was there before, unless something else has come since."""
+        """Restores what was there before, unless something else has replaced it since."""
         module = self.module
         if vars(module).get(self.name) is self:
             delattr(module, self.name)
@@ -70,12 +70,12 @@ class Override:
         return type(self), self._given()
 
     def _given(self) -> tuple[Any, ...]:
-        """What one like it is made of."""
+        """Returns the arguments that make an equal override."""
         return self.module, self.own
 
 
 def remove_overrides(view: ModelView) -> None:
-    """Takes away those of all modules, also of copies that adapters have made since."""
+    """Removes the overrides of all modules, also of copies that adapters have made."""
     for module in view.modules:
         for there in list(vars(module).values()):
             while isinstance(there, Override):

@@ -1,7 +1,7 @@
-"""`patch_model` and `unpatch_model`: how a model comes to compute its attention over several ranks, and back.
+"""`patch_model` and `unpatch_model`: make a model compute its attention over several ranks, and undo it.
 
-A patched model takes full batches, the same on every rank of a group, and returns what one process would. To a trainer
-the ranks look like data-parallel replicas with the same batch. All of it is done by parts, see [`Part`].
+A patched model takes full batches, the same on every rank of a group, and returns what one process would. A trainer
+sees the ranks as data-parallel replicas with the same batch. Parts do all of the work, see [`Part`].
 """
 
 from collections.abc import Callable, Mapping
@@ -68,22 +68,22 @@ _COMPILED = (
 def patch_model(
     model: AnyModel, config: BurstConfig | None = None, group: DeviceMesh | dist.ProcessGroup | None = None
 ) -> AnyModel:
-    """Swaps a model's attention for BurstAttention over the ranks that share a sequence.
+    """Replaces a model's attention by BurstAttention over the ranks that share a sequence.
 
     Args:
-        model (`PreTrainedModel` or `PeftModel`): A causal or masked language model, changed in place; before it is
-            wrapped by a data-parallel wrapper.
+        model (`PreTrainedModel` or `PeftModel`): A causal or masked language model, changed in place. Patch it before
+            you put it into a data-parallel wrapper.
         config ([`BurstConfig`], *optional*): The settings.
         group (`DeviceMesh` or `ProcessGroup`, *optional*): The ranks that share a sequence (the dimension `"cp"` of a
-            mesh). By default, at the first forward pass, those of accelerate's state ([`BurstParallelismConfig`]), else
-            all ranks; in one process nothing is communicated.
+            mesh). By default, the first forward pass takes those of accelerate's state ([`BurstParallelismConfig`]),
+            else all ranks; one process communicates nothing.
 
     Returns:
         The same model.
 
     Raises:
         UnsupportedModelError: If the model is not served exactly.
-        ConfigError: If it is patched already with another config or group. With the same ones nothing changes.
+        ConfigError: If it is already patched with another config or group. With the same ones nothing changes.
 
     Example:
 
@@ -95,7 +95,7 @@ def patch_model(
 
 
 def patch_under_check(model: AnyModel, tile: int = 0) -> AnyModel:
-    """As [`patch_model`], for a class that is being compared with one process, whether it is served or not.
+    """Does what [`patch_model`] does, served or not, for a class that is being compared with one process.
 
     Args:
         model (`PreTrainedModel`): Changed in place.
@@ -109,7 +109,7 @@ def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, ver
     check_adapters(model)
     there: _Patch | None = getattr(base, PATCH, None)
     if there is not None and (there.config, there.group) == (config, group) and not verdict:
-        return model  # a cell of a notebook that runs again
+        return model  # a notebook cell that runs again
     if there is not None:
         raise ConfigError(
             f"The model is patched already, with {there.config} and {_named(there.group)}; now {config} and "
@@ -134,7 +134,7 @@ def _named(group: ContextGroup | None) -> str:
 
 
 def unpatch_model(model: AnyModel) -> AnyModel:
-    """Puts back everything that [`patch_model`] changed.
+    """Restores everything that [`patch_model`] changed.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`): A patched model, changed in place.
@@ -157,15 +157,15 @@ def unpatch_model(model: AnyModel) -> AnyModel:
 
 
 def _generates(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether a pass is a step of `generate`, in which every rank holds the whole prompt, with Transformers' own
-    attention."""
+    """Returns whether a pass is a step of `generate`, where every rank holds the whole prompt and Transformers' own
+    attention runs."""
     learns = model.training and torch.is_grad_enabled()
     cached = cache_of(batch) is not None or bool(batch.get("use_cache"))
     return cached and not learns and batch.get("labels") is None and not is_sharded(batch)
 
 
 def _refuse_strange_runs(model: nn.Module) -> None:
-    """Raises for runs of which the ranks cannot even agree that they are refused."""
+    """Raises for runs that the ranks cannot even agree to refuse."""
     if getattr(model, "_is_replica", False):
         raise ConfigError(
             "The model runs under torch.nn.DataParallel (one process with several GPUs), over which no sequence "
@@ -179,7 +179,7 @@ def _refuse_strange_runs(model: nn.Module) -> None:
 
 
 class _Patch:
-    """What patching added to one model: a list of parts, and the hooks of the model that run it."""
+    """What patching added to one model: a list of parts, and the hooks of the model that run them."""
 
     def __init__(self, view: ModelView, config: BurstConfig, group: ContextGroup | None, verdict: str) -> None:
         self.config, self.group, self.verdict, self.task = config, group, verdict, view.find(task_of)
@@ -190,19 +190,19 @@ class _Patch:
         self.parts = self.make_parts(view)
         self.view, self.met = view, Met()  # of the latest pass
         self.handles: list[RemovableHandle] = []
-        self.looked: list[RemovableHandle] = []  # hooks on modules inside of the model
+        self.looked: list[RemovableHandle] = []  # hooks on inner modules
         self.explicit = False  # whether the latest batch arrived sharded
         self.entered = False  # whether the model is being called, sharded or to generate
         self.run: ForwardPass | None = None  # the pass under way
-        self.labels: torch.Tensor | None = None  # that the model is given in it
+        self.labels: torch.Tensor | None = None  # the labels that the model gets in it
         self.context = PassContext()
-        self.passes = 0  # that came so far
-        self.pooling: str | None = None  # of embeddings, while they are asked for
-        # what this thread, in a rollout of the first rank, calls to have all ranks generate, if it does
+        self.passes = 0  # so far
+        self.pooling: str | None = None  # of embeddings, while they are requested
+        # returns what this thread calls in a rollout of the first rank to have all ranks generate, or None
         self.together: Callable[[], Callable[..., Any] | None] | None = None
 
     def make_parts(self, view: ModelView) -> tuple[Part, ...]:
-        """The parts of a model in the order of their steps. A new capability is a new part and a line here."""
+        """Returns the parts of a model in the order of their steps. A new capability is a new part and a line here."""
         head, streams = Head(self.token_losses), DropoutStreams()
         return (
             Arguments(),
@@ -225,8 +225,8 @@ class _Patch:
             self.token_losses,
             head,
             States(streams),
-            Outputs(head),  # gathers or drops what those before it have read
-            streams,  # draws seeds last, when nothing stops the pass any more
+            Outputs(head),  # gathers or drops what the parts before it have read
+            streams,  # draws seeds last, when nothing can stop the pass
         )
 
     def install(self, view: ModelView) -> None:
@@ -245,7 +245,7 @@ class _Patch:
         ]
 
     def remove(self, view: ModelView) -> None:
-        self.end()  # a pass that was interrupted
+        self.end()  # ends an interrupted pass
         for handle in (*self.handles, *self.looked):
             handle.remove()
         remove_overrides(view)
@@ -254,9 +254,9 @@ class _Patch:
 
     @torch.compiler.disable
     def before(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward pre-hook: a pass as `forward_pass.py` has it, up to the model's own forward."""
+        """Forward pre-hook: runs the stages of `forward_pass.py` up to the model's own forward."""
         _refuse_strange_runs(module)
-        self.end()  # a pass that was interrupted does not come there
+        self.end()  # an interrupted pass has not called it
         self.entered = True
         batch: dict[str, Any] = {}
         error: Exception | None = None
@@ -290,12 +290,11 @@ class _Patch:
         tile, cached = run.memory.tiled_mlp, cache if isinstance(cache, ShardedCache) else None
         layers = run.layers
         self.context.enter(LayerContext(layers, layers.replay(), None, tile, self.tiles.obstacles, cached=cached))
-        apart = self.task.reads and reader_of(self.view) is not self.view  # which is given it where it is called
+        apart = self.task.reads and reader_of(self.view) is not self.view  # the reader gets it where it is called
         return (), {**arguments, **({} if apart else {CALL_KEY: layers})}
 
     def _agreed(self, module: PreTrainedModel, given: Mapping[str, Any], error: Exception | None) -> ForwardPass:
-        """The pass over a batch, from the call to what all ranks have agreed on. An error of this rank, as that of any
-        other one, is raised on all of them."""
+        """Returns the pass over a batch, on which all ranks have agreed. Raises any rank's error on all of them."""
         self.passes += 1
         walk = Walk(module)
         changed = not self.met.are(walk.modules)
@@ -306,7 +305,7 @@ class _Patch:
         mode = "training" if module.training else "evaluation"
         doing = f"forward pass {self.passes} of {type(module).__name__} in {mode}"
         agreement = Agreement({"served by": self.verdict, "mode": mode})
-        if self.config.schedule == "auto" and group.size > 1:  # graphs take another one, see `with_schedule`
+        if self.config.schedule == "auto" and group.size > 1:  # graphs take another schedule, see `with_schedule`
             agreement.add("compiled", call.compiled, _COMPILED)
         self.meet(call, error, doing)
         batch: Batch | None = None
@@ -326,8 +325,8 @@ class _Patch:
         return ForwardPass(call, batch, checkpoints, memory, tokens, seed, self.tokens.for_layers(call, batch, memory))
 
     def _batch(self, call: Call, agreement: Agreement) -> Batch:
-        """What this rank computes of a call, when all parts have admitted and checked it."""
-        if call.group.size > 1:  # the first time all ranks meet in it, so before any of them fails
+        """Returns what this rank computes of a call, after all parts have admitted and checked it."""
+        if call.group.size > 1:  # all ranks meet here for the first time, so before any can fail
             resources_of(call.group).topology(call.device)
         check_joined()
         for part in self.parts:
@@ -338,7 +337,7 @@ class _Patch:
         return batch
 
     def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The forward pre-hook of the decoder, which is called by itself if the model was not."""
+        """Forward pre-hook of the decoder: handles calls of the decoder alone."""
         if CALL_KEY in kwargs or _generates(module, kwargs) or self.is_called():
             return
         size = resolve_group(self.group).size
@@ -352,19 +351,19 @@ class _Patch:
         self._begin_outside()
 
     def is_called(self) -> bool:
-        """Whether the model is being called; a call that was interrupted has not said that it ended."""
+        """Returns whether the model is being called; an interrupted call has not reported its end."""
         if not self.entered or self.run is None or self.run.call.compiled:
             return self.entered
         return is_within(lambda module: getattr(module, PATCH, None) is self)
 
     @torch.compiler.disable
     def _begin_outside(self) -> None:
-        """Layers are called outside of a pass: they know of none, nor of one that was interrupted."""
+        """Leaves any pass, also an interrupted one, because layers are called outside of a pass."""
         self.end()
         self.context.enter(None)
 
     def look(self, view: ModelView, walk: Walk) -> None:
-        """Has the parts look at the modules of the model anew."""
+        """Lets the parts look at the model's modules anew."""
         for handle in self.looked:
             handle.remove()
         self.looked, self.met = [], Met()
@@ -375,7 +374,7 @@ class _Patch:
         self.view, self.met = view, walk.met()
 
     def meet(self, call: Call, error: Exception | None, doing: str) -> None:
-        """At the first pass over a group all of its ranks have come so far, or none goes on to ask for hosts."""
+        """Makes sure, in the first pass over a group, that all ranks have arrived before any asks for hosts."""
         if resources_of(call.group).knows_hosts:
             return
         sizes = ", ".join(map(str, self.recurrence.sizes)) or "none"
@@ -383,7 +382,7 @@ class _Patch:
 
     @torch.compiler.disable
     def after(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """The forward hook: outputs of the whole batch, in sequence order."""
+        """Forward hook: returns the outputs of the whole batch, in sequence order."""
         context = current()
         if self.run is None:
             if context is not None and context.cached is not None:
@@ -401,7 +400,7 @@ class _Patch:
 
     @torch.compiler.disable
     def end(self, *_: Any) -> None:
-        """The forward hook that is called even if the pass failed."""
+        """Forward hook that ends the pass, even if it failed."""
         self.run = self.labels = None
         self.entered = False
         self.context.leave()

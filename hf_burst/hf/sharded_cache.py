@@ -1,7 +1,7 @@
-"""A Transformers `Cache` whose keys and values lie on the ranks that computed them. Lengths are those of the sequence.
+"""A Transformers `Cache` whose keys and values stay on the ranks that computed them. Lengths are of whole sequences.
 
-Beams, return sequences and questions share the keys of one prompt, which are kept once. States of recurrent layers are
-the same on every rank, as each computes all new tokens by itself.
+Beams, return sequences and questions share the keys of one prompt, which are stored once. Every rank has the same
+recurrent states, because each computes all new tokens by itself.
 """
 
 from collections.abc import Sequence
@@ -22,29 +22,29 @@ from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
 from .answer import Answer, Filling, Fixed, Prompt, ShardedLayer, Stepping, layer_of
 
-_FROM_LAYERS = not hasattr(Cache, "get_conv_state")  # whether models take states from layers, as with Transformers 5.17
+_FROM_LAYERS = not hasattr(Cache, "get_conv_state")  # whether models read states from layers, as with Transformers 5.17
 
 
 class ShardedCache(Cache):
-    """Keys and values of a model over the ranks of a group.
+    """Keys and values of a model, spread over the ranks of a group.
 
     Args:
         group ([`ContextGroup`]): The ranks.
-        copies (`int`, defaults to 1): How often each prompt stands in the batch: rows that follow each other.
-        convolutions (`int`, defaults to 1): Most convolutions of a layer that carry a state.
+        copies (`int`, defaults to 1): How often each prompt stands in the batch, in consecutive rows.
+        convolutions (`int`, defaults to 1): The most convolutions of a layer that carry a state.
     """
 
     def __init__(self, group: ContextGroup, copies: int = 1, convolutions: int = 1) -> None:
         self.answer, self.copies, self.convolutions = Answer(group), copies, convolutions
-        self.states: dict[int, LinearAttentionLayer] = {}  # of recurrent layers, by their numbers
-        self.compares = False  # whether who chooses the tokens has compared those of all ranks
-        layer: Any = partial(ShardedLayer, self.answer)  # made when it first comes
+        self.states: dict[int, LinearAttentionLayer] = {}  # of recurrent layers, by layer number
+        self.compares = False  # whether the caller that chooses tokens has compared those of all ranks
+        layer: Any = partial(ShardedLayer, self.answer)  # made at its first update
         self.layers: list[Any]
         super().__init__(layer_class_to_replicate=layer)
 
     @classmethod
     def of_document(cls, group: ContextGroup, length: int, layers: Sequence[Keys | None]) -> "ShardedCache":
-        """A cache that begins with a document of so many tokens, from this rank's part of it."""
+        """Returns a cache that begins with a document of `length` tokens, from this rank's part of it."""
         cache = cls(group)
         positions = next(keys.positions for keys in layers if keys is not None)
         cache.answer.prompt = Prompt(1, length, positions)
@@ -55,21 +55,21 @@ class ShardedCache(Cache):
 
     @property
     def is_read(self) -> bool:
-        """Whether it holds a prompt."""
+        """Whether it holds a prompt that was read."""
         return self.answer.prompt is not None and not isinstance(self.answer.phase, Filling)
 
     @property
     def is_within_pass(self) -> bool:
-        """Whether a pass has begun and not ended; its layers differ if it never will."""
+        """Whether a pass has begun and not ended. If the pass failed, the layers differ."""
         return self.answer.phase is not None
 
     def begin_prompt(self, layout: SequenceLayout, device: torch.device) -> None:
-        """Before the pass that reads the prompt."""
+        """Begins the pass that reads the prompt."""
         self.answer.prompt = Prompt.of(layout, self.answer.group.rank, device)
         self.answer.phase = Filling(self.answer, self.answer.prompt, layout)
 
     def end_prompt(self) -> None:
-        """After that pass. States have each row as often as it stands in the batch, one after another."""
+        """Ends the pass that reads the prompt, and repeats each row of the states for its copies."""
         self.answer.phase = None
         for layer in self.states.values() if self.copies > 1 else ():
             for states in (layer.conv_states, layer.recurrent_states):
@@ -77,8 +77,8 @@ class ShardedCache(Cache):
                     states[place] = None if state is None else state.repeat_interleave(self.copies, 0)
 
     def begin_step(self, rows: int, new: int, shown: Tensor | None) -> Tensor:
-        """Before a pass over `new` tokens of each row. `shown` is the padding mask of all tokens so far. Returns the
-        positions of the new ones, `(rows, new)`."""
+        """Begins a pass over `new` tokens of each row and returns their positions, `(rows, new)`. `shown` is the
+        padding mask of all tokens so far."""
         answer = self.answer
         length = self._length(0)
         if self.is_within_pass:
@@ -96,7 +96,7 @@ class ShardedCache(Cache):
         before = before.repeat_interleave(rows // len(before), 0)
         if answer.new is not None:
             before = before + (answer.new >= 0).sum(1, keepdim=True)
-        # of a question that is shorter than others the last tokens are new; before them stand some of the document
+        # the last tokens of a question that is shorter than others are new; the tokens before them are the document's
         real = new if shown is None else (shown != 0).sum(1, keepdim=True).to(before) - before
         positions = before + real - new + torch.arange(new, device=before.device)
         positions = positions.masked_fill(positions < before, -1)
@@ -106,8 +106,8 @@ class ShardedCache(Cache):
         return positions
 
     def end_step(self, logits: Tensor | None) -> Tensor | None:
-        """After that pass, unless it failed. Returns the logits of the first rank: sums of experts may be rounded
-        otherwise on each, and all must choose the same token."""
+        """Ends the pass, unless it failed. Returns the logits of the first rank, because sums of experts may round
+        differently on each rank and all must choose the same token."""
         self.answer.phase = None
         group = self.answer.group
         if logits is None or group.size == 1:
@@ -118,11 +118,11 @@ class ShardedCache(Cache):
         return chosen
 
     def free(self, module: nn.Module, keys: Tensor, values: Tensor, pattern: MaskPattern) -> None:
-        """Frees the keys of the prompt that no later token of an attention module will see."""
+        """Frees the prompt's keys that no later token of an attention module will see."""
         assert isinstance(self.answer.phase, Filling), "the prompt is read with a call"
         self.answer.phase.free(layer_of(self.layers, module, keys, values)[0], pattern)
 
-    @torch.compiler.disable  # it knows counts, which would be constants of a graph: a new graph for each token
+    @torch.compiler.disable  # it reads counts, which would be constants of a graph: a new graph for each token
     def attend(
         self,
         module: nn.Module,
@@ -131,7 +131,7 @@ class ShardedCache(Cache):
         scores: Scores,
         sinks: Tensor | None,
     ) -> Tensor:
-        """The attention of new tokens over the keys that lie on all ranks."""
+        """Returns the attention of new tokens over the keys on all ranks."""
         assert isinstance(self.answer.phase, Stepping), "the prompt is read with a call"
         return self.answer.phase.attend(module, states, pattern, scores, sinks)
 
@@ -149,11 +149,11 @@ class ShardedCache(Cache):
 
     @property
     def places(self) -> tuple[tuple[Any, ...], ...]:
-        """Where the tensors of its layers lie in memory."""
+        """Addresses of its layers' tensors."""
         return (*(layer.places for layer in self.layers), tuple(state.data_ptr() for state in self.state_tensors))
 
     def fixed_step(self) -> Fixed | None:
-        """A step at fixed places, behind steps for which layers have made room; `None` if they have not."""
+        """Returns a step at fixed places, or `None` before the layers have allocated equal room in earlier steps."""
         rooms = {layer.room for layer in self.layers if layer.keys is not None}
         new = self.answer.new
         if len(rooms) != 1 or new is None:
@@ -162,7 +162,7 @@ class ShardedCache(Cache):
         return Fixed(self.answer, self.layers, new.new_empty(len(new), 1), place=new.new_empty(1), held=held)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that a layer has taken up, or where it takes up none, the first one that does."""
+        """Returns how many tokens a layer holds, or if it stores no keys, the first layer that does."""
         return self.answer.lend(self._length(layer_idx))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -194,8 +194,8 @@ class ShardedCache(Cache):
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> Tensor:
-        """Keeps the last inputs of a convolution, `(batch, channels, n)`, and returns what it convolves: those of this
-        rank's tokens while the prompt is read, and afterwards new ones behind those that were kept."""
+        """Stores the last inputs of a convolution, `(batch, channels, n)`, and returns what it convolves: this rank's
+        tokens while the prompt is read, and afterwards the new tokens behind the stored ones."""
         phase = self.answer.phase
         inputs = conv_states
         if isinstance(phase, Filling):
@@ -218,13 +218,13 @@ class ShardedCache(Cache):
         return found
 
     def _states_of(self, index: int) -> LinearAttentionLayer:
-        """The states of a layer, made when they first come."""
+        """Returns the states of a layer, made when they are first needed."""
         if index not in self.states:
             self.states[index] = LinearAttentionLayer(self.convolutions)
         return self.states[index]
 
     def _show_states(self, index: int) -> None:
-        """Lets a layer have its states where models look for them."""
+        """Puts a layer's states where models look for them."""
         if _FROM_LAYERS:
             while len(self.layers) <= index:
                 self.layers.append(ShardedLayer(self.answer))
@@ -247,7 +247,7 @@ class ShardedCache(Cache):
             answer.prompt = replace(answer.prompt, length=answer.prompt.length - of_prompt)
 
     def activate_past_recording(self) -> None:
-        """Before guesses are read. Some are taken back."""
+        """Keeps the whole prompt, because guesses are read with it and some are removed again."""
         self.answer.keeps_all = True
 
     def reorder_cache(self, beam_idx: Any) -> None:
@@ -258,7 +258,7 @@ class ShardedCache(Cache):
             self.answer.new = self.answer.new.index_select(0, beam_idx.to(self.answer.new.device))
 
     def reset(self, *_: Any, **__: Any) -> None:
-        """Raises, as do all methods that would change which rows there are."""
+        """Raises, as do all methods that would change the rows."""
         raise UnsupportedModelError(
             "Rows of a cache over ranks share the keys of a prompt, and stay as they are. Generate for the rows that "
             "you need, with a new cache."

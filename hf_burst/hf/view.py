@@ -1,12 +1,12 @@
-"""What hangs on a model. No other code of `hf/` walks over modules.
+"""The modules of a model. No other code of `hf/` walks over modules.
 
-    view = ModelView(model)         a walk; the patch makes one where modules have changed
+    view = ModelView(model)         walks once; the patch makes a new view when modules have changed
     view.modules, view.named        depth first, the model first
-    view.part(module)               the view of a module inside
-    view.where(is_adapter)          the modules of which a function says so, asked once for each view
-    view.find(recurrent_modules)    what a function finds in a view, once for each view
+    view.part(module)               the view of an inner module
+    view.where(is_adapter)          the modules that a function accepts, evaluated once per view
+    view.find(recurrent_modules)    what a function finds in a view, evaluated once per view
 
-What changes while modules stay, such as modes, hooks and which weights learn, is read from these lists.
+Modes, hooks and which weights learn may change while modules stay, so they are read from these lists.
 """
 
 import weakref
@@ -26,8 +26,7 @@ Found = TypeVar("Found")
 
 
 class ModelView:
-    """The modules of a model as they hang on it now. It keeps the model alive no longer than others do, and a copy of
-    it is of no model.
+    """The modules of a model at one time. It does not keep the model alive, and a copy of it belongs to no model.
 
     Args:
         root (`torch.nn.Module`): The model, or a part of one.
@@ -53,18 +52,18 @@ class ModelView:
 
     @property
     def named(self) -> list[tuple[str, nn.Module]]:
-        """The same with their paths."""
+        """All modules with their paths."""
         pairs = zip(self.paths, [self.root, *(known() for known in self._modules[1:])], strict=True)
         return [(path, module) for path, module in pairs if module is not None]
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes, see [`device_of`]."""
+        """The device on which the model computes, see [`device_of`]."""
         return device_of(self.root)
 
     @property
     def layers(self) -> list[GradientCheckpointingLayer]:
-        """The modules that are layers to Transformers, which checkpoint."""
+        """The modules that Transformers knows as layers and that can checkpoint."""
         return [module for module in self.modules if isinstance(module, GradientCheckpointingLayer)]
 
     @property
@@ -73,7 +72,7 @@ class ModelView:
 
     @property
     def units_of_fsdp2(self) -> list[FSDPModule]:
-        """The modules whose weights FSDP2 gathers together; it changes their classes, and leaves them in place."""
+        """The modules whose weights FSDP2 gathers together; FSDP2 changes their classes in place."""
         return [module for module in self.modules if isinstance(module, FSDPModule)]
 
     @property
@@ -81,21 +80,21 @@ class ModelView:
         return any(isinstance(module, FullyShardedDataParallel) for module in self.modules)
 
     def part(self, module: nn.Module) -> "ModelView":
-        """The view of a module inside."""
+        """Returns the view of an inner module."""
         return self if module is self.root else self._once(("part", id(module)), lambda: ModelView(module))
 
     def inside(self, module: nn.Module) -> list[nn.Module]:
-        """A module and those inside of it."""
+        """Returns a module and those inside it."""
         return self.part(module).modules
 
     def find(self, what: "Callable[[ModelView], Found]") -> Found:
-        """What a function finds in this view, asked once. It must not be the root, nor this view: a model that holds
-        its view would hold itself."""
+        """Returns what a function finds in this view, computed once. The result must not be the root or this view,
+        because a model that holds its view would then hold itself."""
         found: Found = self._once(what, lambda: what(self))
         return found
 
     def where(self, holds: Callable[[nn.Module], bool]) -> list[Any]:
-        """The modules of which something holds, asked once; the view keeps none of them."""
+        """Returns the modules for which `holds` is true, evaluated once; the view does not keep them alive."""
         places = self._once(holds, lambda: [place for place, module in enumerate(self.modules) if holds(module)])
         return [module for place in places if (module := self._modules[place]()) is not None]
 
@@ -109,8 +108,8 @@ class ModelView:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model computes and its ranks communicate: there where its weights lie, or where FSDP2 brings those that
-    wait on the host (`CPUOffloadPolicy`)."""
+    """Returns the device on which a model computes and its ranks communicate: that of its weights, or the one to which
+    FSDP2 brings weights that wait on the host (`CPUOffloadPolicy`)."""
     weight = next(model.parameters())
     kind = weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device.type
     if kind == weight.device.type:
@@ -119,7 +118,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 class Walk:
-    """One walk over the modules of a model, at each pass: which they are, and whether torch compiles one."""
+    """One walk over the modules of a model, made in each pass: collects them and finds whether torch compiles one."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules, self.compiled = list[nn.Module](), False
@@ -138,7 +137,7 @@ class Walk:
 
 
 class Met:
-    """The modules that a walk has met. It keeps none of them alive, and a copy has met none."""
+    """The modules that a walk has met. It does not keep them alive, and a copy is empty."""
 
     def __init__(self, modules: list[nn.Module] | None = None) -> None:
         self.modules = [weakref.ref(module) for module in modules or ()]
@@ -152,23 +151,23 @@ class Met:
 
 
 def has_language_head(view: ModelView) -> bool:
-    """Whether a model, or one inside of it, has a language-model head, unlike classifiers and bare decoders."""
+    """Returns whether a model, or one inside it, has a language-model head, unlike classifiers and bare decoders."""
     models = (module for module in view.modules if isinstance(module, PreTrainedModel))
     return any(model.get_output_embeddings() is not None for model in models)
 
 
 def inner_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and those inside of it, for code that runs within a layer and has no view."""
+    """Returns a module and those inside it, for code that runs within a layer and has no view."""
     return module.modules()
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules right inside of one, by name."""
+    """Returns the direct children of a module, by name."""
     return {name: child for name, child in module._modules.items() if child is not None}
 
 
 def own_modules(layer: nn.Module) -> list[nn.Module]:
-    """The modules inside of a layer, and of no other layer in it; this layer first."""
+    """Returns the modules inside a layer, itself first, without those of layers nested in it."""
     found = [layer, *children_of(layer).values()]
     for module in found[1:]:
         if not isinstance(module, GradientCheckpointingLayer):
@@ -177,5 +176,5 @@ def own_modules(layer: nn.Module) -> list[nn.Module]:
 
 
 def find_inside(model: nn.Module, attribute: str) -> Any:
-    """The first module of any model, wrapped or not, that has an attribute of its own, such as a patch; else `None`."""
+    """Returns the first module of any model, wrapped or not, that itself has an attribute, such as a patch."""
     return next((module for module in model.modules() if attribute in vars(module)), None)

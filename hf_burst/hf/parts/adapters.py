@@ -1,4 +1,4 @@
-"""Adapters of peft (LoRA) beside frozen linear layers, computed in fewer passes over memory."""
+"""LoRA adapters of peft beside frozen linear layers, computed in fewer passes over memory."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ _OF_4_BITS = {("bitsandbytes.nn.modules", name) for name in ("Linear4bit", "Line
 
 
 class Adapters(Part):
-    """Gives the LoRA layers of a model a forward of their own, see [`adapted_linear`]."""
+    """Gives a model's LoRA layers their own forward, see [`adapted_linear`]."""
 
     def begin(self, run: ForwardPass) -> None:
-        # a compiler joins these passes over memory itself; hooks on all modules, such as a counter, see those of peft;
-        # selective checkpoints keep outputs of peft's operators; asked once for each pass of the model, as a layer that
-        # is computed again does what it did before
+        # Not used if the model is compiled (a compiler fuses these passes itself), if hooks on all modules expect
+        # peft's modules (such as a counter), or if selective checkpoints save outputs of peft's operators. Decided once
+        # for each pass of the model, because a recomputed layer must do what it did before.
         if run.call.compiled or run.checkpoints.selective or nn.modules.module._has_any_global_hook():
             for layer in run.call.view.where(_is_adapter):
                 if (own := _AdaptedForward.of(layer)) is not None:
@@ -32,8 +32,8 @@ class Adapters(Part):
 
 
 class _AdaptedForward(Override):
-    """Stands for the forward of a LoRA layer. What it does not know is left to the layer's own one: several adapters at
-    once, merged ones, variants such as DoRA, layers that somebody hooks, and tokens that are generated one by one."""
+    """The forward of a LoRA layer. It leaves to the layer what it does not know: several adapters at once, merged ones,
+    variants such as DoRA, layers with hooks, and tokens that are generated one by one."""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer: Any = self.module
@@ -52,21 +52,21 @@ def _is_adapter(module: nn.Module) -> bool:
 
 
 def _adapter(layer: Any) -> str | None:
-    """The name of the only adapter that is at work; `None` if there is none, or several."""
+    """Returns the name of the only active adapter; `None` if there is none, or several."""
     names = [] if layer.disable_adapters or layer.merged else layer.active_adapters
     active = [name for name in names if name in layer.lora_A]
     return active[0] if len(active) == 1 and active[0] not in layer.lora_variant else None
 
 
 def _is_left_alone(layer: Any, x: Tensor) -> bool:
-    """Whether a call is compiled, transformed by torch.func, of a vector, or of one token that is generated."""
+    """Returns whether a call is compiled, transformed by torch.func, of a vector, or of a single generated token."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or x.dim() < 2:
         return True
     return x.shape[-2] == 1 and not layer.training and not torch.is_grad_enabled()
 
 
 def _is_plain(layer: Any, x: Tensor, name: str) -> bool:
-    """Whether the products are those of three linear layers, in one dtype and without anything beside them."""
+    """Returns whether the layer is just three linear products in one dtype."""
     base, down, up, dropout = layer.base_layer, layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
     if type(dropout) not in (nn.Dropout, nn.Identity) or _is_changed(dropout):
         return False
@@ -78,14 +78,14 @@ def _is_plain(layer: Any, x: Tensor, name: str) -> bool:
     if type(base) is nn.Linear:
         dtypes.add(base.weight.dtype)
     else:
-        computes = base.compute_dtype if base.compute_type_is_set else x.dtype  # as the first input has it
+        computes = base.compute_dtype if base.compute_type_is_set else x.dtype  # taken from the first input
         if not computes == x.dtype == (cast or x.dtype):
             return False
     return len(dtypes) == 1 or (cast is not None and torch.float64 not in dtypes)
 
 
 def _is_bare(linear: Any) -> bool:
-    """Whether a module is a linear layer as it is in torch or bitsandbytes, its weights in place, and without hooks."""
+    """Returns whether a module is an unchanged linear layer of torch or bitsandbytes, its weights in place."""
     kind = type(linear)
     in_4_bits = (kind.__module__, kind.__name__) in _OF_4_BITS
     if not (kind is nn.Linear or in_4_bits) or _is_changed(linear):
@@ -97,13 +97,13 @@ def _is_bare(linear: Any) -> bool:
 
 
 def _is_changed(module: nn.Module) -> bool:
-    """Whether somebody hooks a module, or gave it another forward."""
+    """Returns whether a module has hooks or another forward."""
     hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
     return bool(hooks) or "forward" in vars(module)
 
 
 def _has_its_state(linear: Any) -> bool:
-    """Whether a weight in 4 bits has what makes numbers of it, once bitsandbytes has put back what FSDP2 lost."""
+    """Returns whether a 4-bit weight can be dequantized, after bitsandbytes has restored what FSDP2 lost."""
     if linear.quant_state is None and getattr(linear.weight, "quant_state", None) is None:
         return False
     from bitsandbytes.nn.modules import fix_4bit_weight_quant_state_from_module

@@ -1,4 +1,4 @@
-"""The arguments of a forward pass: settings and arguments that are not served, and those that all ranks must share."""
+"""Checks the arguments of a forward pass: refuses those that are not served, compares those that ranks must share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,13 +21,13 @@ _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_pro
 
 
 class Arguments(Part):
-    """Checks what is asked of the model, and adds facts of the pass."""
+    """Checks what the caller asks of the model, and adds facts of the pass."""
 
     def admit(self, call: Call, agreement: Agreement) -> None:
         model, batch = call.model, call.given
         for key in _DROPOUT_KEYS:
             rate = getattr(model.config, key, None)
-            if model.training and rate:  # its mask would differ from that of one process
+            if model.training and rate:  # its mask would not be that of one process
                 raise UnsupportedModelError(
                     f"config.{key} is {rate}; dropout of attention weights is not served in training. Load the model "
                     f"with {key}=0.0 (from_pretrained(..., {key}=0.0)), which is how long-context models are trained."
@@ -54,7 +54,7 @@ class Arguments(Part):
 
 
 def _check_backward(call: Call) -> None:
-    """Raises for gradients that are computed in another way than by a backward pass behind this pass."""
+    """Raises for gradients that a backward pass after this pass does not compute."""
     saving = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if torch.is_grad_enabled() and saving and getattr(saving[0], "__module__", "") == torch.utils.checkpoint.__name__:
         raise UnsupportedModelError(

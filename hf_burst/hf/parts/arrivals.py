@@ -1,4 +1,4 @@
-"""Whether the layers that mix tokens reached hf_burst: else each rank would know its own tokens alone."""
+"""Checks that the layers that mix tokens reached hf_burst: else each rank would see its own tokens alone."""
 
 from typing import Any
 
@@ -17,14 +17,14 @@ from .base import Handles, Part
 
 
 class Arrivals(Part):
-    """Counts the modules that reached hf_burst in a pass: those that attend mark themselves in its attention function,
-    those with a state in its forward. A module that attends and ran, or a layer with a state that ran, and has no mark,
-    is an error."""
+    """Counts the modules that reached hf_burst in a pass. Attention modules are marked in its attention function,
+    recurrent modules in its forward. An attention module, or a layer with a recurrent one, that ran without a mark is
+    an error."""
 
     def __init__(self) -> None:
         self.hook = _Hook()
         self.attending: list[nn.Module] = []
-        self.modules: list[nn.Module] = []  # these, and those with a state
+        self.modules: list[nn.Module] = []  # these and the recurrent ones
 
     def look(self, view: ModelView) -> Handles:
         reader = reader_of(view)
@@ -67,29 +67,29 @@ class Arrivals(Part):
 
 
 class _Hook:
-    """The forward hooks. They hold no module, so that a model is freed when it is let go."""
+    """The forward hooks. They hold no module, so that a model can be freed."""
 
     def __init__(self) -> None:
-        self.under_way = self.ran = False  # whether a pass is, and whether a module that attends ran in it
-        self.paths: dict[int, str] = {}  # of the modules that attend, by their ids
+        self.under_way = self.ran = False  # whether a pass is, and whether an attention module ran in it
+        self.paths: dict[int, str] = {}  # of the attention modules, by id
 
     def attended(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Of a module that attends. In a compiled graph nothing is left of it: what it asks is answered when the graph
-        is made."""
+        """Checks an attention module. A compiled graph holds nothing of this hook: it is evaluated when the graph is
+        made."""
         if not self.under_way:
             return
-        # a class from elsewhere may leave it to modules inside
+        # a custom class may leave attention to inner modules
         arrived = [module] if getattr(module, ARRIVED) else _arrived_inside(module)
         if not arrived:
             self._refuse(module, self.paths.get(id(module), "of a copied model"))
         for inner in arrived:
             setattr(inner, ARRIVED, False)
-        if not torch.compiler.is_compiling():  # a graph may not change what lies outside of a checkpoint
+        if not torch.compiler.is_compiling():  # a graph may not change state outside a checkpoint
             self.ran = True
 
     @torch.compiler.disable
     def passed(self, layer: nn.Module, args: Any, output: Any) -> None:
-        """Of a layer with a state."""
+        """Checks a layer with recurrent modules."""
         for module in _stateful(layer) if self.under_way else ():
             if not vars(module)[ARRIVED]:
                 self._refuse(module, f"of a {type(layer).__name__}")
@@ -111,5 +111,5 @@ def _arrived_inside(module: nn.Module) -> list[nn.Module]:
 
 
 def _stateful(layer: nn.Module) -> list[nn.Module]:
-    """The modules with a state inside of a layer, and of no other layer in it."""
+    """Returns the recurrent modules of a layer, without those of layers nested in it."""
     return [module for module in own_modules(layer)[1:] if is_recurrent(module)]

@@ -1,4 +1,4 @@
-"""The attention of a model: set and put back, and noticed where it goes past us."""
+"""Sets a model's attention implementation, restores it, and notices attention that bypasses hf_burst."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,19 +20,19 @@ _PATCHED: WeakKeyDictionary[PreTrainedModel, "Attention"] = WeakKeyDictionary()
 
 
 def _users_of(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Other patched models that were made of the same config object, which holds the attention implementation."""
+    """Returns other patched models that share the config object, which holds the attention implementation."""
     return (other for other in list(_PATCHED) if other is not model and other.config is model.config)
 
 
 def _configs_of(reader: ModelView) -> list[PreTrainedConfig]:
-    """The configs that layers read their attention implementation from: copies of layers have copies of it."""
+    """Returns the configs that layers read their attention implementation from: copied layers have copies of it."""
     configs: list[Any] = [vars(module).get("config") for module in reader.modules]
     return list({id(config): config for config in configs if type(config) is type(reader.root.config)}.values())
 
 
 def _tower_configs(view: ModelView) -> list[PreTrainedConfig]:
-    """The configs of what stands beside a language model, such as towers for images: of modules, which may have been
-    replaced, and those that the model's config holds at any depth."""
+    """Returns the configs of everything beside the language model, such as image towers: those of modules, which may
+    have been replaced, and those nested in the model's config at any depth."""
     reader = reader_of(view)
     inside = {id(module) for module in reader.modules}
     own = {id(config) for config in (view.root.config, *_configs_of(reader))}
@@ -48,25 +48,25 @@ def _tower_configs(view: ModelView) -> list[PreTrainedConfig]:
 
 
 def _holds(config: PreTrainedConfig, inner: PreTrainedConfig) -> bool:
-    """Whether a config has another one inside."""
+    """Returns whether a config contains another one."""
     return any(getattr(config, key, None) is inner for key in config.sub_configs)
 
 
 class Attention(Part):
-    """Sets the attention implementation, and puts it back."""
+    """Sets the attention implementation, and restores it."""
 
     def __init__(self, view: ModelView) -> None:
         model, reader = view.root, reader_of(view)
-        shared = next(_users_of(model), None)  # their config says hf_burst already
+        shared = next(_users_of(model), None)  # their config already says hf_burst
         self.before: str = reader.root.config._attn_implementation if shared is None else _PATCHED[shared].before
-        if self.before == NAME:  # of a patched model that is gone
+        if self.before == NAME:  # left by a patched model that is gone
             self.before = "sdpa" if model._supports_sdpa else "eager"
         check_attention_functions(view)
         self.attends = reader.find(has_attention)
-        self.copied: list[tuple[PreTrainedConfig, str | None]] = []  # configs of copied layers, and what they said
+        self.copied: list[tuple[PreTrainedConfig, str | None]] = []  # configs of copied layers, and their old values
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A model saved whole brings its parts along, and the attention must be known where it is loaded."""
+        """Registers the attention where a model that was saved whole, with its parts, is loaded."""
         self.__dict__.update(state)
         register()
 
@@ -87,7 +87,7 @@ class Attention(Part):
     def look(self, view: ModelView) -> Handles:
         if not self.attends:
             return ()
-        self._set_copies(reader_of(view))  # of layers that were added since
+        self._set_copies(reader_of(view))  # for layers that were added since
         return ()
 
     def admit(self, call: Call, agreement: Agreement) -> None:

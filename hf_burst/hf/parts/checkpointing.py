@@ -1,8 +1,8 @@
-"""Activation checkpointing that does not compute attention a second time, and whose layers keep things on the host.
+"""Activation checkpointing that computes attention once, and whose layers can save tensors on the host.
 
-A checkpointed layer is run again in the backward pass, and over long sequences its attention is most of that. Its
-first output, and one number a row and head, are kept instead: the function by which the layer checkpoints is wrapped,
-so that each run of the layer has its context. Hooks on saved tensors offload them and the inputs of layers.
+The backward pass runs a checkpointed layer again, and for long sequences most of that is attention. So the first
+run's attention output, and one number per row and head, are saved. The function by which the layer checkpoints is
+wrapped, so that each run of the layer has its context. Hooks on saved tensors offload them and the inputs of layers.
 """
 
 import logging
@@ -33,35 +33,35 @@ from .replicas import takes_weights_apart
 
 logger = logging.getLogger(__name__)
 
-# under which names the layers of Transformers, and torch's CheckpointWrapper, keep the function that checkpoints them
+# names of the checkpoint function in Transformers' layers, and in torch's CheckpointWrapper
 _OF_LAYERS, _OF_WRAPPERS = "_gradient_checkpointing_func", "checkpoint_fn"
-# of `torch.utils.checkpoint.checkpoint`, beside what a layer is called with
+# arguments of `torch.utils.checkpoint.checkpoint`, beside those of the layer
 _OPTIONS = {"use_reentrant", "context_fn", "preserve_rng_state", "determinism_check", "debug", "early_stop"}
 
 
 class Checkpointing(Part):
-    """What the checkpointed layers of a model keep for the backward pass, and where.
+    """What the checkpointed layers of a model save for the backward pass, and where.
 
-    They keep their inputs, and attention by `Memory.attention_keep`: each run of a layer has an
-    [`AttentionCache`] of its own, which lives as long as the graph of that run. By
-    `Memory.activation_offloading` the first layers keep both on the host. By `Memory.layers_per_checkpoint`
-    some layers do not keep their input, see [`LayerRun`].
+    They save their inputs, and as much attention as `Memory.attention_keep` says: each run of a layer has its own
+    [`AttentionCache`], which lives as long as the graph of that run. With `Memory.activation_offloading`, the first
+    layers save both on the host. With `Memory.layers_per_checkpoint`, some layers do not save their input, see
+    [`LayerRun`].
     """
 
     def __init__(self, advise: Callable[[BaseException | None], None]) -> None:
         self.share = 1.0
-        self.advise = advise  # on memory that was short
+        self.advise = advise  # on running out of memory
         self.host: HostMemory | None = None
-        self.reserved = 0  # bytes of the host, on all ranks
-        self.available: int | None = None  # bytes that the host of some rank had left when they did not suffice
-        self.requested = 0  # bytes for which the hosts were asked last
-        self.logged = False  # that fewer layers leave
-        self.layers = self.offloading = self.started = 0  # that checkpoint; that offload in this pass; that ran
+        self.reserved = 0  # bytes of the host, on every rank
+        self.available: int | None = None  # the fewest bytes that a host had left when they did not suffice
+        self.requested = 0  # bytes that the hosts were last asked for
+        self.logged = False  # whether the log says that fewer layers are offloaded
+        self.layers = self.offloading = self.started = 0  # that checkpoint; that offload in this pass; that have run
         self.per_checkpoint = 1
         self.found = Checkpoints()  # in this pass
-        self.selective = False  # whether a module checkpoints by a context_fn of the user's
+        self.selective = False  # whether a module checkpoints by the user's context_fn
         self.latest: LayerRun | None = None
-        # of the latest, until the next layer runs: its address is not given away meanwhile
+        # of the latest run, until the next layer runs: meanwhile its address is not reused
         self.output: tuple[torch.Tensor, Place] | None = None
         self.hook: RemovableHandle | None = None  # of the embeddings, in this pass
 
@@ -114,7 +114,7 @@ class Checkpointing(Part):
         apart = run.memory.activation_offloading or self.per_checkpoint > 1
         if apart and self.layers and torch.is_grad_enabled():
             self._prepare_host(run)
-            # behind the hook by which Transformers has the embeddings require a gradient, when weights do not
+            # after the hook by which Transformers makes the embeddings require a gradient when weights do not
             self.hook = run.model.get_input_embeddings().register_forward_hook(_detach_embeddings)
 
     def end(self) -> None:
@@ -131,7 +131,7 @@ class Checkpointing(Part):
                     setattr(module, name, function.function)
 
     def wrap(self, view: ModelView) -> list["_Checkpoint"]:
-        """Sees to all modules that checkpoint by now, and returns the functions by which the outermost layers do."""
+        """Wraps the functions of all modules that now checkpoint, and returns those of the outermost layers."""
         functions, of_layers = [], []
         for module in view.modules:
             for name in (_OF_LAYERS, _OF_WRAPPERS):
@@ -145,14 +145,14 @@ class Checkpointing(Part):
         if functions or view.root.training:  # an evaluation may come before the backward pass of a step
             self.selective = any("context_fn" in function.options for function in functions)
         outermost, inside = [], set[int]()
-        for function in of_layers:  # from the outside on
+        for function in of_layers:  # outermost first
             if id(function.module) not in inside:
                 outermost.append(function)
                 inside.update(map(id, view.inside(function.module)))
         return outermost or functions  # the model itself has one, too
 
     def layer(self, inputs: Sequence[Any]) -> LayerRun | None:
-        """The run of a layer that begins with these inputs; `None` inside of another one, and if all of them keep
+        """Returns the run of a layer that begins with these inputs; `None` inside another layer, or if all layers save
         everything on the device."""
         context = current()
         inside = context is not None and context.cache is not None
@@ -165,15 +165,15 @@ class Checkpointing(Part):
         keeps = keeping(index + 1, self.layers, self.per_checkpoint) > keeping(index, self.layers, self.per_checkpoint)
         if latest is not None and self.output is not None and not keeps:
             run.follow(latest, self.output[1])
-        if latest is not None:  # which the backward pass runs next, or first a layer that computes its input
+        if latest is not None:  # the backward pass runs it next, after any layer that computes its input
             saved.following = (latest.start if run.before is None else latest).saved
         self.output = None
         return run
 
     def _prepare_host(self, run: ForwardPass) -> None:
-        """Makes room on the host for what layers keep. Where the host has less of it than layers were to have by the
-        config, all ranks raise. Layers that were chosen to leave stay on the GPU, as many as need be. The last layer
-        keeps what it keeps: it is asked for at once."""
+        """Reserves host memory for what layers save. If a host has less than the config demands, all ranks raise. If
+        the number of offloaded layers was chosen by the rule, as many as needed stay on the GPU. The last layer always
+        does, because the backward pass reads it at once."""
         self.offloading = min(round(run.memory.activation_offloading * self.layers), self.layers - 1)
         if self.host is None or self.host.device != run.device:
             self.host, self.reserved, self.requested, self.available = HostMemory(run.device), 0, 0, None
@@ -191,7 +191,7 @@ class Checkpointing(Part):
             self.reserved = needed
 
     def _stay_within(self, run: ForwardPass, sizes: tuple[float, float]) -> None:
-        """Has fewer layers leave where others have taken the host's memory since it was chosen how many do."""
+        """Offloads fewer layers if others have taken host memory since the number was chosen."""
         assert self.host is not None, "made before"
         wanted, needed = self.offloading, self._bytes_of_host(self.offloading, sizes)
         if needed > self.reserved and needed != self.requested:  # once for batches of one size
@@ -213,42 +213,42 @@ class Checkpointing(Part):
             )
 
     def _bytes_of_host(self, leaving: int, sizes: tuple[float, float]) -> int:
-        """What so many first layers take there, by the bytes of a layer's input and of what is kept of attention."""
+        """Returns the host bytes of the first `leaving` layers, given those of a layer's input and its attention."""
         inputs, attention = sizes
         return round(keeping(leaving, self.layers, self.per_checkpoint) * inputs + leaving * attention)
 
 
 def _detach_embeddings(module: nn.Module, inputs: Any, output: Any) -> torch.Tensor | None:
-    """Gives the first layer an input that may leave, where it is a leaf that requires a gradient."""
+    """Gives the first layer an input that can be offloaded, if the embeddings are a leaf that requires a gradient."""
     return detached_leaf(output) if type(output) is torch.Tensor and output.is_leaf and output.requires_grad else None
 
 
 def _checkpoint_all_layers(view: ModelView, functions: Sequence["_Checkpoint"]) -> bool:
-    """Whether each layer that trains is one of those that checkpoint, or inside of one."""
+    """Returns whether each layer in training checkpoints, or lies inside one that does."""
     inside = {id(module) for function in functions for module in view.inside(function.module)}
     return all(id(layer) in inside for layer in view.layers if layer.training)
 
 
 def _kept_bytes(run: ForwardPass, share: float) -> tuple[float, float]:
-    """Bytes that a layer keeps: its input; and what attention returns, with the log-sum-exp of its rows, as a mean over
-    layers with attention and without. Kernels of GPUs return 16 bits, whatever states are in."""
+    """Returns the bytes that a layer saves: its input; and its attention output with the log-sum-exp of its rows, as
+    a mean over layers with and without attention. GPU kernels return 16 bits, whatever the dtype of the states."""
     width, shapes = run.model.config.get_text_config().hidden_size, attention_shapes(run.call.view)
     itemsize = dtype_of_states(run.call.view).itemsize
     narrow = min(itemsize, 2) if run.device.type == "cuda" else itemsize
     attention = 0 if shapes is None else shapes.q_heads * (shapes.value_dim * narrow + shapes.accumulator_itemsize)
     rows = run.batch.layout.batch_size * run.batch.layout.sharding.most_tokens
-    page = HostMemory.page_bytes  # each of them takes whole pages
+    page = HostMemory.page_bytes  # each tensor takes whole pages
     return rows * width * itemsize + page, attending_share(run.call.view) * (rows * share * attention + 2 * page)
 
 
 class _Checkpoint:
-    """A function that checkpoints, such as a partial of `torch.utils.checkpoint.checkpoint`: what it runs has a context
-    of its own, first and again."""
+    """A function that checkpoints, such as a partial of `torch.utils.checkpoint.checkpoint`, whose runs all have a
+    context of their own."""
 
     def __init__(self, function: Callable[..., Any], part: Checkpointing, module: nn.Module) -> None:
         self.function, self.part, self.module = function, part, module
         self.options: dict[str, Any] = getattr(function, "keywords", {})
-        # in a compiled graph the operator's results are kept, those of other operators are not
+        # a compiled graph saves the results of our operator, but not those of other operators
         self.in_graphs = partial(create_selective_checkpoint_contexts, [torch.ops.hf_burst.attention.default])
 
     @property
@@ -262,10 +262,10 @@ class _Checkpoint:
                 kwargs["context_fn"] = self.in_graphs
             return self.function(CheckpointedRun(run, None, self.part.advise), *args, **kwargs)  # graphs may break
         named = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
-        if not torch.is_grad_enabled():  # so does a layer that runs again for its output alone
+        if not torch.is_grad_enabled():  # also when a layer runs again for its output alone
             return run(*args, **named)
         options, layer, cache = {**self.options, **kwargs}, self.part.layer(args), None
-        if options.get("use_reentrant") is False:  # a reentrant one runs first without a graph
+        if options.get("use_reentrant") is False:  # a reentrant checkpoint runs first without a graph
             cache = AttentionCache(self.part.share, saved_in_place if layer is None else layer.saved.save)
         again = CheckpointedRun(run, cache, self.part.advise)
         if layer is None:
@@ -280,7 +280,7 @@ class _Checkpoint:
         return output
 
     def _gathered(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs the layer in the backward pass, before FSDP2 gathers its weights for that."""
+        """Runs the layer in the backward pass, before FSDP2 gathers its weights for it."""
         if isinstance(self.module, FSDPModule):
             self.module.unshard()
         return run(*args, **kwargs)

@@ -1,9 +1,9 @@
-"""Dropout inside sharded activations: each rank of a group draws masks of its own.
+"""Dropout over sharded activations: each rank of a group draws its own masks.
 
-Trainers seed all ranks alike, so the masks of one shard would repeat on all others. While a model with dropout runs
-forward, a rank's generators are therefore seeded by a number of its own. It follows from one that the first rank drew
-from its default CPU generator, which advances alike on all ranks: data order stays in step, and a resumed run draws the
-same masks. Ranks that were seeded differently share it, too.
+Trainers seed all ranks alike, so the masks of one shard would repeat on all others. Therefore a rank's generators get
+their own seed while a model with dropout runs forward. It derives from a number that the first rank draws from its
+default CPU generator, which advances alike on all ranks: data order stays in step, and a resumed run draws the same
+masks. Ranks that were seeded differently share the number, too.
 """
 
 from collections.abc import Iterable
@@ -14,12 +14,12 @@ from ...errors import UnsupportedModelError
 from ..forward_pass import Agreement, Batch, Call, ForwardPass
 from .base import Part
 
-# what one process decides once for a whole sequence: to skip a layer, to drop weights
+# what one process decides once for a whole sequence: skipping a layer, dropping weights
 _SHARED = ("layerdrop", "rank_dropout", "module_dropout", "multiplicativedropoutlayer")
 
 
 class DropoutStreams(Part):
-    """A random stream of this rank's own for every forward pass; without dropout nothing is touched."""
+    """Gives each rank its own random stream for every forward pass; changes nothing without dropout."""
 
     def __init__(self) -> None:
         self.outer: list[tuple[torch.Generator, torch.Tensor]] = []
@@ -28,7 +28,7 @@ class DropoutStreams(Part):
     def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
         if call.group.size > 1:
             check_shared_dropout(call.random_rates)
-        if call.group.size > 1 and call.random_rates:  # drawn once all ranks go on
+        if call.group.size > 1 and call.random_rates:  # drawn when all ranks continue
             agreement.seed = _draw(torch.default_generator.clone_state())
 
     def begin(self, run: ForwardPass) -> None:
@@ -45,7 +45,7 @@ class DropoutStreams(Part):
             generator.manual_seed(self.seed)
 
     def share(self) -> None:
-        """From here on all ranks hold the whole batch, and draw the same masks."""
+        """Makes all ranks draw the same masks from here on, because they hold the whole batch."""
         if self.outer and self.seed != self.shared:
             self.seed = self.shared
             for generator, _ in self.outer:
@@ -53,7 +53,7 @@ class DropoutStreams(Part):
 
     def end(self) -> None:
         for generator, state in self.outer:
-            if generator.initial_seed() == self.seed:  # else seeded anew, after a pass that was interrupted
+            if generator.initial_seed() == self.seed:  # else seeded anew, after an interrupted pass
                 generator.set_state(state)
         self.outer = []
 
@@ -63,7 +63,7 @@ def _draw(generator: torch.Generator) -> int:
 
 
 def check_shared_dropout(rates: Iterable[tuple[str, float]]) -> None:
-    """Raises for dropout that must be the same for the whole sequence, which masks of each rank's own are not."""
+    """Raises for dropout that must be the same for the whole sequence, because each rank draws its own masks."""
     refused = sorted({f"{name}={rate}" for name, rate in rates if name in _SHARED})
     if refused:
         raise UnsupportedModelError(

@@ -1,7 +1,7 @@
-"""Experts of which each rank has some, and to which tokens travel (`AllToAllEP` of Transformers).
+"""Experts that are spread over ranks, to which tokens travel (`AllToAllEP` of Transformers).
 
-The ranks of a sequence hold different tokens, as those of other batches do, so that the exchange is exact as it is.
-What Transformers does not say is refused here, before a rank waits for others.
+The ranks of a sequence hold different tokens, as ranks with different batches do, so the exchange is exact as it is.
+This part refuses what Transformers does not check, before a rank waits for others.
 """
 
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from ...ranks.group import ContextGroup
 from ..forward_pass import Agreement, Call
 from .base import Part
 
-_EXPERTS_DIM, _COPIES_DIM = "ep", "efsdp"  # of Transformers' mesh of experts
+_EXPERTS_DIM, _COPIES_DIM = "ep", "efsdp"  # dimensions of Transformers' mesh of experts
 _ADAPTED = ".base_layer."
 
 
 class ExpertRanks(Part):
-    """Checks a pass of a model whose experts lie on several ranks."""
+    """Checks a pass of a model whose experts are spread over ranks."""
 
     def admit(self, call: Call, agreement: Agreement) -> None:
         experts = dict(weights_of_experts(call.model))
@@ -48,14 +48,14 @@ class ExpertRanks(Part):
 
 
 def weights_of_experts(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
-    """The weights, by name, of which each rank has those of its own experts."""
+    """Yields the names and weights that are sharded by expert."""
     for name, weight in model.named_parameters():
         if isinstance(weight, DTensor) and _EXPERTS_DIM in (weight.device_mesh.mesh_dim_names or ()):
             yield name, weight
 
 
 def check_same_passes(model: nn.Module, group: ContextGroup) -> None:
-    """Raises where experts lie on ranks of several groups, which generate other numbers of tokens.
+    """Raises if experts are spread over several groups of ranks, which generate different numbers of tokens.
 
     Raises:
         ConfigError: With the ranks of both.
@@ -71,7 +71,7 @@ def check_same_passes(model: nn.Module, group: ContextGroup) -> None:
 
 
 def _check_division(name: str, weight: DTensor) -> None:
-    """Raises where torch divides the gradients of experts by the number of ranks twice."""
+    """Raises if torch divides the gradients of experts by the number of ranks twice."""
     mesh = weight.device_mesh
     alone = _COPIES_DIM in (mesh.mesh_dim_names or ()) and mesh[_COPIES_DIM].size() == 1
     if alone and weight.requires_grad and weight.dtype not in (torch.float32, torch.bfloat16):

@@ -1,5 +1,5 @@
 """The load-balancing loss of mixtures of experts over several ranks (Switch Transformer, arXiv 2101.03961, equations 4
-to 6), which is no sum over tokens: it multiplies how many tokens chose an expert with the mean of its probabilities."""
+to 6). It is no sum over tokens: it multiplies the number of tokens that chose an expert by its mean probability."""
 
 import sys
 from typing import Any
@@ -18,9 +18,9 @@ from .base import Handles, Part
 
 
 class RouterLogits(Part):
-    """Puts the load-balancing loss of the whole batch in place of that of this rank's tokens.
+    """Replaces the load-balancing loss of this rank's tokens with that of the whole batch.
 
-    The scores of the routers are caught where the decoder returns them.
+    A hook reads the router scores where the decoder returns them.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -55,8 +55,8 @@ class RouterLogits(Part):
 
 
 def check_balance(model: PreTrainedModel, asked: bool | None = None) -> None:
-    """Raises for a load-balancing loss that does not follow from what the model's class says of its experts, where
-    `output_router_logits` of the pass, or else of the config, asks for it."""
+    """Raises for a load-balancing loss that cannot be computed from the attributes of the model's class, if
+    `output_router_logits` of the pass, or by default of the config, asks for it."""
     wanted = getattr(model.config, "output_router_logits", False) if asked is None else asked
     balanced = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
     known = hasattr(model, "router_aux_loss_coef") and hasattr(model, "num_experts_per_tok")
@@ -68,17 +68,17 @@ def check_balance(model: PreTrainedModel, asked: bool | None = None) -> None:
 
 
 def balance_share(run: ForwardPass) -> float:
-    """The weight of the load-balancing loss on a rank. With `num_items_in_batch` it is yet to be multiplied by the
-    number of processes, of which those of a group hold one batch."""
+    """Returns the weight of the load-balancing loss on a rank. With `num_items_in_batch`, the loss is later multiplied
+    by the number of processes, and those of a group share one batch."""
     return 1 if run.call.items is None else 1 / run.group.size
 
 
 def balance_loss(layers: tuple[torch.Tensor, ...], chosen: int, run: ForwardPass) -> torch.Tensor:
-    """The load-balancing loss of the whole batch: the same value on every rank, the gradient as in `group_loss`.
+    """Returns the load-balancing loss of the whole batch: equal on every rank, with the gradient as in `group_loss`.
 
     Args:
-        layers (tuple of `torch.Tensor` of shape `(batch x n, experts)`): The routers' scores of this rank's tokens.
-        chosen (`int`): Experts that a token is sent to.
+        layers (tuple of `torch.Tensor` of shape `(batch x n, experts)`): The router scores of this rank's tokens.
+        chosen (`int`): Number of experts per token.
         run ([`ForwardPass`]): The pass, which knows the padding.
     """
     experts = layers[0].shape[-1]

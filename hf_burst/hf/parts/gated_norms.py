@@ -1,4 +1,4 @@
-"""Norms of the gated outputs of delta rules, by one kernel of flash-linear-attention instead of some ten of torch."""
+"""Norms of the gated outputs of delta rules, by one kernel of flash-linear-attention instead of about ten of torch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ from .base import Part
 
 
 class GatedNorms(Part):
-    """Gives gated norms a forward by that kernel. One that has a forward of its own keeps it."""
+    """Gives gated norms a forward by that kernel, unless they have a forward of their own."""
 
     def overrides(self, view: ModelView) -> Iterator[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
         for norm, activation in view.find(gated_norms):
@@ -32,7 +32,7 @@ class GatedNorm(Override):
     def __init__(self, module: nn.Module, own: Any, activation: str, asked: tuple[Any, Any]) -> None:
         super().__init__(module, own)
         self.activation = activation
-        self.asked = asked  # what its formula depended on then
+        self.asked = asked  # what its formula depended on when it was read
 
     def __call__(self, hidden_states: Tensor, gate: Tensor) -> Any:
         norm: Any = self.module
@@ -46,5 +46,5 @@ class GatedNorm(Override):
 
 
 def depends_on(norm: Any) -> tuple[Any, Any]:
-    """On what the formula of a norm depends: a class or an activation may be changed after it was asked."""
+    """Returns what the formula of a norm depends on, because a class or an activation may be changed later."""
     return type(norm).forward, getattr(norm, "activation", None)

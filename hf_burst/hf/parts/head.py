@@ -1,4 +1,4 @@
-"""The head of a model: which of its logits a pass is to have, and the loss without any in memory."""
+"""The head of a model: which logits a pass returns, and the loss without logits in memory."""
 
 import logging
 import math
@@ -19,24 +19,24 @@ logger = logging.getLogger(__name__)
 
 Fate = Literal["keep", "gather", "defer", "drop"]
 
-LOGITS_LIMIT_GIB = 4.0  # of logits gathered over the ranks
+LOGITS_LIMIT_GIB = 4.0  # for logits gathered over the ranks
 _SMALLER = "lower per_device_train_batch_size or per_device_eval_batch_size, or shorten the rows"
 
 
 class Head(Part):
-    """Decides what becomes of the logits: `"keep"` as they are, `"gather"` over the ranks, `"defer"` until something
-    follows from them (see [`Spread`]), or `"drop"`. The head whose logits are deferred or dropped is put off: a loss
-    asks it for the scores of some tokens at a time."""
+    """Decides what happens to the logits: `"keep"` as they are, `"gather"` over the ranks, `"defer"` until something is
+    computed from them (see [`Spread`]), or `"drop"`. To defer or drop logits, the head is put off: a loss asks it for
+    the scores of some tokens at a time."""
 
     def __init__(self, token_losses: TokenLosses) -> None:
         self.token_losses = token_losses
         self.lazy: PutOffHead | None = None
         self.logits: Fate = "keep"
-        self.fits = False  # whether those of a batch with labels may be gathered
+        self.fits = False  # whether the logits of a batch with labels may be gathered
         self.about = ""  # why not
-        self.asked = False  # whether there are `logits_to_keep`
-        self.kept: torch.Tensor | None = None  # where each of these stands among this rank's tokens, or -1
-        self.by_model = True  # whether the model chooses them
+        self.asked = False  # whether `logits_to_keep` is given
+        self.kept: torch.Tensor | None = None  # where each kept token stands among this rank's tokens, or -1
+        self.by_model = True  # whether the model selects the kept tokens
 
     def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
         if call.task.reads or call.pooling:
@@ -44,7 +44,7 @@ class Head(Part):
         keep = batch.given.get("logits_to_keep", 0)
         asked = self.asked = isinstance(keep, torch.Tensor) or bool(keep)
         tokens: list[int] | None = None
-        cached = call.cache is not None  # a number would have Gemma 4 slice its mask
+        cached = call.cache is not None  # a number would make Gemma 4 slice its mask
         if asked and (call.group.size > 1 or cached or not call.task.generates):
             tokens = list(kept_tokens(keep, batch.layout.length - batch.layout.padding))
             self.kept, self.by_model = batch.lies.local[tokens], call.task.generates
@@ -60,7 +60,7 @@ class Head(Part):
             drops = run.call.largest([self.logits == "drop"])[0] > 0
             self.logits = "drop" if drops and self.logits == "gather" else self.logits
         module = run.model.get_output_embeddings()
-        if self.lazy is not None and self.lazy.module is not module:  # adapters have taken its place
+        if self.lazy is not None and self.lazy.module is not module:  # adapters have replaced it
             self.lazy.remove()
         vocabulary = run.model.config.get_text_config().vocab_size
         self.lazy = None if module is None else PutOffHead.put(module, vocabulary)  # or that of a model that shares it
@@ -76,7 +76,7 @@ class Head(Part):
             self.lazy.under_way = False
 
     def _fate(self, call: Call, batch: Batch) -> Fate:
-        """What becomes of the logits."""
+        """Returns what happens to the logits."""
         model, labels = call.model, batch.inputs.get("labels") is not None
         self.fits = False
         if self.token_losses.asked is not None:
@@ -116,7 +116,7 @@ class Head(Part):
 
 
 def _check_unread(callers: Callers, why: str) -> None:
-    """Raises if a function of a trainer's user would meet `None` in the place of logits."""
+    """Raises if a trainer would give `None` instead of logits to a function of its user."""
     if callers.readers:
         raise BatchError(
             f"{', '.join(callers.readers)} would be given outputs.logits=None: logits {why}. {_SMALLER.capitalize()}; "
@@ -126,7 +126,7 @@ def _check_unread(callers: Callers, why: str) -> None:
 
 
 def _way_out(callers: Callers, training: bool) -> str:
-    """What to do where logits are wanted that are too large."""
+    """Returns what to do if the logits that somebody wants are too large."""
     if callers.trainer is None:
         return (
             "Pass logits_to_keep=1 (or as many as you need), or take hf_burst.token_losses for the loss of every token."

@@ -1,4 +1,4 @@
-"""The prompt of a generation over ranks: read as a batch is trained on, its keys taken up by a cache."""
+"""Reads the prompt of a generation over ranks: cut as in training, with its keys stored in a cache."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,12 +14,12 @@ from ..forward_pass import Agreement, Batch, Call, ForwardPass
 from ..sharded_cache import ShardedCache
 from .base import Part
 
-# what every row of a batch has of its own; the copies of a prompt have the same
+# arguments with one row per row of the batch; copies of a prompt have equal rows
 _BY_ROW = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 
 
 class KeyCache(Part):
-    """Has the cache of a pass take up the keys of the prompt. Copies of a prompt in the batch, as for beams, are read
+    """Lets the cache of a pass store the keys of the prompt. Copies of a prompt in the batch, as for beams, are read
     once."""
 
     def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
@@ -39,16 +39,16 @@ class KeyCache(Part):
 
 
 def repeated(values: torch.Tensor, cache: Any) -> torch.Tensor:
-    """Logits or states of prompts that were read once, for each copy of a prompt in the batch."""
+    """Returns logits or states of prompts that were read once, repeated for each copy of a prompt in the batch."""
     copies = cache.copies if isinstance(cache, ShardedCache) else 1
     return values if copies == 1 else values.repeat_interleave(copies, 0)
 
 
 def each_once(cache: ShardedCache, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch with each prompt once, where `generate` made copies that follow each other.
+    """Returns the batch with each prompt once, where `generate` made consecutive copies.
 
     Raises:
-        BatchError: If copies are missing, or a tensor is not known to have a row for each.
+        BatchError: If copies are missing, or a tensor may not have one row per prompt.
     """
     rows, copies = batch_shape(batch)[0], cache.copies
     if copies == 1:
@@ -71,37 +71,37 @@ def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> None:
     """Prepares cache and batch for a pass over new tokens.
 
     Raises:
-        BatchError: If they do not fit the cache.
-        RankMismatchError: If ranks were given different tokens, unless `generate` has compared them; on all of them. If
-            another rank has failed before the pass.
+        BatchError: If the tokens do not fit the cache.
+        RankMismatchError: On all ranks, if they were given different tokens, unless `generate` has compared them, or
+            if another rank has failed before the pass.
     """
     rows, new = batch_shape(batch)
     keep = batch.get("logits_to_keep", 0)
-    if isinstance(keep, int) and 0 < keep < new:  # a number would have Gemma 4 slice its mask
+    if isinstance(keep, int) and 0 < keep < new:  # a number would make Gemma 4 slice its mask
         batch["logits_to_keep"] = torch.arange(new - keep, new, device=tokens_of(batch).device)
     shown = batch.get("attention_mask")
     if shown is not None and (not isinstance(shown, torch.Tensor) or shown.ndim != 2):
         raise BatchError("attention_mask must be of shape (batch, tokens) over ranks.")
     group = cache.answer.group
     if not cache.compares and not same_tokens(group, batch):
-        group.agree({}, None, tokens_of(batch).device, doing="generate")  # raises what another rank says
+        group.agree({}, None, tokens_of(batch).device, doing="generate")  # raises the error of the other rank
     positions = cache.begin_step(rows, new, shown)
     if batch.get("position_ids") is None and not cache.answer.unpadded:
-        batch["position_ids"] = positions.clamp(min=0)  # by itself a model would count the padding of other questions
+        batch["position_ids"] = positions.clamp(min=0)  # a model itself would count the padding of other questions
 
 
 def same_tokens(group: ContextGroup, batch: Mapping[str, Any], failed: bool = False) -> bool:
     """Compares the new tokens of all ranks, unless one of them has failed. Returns whether none has.
 
     Raises:
-        RankMismatchError: If they differ; on all ranks.
+        RankMismatchError: On all ranks, if they differ.
     """
     if group.size == 1:
         return not failed
     own = checksum({name: batch[name] for name in TOKEN_KEYS if batch.get(name) is not None})
     with group.messages():
         every = gather_stacked(torch.stack([own, torch.full_like(own, int(failed))]), group)
-    sums, failures = zip(*every.tolist(), strict=True)  # generate waits for the device after each token, too
+    sums, failures = zip(*every.tolist(), strict=True)  # generate also waits for the device after each token
     if any(failures):
         return False
     if len(set(sums)) > 1:

@@ -33,26 +33,26 @@ _PAST_US = (
 
 
 class Loss(Part):
-    """Takes the place of the model's loss function."""
+    """Replaces the model's loss function."""
 
     def __init__(self, view: ModelView, group: ContextGroup | None) -> None:
         self.group, self.reads = group, view.find(task_of).reads
         computes = self.computes(view)
         self.plain = computes.loss_function
-        self.was_set = "_loss_function" in vars(computes)  # instead of following from the class
-        self.averages = not calls_loss_function(view.root)  # each batch by itself, whatever num_items_in_batch
-        self.accumulated: tuple[float, int] = (0.0, 0)  # num_items_in_batch, and its labels that have come so far
+        self.was_set = "_loss_function" in vars(computes)  # on the model, instead of by its class
+        self.averages = not calls_loss_function(view.root)  # each batch alone, whatever num_items_in_batch is
+        self.accumulated: tuple[float, int] = (0.0, 0)  # num_items_in_batch, and how many of its labels came so far
         self.run: ForwardPass | None = None
-        self.forward = ""  # of the model in the pass, by name
+        self.forward = ""  # name of the model's forward in the pass
         self.items: float | None = None  # `num_items_in_batch` of the pass
         self.asked = False  # whether there are targets for a loss
-        self.computed = False  # whether the model has asked for it
+        self.computed = False  # whether the model has called the loss function
         self.targets: torch.Tensor | None = None
-        self.weights: dict[int, torch.Tensor] | None = None  # the targets that count so many times, if not once
+        self.weights: dict[int, torch.Tensor] | None = None  # targets by how often they count, unless all count once
 
     @staticmethod
     def computes(view: ModelView) -> PreTrainedModel:
-        """The model whose loss function is called."""
+        """Returns the model whose loss function is called."""
         return computes_loss(view.root, reader_of(view).root)
 
     def install(self, view: ModelView) -> None:
@@ -94,25 +94,25 @@ class Loss(Part):
         self.targets = run.batch.targets if self.asked and not run.call.task.loss_in_model else None
 
     def arguments(self, run: ForwardPass) -> dict[str, Any]:
-        cached = isinstance(run.call.cache, ShardedCache)  # or some return none
+        cached = isinstance(run.call.cache, ShardedCache)  # some models return no cache by default
         given = run.call.task.overrides(use_cache=cached or (run.batch.lies.alone and not run.model.training))
         counted = self.averages and self.asked and self.items is not None
         return given | ({"num_items_in_batch": self.items} if counted else {})
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
-        if "log_probs" in outputs:  # TRL's output for `fused_lm_head=True`, whose trainers look at no other rank
+        if "log_probs" in outputs:  # TRL's output for `fused_lm_head=True`; its trainers look at no other rank
             scores = outputs["log_probs"].flatten()
             if self.weights is not None:
                 parts = (weight * scores.index_select(0, index) for weight, index in self.weights.items())
                 scores = torch.cat([scores[:0], *parts])
-            loss = batch_loss(-scores.sum(), run, run.call.items if run.tokens else 1)  # as TRL, 0 and not nan
-            if "aux_loss" in outputs:  # that of the whole batch already
+            loss = batch_loss(-scores.sum(), run, run.call.items if run.tokens else 1)  # 0 and not nan, as in TRL
+            if "aux_loss" in outputs:  # already that of the whole batch
                 factor = run.model.config.get_text_config().router_aux_loss_coef * balance_share(run)
                 loss = loss + factor * outputs["aux_loss"]
             outputs["loss"] = loss
         elif self.reads:
             if outputs.get("loss") is not None and self.items is not None and run.call.callers.multiply_losses:
-                outputs["loss"] = outputs["loss"] / run.group.size  # all ranks hold that of the whole batch
+                outputs["loss"] = outputs["loss"] / run.group.size  # every rank holds that of the whole batch
         elif self.asked and run.call.task.loss_in_model and not self.computed:
             if outputs.get("loss") is not None:
                 raise ConfigError(_PAST_US.format(self.forward))
@@ -133,7 +133,7 @@ class Loss(Part):
             vars(computes).pop("_loss_function", None)
 
     def compute(self, logits: torch.Tensor | Spread, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The model's `loss_function`: the cross-entropy of the whole batch, see [`batch_loss`]."""
+        """Computes the cross-entropy of the whole batch in place of the model's `loss_function`, see [`batch_loss`]."""
         if kwargs.pop(CALL_KEY, None) is None:
             if resolve_group(self.group).size > 1:
                 raise UnsupportedModelError(
@@ -149,10 +149,10 @@ class Loss(Part):
         return batch_loss(local, self.run, kwargs.get("num_items_in_batch"))
 
     def _items_of_batch(self, run: ForwardPass, items: float) -> int:
-        """`num_items_in_batch` of this batch alone, by which a class that computes its loss itself divides. `Trainer`
-        counts the labels of all accumulated batches."""
+        """Returns `num_items_in_batch` of this batch alone, by which a class that computes its own loss divides.
+        `Trainer` counts the labels of all accumulated batches."""
         mine = run.batch.labels if run.batch.sharded else run.tokens
-        doing = "a count of the labels of all ranks"  # also of groups that have not agreed on this pass
+        doing = "a count of the labels of all ranks"  # also counts groups that have not agreed on this pass
         total, _ = ContextGroup.from_mesh(None).agree({}, None, run.device, mine, doing=doing)
         if not run.model.training:
             return total
@@ -168,15 +168,15 @@ class Loss(Part):
 
 
 def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: torch.Tensor | float | None) -> torch.Tensor:
-    """The loss of the whole batch, weighted by tokens over all ranks.
+    """Returns the loss of the whole batch, weighted by tokens over all ranks.
 
-    A token counts 1 / `items` (`num_items_in_batch`), as in Transformers, or else 1 / tokens of the group. Without any
-    token the loss is not a number, as in Transformers. `items` are summed over all ranks: each rank of a group counts a
-    full batch, a sharded one is counted once. As in Transformers, the loss is then to be multiplied by the number of
-    processes, whose gradients are averaged.
+    As in Transformers, a token counts 1 / `items` (`num_items_in_batch`), a batch without tokens has the loss nan, and
+    the trainer multiplies the loss by the number of processes, because gradients are averaged over them. Without
+    `items` a token counts 1 / tokens of the group. `items` are summed over all ranks: each rank of a group counts a
+    full batch, but a sharded batch is counted once.
     """
     if items is None:
         return group_loss(local_sum, 1 / run.tokens if run.tokens else math.nan, run.group)
     if isinstance(items, torch.Tensor):
-        items = items.to(local_sum)  # 1 over an integer would be fp32
+        items = items.to(local_sum)  # 1 / integer would be fp32
     return group_loss(local_sum, 1 / (items * run.group.size if run.batch.sharded else items), run.group)

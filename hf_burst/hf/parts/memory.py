@@ -1,4 +1,4 @@
-"""Settings that let a training step fit into memory, chosen for `BurstConfig(memory="auto")`."""
+"""Settings that make a training step fit into memory, chosen for `BurstConfig(memory="auto")`."""
 
 import logging
 import os
@@ -37,16 +37,16 @@ _EXPANDABLE = (
 
 
 class Reading(NamedTuple):
-    """What torch's allocator says of a GPU, in bytes, and how often it ran out of memory."""
+    """The state of torch's allocator on a GPU: bytes, and how often it ran out of memory."""
 
     held: int
     most: int
-    room: int  # that it may hold
+    room: int  # most that it may hold
     errors: int
 
     @classmethod
     def of(cls, device: torch.device) -> "Reading | None":
-        """That of a device; `None` for one that counts none."""
+        """Returns the reading of a device; `None` if the device counts none."""
         if device.type != "cuda":
             return None
         stats = torch.cuda.memory_stats(device)
@@ -59,10 +59,10 @@ class Reading(NamedTuple):
 
 @dataclass
 class Step:
-    """A pass of training, from its choice on."""
+    """A training pass since its settings were chosen."""
 
     rule: MeasuredLevels
-    levels: tuple[Memory, ...]  # to choose from
+    levels: tuple[Memory, ...]  # the candidates
     settings: Memory
     size: Size
     before: Reading
@@ -72,31 +72,31 @@ class Step:
 
     @property
     def free(self) -> int:
-        """Bytes that it may take."""
+        """Bytes that the step may take."""
         return self.before.room - self.before.held
 
 
 class MemoryRule(Part):
-    """Chooses the settings of `BurstConfig(memory="auto")` by [`MeasuredLevels`], from what the GPU has left when a
-    batch comes, and measures what each step takes. All ranks that share a batch, or weights, take the highest level
-    that one of them needs: they gather layers in the same order.
+    """Chooses the settings of `BurstConfig(memory="auto")` by [`MeasuredLevels`], from the memory that the GPU has left
+    when a batch comes, and measures what each step takes. All ranks that share a batch or weights take the highest
+    level that any of them needs, because they gather layers in the same order.
     """
 
     def __init__(self, config: BurstConfig) -> None:
         self.chooses = config.memory == "auto"
         self.compared = False  # whether all ranks have this config
-        self.host: float | None = None  # bytes that each rank may take of its host
-        self.fixed = set[str]()  # settings that some rank cannot have, and so stay at their defaults
+        self.host: float | None = None  # bytes that each rank may take on its host
+        self.fixed = set[str]()  # settings that some rank cannot have, so all keep the defaults
         self.rules: dict[Any, MeasuredLevels] = {}  # by how the model is trained
-        self.told = set[tuple[Memory, bool]]()  # of which the log has read
+        self.told = set[tuple[Memory, bool]]()  # what was logged
         self.latest: Step | None = None
-        self.steps = False  # whether the latest pass was one of training
-        self.alone = True  # whether no other rank took part in it
+        self.steps = False  # whether the latest pass was a training pass
+        self.alone = True  # whether it involved no other rank
         self.expandable = _EXPAND in _asked()  # whether the allocator has expandable segments
-        self.room: RoomForKernels | None = None  # of a model with recurrent layers
+        self.room: RoomForKernels | None = None  # for a model with recurrent layers
 
     def choose(self, call: Call, batch: Batch, checkpoints: Checkpoints) -> Memory:
-        """The settings of a pass. The ranks may communicate."""
+        """Returns the settings of a pass. The ranks may communicate."""
         self._compare(call)
         memory, reading = call.config.memory_settings, Reading.of(call.device) if self.chooses else None
         if reading is not None:
@@ -107,7 +107,7 @@ class MemoryRule(Part):
         return memory
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
-        """Has the step measured when its backward pass is over."""
+        """Registers hooks that measure the step when its backward pass has ended."""
         if not self.steps or self.latest is None:
             return
         hook = partial(self._begin_backward, self.latest, run.device)
@@ -120,7 +120,7 @@ class MemoryRule(Part):
         self.advise(sys.exception())
 
     def advise(self, problem: BaseException | None) -> None:
-        """Adds to an error of memory that was short what follows by the rule, or what else can be turned."""
+        """Adds advice to an out-of-memory error: the rule's next settings, or else general advice."""
         if not isinstance(problem, torch.OutOfMemoryError):
             return
         if any(note.startswith("hf_burst: ") for note in getattr(problem, "__notes__", ())):
@@ -140,8 +140,8 @@ class MemoryRule(Part):
             self.room.end()
 
     def _compare(self, call: Call) -> None:
-        """Raises on all ranks over which weights are sharded if some of them have another config: each group would
-        gather layers in an order of its own, and wait for the others for ever."""
+        """Raises on all ranks over which weights are sharded if their configs differ: each group would gather layers in
+        its own order, and wait for the others forever."""
         if self.compared or not call.sharing:
             return
         self.compared = True
@@ -155,7 +155,7 @@ class MemoryRule(Part):
             )
 
     def _count_errors(self, reading: Reading) -> None:
-        """Has the rule know of a step that ran out of memory. Torch counts its errors, wherever one was raised and
+        """Tells the rule about a step that ran out of memory. Torch counts its errors, wherever one was raised and
         whoever caught it."""
         step = self.latest
         if step is not None and self.steps and reading.errors > step.before.errors:
@@ -167,7 +167,7 @@ class MemoryRule(Part):
             )
 
     def _following(self, step: Step) -> Memory | None:
-        """The settings that follow those of a step which ran out of memory; `None` if no others need less."""
+        """Returns the settings to try after a step that ran out of memory; `None` if no others need less."""
         if not step.failed:
             step.failed = True
             step.rule.ran_out(step.settings, step.size, step.free)
@@ -175,7 +175,7 @@ class MemoryRule(Part):
         return None if step.levels[level] == step.settings else step.levels[level]
 
     def _settings(self, call: Call, batch: Batch, checkpoints: Checkpoints, reading: Reading) -> Memory:
-        """Those of a pass, the same on all ranks."""
+        """Returns the settings of a pass, the same on all ranks."""
         self.steps = call.learns
         self.alone = call.group.size == 1 and not call.sharing
         if self.host is None:
@@ -198,7 +198,7 @@ class MemoryRule(Part):
         step.settings = levels[level]
         self.latest = step
         share = step.settings.attention_keep
-        if 0 < share < 1 and layout.beginning(1 - share) is None:  # ranks do not hold as much of each part
+        if 0 < share < 1 and layout.beginning(1 - share) is None:  # ranks hold unequal amounts of a part
             step.settings = replace(step.settings, attention_keep=0.0)
         if level and not self.expandable:
             self.expandable = expand_segments()
@@ -207,16 +207,16 @@ class MemoryRule(Part):
         return step.settings
 
     def _look(self, call: Call, checkpoints: Checkpoints) -> None:
-        """Finds out, once, what all ranks can do and what their hosts have."""
+        """Finds out, once, what all ranks can do and how much memory their hosts have."""
         impossible = [
             float(name in _impossible(call, checkpoints)) for name in SETTINGS
-        ]  # what one rank cannot do, none does
+        ]  # if one rank cannot, none does
         host, *impossible = call.largest([-share_of_host(call.device), *impossible])
         self.host = -host
         self.fixed = {name for name, found in zip(SETTINGS, impossible, strict=True) if found}
 
     def _rule(self, call: Call, checkpoints: Checkpoints, trained: list[nn.Parameter]) -> MeasuredLevels:
-        """What is known of steps in which these weights learn."""
+        """Returns what is known of steps that train these weights."""
         checkpointing = checkpoints.layers > 0
         key = checkpointing, sum(weight.numel() for weight in trained)
         if key not in self.rules:
@@ -238,15 +238,15 @@ class MemoryRule(Part):
             engine.queue_callback(partial(self._measure, step, device))
 
     def _measure(self, step: Step, device: torch.device) -> None:
-        """Takes up what a step took, when its backward pass is over; of several passes before it, what the last took
-        beyond what the others kept."""
+        """Reports to the rule what a step took, after its backward pass. If several passes came before, this is what
+        the last one took beyond what the others kept."""
         reading = Reading.of(device)
         if reading is not None and step is self.latest and not step.failed:
-            exact = reading.most > step.before.most  # else something else took more, some time before
+            exact = reading.most > step.before.most  # else something took more before the step
             step.rule.measured(step.settings, step.size, reading.most - step.before.held, exact, step.added)
 
     def _tell(self, call: Call, batch: Batch, step: Step, expected: float) -> None:
-        """Says what was chosen, or that nothing fits."""
+        """Logs what was chosen, or that nothing fits."""
         short = expected > step.free
         if (step.settings, short) in self.told or not (short or step.settings != Memory()):
             return
@@ -269,8 +269,8 @@ class MemoryRule(Part):
 
 
 class RoomForKernels:
-    """Memory of a GPU that torch's allocator leaves to the driver, until it ends: for kernels of Triton that spill
-    registers while they are tuned. The allocator keeps what was freed, and gives nothing back where others ask."""
+    """GPU memory that torch's allocator leaves to the driver until `end`, for Triton kernels that spill registers while
+    they are tuned. The allocator keeps what was freed, and returns nothing when others ask."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.before = device, torch.cuda.get_per_process_memory_fraction(device)
@@ -280,13 +280,13 @@ class RoomForKernels:
         torch.cuda.set_per_process_memory_fraction(self.share, device)
 
     def end(self) -> None:
-        """Gives the allocator what it had, unless somebody has set it since."""
+        """Restores the allocator's share, unless somebody has set it since."""
         if abs(torch.cuda.get_per_process_memory_fraction(self.device) - self.share) < 1e-6:  # torch counts bytes
             torch.cuda.set_per_process_memory_fraction(self.before, self.device)
 
 
 def _impossible(call: Call, found: Checkpoints) -> set[str]:
-    """The settings that the model cannot have as it is by now. A trainer may wrap or checkpoint it otherwise later."""
+    """Returns settings that the model cannot have now. A trainer may wrap or checkpoint it differently later."""
     apart, checkpoints = takes_weights_apart(call.view), found.layers > 0
     fixed = {
         "tiled_mlp": apart,
@@ -297,8 +297,8 @@ def _impossible(call: Call, found: Checkpoints) -> set[str]:
 
 
 def expand_segments() -> bool:
-    """Asks torch's allocator for expandable segments, unless the user has said which it is to have: a step that is not
-    trained as it is has no memory to lose in gaps. Returns whether it has them."""
+    """Asks torch's allocator for expandable segments, unless the user has configured them: a step that needs other
+    settings has no memory to lose in gaps. Returns whether the allocator has them."""
     given = _asked()
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if change is None or not torch.cuda.is_initialized() or "expandable_segments" in given or "backend" in given:
@@ -308,11 +308,11 @@ def expand_segments() -> bool:
 
 
 def _asked() -> str:
-    """What the user has asked of the allocator."""
+    """Returns the allocator settings that the user has chosen."""
     return next((os.environ[name] for name in _ALLOCATOR if name in os.environ), "")
 
 
 def named(settings: Memory) -> str:
-    """What differs from the defaults, as it reads in a config."""
+    """Returns the settings that differ from the defaults, as written in a config."""
     changed = {name: value for name, value in asdict(settings).items() if value != getattr(Memory(), name)}
     return ", ".join(f"{name}={value:g}" for name, value in changed.items()) or "nothing changed"

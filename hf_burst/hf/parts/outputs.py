@@ -1,4 +1,4 @@
-"""The outputs of a pass: from this rank's tokens to the whole batch."""
+"""Turns the outputs of this rank's tokens into those of the whole batch."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from .base import Part
 from .head import Head
 from .key_cache import repeated
 
-# one value a token, in TRL's output for `fused_lm_head=True`, which holds no logits
+# one value per token, in TRL's output for `fused_lm_head=True`, which holds no logits
 _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 
 
 class Outputs(Part):
-    """Gathers outputs in sequence order. Those of a batch that arrived sharded stay sharded."""
+    """Gathers outputs in sequence order. Outputs of a batch that arrived sharded stay sharded."""
 
     def __init__(self, head: Head) -> None:
         self.head = head
@@ -39,7 +39,7 @@ class Outputs(Part):
 
     def _decide_logits(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         head, logits = self.head, outputs.pop("logits", None)
-        # Gemma 4 leaves out no rows where its own input_ids are longer than what it computed
+        # Gemma 4 keeps all rows if its own input_ids are longer than what it computed
         rows = None if head.kept is None else head.kept[head.kept >= 0]
         if rows is not None and (not head.by_model or logits.shape[1] != len(rows)):
             logits = logits[:, rows.to(logits.device)]
@@ -56,9 +56,9 @@ class Outputs(Part):
 
 
 def _gather_fused(run: ForwardPass, outputs: dict[str, Any]) -> None:
-    """TRL's per-token outputs. Its trainers compute their losses from these and look at no other rank.
+    """Gathers TRL's per-token outputs, from which its trainers compute their losses without looking at other ranks.
 
-    In training on a sharded batch they stay this rank's, since `num_items_in_batch` counts every label once there.
+    In training on a sharded batch they stay local, because `num_items_in_batch` counts every label once there.
     Evaluation has no such number and needs the whole batch.
     """
     for name in filter(outputs.__contains__, _FUSED_FIELDS):

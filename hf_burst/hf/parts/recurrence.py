@@ -1,4 +1,4 @@
-"""Layers that carry a state from token to token: their functions compute over the ranks, for this model alone."""
+"""Layers that carry a state from token to token: in this model, their functions compute over the ranks."""
 
 import inspect
 import logging
@@ -40,7 +40,7 @@ class Recurrence(Part):
 
     def __init__(self) -> None:
         self.modules: list[Any] = []
-        self.sizes: tuple[RecurrentSize, ...] = ()  # by kind; empty if one of them does not say
+        self.sizes: tuple[RecurrentSize, ...] = ()  # by kind; empty if one kind does not tell
         self.unknown: list[str] = []
         self.warned = False
 
@@ -60,21 +60,21 @@ class Recurrence(Part):
     def admit(self, call: Call, agreement: Agreement) -> None:
         for module in self.modules:
             _check_forward(module)
-        if self.modules:  # by which delta rules send other messages
+        if self.modules:  # with them, delta rules send other messages
             agreement.add("kernels of flash-linear-attention", fla_kernels(call.device, 1) is not None)
 
     def hybrid(self, group: ContextGroup) -> Hybrid | None:
-        """What a cut has to know of the recurrent layers; `None` in one process."""
+        """Returns what a cut must know of the recurrent layers; `None` in one process."""
         return Hybrid(self.sizes) if self.sizes and group.size > 1 else None
 
     def way(self, layout: SequenceLayout, group: ContextGroup) -> Way:
-        """How recurrent layers pass what they know in a pass."""
+        """Returns the schedule by which recurrent layers exchange data in a pass."""
         hybrid = self.hybrid(group)
         return "states" if hybrid is None else chosen_way(hybrid, layout, group.rank)
 
     @property
     def forks(self) -> bool:
-        """Whether a text may go on in several ways, each of which begins with the states that it leaves."""
+        """Whether several continuations of a text may each begin with its final states."""
         known = not self.modules or self.sizes
         return bool(known) and all("states" in size.ways for size in self.sizes)
 
@@ -89,7 +89,7 @@ class Recurrence(Part):
 
 
 def _check_forward(module: nn.Module) -> None:
-    """Raises if another forward has come."""
+    """Raises if somebody has replaced the forward."""
     there, plain = vars(module).get("forward"), type(module).forward
     other = there if not isinstance(there, RecurrentForward) else None if there.replaces is plain else plain
     if other is not None:
@@ -97,7 +97,7 @@ def _check_forward(module: nn.Module) -> None:
 
 
 class RecurrentForward(Override):
-    """The forward of a recurrent module: over ranks in the context of a sharded pass, else as before."""
+    """The forward of a recurrent module: over ranks in the context of a sharded pass, else unchanged."""
 
     def __init__(self, module: nn.Module, own: Any = None) -> None:
         super().__init__(module, own)
@@ -113,7 +113,7 @@ class RecurrentForward(Override):
             return self.plain(*args, **kwargs)
         return self._over_ranks(context, args, kwargs)
 
-    @torch.compiler.disable  # it sends messages; what is around it compiles
+    @torch.compiler.disable  # it sends messages; the code around it compiles
     def _over_ranks(self, context: LayerContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert context.call is not None, "asked before"
         vars(self.module)[ARRIVED] = True

@@ -1,4 +1,4 @@
-"""The weights that the ranks of a group hold: equal at the first pass, and after the first update."""
+"""Checks that the ranks of a group hold equal weights, at the first pass and after the first update."""
 
 import logging
 import zlib
@@ -23,7 +23,7 @@ from .base import Part
 
 logger = logging.getLogger(__name__)
 
-_SEEN = "_hf_burst_trained"  # the attribute of a DDP that has the parameters that were trained under it
+_SEEN = "_hf_burst_trained"  # attribute of a DDP wrapper: the parameters that were trained under it
 PARAMETERS, WEIGHTS = "parameters", "weights (checksum)"
 _AT_FIRST = (
     "Every rank must begin with the same weights: load one checkpoint on all of them, or call "
@@ -37,20 +37,20 @@ _UPDATED = (
 
 
 class Replicas(Part):
-    """Compares the weights of the ranks at the first pass, and in passes with gradients until an update has changed
-    them; anew where other parameters are trained.
+    """Compares the ranks' weights at the first pass, and in passes with gradients until an update has changed them;
+    again if other parameters are trained.
 
-    Each rank computes gradients of its own tokens. Whoever averages them over the ranks keeps the weights equal, and
-    must be there in every pass in training.
+    Each rank computes the gradients of its own tokens. A wrapper that averages them over the ranks keeps the weights
+    equal, so it must be there in every training pass.
     """
 
     def __init__(self, config: BurstConfig) -> None:
         self.manual = config.gradients == "manual"
-        self.key: tuple[int, ...] = ()  # how many parameters there are, and which of them are trained
-        self.parameters = ""  # their names and shapes, as of the latest comparison
-        self.first = 0  # the checksum of these parameters at their first comparison
+        self.key: tuple[int, ...] = ()  # how many parameters there are, and which are trained
+        self.parameters = ""  # names and shapes at the latest comparison
+        self.first = 0  # their checksum at the first comparison
         self.settled = False  # whether an update was seen
-        self.compared: tuple[str, torch.Tensor] | None = None  # in this pass: a description, and the checksum
+        self.compared: tuple[str, torch.Tensor] | None = None  # in this pass: description and checksum
 
     def admit(self, call: Call, agreement: Agreement) -> None:
         self.compared = None
@@ -81,7 +81,7 @@ class Replicas(Part):
         description, checksum = self.compared[0], int(self.compared[1])
         if description != self.parameters:
             self.parameters, self.first = description, checksum
-        self.settled = checksum != self.first or len(self.key) == 1  # nothing that is trained is replicated
+        self.settled = checksum != self.first or len(self.key) == 1  # no trained weight is replicated
 
 
 def check_averaged(view: ModelView, trained: list[nn.Parameter], group: ContextGroup) -> None:
@@ -89,7 +89,7 @@ def check_averaged(view: ModelView, trained: list[nn.Parameter], group: ContextG
 
     Args:
         view ([`ModelView`]): The model, in its forward pass.
-        trained (`list[torch.nn.Parameter]`): Those of its parameters that are trained.
+        trained (`list[torch.nn.Parameter]`): Its trained parameters.
         group ([`ContextGroup`]): The ranks that share a sequence.
     """
     members, wrapper = set(group.members), DistributedDataParallel._get_active_ddp_module()
@@ -103,7 +103,7 @@ def check_averaged(view: ModelView, trained: list[nn.Parameter], group: ContextG
                 "Wrap the model for all of them: pass hf_burst.BurstParallelismConfig to the Accelerator, or a mesh to "
                 "the wrapper that has these ranks."
             )
-    # DeepSpeed's ZeRO is among those that hook
+    # DeepSpeed's ZeRO hooks parameters, too
     if averaged or any(map(_is_hooked, trained)) or _leaves_no_mark() or has_fsdp1(view):
         return
     if not view.units_of_fsdp2:
@@ -117,7 +117,7 @@ def check_averaged(view: ModelView, trained: list[nn.Parameter], group: ContextG
 
 def check_known_to_ddp(model: nn.Module) -> None:
     """Raises a ConfigError if more parameters were trained under DDP than it averages: those that required a gradient
-    when it was made. It tells how many they are, and not which."""
+    when it was made. DDP tells how many they are, but not which."""
     wrapper = DistributedDataParallel._get_active_ddp_module()
     if wrapper is None:
         return
@@ -141,7 +141,7 @@ def check_known_to_ddp(model: nn.Module) -> None:
 
 
 def _tell_of_hooks(trained: list[nn.Parameter]) -> None:
-    """Warns of hooks on gradients that DDP averages afterwards."""
+    """Warns of hooks on gradients, because DDP averages after them."""
     hooked = sum(bool(weight._backward_hooks) for weight in trained)
     if hooked and DistributedDataParallel._get_active_ddp_module() is not None:
         logger.warning(
@@ -153,12 +153,12 @@ def _tell_of_hooks(trained: list[nn.Parameter]) -> None:
 
 
 def _is_hooked(parameter: nn.Parameter) -> bool:
-    """Whether its gradient is given to a function, which may average it."""
+    """Returns whether a function gets the parameter's gradient, and may average it."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _leaves_no_mark() -> bool:
-    """Whether accelerate runs DeepSpeed's stages 0 or 1, which need not leave a hook on parameters."""
+    """Returns whether accelerate runs DeepSpeed stage 0 or 1, which may leave no hook on parameters."""
     if not AcceleratorState._shared_state:
         return False
     state = AcceleratorState()
@@ -166,7 +166,7 @@ def _leaves_no_mark() -> bool:
 
 
 def has_fsdp1(view: ModelView) -> bool:
-    """Whether FSDP1 averages gradients and shards weights, which cannot be told from whole ones then."""
+    """Returns whether FSDP1 averages gradients and shards weights; its shards look like whole weights."""
     state = AcceleratorState._shared_state
     if state.get("distributed_type") == DistributedType.FSDP and state["fsdp_plugin"].fsdp_version == 1:
         return True
@@ -174,17 +174,17 @@ def has_fsdp1(view: ModelView) -> bool:
 
 
 def takes_weights_apart(view: ModelView) -> bool:
-    """Whether a wrapper does so (DeepSpeed ZeRO-3, FSDP1), so that a backward pass cannot run its modules again."""
+    """Returns whether a wrapper (DeepSpeed ZeRO-3, FSDP1) does, so that a backward pass cannot rerun its modules."""
     return is_partitioned(view.root) or has_fsdp1(view)
 
 
 def _is_replicated(parameter: nn.Parameter) -> bool:
-    """Whether every rank holds all of it: not if FSDP2 or ZeRO-3 shards it, or if it has no values yet."""
+    """Returns whether every rank holds the whole parameter: no if FSDP2 or ZeRO-3 shards it, or it has no values."""
     return not (isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") or parameter.is_meta)
 
 
 def _description(parameters: Mapping[str, nn.Parameter]) -> str:
-    """How many parameters there are, and a checksum of their names, shapes and dtypes."""
+    """Returns the number of parameters and a checksum of their names, shapes and dtypes."""
     text = "".join(
         f"{name}{tuple(getattr(parameter, 'ds_shape', parameter.shape))}{parameter.dtype}"
         for name, parameter in parameters.items()
@@ -193,7 +193,7 @@ def _description(parameters: Mapping[str, nn.Parameter]) -> str:
 
 
 def _checksum(parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
-    """A checksum of the values of parameters: `torch.LongTensor`, a scalar. The host need not wait for it."""
+    """Returns a checksum of parameter values: a scalar `torch.LongTensor`, which the host need not wait for."""
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for name, parameter in parameters.items():
         if not _is_replicated(parameter):

@@ -1,7 +1,7 @@
-"""Rotary positions that depend on the longest position of a forward pass ("dynamic", "longrope"), over several ranks.
+"""Rotary positions that depend on the longest position of a pass ("dynamic", "longrope"), over several ranks.
 
-Transformers takes the maximum of the position ids that a rotary module is given (`modeling_rope_utils`), on a rank
-those of its shard. So the longest position of the whole batch is appended to them, and cut off the result.
+Transformers takes the maximum of the position ids that a rotary module is given (`modeling_rope_utils`), which on a
+rank are those of its shard. So the longest position of the batch is appended to them, and cut off the result.
 """
 
 from typing import Any
@@ -19,13 +19,13 @@ from .base import Handles, Part
 
 
 class LongestPosition(Part):
-    """Tells the rotary modules of a model the longest position of the pass under way."""
+    """Tells a model's rotary modules the longest position of the current pass."""
 
     def __init__(self) -> None:
-        self.rotary: list[nn.Module] = []  # whose frequencies follow from the longest position, or may come to do so
-        self.inside: list[nn.Module] = []  # of a layer
-        self.longest: int | None = None  # of the batch, if frequencies follow from it
-        self.value: int | None = None  # the same while the model runs
+        self.rotary: list[nn.Module] = []  # whose frequencies depend on the longest position, or may later
+        self.inside: list[nn.Module] = []  # those inside layers
+        self.longest: int | None = None  # of the batch, if frequencies depend on it
+        self.value: int | None = None  # the same, only while the model runs
 
     def look(self, view: ModelView) -> Handles:
         self.rotary = [module for module in view.modules if hasattr(module, "rope_type")]
@@ -53,7 +53,7 @@ class LongestPosition(Part):
         self.value = self.longest
 
     def end(self) -> None:
-        self.value = None  # what is called next may hold a whole sequence
+        self.value = None  # the next call may hold a whole sequence
 
     def _check_inside(self, model: PreTrainedModel) -> None:
         if any(map(follows_length, self.inside)):
@@ -78,7 +78,7 @@ class LongestPosition(Part):
 
 
 def follows_length(module: nn.Module) -> bool:
-    """Whether the rotary positions of a module depend on the longest one."""
+    """Returns whether the rotary positions of a module depend on the longest position."""
     rope = getattr(module, "rope_type", None)
     kinds = [kind for kind in (rope.values() if isinstance(rope, dict) else [rope]) if isinstance(kind, str)]
     if LAYERS.get(type(module).__name__) == "longest position":  # scales by the longest position whatever its type is

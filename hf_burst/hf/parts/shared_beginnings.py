@@ -1,4 +1,4 @@
-"""Texts of a batch that begin alike, as answers to one question do: their beginning is computed once."""
+"""Computes the common beginning of texts in a batch once, as for several answers to one question."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -22,21 +22,21 @@ from .recurrence import NO_FORKS, Recurrence
 
 logger = logging.getLogger(__name__)
 
-_LEAST = 256  # tokens of a beginning, by "auto": kernels take as many at a time, or half of it
+_LEAST = 256  # fewest tokens of a beginning with "auto": kernels take as many at a time, or half of it
 _HOOKS = "Register the same hooks inside of the model on all ranks, or set BurstConfig(share_prefixes=False)."
-_SAVED = 0.25  # the share of the tokens that is saved, by "auto", at least
+_SAVED = 0.25  # smallest share of the tokens that must be saved with "auto"
 
-_LIBRARIES = {"hf_burst", "torch", "transformers", "accelerate", "deepspeed", "peft", "trl"}  # whose hooks know no rows
-_OF_ROWS = {"adapter_names", "alora_offsets"}  # but for these of peft
+_LIBRARIES = {"hf_burst", "torch", "transformers", "accelerate", "deepspeed", "peft", "trl"}  # their hooks know no rows
+_OF_ROWS = {"adapter_names", "alora_offsets"}  # except these of peft
 
 
 class SharedBeginnings:
-    """Joins the texts of a full batch, see [`Joined`].
+    """Joins the texts of a full batch into one row, see [`Joined`].
 
     Args:
         view ([`ModelView`]): The model.
-        recurrence ([`Recurrence`]): Knows its recurrent layers.
-        positions (`Callable`): The position ids that the model makes for a batch, if not those from 0.
+        recurrence ([`Recurrence`]): The part for its recurrent layers.
+        positions (`Callable`): Returns the model's own position ids for a batch, or `None` if they count from 0.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class SharedBeginnings:
     ) -> None:
         self.cut_point, self.recurrence, self.positions = view.find(cut_point_of), recurrence, positions
         self.sees_blocks, self.by_place = view.find(sees_blocks), any(map(scales_by_place, view.modules))
-        self.told: set[str] = set()  # what the log says once
+        self.told: set[str] = set()  # logged once
 
     def join(self, call: Call, agreement: Agreement) -> Joined | None:
-        """The texts of a batch as one row; `None` where that is not possible, or saves too little."""
+        """Returns the texts of a batch as one row; `None` if that is not possible, or saves too little."""
         given, asked = call.given, call.config.share_prefixes
         if asked is False or is_sharded(given) or not call.task.causal or "input_ids" not in given:
             return None
-        if call.task.reads or call.pooling:  # what is returned is of all texts
+        if call.task.reads or call.pooling:  # their outputs are of all texts
             return None
         if given.get("inputs_embeds") is not None or given["input_ids"] is None:
             return None
         labels = given.get("labels")
         if not fit(given, labels) or not _joinable(call, labels is not None):
-            return None  # parts say what is wrong
+            return None  # parts raise with the reason
         obstacle = self._obstacle(call)
         if obstacle in self.told:
             return None
@@ -76,12 +76,12 @@ class SharedBeginnings:
             return None
         saved = f"{joined.tokens:,} tokens instead of {joined.given_tokens:,}"
         self._tell("joined", f"What texts of a batch have in common at their beginning is computed once: {saved}.")
-        if call.group.size > 1:  # the row does not say which texts and labels it stands for
+        if call.group.size > 1:  # the row does not show which texts and labels it stands for
             agreement.add("texts that begin alike", _content(joined))
         return joined
 
     def _obstacle(self, call: Call) -> str:
-        """Why this pass cannot share anything; empty if it can."""
+        """Returns why this pass cannot share anything, or an empty string."""
         if self.sees_blocks:
             return "tokens of images may see later ones"
         if row_of(type(call.model)).positions == "row":
@@ -103,7 +103,7 @@ class SharedBeginnings:
         return "" if name is None else f"{name} would draw once for all of them (share_prefixes=True allows it)"
 
     def row(self, joined: Joined, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of the joined row; those of all texts for a model that reads them before they are cut."""
+        """Returns the joined row's arguments, or the original texts for a model that reads them before they are cut."""
         batch = dict(given) if self.cut_point.path else dict(joined.batch)
         if "labels" not in given:
             batch.pop("labels", None)
@@ -120,7 +120,7 @@ class SharedBeginnings:
 
 
 def _hooked(view: ModelView) -> str:
-    """Why hooks hinder: they would see one row, and may have a value for each row of the batch."""
+    """Returns why hooks prevent sharing, or an empty string: they would see one row, but may expect all."""
     for path, module in view.named:
         kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
         if path and any(kinds) and any(_may_know_rows(hook) for hooks in kinds for hook in hooks.values()):
@@ -129,15 +129,15 @@ def _hooked(view: ModelView) -> str:
 
 
 def _may_know_rows(hook: Any) -> bool:
-    """Whether a hook is of the user's, or holds what peft was given for each row."""
+    """Returns whether a hook is the user's, or holds what peft was given for each row."""
     if isinstance(hook, partial):
         return bool(_OF_ROWS & hook.keywords.keys()) or _may_know_rows(hook.func)
     return str(hook.__module__).partition(".")[0] not in _LIBRARIES
 
 
 def _joinable(call: Call, labelled: bool) -> bool:
-    """Whether a pass returns nothing that needs the rows one by one: a cache to go on with, or some logits and a loss
-    of them."""
+    """Returns whether a pass returns nothing that needs separate rows: a cache to continue with, or both some logits
+    and a loss."""
     given = call.given
     if call.cache is not None:
         return False
@@ -150,13 +150,13 @@ def _joinable(call: Call, labelled: bool) -> bool:
         if labelled:
             return False
     caches = given.get("use_cache")
-    if caches is None:  # evaluation reads no cache behind labels
+    if caches is None:  # evaluation with labels reads no cache
         caches = not labelled and getattr(call.model.config, "use_cache", False)
     return call.model.training or call.group.size > 1 or not caches
 
 
 def _content(joined: Joined) -> torch.Tensor:
-    """A checksum of what the row stands for."""
+    """Returns a checksum of what the joined row stands for."""
     parts = [torch.tensor(joined.places.shape, device="cpu"), joined.places, joined.scored]
     parts += [] if joined.labels is None else [joined.labels.cpu()]
     total = torch.zeros((), dtype=torch.int64, device="cpu")

@@ -1,7 +1,7 @@
-"""Hidden states of a rank's tokens that stand for those of the whole batch, behind a decoder or encoder.
+"""Hidden states of a rank's tokens that represent those of the whole batch, after a decoder or encoder.
 
-What a head computes token by token is computed for this rank's tokens; whatever else it does meets what is gathered. So
-a classifier's own pooling and loss run on the whole batch, and a score of few labels a token is all that is sent.
+What a head computes token by token is computed for this rank's tokens only; any other operation gets gathered states.
+So a classifier's own pooling and loss run on the whole batch, and only a few scores per token are sent.
 """
 
 from dataclasses import replace
@@ -26,18 +26,18 @@ from ..view import ModelView
 from .base import Handles, Part
 from .dropout import DropoutStreams
 
-_EACH_TOKEN = "ForTokenClassification"  # in names of classes that judge each token
-_SPAN = "ForQuestionAnswering"  # of those that choose among all tokens
+_EACH_TOKEN = "ForTokenClassification"  # in names of classes that classify each token
+_SPAN = "ForQuestionAnswering"  # in names of classes that choose among all tokens
 POOLINGS = ("first", "last", "mean")  # of embeddings
 
 
 def _judges(model: PreTrainedModel) -> str:
-    """The names of a model's class and of those that it is made from, which say what its head judges."""
+    """Returns the names of a model's class and its bases, which say what its head judges."""
     return " ".join(base.__name__ for base in type(model).__mro__)
 
 
 def documents_in(layout: SequenceLayout) -> list[tuple[int, ...]]:
-    """The boundaries of the documents of each row, without its padding."""
+    """Returns the boundaries of the documents of each row, without its padding."""
     real = layout.real or ((0, layout.length - layout.padding),) * layout.batch_size
     return [
         (start, *(cut for cut in bounds if start < cut < stop), stop)
@@ -46,9 +46,9 @@ def documents_in(layout: SequenceLayout) -> list[tuple[int, ...]]:
 
 
 def vectors_of_documents(states: Tensor, lies: Where, pooling: str) -> Tensor:
-    """The sum over ranks of what their own tokens add to a vector of each document, `(documents, width)`, row by row:
-    the state of its first or its last token, or the mean of all."""
-    numbers, sizes = torch.full(lies.shape, -1, device="cpu"), list[int]()  # of the document that a token adds to
+    """Returns a vector of each document, `(documents, width)`, row by row: the state of its first or last token, or the
+    mean of all. It sums what the tokens of each rank contribute."""
+    numbers, sizes = torch.full(lies.shape, -1, device="cpu"), list[int]()  # the document that a token contributes to
     for row, cuts in zip(numbers, documents_in(lies.layout), strict=True):
         for start, stop in pairwise(cuts):
             row[stop - 1 if pooling == "last" else start : start + 1 if pooling == "first" else stop] = len(sizes)
@@ -58,20 +58,20 @@ def vectors_of_documents(states: Tensor, lies: Where, pooling: str) -> Tensor:
     documents, wide = of_own[places].to(states.device), accumulation_dtype(states.dtype)
     counts = torch.tensor(sizes, dtype=wide, device=states.device)
     lies.share()
-    with torch.autocast(states.device.type, enabled=False):  # sums are wide
+    with torch.autocast(states.device.type, enabled=False):  # sums need the wide dtype
         own = states.flatten(0, 1).index_select(0, places.to(states.device)).to(wide)
         total = own.new_zeros(len(counts), own.shape[-1]).index_add(0, documents, own)
         return group_sum(total / counts[:, None] if pooling == "mean" else total, lies.group)
 
 
 class States(Part):
-    """For models without a language-model head: puts [`Spread`] states where the decoder or encoder returns its hidden
-    states, and before its pooler."""
+    """For models without a language-model head: wraps hidden states in [`Spread`] where the decoder or encoder returns
+    them, and before its pooler."""
 
     def __init__(self, streams: DropoutStreams) -> None:
         self.streams = streams
         self.run: ForwardPass | None = None
-        self.pooled = False  # whether the pooler was given the whole batch in this pass
+        self.pooled = False  # whether the pooler got the whole batch in this pass
 
     def look(self, view: ModelView) -> Handles:
         reader = reader_of(view).root
@@ -111,7 +111,7 @@ class States(Part):
             self._check_padding(call, name, mask, labels)
 
     def _check_documents(self, call: Call, batch: Batch, pooling: str) -> None:
-        """Raises for what has no embedding of each document."""
+        """Raises for a model, a pooling or a batch without an embedding of each document."""
         name, lengths = type(call.model).__name__, batch.given.get("cu_seq_lens_q")
         if pooling not in POOLINGS:
             raise ConfigError(f"embeddings was given pooling={pooling!r}; it is one of {POOLINGS}.")
@@ -127,7 +127,7 @@ class States(Part):
             )
 
     def _check_padding(self, call: Call, name: str, mask: Tensor, labels: Any) -> None:
-        """Raises where a result follows from the states of padding, which sees other tokens than unpatched."""
+        """Raises if a result depends on the states of padding, which sees other tokens than in the unpatched model."""
         judges = _judges(call.model)
         if _SPAN in judges:
             raise BatchError(
@@ -164,9 +164,9 @@ class States(Part):
             self._check_pooled(run.model, outputs.get("pooler_output"))
             outputs["last_hidden_state"] = self._standing_for_all(outputs["last_hidden_state"])
         if run.call.pooling:
-            outputs.pop("hidden_states", None)  # would be gathered
+            outputs.pop("hidden_states", None)  # else it would be gathered
             states = outputs["last_hidden_state"]
-            own = states.own if isinstance(states, Spread) else states  # of a model with a language-model head
+            own = states.own if isinstance(states, Spread) else states  # from a model with a language-model head
             outputs["last_hidden_state"] = vectors_of_documents(own, self._lies(run), run.call.pooling)
 
     def end(self) -> None:
@@ -192,12 +192,12 @@ class States(Part):
 
     def _pooled(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         if self.run is None or not args or args[0].ndim != 3:
-            return None  # which is noticed, if anything comes of it
+            return None  # `_check_pooled` notices if anything comes of it
         self.pooled = True
         return (self._standing_for_all(args[0]), *args[1:])
 
     def _check_pooled(self, module: nn.Module, pooled: Any) -> None:
-        """Raises for an output that follows from a token, or from all, and was not given those of the whole batch."""
+        """Raises if a pooler saw only this rank's tokens."""
         if pooled is not None and not self.pooled:
             raise UnsupportedModelError(
                 f"{type(module).__name__} pools tokens by no module that is called with those of all ranks. It is not "

@@ -1,4 +1,4 @@
-"""MLPs and experts that are computed some tokens at a time."""
+"""MLPs and experts that compute some tokens at a time."""
 
 import logging
 from collections.abc import Callable
@@ -26,12 +26,12 @@ from .replicas import takes_weights_apart
 logger = logging.getLogger(__name__)
 
 _CONTAINERS = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
-_WRAPPED = {"_checkpoint_wrapped_module", "_orig_mod"}  # of torch: inside of a checkpoint, and what is compiled
+_WRAPPED = {"_checkpoint_wrapped_module", "_orig_mod"}  # names in torch's wrappers of checkpointed and compiled modules
 
 
 class TiledMLP(Part):
-    """Gives the modules of a model that treat every token by itself a forward of their own, see [`tiled`]: its MLPs,
-    and the experts behind a router, by `Memory.tiled_mlp`. Which do is found out when they run."""
+    """Gives modules that treat every token by itself a forward in tiles, see [`tiled`]: MLPs, and the experts behind a
+    router, by `Memory.tiled_mlp`. Whether a module does is found out when it runs."""
 
     def __init__(self) -> None:
         self.obstacles: dict[str, str] = {}  # of the latest pass
@@ -59,12 +59,12 @@ class TiledMLP(Part):
 
 
 class _TiledForward(Override):
-    """A module's own forward, of some tokens at a time. If something is in the way, modules inside may have tiles."""
+    """A module's own forward on some tokens at a time. If an obstacle prevents it, inner modules may be tiled."""
 
     def __init__(self, module: nn.Module, own: Any, name: str) -> None:
         super().__init__(module, own)
         self.path = name
-        self.tried: tuple[Any, str] | None = None  # a form of the module, and the obstacle that a run of it showed
+        self.tried: tuple[Any, str] | None = None  # a form of the module, and the obstacle found in its run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context = current()
@@ -74,20 +74,20 @@ class _TiledForward(Override):
     def _tiled(self, context: LayerContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs, count, names = (*args, *kwargs.values()), len(args), tuple(kwargs)
 
-        def forward(*inputs: Tensor) -> Any:  # lives as long as the layer, and the inputs of the call must not
-            with entered(None):  # modules inside have all of the tile
+        def forward(*inputs: Tensor) -> Any:  # lives as long as the layer, and must not hold the inputs of the call
+            with entered(None):  # inner modules take the whole tile
                 return self.plain(*inputs[:count], **dict(zip(names, inputs[count:], strict=True)))
 
         if not _have_tiles(inputs, context.tile):
             return self.plain(*args, **kwargs)
-        if self.path not in context.obstacles:  # asked once, so that it is the same when a layer runs again
+        if self.path not in context.obstacles:  # found once, so that a rerun of the layer does the same
             context.obstacles[self.path] = self._obstacle(forward, inputs, context.tile)
         if context.obstacles[self.path]:
             return self.plain(*args, **kwargs)
         return tiled(self.module, forward, context.tile, *inputs)
 
     def _obstacle(self, forward: Callable[..., Any], inputs: tuple[Tensor, ...], tile: int) -> str:
-        """Why the module is not computed in tiles."""
+        """Returns why the module is not computed in tiles, or an empty string."""
         found = _visible_obstacle(self.module)
         if not found:
             form = torch.is_inference_mode_enabled(), list(map(_form, inner_modules(self.module)))
@@ -101,8 +101,8 @@ class _TiledForward(Override):
 
 
 def candidates(view: ModelView) -> list[tuple[str, nn.Module]]:
-    """The modules inside the layers of a model, by name, that multiply by several matrices, and have no attention and
-    no recurrence. One may be inside of another."""
+    """Returns the modules inside a model's layers, with their names, that multiply by several matrices and contain no
+    attention or recurrence. One may be inside another."""
     found, recurrent = dict[int, tuple[str, nn.Module]](), set(map(id, view.find(recurrent_modules)))
     for path, layer in view.named:
         if isinstance(layer, GradientCheckpointingLayer):
@@ -114,16 +114,16 @@ def candidates(view: ModelView) -> list[tuple[str, nn.Module]]:
 
 
 def _collect(path: str, module: nn.Module, recurrent: set[int], found: list[tuple[str, nn.Module]]) -> tuple[int, bool]:
-    """Adds a module and those inside of it. Returns how many matrices it has, and whether it mixes tokens."""
+    """Adds a module and its inner ones to `found`. Returns its number of matrices, and whether it mixes tokens."""
     begin, matrices, mixes = len(found), _own_matrices(module), False
     children = children_of(module)
-    if "base_layer" in children:  # of an adapter of peft, whose own matrices do not count
+    if "base_layer" in children:  # of a peft adapter, whose own matrices do not count
         children = {"base_layer": children["base_layer"]}
     for name, child in children.items():
         more, mixing = _collect(f"{path}.{name}", child, recurrent, found)
         matrices, mixes = matrices + more, mixes or mixing
     if (is_attention(type(module)) and not mixes) or id(module) in recurrent:
-        del found[begin:]  # projections
+        del found[begin:]  # attention and recurrence projections
         return matrices, True
     passes = isinstance(module, GradientCheckpointingLayer | _CONTAINERS) or not _WRAPPED.isdisjoint(children)
     if matrices > 1 and not mixes and not passes:
@@ -137,7 +137,7 @@ def _own_matrices(module: nn.Module) -> int:
 
 
 def _have_tiles(inputs: tuple[Any, ...], tokens: int) -> bool:
-    """Whether a module is called with tensors of the same tokens, and of more than those of a tile."""
+    """Returns whether all arguments are tensors over the same tokens, and more of them than a tile has."""
     if not inputs or not all(type(value) is Tensor and value.dim() > 1 for value in inputs):
         return False
     rows, n = inputs[0].shape[:-2].numel(), inputs[0].shape[-2]
@@ -148,10 +148,10 @@ def _have_tiles(inputs: tuple[Any, ...], tokens: int) -> bool:
 
 
 def _visible_obstacle(module: nn.Module) -> str:
-    """What is in the way of tiles, whatever the module computes."""
+    """Returns what prevents tiles, whatever the module computes, or an empty string."""
     if nn.modules.module._has_any_global_hook():
         return "hooks on all modules are set"
-    if any(weights_of_experts(module)):  # a tile would wait for those of other ranks, which may have fewer
+    if any(weights_of_experts(module)):  # a tile would wait for tiles of other ranks, which may have fewer
         return "its experts lie on several ranks"
     for inner in inner_modules(module):
         if is_parametrized(inner):
@@ -159,17 +159,17 @@ def _visible_obstacle(module: nn.Module) -> str:
         if len(_adapters(inner)) > 1:
             return "it has several adapters, of which another may be set before the backward pass"
         hooks = inner._forward_pre_hooks or inner._forward_hooks or inner._backward_pre_hooks or inner._backward_hooks
-        if hooks and inner is not module:  # such as those of a unit of FSDP2, which see all tokens at once
+        if hooks and inner is not module:  # such as hooks of an FSDP2 unit, which see all tokens at once
             return f"a {type(inner).__name__} in it has hooks"
     return ""
 
 
 def _adapters(module: Any) -> set[str]:
-    """The names of the adapters that peft has added to a module."""
+    """Returns the names of the adapters that peft has added to a module."""
     layers = (getattr(module, name, {}) for name in getattr(module, "adapter_layer_names", ()))
     return {name for layer in layers for name in layer}
 
 
 def _form(module: nn.Module) -> tuple[Any, ...]:
-    """On what it depends what a module computes, beside its weights."""
+    """Returns what a module's result depends on, beside its weights."""
     return type(module), module.training, type(vars(module).get("forward"))

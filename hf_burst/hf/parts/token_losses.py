@@ -1,4 +1,4 @@
-"""A number for every token of a batch in the place of its logits: those of a long sequence are never in memory."""
+"""A number for every token of a batch instead of its logits, which for a long sequence are never in memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,13 +18,13 @@ from .base import Part
 
 @dataclass(frozen=True)
 class Question:
-    """What a pass is asked for in the place of logits.
+    """What a pass computes in the place of logits.
 
     Args:
-        answer (`Callable`): From the scores and targets of this rank's tokens to a number each, `(batch, n)`.
-        facts (`dict`): For the ranks to agree on.
-        weights (`torch.Tensor` of shape `(batch, tokens)`, *optional*): What the answers are multiplied with.
-        teacher ([`Spread`], *optional*): Those of another model, whose tokens must lie as those of the pass.
+        answer (`Callable`): From scores and targets of this rank's tokens to one number each, `(batch, n)`.
+        facts (`dict`): Facts on which the ranks must agree.
+        weights (`torch.Tensor` of shape `(batch, tokens)`, *optional*): Factors for the answers.
+        teacher ([`Spread`], *optional*): Scores of another model, whose tokens must lie as those of the pass do.
     """
 
     answer: Callable[[Spread, Tensor], Tensor]
@@ -47,7 +47,7 @@ def check_weights(weights: Tensor | None, shape: tuple[int, ...]) -> None:
 
 
 class TokenLosses(Part):
-    """Answers a [`Question`] of [`hf_burst.token_losses`] about each token, in the place of the logits."""
+    """Answers a [`Question`] of [`hf_burst.token_losses`] about each token, instead of returning logits."""
 
     def __init__(self) -> None:
         self.asked: Question | None = None

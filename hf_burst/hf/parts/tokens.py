@@ -1,4 +1,4 @@
-"""The tokens of a batch, cut over the ranks, or cut already; and what learned positions ask of them."""
+"""Cuts the tokens of a batch over the ranks, or takes a batch that is cut already; checks learned positions."""
 
 import inspect
 from collections.abc import Mapping
@@ -33,14 +33,14 @@ from .shared_beginnings import SharedBeginnings
 
 CONTENT = "content (checksum)"
 _SAME_SHARING = "Give every rank the same batch, and BurstConfig(share_prefixes=...) the same value."
-_TABLES = ("wpe", "pos")  # in the names of tables of positions
+_TABLES = ("wpe", "pos")  # in names of position tables
 
 
 @dataclass(frozen=True)
 class LearnedPositions:
-    """What a model's learned position embeddings ask of position ids; rotary positions ask nothing."""
+    """What a model's learned position embeddings require of position ids; rotary positions require nothing."""
 
-    tables: tuple[nn.Module, ...] = ()  # those of the embeddings, or what holds one as a tensor
+    tables: tuple[nn.Module, ...] = ()  # the embeddings, or modules that hold one as a tensor
     from_mask: bool = False  # whether positions count from the first token that attention_mask shows, as in OPT
     padding_idx: int | None = None  # the token that is not counted; positions begin one above it, as in RoBERTa
 
@@ -64,12 +64,12 @@ class LearnedPositions:
 
     @property
     def limits(self) -> tuple[int, int] | None:
-        """The position ids `[first, end)` that have an embedding by now; `None` if any has."""
+        """The position ids `[first, end)` that now have an embedding; `None` without learned positions."""
         spans = [_span(table) for table in self.tables]
         return (max(first for first, _ in spans), min(end for _, end in spans)) if spans else None
 
     def make(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
-        """The position ids that the model would make of a full batch without any, if not those from 0."""
+        """Returns the position ids that the model makes for a full batch without any; `None` if they count from 0."""
         mask, ids = batch.get("attention_mask"), batch.get("input_ids")
         if self.padding_idx is not None and ids is not None:
             real = (ids != self.padding_idx).long()
@@ -83,8 +83,8 @@ class LearnedPositions:
 
 
 def _span(table: Any) -> tuple[int, int]:
-    """The position ids that a table has. One that was enlarged in its place may still say its old size, and of one that
-    is sharded less may be here."""
+    """Returns the position ids of a table. A table that was enlarged in place may still state its old size, and a
+    sharded one may hold fewer rows here."""
     if not isinstance(table, nn.Embedding):  # CTRL
         return 0, len(table.pos_encoding)
     offset = int(getattr(table, "offset", 0))
@@ -93,25 +93,25 @@ def _span(table: Any) -> tuple[int, int]:
 
 
 def numbers_tokens(module: nn.Module) -> bool:
-    """Whether a module counts positions from `padding_idx + 1`, by leaving out the tokens that are `padding_idx`."""
+    """Returns whether a module counts positions from `padding_idx + 1`, skipping tokens that are `padding_idx`."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "create_position_ids_from_input_ids" in code.co_names
 
 
 def segment_count(view: ModelView) -> int | None:
-    """The token types of which a model has embeddings apart from those of its tokens; `None` for no such table."""
+    """Returns the number of token types with embeddings in a table of their own; `None` without such a table."""
     tables = [getattr(module, "token_type_embeddings", None) for module in view.modules]
     return min((table.num_embeddings for table in tables if isinstance(table, nn.Embedding)), default=None)
 
 
 class Tokens(Part):
-    """Makes a [`Batch`] of a call: texts that begin alike are joined, and all are laid over the ranks. Targets are cut
-    outside of the model, token inputs at its cut point."""
+    """Makes the [`Batch`] of a call: joins texts that begin alike, and lays all tokens over the ranks. Targets are cut
+    outside the model, token inputs at its cut point."""
 
     def __init__(self, view: ModelView, recurrence: Recurrence) -> None:
         self.cut_point, self.recurrence = view.find(cut_point_of), recurrence
         self._read_tables(view)
-        # PaliGemma: 0 is a prefix, whose tokens see each other
+        # PaliGemma: type 0 is a prefix, whose tokens see each other
         self.text_type = int(getattr(view.root.config.get_text_config(), "use_bidirectional_attention", None) is True)
         self.beginnings = SharedBeginnings(view, recurrence, self.own_positions)
         self.run: ForwardPass | None = None
@@ -124,13 +124,13 @@ class Tokens(Part):
         return [inner.register_forward_pre_hook(self._cut_inside, prepend=True, with_kwargs=True)]
 
     def cut(self, call: Call, agreement: Agreement) -> Batch:
-        """What this rank computes of the batch of a call; adds what describes the batch to the facts."""
+        """Returns what this rank computes of a call's batch, and adds facts that describe the batch."""
         if is_sharded(call.given):
             batch = self._take_shard(call, agreement)
         else:
             batch = self._cut(call, self.beginnings.join(call, agreement), agreement)
         vocabulary = call.model.config.get_text_config().vocab_size
-        labels = {"labels": None} if call.task.reads else {}  # which are of another kind
+        labels = {"labels": None} if call.task.reads else {}  # these are of another kind
         check_ranges({**batch.inputs, **labels}, vocabulary, self.segments, self.learned.limits)
         layout = batch.layout
         documents, chunks = layout.documents, layout.owners + layout.boundaries
@@ -150,7 +150,7 @@ class Tokens(Part):
         return replace(batch, inputs=inputs)
 
     def for_layers(self, call: Call, batch: Batch, memory: Memory) -> ForwardCall:
-        """What layers know of a pass, with the settings of memory that were chosen for it."""
+        """Returns what layers know of a pass, with the memory settings that were chosen for it."""
         layout = batch.layout
         return ForwardCall(
             layout,
@@ -169,17 +169,17 @@ class Tokens(Part):
         self.run = None
 
     def own_positions(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
-        """The position ids that the model makes of a full batch without any, if not those from 0."""
+        """Returns the position ids that the model makes for a full batch without any; `None` if they count from 0."""
         return self.learned.make(batch)
 
     def _read_tables(self, view: ModelView) -> None:
-        reader = view.part(view.root.get_submodule(self.cut_point.path))  # the tables of towers are of images
+        reader = view.part(view.root.get_submodule(self.cut_point.path))  # tables of towers are for images
         self.learned = LearnedPositions.of(reader)
         self.segments = segment_count(reader)
         self.by_place = any(map(scales_by_place, reader.modules))
 
     def _take_shard(self, call: Call, agreement: Agreement) -> Batch:
-        """A batch that arrived sharded is passed on."""
+        """Returns the batch of a call that arrived sharded."""
         name, about = type(call.model).__name__, call.given.get(LAYOUT_KEY)
         if self.cut_point.path and (modalities_of(call.model.config) or not call.pooling):
             raise BatchError(f"{name} reads whole sequences before they are cut. Give full batches (no BurstCollator).")
@@ -209,7 +209,7 @@ class Tokens(Part):
         return Batch(call.given, Where(layout, call.group), True, inputs, way, targets)
 
     def _cut(self, call: Call, joined: Joined | None, agreement: Agreement) -> Batch:
-        """A full batch is cut: its targets here, its token inputs here or at the cut point."""
+        """Cuts a full batch: its targets here, its token inputs here or at the cut point."""
         given = call.given if joined is None else self.beginnings.row(joined, call.given)
         row, parents = (given, ()) if joined is None else (joined.batch, (joined.parents,))
         patterns, rank = layer_patterns(call.model.config, call.task), call.group.rank
@@ -227,7 +227,7 @@ class Tokens(Part):
     def _check_images(self, call: Call, given: Mapping[str, Any], layout: SequenceLayout, agreement: Agreement) -> None:
         """Raises for images and sound that are not served, and for prefixes that a cut would divide."""
         wraps = self.cut_point.path and modalities_of(call.model.config)
-        if not wraps and given.get("pixel_values") is None:  # Chameleon has its images within
+        if not wraps and given.get("pixel_values") is None:  # Chameleon has its images inside
             return
         held = check_modalities(given, type(call.model), self.text_type)
         types = given.get("token_type_ids")
@@ -249,7 +249,7 @@ class Tokens(Part):
     def _cut_inputs(
         self, inputs: Mapping[str, Any], layout: SequenceLayout, rank: int, given: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The token inputs of this rank; positions that the model makes follow from what was given."""
+        """Returns this rank's token inputs. Positions that the model makes are computed from the `given` batch."""
         masked = self.cut_point.masked
         part = select_rows(inputs, masked, lambda values: layout.shard(values, rank))
         done = [known.rows for known in masked]
@@ -257,7 +257,7 @@ class Tokens(Part):
 
     @torch.compiler.disable
     def _cut_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward pre-hook of a cut point inside of the model."""
+        """Forward pre-hook of a cut point inside the model."""
         if self.run is None:
             return None
         whole, batch = bound_arguments(module, args, kwargs), self.run.batch
@@ -275,8 +275,8 @@ class Tokens(Part):
 def check_ranges(
     inputs: Mapping[str, Any], vocabulary: int, segments: int | None, positions: tuple[int, int] | None
 ) -> None:
-    """Raises for token ids, labels, token types (by default those of the vocabulary) and learned positions that the
-    model lacks. An index error of one rank alone would leave the others waiting."""
+    """Raises for token ids, labels, token types (by default limited by the vocabulary) and learned positions that the
+    model lacks. An index error on one rank would leave the others waiting."""
     limits = dict.fromkeys(("input_ids", "labels", "shift_labels"), (0, vocabulary))
     limits["token_type_ids"] = (0, segments or vocabulary)
     if positions is not None:

@@ -23,17 +23,17 @@ from .base import Part
 _PIXELS = ("pixel_values", "pixel_values_videos", "high_res_pixel_values")
 _GRIDS = ("image_grid_thw", "video_grid_thw", "image_grid_hw")
 _SIZES = "image_sizes"
-_EACH = (*_GRIDS, _SIZES, "image_merge_sizes", "video_merge_sizes")  # arguments with something of each image
+_EACH = (*_GRIDS, _SIZES, "image_merge_sizes", "video_merge_sizes")  # arguments with one entry per image
 _BY_GRID = ("patches", "frames")
 _SOUND = ("input_features", "input_values")
-# masks of sound, with a row for each clip
+# masks of sound, with one row per clip
 _LENGTHS = ("input_features_mask", "feature_attention_mask", "input_values_mask", "padding_mask")
-# arguments by which a tower, or a part of one, runs once more
+# arguments that each make a tower, or a part of one, run once more
 _RUNS = ("pixel_values", "pixel_values_videos", "pixel_values_local", "tile_fine_mask", *_SOUND)
 
 
 def seen_in(call: Call) -> float:
-    """Bytes of images, videos and sound in a batch, about as many as the rank with the most encodes; 0 for text."""
+    """Estimates the bytes of images, videos and sound that the busiest rank encodes; 0 for text."""
     given = call.given
     total = sum(value.nbytes for name in _RUNS if isinstance(value := given.get(name), Tensor))
     grids = [grid.prod(-1) for name in _GRIDS if isinstance(grid := given.get(name), Tensor)]
@@ -43,18 +43,18 @@ def seen_in(call: Call) -> float:
 
 
 class Towers(Part):
-    """Has each rank encode a share of the images and videos of a batch, dealt by their sizes, and of the sound."""
+    """Lets each rank encode a share of a batch's images and videos, dealt by their sizes, and of its sound."""
 
     def overrides(self, view: ModelView) -> Iterator[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
         model = view.root
         owner, row = model.base_model, row_of(type(model))
         for kind, how in ((_SharedImages, row.images), (_SharedVideos, row.videos), (_SharedClips, row.sound)):
-            own = kind.name in vars(owner)  # of the user's
+            own = kind.name in vars(owner)  # set by the user
             if how is not None and hasattr(type(owner), kind.name) and not own:
                 yield kind, owner, (how,)
 
     def admit(self, call: Call, agreement: Agreement) -> None:
-        """Raises for noise that a model adds to sound, of which each rank would draw its own.
+        """Raises for noise that a model adds to sound, because each rank would draw its own.
 
         Raises:
             BatchError: If it is not switched off.
@@ -70,7 +70,7 @@ class Towers(Part):
             )
 
     def begin(self, run: ForwardPass) -> None:
-        """Under FSDP2 towers gather their weights over all groups, and each has to run as often.
+        """Checks that towers run equally often in all groups, over which FSDP2 gathers their weights.
 
         Raises:
             BatchError: On all ranks, if one group has images, videos or sound, and another one has none.
@@ -88,10 +88,10 @@ class Towers(Part):
 
 
 def refuse_draws(owner: nn.Module) -> None:
-    """Raises if a tower that every rank runs is random in training: each would find other features.
+    """Raises if a tower that every rank runs is random in training: each rank would compute other features.
 
     Args:
-        owner (`torch.nn.Module`): The module with the tower and the language model.
+        owner (`torch.nn.Module`): The module that holds the tower and the language model.
 
     Raises:
         UnsupportedModelError: With the rates.
@@ -107,31 +107,30 @@ def refuse_draws(owner: nn.Module) -> None:
 
 
 class _SharedEncoder(Override):
-    """The method of one module by which a tower encodes.
+    """The override of a method that encodes with a tower.
 
     Args:
         module (`torch.nn.Module`): The module.
-        own: What stood there before.
-        how (`str`): `"patches"` where grids say how many rows of pixels an image has, `"frames"` where each frame of a
-            video is an image of its own to the tower, `"images"` where an image has one row; else every rank encodes
-            all.
+        own: What the module had in this place before.
+        how (`str`): `"patches"` if grids say how many rows of pixels an image has, `"frames"` if the tower takes each
+            frame of a video as an image of its own, `"images"` if an image has one row; else every rank encodes all.
     """
 
     def __init__(self, module: nn.Module, own: Any, how: str) -> None:
         super().__init__(module, own)
         self.how = how
-        self.running = False  # for its share
-        # generation asks which arguments it takes
+        self.running = False  # while it encodes this rank's share
+        # generation reads which arguments it takes
         self.__signature__ = inspect.signature(getattr(type(module), self.name).__get__(module))
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # with adapters, Transformers has the first layer of a tower require a gradient, which nothing would use
+        # with adapters, Transformers makes the first layer of a tower require a gradient, which nothing would use
         with torch.set_grad_enabled(torch.is_grad_enabled() and learns(self.module, (args, kwargs))):
             return self._encode(args, kwargs)
 
     def _encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The features of all images, of which each rank encodes some."""
+        """Returns the features of all images, after each rank has encoded some."""
         method: Callable[..., Any] = getattr(type(self.module), self.name)
         context = current()
         group = context.call.group if context is not None and context.call is not None else None
@@ -144,7 +143,7 @@ class _SharedEncoder(Override):
             return method(self.module, *args, **kwargs)
         shares = self._deal(costs, group.size)
         own = shares[group.rank]
-        # a rank without a share runs the smallest one, so that all ranks meet in the same messages of weights
+        # a rank without a share runs the cheapest image, so that all ranks take part in gathering weights
         encoded = own or [min(range(len(costs)), key=costs.__getitem__)]
         self.running = True
         try:
@@ -157,7 +156,7 @@ class _SharedEncoder(Override):
         return output
 
     def _split_videos(self, arguments: dict[str, Any]) -> list[int]:
-        """Makes an image of each frame, by its grid; returns how many each video has."""
+        """Turns each frame into an image, by its grid; returns the number of frames of each video."""
         grids = arguments.get("video_grid_thw")
         if self.how != "frames" or grids is None:
             return []
@@ -167,22 +166,22 @@ class _SharedEncoder(Override):
         return times.tolist()
 
     def _deal(self, costs: Sequence[int], ranks: int) -> list[list[int]]:
-        """Which images, or clips, each rank encodes."""
+        """Returns which images, or clips, each rank encodes."""
         return deal(costs, ranks)
 
     def _put_together(self, output: Any, shares: Sequence[Sequence[int]], group: ContextGroup) -> None:
-        """Puts the features of all in the place of those that this rank encoded."""
+        """Replaces the features that this rank encoded with those of all ranks."""
         _put_together(output, shares, group)
 
     def _within(self) -> bool:
-        """Whether the other method calls this one, to encode its share of the videos as images."""
+        """Returns whether the other method calls this one, to encode its share of the videos as images."""
         return any(other.running for other in vars(self.module).values() if isinstance(other, _SharedEncoder))
 
     def _costs(self, arguments: dict[str, Any]) -> list[int] | None:
-        """The rows of pixels of each image, or the area that it has; `None` if it is not known what belongs to which.
+        """Returns the rows of pixels, or the area, of each image; `None` if it is unknown what belongs to which image.
 
         Raises:
-            BatchError: If the grids count other rows of pixels than there are.
+            BatchError: If the grids count another number of rows of pixels than there are.
         """
         pixels, grids = _first(arguments, _PIXELS), _first(arguments, _GRIDS)
         others = {name for name in arguments if name.startswith(("image_", "video_"))} - {*_EACH}
@@ -207,7 +206,7 @@ class _SharedEncoder(Override):
         return [1] * len(pixels) if sizes is None else torch.as_tensor(sizes).prod(-1).tolist()
 
     def _part(self, arguments: dict[str, Any], costs: Sequence[int], chosen: Sequence[int]) -> dict[str, Any]:
-        """The arguments that hold something of each image, for some of them."""
+        """Returns the per-image arguments of the chosen images."""
         part: dict[str, Any] = {}
         for name, value in arguments.items():
             if value is not None and name in _EACH:
@@ -230,20 +229,20 @@ class _SharedVideos(_SharedEncoder):
 
 
 class _SharedClips(_SharedEncoder):
-    """`get_audio_features` of one module. Each rank encodes clips that follow one another, so that the features of the
-    ranks follow one another too: how many a clip has is not known.
+    """The override of `get_audio_features`. Each rank encodes consecutive clips, so that the features of the ranks are
+    consecutive too: how many features a clip has is not known.
 
     Args:
         module (`torch.nn.Module`): The module.
-        own: What stood there before.
-        how (`str`): `"clips"` where sound has a row for each clip, and clips are encoded apart; else every rank
-            encodes all.
+        own: What the module had in this place before.
+        how (`str`): `"clips"` if sound has one row per clip and clips are encoded separately; else every rank encodes
+            all.
     """
 
     name = "get_audio_features"
 
     def _costs(self, arguments: dict[str, Any]) -> list[int] | None:
-        """One for each clip; `None` if ranks do not share them."""
+        """Returns a cost of 1 for each clip; `None` if ranks do not share them."""
         sound, lengths = _first(arguments, _SOUND), "audio_feature_lengths"
         ready = [name for name in arguments if name.startswith("audio_") and name != lengths]
         known = self.how == "clips" and isinstance(sound, Tensor) and all(arguments[name] is None for name in ready)
@@ -269,7 +268,7 @@ class _SharedClips(_SharedEncoder):
 
 
 def learns(owner: nn.Module, inputs: Any) -> bool:
-    """Whether something beside the language model learns, or an input of a tower asks for its gradient."""
+    """Returns whether anything beside the language model learns, or an input of a tower requires a gradient."""
     reader = {id(weight) for weight in owner.get_decoder().parameters()}  # type: ignore[operator]
     given = (value for value in tree_leaves(inputs) if isinstance(value, Tensor))
     learning = (weight for weight in owner.parameters() if id(weight) not in reader)
@@ -277,25 +276,25 @@ def learns(owner: nn.Module, inputs: Any) -> bool:
 
 
 def _named(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a method by name, without that of its module."""
+    """Returns the arguments of a method by name, without its module."""
     names = list(inspect.signature(method).parameters)[1:]
     return dict(zip(names, args[1:], strict=False)) | kwargs
 
 
 def _first(arguments: dict[str, Any], names: Sequence[str]) -> Any:
-    """The first of these arguments that is given."""
+    """Returns the first of these arguments that is given."""
     return next((value for name in names if (value := arguments.get(name)) is not None), None)
 
 
 def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Which images each rank encodes: the largest first, each to the rank that has the least by then.
+    """Deals images to ranks: the largest first, each to the rank with the least so far.
 
     Args:
-        costs (sequence of `int`): What the images cost.
-        ranks (`int`): How many ranks there are.
+        costs (sequence of `int`): The costs of the images.
+        ranks (`int`): The number of ranks.
 
     Returns:
-        `list[list[int]]`: For each rank the places of its images, in their order.
+        `list[list[int]]`: For each rank the sorted places of its images.
     """
     shares, loads = [list[int]() for _ in range(ranks)], [0] * ranks
     for image in sorted(range(len(costs)), key=lambda place: -costs[place]):
@@ -306,12 +305,12 @@ def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _put_together(output: Any, shares: Sequence[Sequence[int]], group: ContextGroup) -> None:
-    """Puts the features of all images in the place of those that this rank encoded. Gradients of all ranks for the
-    features of an image are summed where it was encoded."""
+    """Replaces the features that this rank encoded with those of all images. The rank that encoded an image gets the
+    sum of all ranks' gradients for its features."""
     count = sum(map(len, shares))
     deep: Sequence[Any] = output.get("deepstack_features") or ()
     layers = [output.pooler_output, *deep]
-    # of Transformers 5.17 features of layers are not split by image
+    # Transformers 5.17 does not split features of layers by image
     rows = [layer if isinstance(layer, Tensor) and layer.ndim == 2 else torch.cat(list(layer)) for layer in layers]
     stacked, flat = isinstance(output.pooler_output, Tensor), bool(deep) and isinstance(deep[0], Tensor)
     sizes = torch.zeros(count, dtype=torch.long, device=rows[0].device)
@@ -333,7 +332,7 @@ def _put_together(output: Any, shares: Sequence[Sequence[int]], group: ContextGr
 
 
 def _join_frames(output: Any, frames: Sequence[int]) -> None:
-    """Puts the features of the frames of each video together, where they are apart."""
+    """Joins the features of the frames of each video, if they are separate."""
     bounds = [0, *accumulate(frames)]
 
     def joined(features: Any) -> Any:
@@ -346,7 +345,7 @@ def _join_frames(output: Any, frames: Sequence[int]) -> None:
 
 
 def _gather_rows(encoded: Tensor, totals: Sequence[int], group: ContextGroup) -> list[Tensor]:
-    """The rows of features that each rank has, so many as `totals` say. Gradients of all ranks are summed."""
-    mine = encoded[: totals[group.rank]]  # nothing of what was run for the weights' sake
+    """Returns the rows of features of each rank, `totals` many. Gradients of all ranks are summed."""
+    mine = encoded[: totals[group.rank]]  # without what was encoded only to gather weights
     padded = functional.pad(mine, (0, 0, 0, max(totals) - len(mine)))
     return [rows[:total] for rows, total in zip(all_gather(padded, group), totals, strict=True)]

@@ -1,6 +1,6 @@
-"""The functions of torch that a value over ranks does not have to be gathered for, by name.
+"""The functions of torch, by name, that do not need a spread value to be gathered.
 
-Each is given the value and the arguments, and returns `NotImplemented` where these mix tokens.
+Each is called with the value and the arguments, and returns `NotImplemented` if these mix tokens.
 """
 
 import inspect
@@ -20,14 +20,14 @@ SERVED = (
 _NAMES = {"truediv": "div", "true_divide": "div", "rmul": "mul", "multiply": "mul", "radd": "add", "negative": "neg"}
 _CASTS = ("float", "to", "clone")
 _OF_NUMBERS = ("mul", "div", "add", "neg", "tanh")
-# those with weights or random numbers are not put off
+# layers with weights or random numbers, which are not put off
 _LAYERS = ("linear", "dropout", "layer_norm", "rms_norm", "gelu", "relu", "silu")
 _CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
 _TAKEN = ("target", "ignore_index", "label_smoothing", "reduction", "weight", "size_average", "reduce")
 
 
 class Step(NamedTuple):
-    """A function that is put off."""
+    """A function whose call is put off."""
 
     name: str
     function: Callable[..., Tensor]
@@ -47,7 +47,7 @@ def name_of(function: Any) -> str:
 
 
 def by_tokens(value: Any, function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """What a function of torch gives for a [`Spread`] value whose tokens stay where they are; else `NotImplemented`."""
+    """Returns a torch function's result if the tokens of a [`Spread`] can stay in place; else `NotImplemented`."""
     name, given = name_of(function), (*args, *options.values())
     numbers = all(isinstance(each, int | float) for each in given)
     row = name == "add" and value.limit is None and all(isinstance(each, Tensor) and each.ndim < 2 for each in given)
@@ -68,7 +68,7 @@ def by_tokens(value: Any, function: Callable[..., Any], args: Sequence[Any], opt
 def _normalized(value: Any, name: str, dim: Any = None, _stacklevel: Any = 3, dtype: Any = None) -> Any:
     if dim not in (-1, value.ndim - 1):
         return NotImplemented
-    kind = _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype  # where methods of tensors have it
+    kind = _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype  # tensor methods have the dtype there
     return value.map(name, getattr(torch, name), -1, dtype=kind)
 
 
@@ -149,5 +149,5 @@ _ASKED: dict[str, Callable[..., Any]] = {
     "numel": lambda value: value.shape.numel(),
     "element_size": lambda value: value.dtype.itemsize,
     "is_floating_point": lambda value: True,
-    "stride": lambda value, dim: 0,  # it lies nowhere
+    "stride": lambda value, dim: 0,  # it is stored nowhere
 }

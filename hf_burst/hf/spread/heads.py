@@ -1,4 +1,4 @@
-"""What is asked of a language-model head before it is put off: who watches it, and who shards its weights."""
+"""Checks of a language-model head before it is put off: who watches it, and who shards its weights."""
 
 import torch
 from torch import nn
@@ -10,23 +10,23 @@ from ..view import inner_modules
 
 AGAIN = "{}, and losses of tokens need it once more in the backward pass. {}."
 _TAIL = "Wrap it together with the last norm, with reshard_after_forward=False, or leave it to the whole model"
-_WRAPPERS = ("torch.distributed.", "deepspeed.", "accelerate.", "trl.")  # whose hooks look after weights and memory
+_WRAPPERS = ("torch.distributed.", "deepspeed.", "accelerate.", "trl.")  # their hooks manage weights and memory
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether forward hooks on a head want its logits. Wrappers that look after weights and memory want them not."""
+    """Returns whether forward hooks need a head's logits. Hooks of wrappers that manage weights and memory do not."""
     modules = list(inner_modules(module))
     hooks = [hook for inner in modules for hook in inner._forward_hooks.values()]
     hooks += _global_forward_hooks.values()
-    again = is_partitioned(module)  # the head is called a second time then, with its pre-hooks
+    again = is_partitioned(module)  # the head is then called a second time, with its pre-hooks
     hooks += [hook for inner in modules[0 if again else 1 :] for hook in inner._forward_pre_hooks.values()]
     hooks += _global_forward_pre_hooks.values() if again else ()
     return any(not str(hook.__module__).startswith(_WRAPPERS) for hook in hooks)
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether hooks on a head want gradients, which come once only with all logits, or a weight follows from others
-    before the head runs."""
+    """Returns whether hooks need a head's gradients, which are complete only with all logits, or a weight is computed
+    from others before the head runs."""
     modules = list(inner_modules(module))
     tensors = [tensor for inner in modules for tensor in (*inner._parameters.values(), *vars(inner).values())]
     return any(inner._backward_hooks or inner._backward_pre_hooks for inner in modules) or any(
@@ -35,16 +35,16 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def is_partitioned(module: nn.Module) -> bool:
-    """Whether DeepSpeed ZeRO-3 divides weights over the ranks: elsewhere than in their own module they are empty."""
+    """Returns whether DeepSpeed ZeRO-3 shards the weights, which are then empty outside their own module's call."""
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 def is_sharded_head(head: nn.Module | None) -> bool:
-    """Whether FSDP2 shards a head."""
+    """Returns whether FSDP2 shards a head."""
     return head is not None and any(isinstance(weight, DTensor) for weight in head.parameters())
 
 
 def check_head_again(head: nn.Module | None) -> None:
-    """Raises behind a pass whose backward pass would not find the whole head any more."""
+    """Raises if FSDP2 has resharded the head before the backward pass."""
     if torch.is_grad_enabled() and is_sharded_head(head):
         raise UnsupportedModelError(AGAIN.format("FSDP2 has sharded the head again after its pass", _TAIL))

@@ -1,4 +1,4 @@
-"""The value itself, and the head of a model that is put off."""
+"""The spread value itself, and the head of a model, which is put off."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,19 +31,19 @@ _FACTS = ("requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_cpu", "is_sparse
 logger = logging.get_logger(__name__)
 Compute = Callable[[Tensor], Tensor]
 TokenValue = Callable[[Tensor, slice], Tensor]  # from scores `(m, vocabulary)` and their places to values `(m,)`
-Weights = Mapping[int, Tensor] | None  # the tokens that count so many times; all of them count once by default
+Weights = Mapping[int, Tensor] | None  # tokens by how often they count; by default all count once
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What holds for a value that was handed out, of which any code may ask anything.
+    """The terms of a value that was handed out, so that any code may use it.
 
     Args:
         fits (`bool`): Whether all of it may be gathered.
         about (`str`): Why not.
-        anchor (`torch.Tensor`): Follows from the weights; by it DDP finds those that gradients are to come for.
-        steps (`int`): How many of its steps are the model's own.
-        written (tuple of `int`): How often the weights of the head had been written to.
+        anchor (`torch.Tensor`): Computed from the weights, so that DDP finds those that will get gradients.
+        steps (`int`): How many of the value's steps are the model's own.
+        written (tuple of `int`): How often the head's weights had been written to.
     """
 
     fits: bool
@@ -55,16 +55,16 @@ class Limit:
 
 @dataclass(eq=False)
 class Spread:
-    """Looks like a tensor of all tokens that were chosen, `(..., width)`, of which this rank holds some.
+    """A stand-in for a tensor of all chosen tokens, `(..., width)`, of which this rank holds some.
 
     Args:
-        own (`torch.Tensor` of shape `(batch, n, ...)`): This rank's values; what `head` is given, if it is put off.
+        own (`torch.Tensor` of shape `(batch, n, ...)`): This rank's values, or the inputs of `head` if it is put off.
         head ([`PutOffHead`], *optional*): Scores some tokens at a time.
-        autocast (`tuple[bool, torch.dtype]`): Whether the head runs under it, and in which dtype.
-        steps (tuple of [`Step`]): What follows the head.
-        lies ([`Where`], *optional*): Where all tokens lie; by default it stands for this rank's own, as in a model.
-        places (`torch.LongTensor`, *optional*): The tokens that it stands for, see `chosen`; all by default.
-        limit ([`Limit`], *optional*): Of a value that was handed out: all ranks ask it alike, which is compared.
+        autocast (`tuple[bool, torch.dtype]`): Whether the head runs under autocast, and in which dtype.
+        steps (tuple of [`Step`]): The functions to apply after the head.
+        lies ([`Where`], *optional*): Where all tokens lie. By default the value has this rank's only, as in a model.
+        places (`torch.LongTensor`, *optional*): The tokens in it, see `chosen`; all by default.
+        limit ([`Limit`], *optional*): Set if it was handed out: all ranks must use it alike, which is compared.
         learns (`bool`, defaults to `True`): Whether gradients flow back.
     """
 
@@ -82,7 +82,7 @@ class Spread:
         return value if isinstance(value, Spread) else cls(value)
 
     def handed_out(self, lies: Where, fits: bool, about: str, loss: Tensor | None) -> "Spread":
-        """The same for everybody, see [`Limit`]. What was computed under autocast is returned in fp32."""
+        """Returns the same value for any code, see [`Limit`]. Under autocast it is converted to fp32."""
         if self.head is not None and loss is None:
             check_head_again(self.head.module)
         anchor = self.some(slice(0, 1)) if loss is None else loss
@@ -94,7 +94,7 @@ class Spread:
 
     @torch.compiler.disable
     def loss_sum(self, targets: Tensor, weights: Weights = None) -> Tensor:
-        """The sum of the cross-entropies of this rank's tokens for shifted labels of shape `(batch, n)`, see
+        """Returns the summed cross-entropy of this rank's tokens for shifted labels of shape `(batch, n)`, see
         [`token_loss_sum`]; with `weights`, see [`weighted_loss_sum`]."""
 
         def of_some(values: Tensor, labels: Tensor) -> Tensor:
@@ -108,12 +108,12 @@ class Spread:
         return self._by_head(compute)
 
     def own_values(self, value: TokenValue, share: int = 1) -> Tensor:
-        """A value of each of this rank's tokens, `(batch, n)`; `value` has so many tensors as wide as scores."""
+        """Returns `value` of each of this rank's tokens, `(batch, n)`; it makes `share` tensors as wide as scores."""
         if (head := self.head) is None:
             return value(self.own.flatten(0, 1), slice(0, self.own[..., 0].numel())).view(self.own.shape[:-1])
 
         def of_states(states: Tensor, part: slice) -> Tensor:
-            with self._precision():  # in the backward pass, too
+            with self._precision():  # also in the backward pass
                 return value(self._scores(states)[0], part)
 
         def compute(hidden: Tensor) -> Tensor:
@@ -123,12 +123,12 @@ class Spread:
         return self._by_head(compute)
 
     def some(self, part: slice) -> Tensor:
-        """The scores of some of this rank's tokens, flat, `(m, width)`."""
+        """Returns the scores of some of this rank's tokens, flat, `(m, width)`."""
         with self._precision():
             return self._scores(self.own.flatten(0, -2)[None, part])[0]
 
     def score(self) -> Tensor:
-        """All of this rank's values. They stay: they may be changed."""
+        """Returns all of this rank's values, and stores them, so that they can be changed."""
         if self.head is not None:
             self.own = self._after(self._by_head(self.head.plain))
             self.head, self.steps = None, ()
@@ -141,7 +141,7 @@ class Spread:
         module = self.head.module
         if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
             return None
-        if self.head.own is not None or "weight" not in module._parameters:  # which follows from others
+        if self.head.own is not None or "weight" not in module._parameters:  # a weight that is computed from others
             return None
         steps = [step for step in self.steps if (step.name, step.args) not in _SAME]
         if not steps:
@@ -163,7 +163,7 @@ class Spread:
         return torch.autocast(self.own.device.type, dtype, enabled=enabled)
 
     def _by_head(self, compute: Compute) -> Tensor:
-        """Calls a function of this rank's values, as if it ran where the head was called."""
+        """Calls `compute` with this rank's values, as if it ran where the head was called."""
         if self.head is None:
             return compute(self.own)
         with self._precision():
@@ -172,20 +172,20 @@ class Spread:
     # -- all tokens
 
     def map(self, name: str, function: Callable[..., Tensor], *args: Any, **options: Any) -> "Spread":
-        """What a function gives for each token; put off where the head is."""
+        """Applies a function to each token; puts it off if the head is put off."""
         step = Step(name, function, args, options)
         return replace(self, own=step(self.own)) if self.head is None else replace(self, steps=(*self.steps, step))
 
     def token(self, token: int) -> Tensor:
-        """The values of one token of every row, `(batch, ...)`, which its owner sends."""
+        """Returns the values of one token of every row, `(batch, ...)`, which its owner sends."""
         assert self.lies is not None, "it is of several ranks"
         return self.lies.chosen(self.chosen[:, token], lambda own, _, __: self._rows(own)[0])
 
     def reduce(
         self, name: str, value: Callable[[Tensor, Tensor], Tensor], words: Tensor | None = None, ignored: Any = None
     ) -> Tensor:
-        """A number of each token that was chosen, on every rank. `value` is given the scores of some, and which of the
-        chosen they are; `words` are what it reads, one a token."""
+        """Returns a number for each chosen token, on every rank. `value` gets the scores of some tokens and their
+        indices among the chosen; `words` are its inputs, one per token."""
         lies, limit = self._agree(name, words, ignored)
         if not self.chosen.numel():
             none = limit.anchor if self.learns else limit.anchor.detach()
@@ -195,7 +195,7 @@ class Spread:
             numbers, hidden = at.to(self.device), padding.to(self.device)
 
             def of_some(scores: Tensor, part: slice) -> Tensor:
-                with torch.autocast(scores.device.type, enabled=False):  # under it scores are returned in fp32
+                with torch.autocast(scores.device.type, enabled=False):  # autocast would return fp32
                     shown = scores.masked_fill(hidden[part, None], 0.0)
                     return value(self._after(shown, limit.steps), numbers[part])
 
@@ -206,7 +206,7 @@ class Spread:
             return lies.chosen(self.chosen.flatten(), compute).view(self.chosen.shape)
 
     def whole(self, asked: str = "whole") -> Tensor:
-        """The values of all tokens that were chosen, on every rank; raises if there are too many."""
+        """Returns the values of all chosen tokens, on every rank; raises if there are too many."""
         if self.lies is None:
             return self.score()
         if self.limit is None:
@@ -215,7 +215,7 @@ class Spread:
             raise BatchError(f"{self.limit.about}, and {asked} was asked of them. {SERVED}")
         lies, limit = self._agree(asked)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
-            own = replace(self, steps=self.steps[: limit.steps]).score()  # anew: one without gradients stays
+            own = replace(self, steps=self.steps[: limit.steps]).score()  # a copy: values without gradients would stay
             every = lies.batch(own)
             every = every.contiguous() if self.places is None else every.flatten(0, 1)[self.places.to(every.device)]
             return self._after(every, limit.steps)
@@ -226,15 +226,15 @@ class Spread:
         return self.lies.batch(self.own).contiguous()
 
     def _rows(self, own: Tensor) -> Tensor:
-        """Some of this rank's tokens, as those of one row."""
+        """Returns some of this rank's tokens, as one row."""
         return self.own.flatten(0, 1).index_select(0, own.to(self.device))[None]
 
     def _agree(self, name: str, words: Tensor | None = None, ignored: Any = None) -> tuple[Where, Limit]:
-        """Raises on every rank if one asks for something else, or for a word that there is not."""
+        """Raises on every rank if one of them asks for something else, or for a word outside the vocabulary."""
         assert self.lies is not None, "it was handed out"
         assert self.limit is not None, "it was handed out"
         error: BatchError | None = None
-        if self.head is not None:  # a wrapper may have sharded it since
+        if self.head is not None:  # a wrapper may have resharded it since
             check_head_again(self.head.module)
         if self.head is not None and self.limit.written != self.head.written:
             error = BatchError(
@@ -278,7 +278,7 @@ class Spread:
 
     @property
     def _sample(self) -> Tensor:
-        """Scores of no token."""
+        """Scores of no tokens."""
         width = self.own.shape[-1] if self.head is None else self.head.vocabulary
         return self._after(self.own.new_empty(0, width))
 
@@ -288,7 +288,7 @@ class Spread:
 
     @property
     def chosen(self) -> Tensor:
-        """The tokens that it stands for, `row * tokens + token`."""
+        """The tokens in this value, `row * tokens + token`."""
         if self.places is not None:
             return self.places
         assert self.lies is not None, "it is of several ranks"
@@ -299,7 +299,7 @@ class Spread:
         return len(self.own) if self.lies is None else self.shape[0]
 
     def __iter__(self) -> Iterator[Any]:
-        if self.lies is not None and self.limit is None:  # an output that is made anew asks whether it holds pairs
+        if self.lies is not None and self.limit is None:  # code that rebuilds an output checks whether it holds pairs
             raise TypeError("Values of a pass under way are not iterated over; unbind gathers them.")
         return (self._asked(Tensor.__getitem__, index) for index in range(len(self)))
 
@@ -310,7 +310,7 @@ class Spread:
 
     def __getattr__(self, name: str) -> Any:
         if name == "own" or name.startswith("_") or not hasattr(Tensor, name):
-            raise AttributeError(name)  # of a copy that is being made, or of what is no tensor
+            raise AttributeError(name)  # for copies under construction, and names that tensors do not have
         if name in _FACTS and self.limit is not None:
             return getattr(self.limit.anchor, name)
         there = getattr(Tensor, name)
@@ -344,20 +344,20 @@ for _name in (
 ):
     setattr(Spread, f"__{_name}__", partialmethod(Spread._asked, getattr(Tensor, f"__{_name}__")))
 
-# FSDP2 finds the tensors that a module returns this way, and learns from their gradients when the backward pass begins
+# lets FSDP2 find the tensors that a module returns, because their gradients tell it that the backward pass begins
 pytree.register_pytree_node(
     Spread, lambda value: ([value.own], value), lambda children, value: replace(value, own=next(iter(children)))
 )
 
 
 class PutOffHead(Override):
-    """The head of a model, which is put off while `under_way`. A graph ends here."""
+    """The head of a model, which is put off while `under_way`. Graphs break here."""
 
     def __init__(self, module: nn.Module, own: Any, vocabulary: int) -> None:
         super().__init__(module, own)
         self.vocabulary, self.kept = vocabulary, module  # a loss may outlive its model
         self.under_way = False
-        self.instead: Compute | None = None  # what the next call computes
+        self.instead: Compute | None = None  # runs in the next call
 
     @torch.compiler.disable
     def __call__(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
@@ -371,22 +371,22 @@ class PutOffHead(Override):
             logger.warning_once(_HOOKED)
             return self.plain(hidden)
         half = torch.float16 in (hidden.dtype, autocast[1] if autocast[0] else None)
-        # in fp16, gradients would have to wait for their scale; weights inside of an adapter are gathered there alone
+        # in fp16, gradients would wait for their scale; weights inside an adapter are gathered only in its call
         if half or is_watched(self.module) or any(map(is_partitioned, children_of(self.module).values())):
             return self.plain(hidden)
-        # FSDP2 hangs a hook on what comes out, and warns of views
+        # FSDP2 puts a hook on the output, and warns of views
         return Spread(hidden.clone() if isinstance(self.module, FSDPModule) else hidden, self, autocast)
 
     @property
     def written(self) -> tuple[int, ...]:
-        """How often its weights were written to; FSDP2's are looked at elsewhere."""
+        """How often its weights were written to; those of FSDP2 are checked elsewhere."""
         weights = self.module.parameters()
         return tuple(weight._version for weight in weights if not isinstance(weight, DTensor))
 
     def within(self, compute: Compute, hidden: Tensor) -> Tensor:
-        """Calls a function that takes hidden states to the head, whose weights may have to be gathered again.
+        """Calls a function that applies the head to hidden states, gathering its weights again if needed.
 
-        FSDP2 is asked to. DeepSpeed does it where the module is called, and once more in the backward pass.
+        FSDP2 is asked to gather them. DeepSpeed gathers when the module is called, and again in the backward pass.
         """
         if is_partitioned(self.module):
             self.instead = compute

@@ -1,4 +1,4 @@
-"""Where the tokens of a batch lie: on which rank, and in which of the texts that were joined."""
+"""Where the tokens of a batch lie: on which rank, and in which of the joined texts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ class Where:
     """Where the tokens of a batch lie.
 
     Args:
-        layout ([`SequenceLayout`]): How they are cut.
+        layout ([`SequenceLayout`]): How the tokens are cut.
         group ([`ContextGroup`]): The ranks.
-        joined ([`Joined`], *optional*): The texts that one row stands for, if any begin alike.
-        share (`Callable`, *optional*): Is called before anything follows from tokens of other ranks.
+        joined ([`Joined`], *optional*): The texts that were joined into one row, if any begin alike.
+        share (`Callable`, *optional*): Called before anything is computed from tokens of other ranks.
     """
 
     layout: SequenceLayout
@@ -45,17 +45,17 @@ class Where:
 
     @cached_property
     def counts(self) -> Tensor | None:
-        """How often each target of this rank counts, `(1, n)`, where texts were joined; else once."""
+        """How often each target of this rank counts, `(1, n)`, if texts were joined; `None` if each counts once."""
         return None if self.joined is None else self.layout.shard(self.joined.scored, self.group.rank)
 
     def fits(self, other: "Where") -> bool:
-        """Whether the tokens of another batch lie as these do."""
+        """Returns whether the tokens of another batch lie as these do."""
         one, two = self.joined, other.joined
         same = one is two if one is None or two is None else torch.equal(one.places, two.places)
         return same and self.layout == other.layout
 
     def check_texts(self) -> None:
-        """Raises where tokens stand for several texts, and nothing tells which."""
+        """Raises if tokens stand for several texts, and nothing tells which."""
         if self.joined is None and self.layout.parents:
             raise BatchError(
                 "The texts of the batch were joined when it was sharded, so that their tokens stand for several. Leave "
@@ -63,21 +63,21 @@ class Where:
             )
 
     def batch(self, own: Tensor) -> Tensor:
-        """Values of this rank's tokens, `(batch, n, ...)`, for all tokens as they were given, on every rank."""
+        """Returns values of all given tokens on every rank, from those of this rank's tokens, `(batch, n, ...)`."""
         row = self._gathered(own)
         return row if self.joined is None else self.joined.restored(row)
 
     def numbers(self, own: Tensor) -> Tensor:
-        """The same for numbers that tokens have where what follows them has a label."""
+        """Does the same for numbers that tokens have only where the next token has a label."""
         row = self._gathered(own)
         return row if self.joined is None else self.joined.restored_scores(row)
 
     def by_rows(self, kept: Tensor) -> Tensor:
-        """Values of tokens that were kept, by rows; those of joined texts stand one after another."""
+        """Returns values of kept tokens by rows; those of joined texts stand one after another."""
         return kept if self.joined is None else kept.unflatten(1, (len(self.joined.places), -1))[0]
 
     def kept(self, own: Tensor, local: Tensor) -> Tensor:
-        """Values of tokens that were kept, `(batch, kept, ...)`, on every rank, from those that this one kept."""
+        """Returns values of kept tokens, `(batch, kept, ...)`, on every rank, from those that this rank kept."""
         mine = (local >= 0).nonzero().flatten().to(own.device)
         every = own.new_zeros(len(own), len(local), *own.shape[2:]).index_copy(1, mine, own)
         return group_sum(every, self.group)
@@ -91,12 +91,12 @@ class Where:
         return local
 
     def chosen(self, places: Tensor, compute: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """Values of some tokens of the given batch, `(m, ...)`, on every rank.
+        """Returns values of some tokens of the given batch, `(m, ...)`, on every rank.
 
         Args:
             places (`torch.LongTensor` of shape `(m,)`): The tokens, `row * tokens + token`.
-            compute (`Callable`): Gives values from numbers of this rank's tokens, which of the chosen they are, and
-                whether they stand for padding of joined texts. All ranks call it, so that all gather weights.
+            compute (`Callable`): Returns values, given indices of this rank's tokens, their indices among the chosen,
+                and whether they stand for padding of joined texts. All ranks call it, so that all gather weights.
         """
         self.share()
         row, token = places // self.shape[1], places % self.shape[1]
