@@ -50,8 +50,7 @@ def generate(
     cuda_graphs: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Generates as `model.generate`, for a prompt sharded over all ranks of the group. `model.generate` stays
-    unchanged.
+    """Generates as `model.generate`, which stays unchanged, for a prompt sharded over the ranks of a group.
 
     Every rank of the group calls it with the same arguments and gets the same result, the tokens of a single process.
     The prompt is read by the schedules of training. Its keys and values stay on the ranks that computed them. Every
