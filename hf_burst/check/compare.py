@@ -170,8 +170,7 @@ def _check_text(model: PreTrainedModel) -> None:
 
 
 def _leak(model: PreTrainedModel) -> str:
-    """Returns a note if one process mixes or refuses packed documents in recurrent layers, with the installed
-    functions."""
+    """Returns a note if one process mixes or refuses packed documents in recurrent layers, with the functions here."""
     if not recurrent_modules(ModelView(model)):
         return ""
     batch = make_batch("packed", model)

@@ -45,7 +45,7 @@ def judged(batch: Batch, model: PreTrainedModel) -> Batch:
 
 
 def prepared(model: PreTrainedModel) -> PreTrainedModel:
-    """Sets the padding token to 0, by which a decoder's head finds the last token of a row, and returns the model."""
+    """Sets the padding token to 0, so that a decoder's head finds the last token of a row, and returns the model."""
     if task_of(ModelView(model)) == CAUSAL_READER:
         model.config.get_text_config().pad_token_id = 0
     return model

@@ -76,8 +76,7 @@ def _describe_place(size: int, device: torch.device) -> list[str]:
 
 
 def _kernels(head_dim: int, device: torch.device) -> tuple[list[str], str]:
-    """Returns lines about the kernels for this head size, with reasons against others, and a problem if there are
-    none."""
+    """Returns lines about the kernels for this head size, why others are unsupported, and a problem if all are."""
     if head_dim < 1:
         return [], f"--head-dim is {head_dim}; it must be at least 1."
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -1,4 +1,4 @@
-"""Gated norms of delta rules, recognised by what they return."""
+"""Gated norms of delta rules, recognised by their outputs."""
 
 import copy
 import inspect

@@ -72,7 +72,7 @@ class Task:
             )
 
     def reasons(self, view: ModelView) -> Iterator[Reason]:
-        """Yields the reasons why a model's tokens see others than the task says."""
+        """Yields the reasons why a model's attention does not fit this task."""
         return _decoder_reasons(view) if self.causal else _encoder_reasons(view.root)
 
     def loss_reasons(self, model: PreTrainedModel) -> Iterator[Reason]:

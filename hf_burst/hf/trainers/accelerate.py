@@ -305,7 +305,7 @@ class GroupScheduler(AcceleratedScheduler):
 
 
 def _warn_of_loss(trainer: Any, accelerator: Accelerator) -> None:
-    """Warns if a user's loss does not take `num_items_in_batch`, by which `Trainer` expects it to divide."""
+    """Warns if a user's loss ignores `num_items_in_batch`, because `Trainer` expects the loss to be divided by it."""
     loss = getattr(trainer, "compute_loss_func", None)  # TRL's trainers with their own losses set a string
     if not callable(loss) or not trainer.args.average_tokens_across_devices or not accelerator.is_main_process:
         return

@@ -1,4 +1,4 @@
-"""Distillation by TRL's `GKDTrainer`, to which a group of ranks is one process.
+"""Distillation by TRL's `GKDTrainer`, with each group of ranks as one process.
 
 The loss compares the logits of two models, which are too large to gather for long sequences, so
 [`hf_burst.token_divergences`] computes it in chunks of tokens. The ranks of a group generate answers together.
