@@ -182,7 +182,7 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
         least (`int`): The minimum number of tokens of a shared prefix.
 
     Returns:
-        The row; `None` if no texts share so many tokens, or if padding has labels or is predicted.
+        The row; `None` if no texts share so many tokens, or if padding or the row's last token predicts a label.
     """
     texts = texts_of(batch)
     rows, length = batch_shape(batch)
@@ -207,7 +207,7 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
         return None
     places, sources, bounds = _laid(tree.pieces, rows, length)
     targets, scored = _targets(tree.pieces, following, bounds)
-    if int(targets[-1]) != IGNORE_INDEX or ((following != IGNORE_INDEX) & (places < 0)).any():  # padding has labels
+    if int(targets[-1]) != IGNORE_INDEX or ((following != IGNORE_INDEX) & (places < 0)).any():  # padding predicts a label
         return None
     flat = sources.to(ids.device)
     joined = {name: value for name, value in batch.items() if name not in (*BOUNDARY_KEYS, "attention_mask")}

@@ -165,7 +165,7 @@ def sum_of_octets(weight: torch.Tensor) -> torch.Tensor:
         octets = functional.pad(octets, (0, -octets.numel() % 8))
     elif octets.storage_offset() % 8:
         octets = octets.clone()
-    return sum_of_bits(octets.view(torch.int64)) + weight.numel()  # so that padding makes a difference
+    return sum_of_bits(octets.view(torch.int64)) + weight.numel()  # tells padding from zeros
 
 
 def _mixed(values: torch.Tensor) -> torch.Tensor:
