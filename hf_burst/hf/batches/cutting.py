@@ -168,7 +168,6 @@ def select_rows(
 
 
 def _filled(cut: torch.Tensor, whole: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:
-    """Returns a rank's embeddings with a real token's in place of padding, because the deviation of zeros has no
-    gradient."""
+    """Returns a rank's embeddings with a real token's instead of padding: the deviation of zeros has no gradient."""
     real = layout.shard(torch.ones(whole.shape[1], dtype=torch.bool, device=whole.device), rank, dim=0)
     return torch.where(real.view(1, -1, *[1] * (cut.ndim - 2)), cut, whole[:, :1].detach())

@@ -207,7 +207,7 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
         return None
     places, sources, bounds = _laid(tree.pieces, rows, length)
     targets, scored = _targets(tree.pieces, following, bounds)
-    if int(targets[-1]) != IGNORE_INDEX or ((following != IGNORE_INDEX) & (places < 0)).any():  # padding predicts a label
+    if int(targets[-1]) != IGNORE_INDEX or ((following != IGNORE_INDEX) & (places < 0)).any():  # padding predicts one
         return None
     flat = sources.to(ids.device)
     joined = {name: value for name, value in batch.items() if name not in (*BOUNDARY_KEYS, "attention_mask")}

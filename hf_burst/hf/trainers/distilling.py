@@ -80,8 +80,7 @@ class Distillation:
     def generate(
         self, method: Callable[..., Any], model: nn.Module, inputs: dict[str, Any], generation_config: GenerationConfig
     ) -> Any:
-        """Returns answers of the model or its teacher, with the cache on; TRL turns it off if layers are
-        checkpointed."""
+        """Returns answers of the model or its teacher, with the cache on; TRL turns it off with checkpointing."""
         config = GenerationConfig(**{**generation_config.to_dict(), "use_cache": True})
         with self.answers.answering(model):
             return method(model, inputs, config)
