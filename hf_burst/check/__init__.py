@@ -1,1 +1,1 @@
-"""Checking that a model is exact over several ranks: it is made tiny and two ranks are compared with one process."""
+"""Checks that a model is exact over several ranks, by comparing two ranks with one process on a tiny copy."""

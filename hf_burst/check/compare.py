@@ -1,4 +1,4 @@
-"""Two ranks next to one process: the loss and the gradients of one model, computed by both. Runs on every rank."""
+"""Compares the loss and gradients of a model over two ranks with those of one process. Runs on every rank."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -31,22 +31,22 @@ KINDS = ("one sequence", "packed", "padded")
 TOLERANCE = 1e-9
 BATCH_TOLERANCE = 1e-4
 _TOKEN_KINDS = "mm_token_type_ids"
-_LENGTH, _TILE = 37, 7  # tokens of a sequence, and of a tile
+_LENGTH, _TILE = 37, 7  # tokens per sequence, and per tile
 _DOCUMENTS = (1, 7, 17, 12)
 _BOUNDS = (0, *accumulate(_DOCUMENTS))
-Maker = Callable[[], PreTrainedModel]  # of the model that is compared, the same in every process
+Maker = Callable[[], PreTrainedModel]  # builds the compared model, identically in every process
 
 
 @dataclass(frozen=True)
 class BatchComparison:
-    """The loss of one batch and the norm of its gradient, each in one process and over two ranks.
+    """The loss and gradient norm of one batch, in one process and over two ranks.
 
     Args:
-        loss (`tuple[float, float]`): Of one process, and of the ranks.
-        gradient_norm (`tuple[float, float]`): Of one process, and of the ranks.
-        documents (`int`): How many sequences or packed documents the batch holds.
-        labels (`int`): How many of its labels count.
-        apart (`bool`): Whether one process was given the documents one by one, since it mixes packed ones.
+        loss (`tuple[float, float]`): In one process, and over the ranks.
+        gradient_norm (`tuple[float, float]`): In one process, and over the ranks.
+        documents (`int`): The number of sequences or packed documents in the batch.
+        labels (`int`): The number of labels that count.
+        apart (`bool`): Whether one process got the documents one by one, because it mixes packed ones.
     """
 
     loss: tuple[float, float]
@@ -57,22 +57,22 @@ class BatchComparison:
 
     @property
     def error(self) -> float:
-        """The greater relative difference; not a number if a loss is none."""
+        """The greater relative difference; nan if a loss is nan."""
         pairs = torch.tensor([self.loss, self.gradient_norm], dtype=torch.float64)
         return float(((pairs[:, 1] - pairs[:, 0]).abs() / pairs[:, 0].abs().clamp(min=1e-30)).max())
 
     @property
     def equal(self) -> bool:
-        """Whether both are equal within the tolerance."""
+        """Whether both agree within the tolerance."""
         return self.error <= BATCH_TOLERANCE
 
 
 def compare(make: Maker) -> Verdict:
-    """The verdict on a tiny model, in fp64: the loss and all gradients, as a data-parallel wrapper averages them.
+    """Returns the verdict on a tiny model in fp64: its loss and all gradients, averaged as by a data-parallel wrapper.
 
-    Three batches are compared: two sequences of odd length, packed documents with the documents one by one (not every
-    model keeps them apart), and sequences padded at either end. Over ranks, MLPs take a few tokens at a time. Which
-    classes are served is not asked; every other check of [`patch_model`] is.
+    It compares three batches: two sequences of odd length, packed documents (in one process one by one, because not
+    every model keeps them apart), and sequences padded at either end. Over ranks, MLPs run in tiles of a few tokens.
+    All checks of [`patch_model`] apply, except that for known classes.
     """
     with ExitStack() as settings:
         torch.set_default_dtype(torch.float64)
@@ -80,31 +80,31 @@ def compare(make: Maker) -> Verdict:
         settings.enter_context(Double())
         try:
             model = make()
-        except Exception as problem:  # whatever a class makes of a tiny config
+        except Exception as problem:  # a class may raise anything for a tiny config
             lines = str(problem).split("\n")
             return Verdict("not buildable", note=f"{type(problem).__name__}: {next(filter(None, lines), '')}")
         try:
-            check_model(ModelView(model))  # before more of them are made
+            check_model(ModelView(model))  # before further copies are built
             if modalities_of(model.config) or task_of(ModelView(model)).reads:
                 _check_text(prepared(model))
             errors = {kind: _worst_error(make, make_batch(kind, model)) for kind in kinds_of(model, KINDS)}
         except BurstError as problem:
             return Verdict("refused", note=str(problem))
-        exact = all(error <= TOLERANCE for error in errors.values())  # false for nan
+        exact = all(error <= TOLERANCE for error in errors.values())  # False for nan
         remarks = "; ".join(filter(None, [note(model), _leak(model)]))
         others = " and ".join(row_of(type(model)).modalities) if exact else ""
         return Verdict("exact" if exact else "wrong", errors, remarks, fingerprint(ModelView(model)) or "", others)
 
 
 def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchComparison:
-    """The loss and the gradient norm of a batch of the user's, in the dtype of the model.
+    """Returns the comparison of a user's batch, in the model's dtype.
 
     Args:
-        make (`Callable`): Makes the model.
-        batch (mapping): What a collator returned, with labels.
+        make (`Callable`): Builds the model.
+        batch (mapping): A collator's output, with labels.
 
     Raises:
-        BurstError: If the model or the batch is not served.
+        BurstError: If the model or the batch is not supported.
     """
     model = make()
     patch_under_check(model, tile=max(1, batch["labels"].numel() // (3 * dist.get_world_size())))
@@ -130,7 +130,7 @@ def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchCompar
 
 
 def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Two sequences of odd length, two padded at either end, or one row of packed documents."""
+    """Returns two sequences of odd length, two padded at either end, or one row of packed documents."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY, (1 if kind == "packed" else 2, _LENGTH), generator=generator)
     if kind == "padded":
@@ -138,7 +138,7 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         mask[0, :6] = 0
         mask[1, -7:] = 0
         batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORE_INDEX)}
-        # eager attention lets padding on the left see all tokens
+        # in eager attention, padding on the left sees all tokens
         if task_of(ModelView(model)).causal and model.config.get_text_config()._attn_implementation == "eager":
             batch["labels"][0, 6] = IGNORE_INDEX
     else:
@@ -147,11 +147,11 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     if kind == "packed":
         positions = torch.cat([torch.arange(size) for size in _DOCUMENTS])[None]
         batch["position_ids"] = positions + first_position(model)
-    if _TOKEN_KINDS in inspect.signature(model.forward).parameters:  # as processors say that all of it is text
+    if _TOKEN_KINDS in inspect.signature(model.forward).parameters:  # processors mark text with 0
         batch[_TOKEN_KINDS] = torch.zeros_like(ids)
     text = model.config.get_text_config()
     if text is not model.config and getattr(text, "use_bidirectional_attention", None) is True:
-        batch["token_type_ids"] = torch.ones_like(ids)  # of PaliGemma: no token sees later ones
+        batch["token_type_ids"] = torch.ones_like(ids)  # PaliGemma: no token sees later ones
     if not task_of(ModelView(model)).reads:
         return batch
     first = not task_of(ModelView(model)).causal and getattr(model.config, "classifier_pooling", "cls") != "mean"
@@ -159,39 +159,39 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _check_text(model: PreTrainedModel) -> None:
-    """Raises for a model of several modalities, or a classifier, that computes no text alone, in one process."""
+    """Raises if a multimodal model or a classifier cannot run on a batch of text in one process."""
     try:
         with torch.no_grad():
             batch = make_batch("one sequence", model)
             judgement(model, batch) if task_of(ModelView(model)).reads else model(**batch)
-    except Exception as problem:  # whatever it asks for
+    except Exception as problem:  # the model may need further inputs
         line = next(filter(None, str(problem).split("\n")), type(problem).__name__)
         raise UnsupportedModelError(f"{type(model).__name__} takes no batch of text: {line}") from problem
 
 
 def _leak(model: PreTrainedModel) -> str:
-    """What Transformers makes of packed documents in a model with recurrent layers, by the functions installed here."""
+    """Returns a note if one process mixes or refuses packed documents in recurrent layers, with the functions here."""
     if not recurrent_modules(ModelView(model)):
         return ""
     batch = make_batch("packed", model)
     try:
         with torch.no_grad():
             apart, together = (_plain_loss(model, batch, documents) for documents in ([_BOUNDS], None))
-    except Exception:  # the fallbacks of some functions take no packed documents
+    except Exception:  # some fallback functions refuse packed documents
         return "one unpatched process refuses packed documents"
     same = abs(together - apart) <= TOLERANCE * abs(apart)
     return "" if same else "one unpatched process mixes packed documents"
 
 
 def _worst_error(make: Maker, batch: dict[str, torch.Tensor]) -> float:
-    """The greatest error of the loss or of a gradient on a batch of text."""
+    """Returns the largest error of the loss or a gradient on a batch of text."""
     patched, plain = patch_under_check(prepared(make()), _TILE), prepared(make())
     documents = [_BOUNDS] if "position_ids" in batch else None
     return worst_error(patched, _loss(patched, batch), plain, _plain_loss(plain, batch, documents))
 
 
 def _loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The loss of a patched model, or what stands for it."""
+    """Returns a patched model's loss, or its [`judgement`]."""
     if task_of(ModelView(model)).reads:
         return judgement(model, batch)
     loss: torch.Tensor = model(**batch).loss
@@ -206,7 +206,7 @@ def _loss_and_norm(model: PreTrainedModel, loss: torch.Tensor, ranks: int = 1) -
 def _plain_loss(
     model: PreTrainedModel, batch: Mapping[str, torch.Tensor], documents: list[tuple[int, ...]] | None
 ) -> torch.Tensor:
-    """The loss of the unpatched model in one process: its own, or that of `documents` that it is given one by one."""
+    """Returns the unpatched model's loss in one process; if `documents` is given, it runs them one by one."""
     if task_of(ModelView(model)).reads:
         return judgement(model, batch, None if documents is None else documents[0])
     options = {"use_cache": False} if task_of(ModelView(model)).causal else {}

@@ -1,4 +1,4 @@
-"""Models without a language-model head beside one process: what they are given, and the number that is compared."""
+"""Checks of models without a language-model head: their batches, and the number that is compared."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -16,8 +16,8 @@ Batch = dict[str, Tensor]
 
 
 def kinds_of(model: PreTrainedModel, kinds: Sequence[str]) -> list[str]:
-    """The kinds of batches that a model takes. Rows that are judged as one are not packed, and those of which all
-    tokens may be chosen are not padded."""
+    """Returns the kinds of batches that a model takes. Rows with one label are not packed, and rows are not padded if
+    any token may be selected as an answer."""
     name = type(model).__name__
     if (
         not task_of(ModelView(model)).reads
@@ -29,7 +29,7 @@ def kinds_of(model: PreTrainedModel, kinds: Sequence[str]) -> list[str]:
 
 
 def judged(batch: Batch, model: PreTrainedModel) -> Batch:
-    """A batch with the labels of a model's head in the place of those of its tokens."""
+    """Returns a batch with labels for the model's head instead of token labels."""
     name, labels, kinds = type(model).__name__, batch["labels"], int(model.config.num_labels or 0)
     given = {key: value for key, value in batch.items() if key != "labels"}
     rows, last = torch.arange(len(labels)), labels.shape[1] - 1
@@ -45,14 +45,14 @@ def judged(batch: Batch, model: PreTrainedModel) -> Batch:
 
 
 def prepared(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, with 0 as the token that pads: by it a decoder's head finds the last token of a row."""
+    """Sets the padding token to 0, so that a decoder's head finds the last token of a row, and returns the model."""
     if task_of(ModelView(model)) == CAUSAL_READER:
         model.config.get_text_config().pad_token_id = 0
     return model
 
 
 def padded_on_right(batch: Batch) -> Batch:
-    """A padded batch whose rows all begin with a token, for models that judge the first one."""
+    """Returns a padded batch whose rows all begin with a token, for models that classify by the first one."""
     mask = batch["attention_mask"].clone()
     mask[0] = mask[0].sort(descending=True).values
     hidden = mask == 0
@@ -64,12 +64,12 @@ def padded_on_right(batch: Batch) -> Batch:
 
 
 def judgement(model: PreTrainedModel, batch: Mapping[str, Tensor], bounds: Sequence[int] | None = None) -> Tensor:
-    """The loss of a model's head, or a number that follows from all hidden states of a model without one.
+    """Returns the loss of a model's head or, for a model without one, a number that depends on all hidden states.
 
     Args:
         model (`PreTrainedModel`): The model, patched or not.
-        batch (mapping): What it is given.
-        bounds (sequence of `int`, *optional*): Where documents begin, which it is given one by one.
+        batch (mapping): Its inputs.
+        bounds (sequence of `int`, *optional*): Document boundaries; documents then run one by one.
     """
     inputs = {key: value for key, value in batch.items() if key not in ("labels", "position_ids")}
     if bounds is None:
@@ -87,5 +87,5 @@ def judgement(model: PreTrainedModel, batch: Mapping[str, Tensor], bounds: Seque
     weights = torch.randn(values.shape, generator=generator, dtype=torch.float64).to(values)
     if batch.get("attention_mask") is not None:
         weights = weights * batch["attention_mask"][..., None]
-    pooled = outputs.get("pooler_output") if "position_ids" not in batch else None  # one of each row, not each document
+    pooled = outputs.get("pooler_output") if "position_ids" not in batch else None  # one per row, not per document
     return (values * weights).sum() + (0.0 if pooled is None else (pooled * weights[:, 3]).sum())

@@ -1,4 +1,4 @@
-"""Processes of this machine that stand for ranks. They never hang: a function has a time limit."""
+"""Runs a function on local processes that act as ranks, within a time limit, so that it never hangs."""
 
 import logging
 import os
@@ -22,19 +22,19 @@ RANKS = 2
 
 
 def run_on_ranks(function: Callable[..., Any], *arguments: Any, limit: float) -> Any:
-    """Runs a function in two new processes that are joined by gloo.
+    """Runs a function in two new processes that are connected by gloo.
 
     Args:
         function (`Callable`): A function that other processes can import.
         arguments: Its arguments, which must be picklable.
-        limit (`float`): Seconds that it may take.
+        limit (`float`): The time limit in seconds.
 
     Returns:
-        What rank 0 returns.
+        The result of rank 0.
 
     Raises:
-        ConfigError: If a rank ended, or did not answer in time; with what can be done.
-        Exception: What the first rank raised: a `ValueError` as it is, another one as a `RuntimeError`.
+        ConfigError: If a rank died or did not answer in time; says what to do.
+        Exception: The error of the first rank that failed: a `ValueError` unchanged, others as `RuntimeError`.
     """
     last = time.monotonic() + limit
     with tempfile.TemporaryDirectory(prefix="hf_burst_check_") as folder:
@@ -66,14 +66,14 @@ def run_on_ranks(function: Callable[..., Any], *arguments: Any, limit: float) ->
 
 
 def _serve(rank: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """A rank: leaves what the function returns, or the `ValueError` that it raises, in a file."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which `spawn` sends when the process that waits has ended
+    """Runs the function as one rank, and writes its result or `ValueError` to a file."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # `spawn` sends it when the parent process has ended
     for name in filter(tells_of_launch, list(os.environ)):
         del os.environ[name]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     logging.disable(logging.WARNING)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
-    store, forever = f"file://{folder}/store", timedelta(days=1)  # the process that waits has the time limit
+    store, forever = f"file://{folder}/store", timedelta(days=1)  # the parent process has the time limit
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=forever)
     answer = Path(folder, f"rank{rank}")
     try:

@@ -1,4 +1,4 @@
-"""`check_model`: from the name of a model to a verdict that is remembered."""
+"""`check_model`: from a model's name to a remembered verdict."""
 
 import json
 import os
@@ -34,15 +34,15 @@ _CLASSES: dict[str, Any] = {
     "AutoModelForMaskedLM": MODEL_FOR_MASKED_LM_MAPPING,
     "AutoModelForImageTextToText": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 }
-_HEADS = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "LMHeadModel")  # in names of classes
+_HEADS = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "LMHeadModel")  # endings of class names
 _NAMES = "a name on the hub, a folder or config.json of a model, or a class of Transformers such as LlamaForCausalLM"
 _COPIES = 2 * RANKS  # weights and gradients
-_SHARE = 0.7  # of the memory that is free
+_SHARE = 0.7  # of the free memory
 
 
 @dataclass(frozen=True)
 class Target:
-    """The class that is checked, its config of full size, and the folder that its weights may be in."""
+    """The class to check, its full-size config, and the folder of its weights, if any."""
 
     model_class: type[PreTrainedModel]
     config: PreTrainedConfig
@@ -53,20 +53,20 @@ def check_model(
     model: str | PreTrainedModel | PreTrainedConfig, trust_remote_code: bool = False, time_limit: float = 300.0
 ) -> Verdict:
     """Compares two ranks of this machine with one process on a tiny model of the same class and config, and remembers
-    the verdict: [`patch_model`] then serves a class that was found exact. The batches are text. Images, videos and
-    sound are compared by a batch of yours: `hf-burst check FOLDER --batch FILE`.
+    the verdict: [`patch_model`] then accepts an exact class. The batches are text. To compare images, videos and sound,
+    give a batch of yours: `hf-burst check FOLDER --batch FILE`.
 
     Args:
         model (`str`, `PreTrainedModel` or `PreTrainedConfig`): A name on the hub, a folder or `config.json`, or a class
-            of Transformers; or a model or config in memory. Its sizes shrink, and its structure stays.
+            of Transformers; or a model or config in memory. Its sizes shrink, but its structure stays.
         trust_remote_code (`bool`, defaults to `False`): Whether code that comes with the model may run.
-        time_limit (`float`, defaults to 300.0): Seconds that the comparison may take.
+        time_limit (`float`, defaults to 300.0): The time limit of the comparison in seconds.
 
     Returns:
-        [`Verdict`]: Its `result` is `"exact"`, `"wrong"`, `"refused"` or `"not buildable"`.
+        [`Verdict`]: The `result` is `"exact"`, `"wrong"`, `"refused"` or `"not buildable"`.
 
     Raises:
-        ConfigError: If there is no such language model, or the comparison died or did not end in time.
+        ConfigError: If there is no such language model, or the comparison died or ran out of time.
     """
     target = find_target(model, trust_remote_code)
     make = partial(tiny_copy, target.model_class, target.config)
@@ -88,18 +88,18 @@ def check_batch(
     trust_remote_code: bool = False,
     time_limit: float = 300.0,
 ) -> tuple[BatchComparison, str]:
-    """Compares the loss and gradient norm of a batch over two ranks of this machine with those of one process, in fp32.
+    """Compares a batch's loss and gradient norm over two ranks of this machine with those of one process, in fp32.
 
     Args:
-        model, trust_remote_code, time_limit: As in [`check_model`]. The weights of a folder are used if they fit; else
-            random ones of a tiny model with the same vocabulary.
-        batch (mapping): What a collator returned, with labels.
+        model, trust_remote_code, time_limit: As in [`check_model`]. A folder's weights are used if they fit in memory,
+            else the random weights of a tiny model with the same vocabulary.
+        batch (mapping): A collator's output, with labels.
 
     Returns:
-        `tuple[BatchComparison, str]`: The comparison, and with which weights.
+        `tuple[BatchComparison, str]`: The comparison, and a description of the weights.
 
     Raises:
-        BurstError: If the model or the batch is not served.
+        BurstError: If the model or the batch is not supported.
     """
     target = find_target(model, trust_remote_code)
     obstacle = _cannot_load(target)
@@ -114,7 +114,7 @@ def check_batch(
 
 
 def read_batch(path: Path) -> dict[str, torch.Tensor]:
-    """A batch that was saved: by `torch.save(dict(batch), path)`, as `.safetensors`, or as `.json` with lists.
+    """Reads a saved batch: from `torch.save(dict(batch), path)`, `.safetensors`, or `.json` with lists.
 
     Raises:
         BatchError: If the file holds no batch with labels.
@@ -127,7 +127,7 @@ def read_batch(path: Path) -> dict[str, torch.Tensor]:
         else:
             values = torch.load(path, map_location="cpu", weights_only=True)
         tensors = {str(key): value for key, value in values.items() if value is not None}
-    except Exception as problem:  # whatever a file of another kind makes of it
+    except Exception as problem:  # other files may raise anything
         raise _no_batch(path, str(problem).strip().split("\n")[0]) from problem
     labels = tensors.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or not {"input_ids", "inputs_embeds"} & set(tensors):
@@ -139,7 +139,7 @@ def read_batch(path: Path) -> dict[str, torch.Tensor]:
 
 
 def find_target(model: str | PreTrainedModel | PreTrainedConfig, trust_remote_code: bool = False) -> Target:
-    """The class and config of what the user names.
+    """Returns the class and config that the user means.
 
     Raises:
         ConfigError: If there is no such language model.
@@ -172,8 +172,8 @@ def find_target(model: str | PreTrainedModel | PreTrainedConfig, trust_remote_co
 
 
 def _default_config(model_class: Any) -> PreTrainedConfig:
-    """The default config of a class. Where it leaves the sections of rotary positions to the code, as those of
-    Qwen2.5-VL and GLM-4V do and no checkpoint does, it has some: those of the code fit no small head."""
+    """Returns a class's default config. It adds missing rotary sections, as for Qwen2.5-VL and GLM-4V, because the
+    defaults in their code do not fit small heads; every checkpoint sets them."""
     config: PreTrainedConfig = model_class.config_class()
     text = config.get_text_config()
     if "mrope_section" in (getattr(text, "ignore_keys_at_rope_validation", None) or ()) and text.rope_parameters:
@@ -182,25 +182,24 @@ def _default_config(model_class: Any) -> PreTrainedConfig:
 
 
 def _hub_answers(name: str) -> bool:
-    """Whether the hub answers when it is asked for a model. It is asked once; Transformers would ask for half a
-    minute."""
+    """Returns whether the hub answers one request. Transformers would retry for half a minute."""
     try:
         file_exists(name, "config.json")
-    except (HfHubHTTPError, ValueError):  # it answers by an error, or is not asked for what cannot be a name
+    except (HfHubHTTPError, ValueError):  # the hub answered with an error, or the name is invalid
         return True
-    except Exception:  # of the HTTP library below huggingface_hub, of which its releases take different ones
+    except Exception:  # releases of huggingface_hub use different HTTP libraries
         return False
     return True
 
 
 def _similar_class(name: str) -> str:
-    """A sentence with the class of Transformers whose name is nearly this one, if there is one."""
+    """Returns a sentence that suggests the Transformers class with the most similar name; empty if there is none."""
     classes = [known for known in dir(transformers) if known.endswith(_HEADS)]
     return "".join(f" Did you mean {match}?" for match in get_close_matches(name, classes, n=1, cutoff=0.85))
 
 
 def _class_of(config: PreTrainedConfig, name: str | None, trust_remote_code: bool) -> type[PreTrainedModel]:
-    """The class with a language-model head that a config is for: as its `architectures` say, else the first known."""
+    """Returns the language-model class for a config: according to its `architectures`, else the first known."""
     remote = getattr(config, "auto_map", None) or {}
     own = [remote[key] for key in _CLASSES if key in remote]
     if own and name is not None:
@@ -225,7 +224,7 @@ def _remote(name: str) -> str:
 
 
 def _cannot_load(target: Target) -> str:
-    """Why the weights of a model are not used; empty if they are."""
+    """Returns why a model's weights are not used; empty if they are."""
     if target.folder is None:
         return "its weights are used only if a folder is given"
     if not [*target.folder.glob("*.safetensors"), *target.folder.glob("pytorch_model*.bin")]:
@@ -239,7 +238,7 @@ def _cannot_load(target: Target) -> str:
 
 
 def _load(target: Target) -> PreTrainedModel:
-    """The model with its own weights, in fp32 and without dropout."""
+    """Loads the model with its own weights, in fp32 and without dropout."""
     values = target.config.to_dict()
     quiet = {key: 0.0 for key, value in values.items() if "drop" in key and isinstance(value, float)}
     config = type(target.config).from_dict({**values, **quiet})

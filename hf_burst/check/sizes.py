@@ -1,4 +1,4 @@
-"""Which numbers of a config are sizes: those that a tiny model shrinks."""
+"""Config entries that are sizes, and their small values for a tiny model."""
 
 import re
 from typing import Any
@@ -10,13 +10,13 @@ LAYER_COUNTS = (
 LAYER_LISTS = re.compile(r"layer|_ids$|idx|indices|indexes")  # lists of layers, by their indices
 STEPS = re.compile(r"_(step|interval|freq|frequency|period|pattern)$|every_n_|(kv|key_value)_heads$|per_tok$")
 VOCABULARY, LAYERS, WINDOW, POSITIONS = 67, 4, 7, 128
-EXTENDED = 20  # positions of the pretraining that scaled rotary positions extend: fewer than a batch has
+EXTENDED = 20  # pretraining length that scaled RoPE extends: shorter than a batch
 POSITION_COUNTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions")
 HEAD_COUNTS = (
     *("num_attention_heads", "num_heads", "n_head", "n_heads", "attention_heads", "decoder_attention_heads"),
     "encoder_attention_heads",
 )
-_OF_STATES: dict[str, int] = {  # of recurrent layers; hidden sizes are expanded to 64
+_OF_STATES: dict[str, int] = {  # sizes of recurrent layers; hidden sizes expand to 64
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 8),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size", "linear_head_dim", "linear_key_head_dim"), 8),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads", "adapter_rank"), 4),
@@ -28,7 +28,7 @@ _OF_STATES: dict[str, int] = {  # of recurrent layers; hidden sizes are expanded
     **dict.fromkeys(("num_experts_per_token", "num_expert_group"), 2),
     "linear_value_head_dim": 6,
 }
-# config attributes that mean the same in every family, and their sizes
+# config attributes with the same meaning in every family, and their sizes
 SIZES: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "dim"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "dff", "hidden_dim"), 48),
@@ -46,7 +46,7 @@ SIZES: dict[str, int] = {
     "vocab_size": VOCABULARY,
     "v_head_dim": 6,
     "pad_token_id": 0,
-    # attributes of some families, and of towers beside a language model
+    # attributes of single families, and of towers
     **dict.fromkeys(("embed_dim", "out_hidden_size", "text_hidden_size", "output_dim"), 32),
     **dict.fromkeys(("image_token_embed_dim", "projection_dim"), 32),
     **dict.fromkeys(("adapter_in_dim", "adapter_input_size", "adapter_out_dim"), 32),
@@ -69,13 +69,13 @@ SIZES: dict[str, int] = {
 _AT_MOST = {"num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "type_vocab_size", "n_group"} | {
     *("mamba_n_groups", "mamba_ngroups", "n_groups", "n_mamba_heads", "num_experts_per_token", "num_expert_group"),
 }
-_WINDOW = re.compile(r"window(?!.*layers)|att\w*_chunk")  # by whatever name
+_WINDOW = re.compile(r"window(?!.*layers)|att\w*_chunk")  # under any name
 _NO_TEXT = re.compile(r"(image|video|vision|audio|sound|speech|media)\w*_token_(id|index)$")
 
 
 def small_size(key: str, value: Any) -> Any:
-    """A small size in the place of one that is set; other values stay."""
-    if isinstance(value, list) and key.endswith("token_id") and value:  # several ends of a sequence
+    """Returns a small value for an entry that is a size; other values stay."""
+    if isinstance(value, list) and key.endswith("token_id") and value:  # several end-of-sequence tokens
         return SIZES.get(key, VOCABULARY - 1)
     if isinstance(value, float) and ("drop" in key or "jitter" in key):
         return 0.0
@@ -88,6 +88,6 @@ def small_size(key: str, value: Any) -> Any:
     if STEPS.search(key) and "heads" not in key:
         return min(value, 2)
     if _NO_TEXT.search(key):
-        return max(value, VOCABULARY)  # tokens of images are not in a batch of text
+        return max(value, VOCABULARY)  # a batch of text must not contain image tokens
     size = SIZES.get(key, WINDOW if _WINDOW.search(key) else value)
     return min(value, size) if key in _AT_MOST else size

@@ -1,4 +1,4 @@
-"""Tiny models with random weights: the sizes of a config shrink, and its structure stays."""
+"""Tiny models with random weights: the sizes of a config shrink, but its structure stays."""
 
 import re
 from collections import Counter
@@ -27,7 +27,7 @@ _NO_PART_OF_IT = {"quantization_config", "id2label", "label2id", "auto_map"}
 
 
 class Double(TorchFunctionMode):
-    """Casts to fp32 inside of a model become casts to fp64: norms, routers and softmaxes hide no error."""
+    """Turns a model's casts to fp32 into casts to fp64, so that norms, routers and softmaxes hide no error."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.float:
@@ -40,24 +40,24 @@ class Double(TorchFunctionMode):
 def tiny_copy(
     model_class: Callable[..., PreTrainedModel], config: PreTrainedConfig, batch_length: int | None = None
 ) -> PreTrainedModel:
-    """The [`tiny_model`] of a config that is made small by [`shrink`]."""
+    """Builds a [`tiny_model`] from a config made small by [`shrink`]."""
     return tiny_model(model_class, shrink(config, batch_length))
 
 
 def shrink(config: PreTrainedConfig, batch_length: int | None = None) -> PreTrainedConfig:
-    """A config of the same structure (kinds of layers and of attention, rotary positions, experts, windows, caps, tied
+    """Returns a config of the same structure (layer and attention types, rotary positions, experts, windows, caps, tied
     weights) with small sizes and no dropout.
 
     Args:
-        config (`PreTrainedConfig`): Of the model as it is; not changed.
-        batch_length (`int`, *optional*): Tokens of a real batch; its ids and positions must fit.
+        config (`PreTrainedConfig`): The model's config; not changed.
+        batch_length (`int`, *optional*): Tokens of a real batch whose ids and positions must fit.
     """
     values = {key: value for key, value in config.to_dict().items() if key not in _NO_PART_OF_IT}
     return type(config).from_dict(_shrunk(values, batch_length))
 
 
 def tiny_model(model_class: Callable[..., PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of a config, random weights, in the default dtype and in training mode; the same in every process."""
+    """Builds a model with random weights, in the default dtype and training mode, identically in every process."""
     prepare(config)
     torch.manual_seed(0)
     model = model_class(config)
@@ -66,10 +66,10 @@ def tiny_model(model_class: Callable[..., PreTrainedModel], config: PreTrainedCo
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    with torch.no_grad():  # weights under which attention, norms, sinks and routers all matter
+    with torch.no_grad():  # weights that make attention, norms, sinks and routers all matter
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            if name.endswith("A_log"):  # of states that last: by initial weights they are forgotten at once
+            if name.endswith("A_log"):  # makes states last; initial weights forget them at once
                 parameter.copy_(0.2 * noise - 4)
             elif parameter.ndim < 2:
                 parameter.add_(0.2 * noise)
@@ -79,33 +79,33 @@ def tiny_model(model_class: Callable[..., PreTrainedModel], config: PreTrainedCo
 
 
 def prepare(config: PreTrainedConfig) -> None:
-    """Chooses implementations by which one process computes the whole model, in any dtype."""
-    config._experts_implementation = "eager"  # the fused ones know no fp64
+    """Chooses implementations with which one process computes the whole model, in any dtype."""
+    config._experts_implementation = "eager"  # fused ones do not support fp64
     if getattr(config, "attn_logit_softcapping", None):
-        config._attn_implementation = "eager"  # some versions choose sdpa, which forgets it
+        config._attn_implementation = "eager"  # some versions choose sdpa, which ignores it
 
 
 def first_position(model: PreTrainedModel) -> int:
-    """The position of a first token: RoBERTa and its kin count from `padding_idx + 1`."""
+    """Returns the position of a first token: RoBERTa and its relatives count from `padding_idx + 1`."""
     numbered = any(numbers_tokens(module) for module in model.modules())
     return model.config.get_text_config().pad_token_id + 1 if numbered else 0
 
 
 def note(model: PreTrainedModel) -> str:
-    """What a reader of a verdict should know of a model: its layers, and what is unlike in others."""
+    """Returns remarks on a model for its verdict: its layer types, and unusual positions."""
     kinds = Counter(kind.removesuffix("_attention") for kind in getattr(model.config, "layer_types", None) or ())
     facts = [f"layers: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"] if len(kinds) > 1 else []
     return "; ".join([*facts, *(["positions count from padding_idx + 1"] if first_position(model) else [])])
 
 
 def _shrunk(values: dict[str, Any], batch_length: int | None) -> dict[str, Any]:
-    """The attributes of a config, or of a part of it, with small sizes."""
+    """Returns the attributes of a config or sub-config with small sizes."""
     count = next((values[key] for key in LAYER_COUNTS if isinstance(values.get(key), int)), 0)
     layers = _layers(values, count)
     small: dict[str, Any] = {}
     for key, value in values.items():
-        in_pixels = key == "window_size" and "patch_size" in values  # of a tower
-        if key in _NO_PART_OF_IT or in_pixels:  # names of a part's outputs; those of the whole are gone
+        in_pixels = key == "window_size" and "patch_size" in values  # a tower's window
+        if key in _NO_PART_OF_IT or in_pixels:  # a sub-config's label names; the main config's are removed
             small[key] = value
         elif key == "per_layer_config" and value:
             owns = {int(layer): _shrunk(own, batch_length) for layer, own in value.items()}
@@ -132,7 +132,7 @@ def _shrunk(values: dict[str, Any], batch_length: int | None) -> dict[str, Any]:
 
 
 def _layers(values: dict[str, Any], count: int) -> list[int]:
-    """Layers that stand for all: one of each kind, again and again."""
+    """Returns layers that represent all: one of each kind in turn."""
     if count <= LAYERS:
         return list(range(count))
     kinds: dict[str, list[int]] = {}
@@ -148,19 +148,19 @@ def _layers(values: dict[str, Any], count: int) -> list[int]:
 
 
 def _lists_layers(key: str, value: Any, count: int) -> bool:
-    """Whether an attribute lists layers by their indices."""
+    """Returns whether an attribute lists layer indices."""
     if not isinstance(value, list) or not LAYER_LISTS.search(key) or len(value) == count:
         return False
     return all(type(layer) is int and 0 <= layer < count for layer in value)
 
 
 def _twice(sizes: dict[str, Any]) -> dict[str, Any]:
-    """The sizes that a layer has apart from the others: unlike theirs."""
+    """Doubles the sizes that one layer sets, so that they differ from the others."""
     return {key: 2 * size if type(size) is int else size for key, size in sizes.items()}
 
 
 def _shrink_heads(values: dict[str, Any], small: dict[str, Any]) -> None:
-    """Keys keep the number of heads of queries, or one, or fewer; heads of MLA keep their parts."""
+    """Keeps key heads equal to query heads, single, or fewer, and keeps the parts of MLA heads."""
     heads = next((values[key] for key in HEAD_COUNTS if isinstance(values.get(key), int)), 0)
     for key in {"num_key_value_heads", "swa_num_key_value_heads", "kv_n_heads"} & set(values):
         if isinstance(values[key], int) and values[key] > 0:
@@ -171,7 +171,7 @@ def _shrink_heads(values: dict[str, Any], small: dict[str, Any]) -> None:
 
 
 def _shrink_states(values: dict[str, Any], small: dict[str, Any]) -> None:
-    """Heads with a state fill the expanded hidden size. Equal numbers of heads of values and of keys stay equal."""
+    """Makes recurrent heads fill the expanded hidden size, and keeps equal numbers of key and value heads equal."""
     if {"expand", "num_heads", "head_dim", "state_size"} <= set(values):
         small["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
     if "linear_num_value_heads" in values and values["linear_num_value_heads"] == values["linear_num_key_heads"]:
@@ -179,7 +179,7 @@ def _shrink_states(values: dict[str, Any], small: dict[str, Any]) -> None:
 
 
 def _shrink_positions(values: dict[str, Any], small: dict[str, Any]) -> None:
-    """Scaled rotary positions, of the model or of a layer type, stay in effect: a batch is longer than they extend."""
+    """Keeps scaled RoPE in effect, per model or layer type, by extending fewer positions than a batch has."""
     parts = [value for key, value in small.items() if isinstance(value, dict) and "rope" in str(key)]
     ropes = [*parts, *(rope for part in parts for rope in part.values() if isinstance(rope, dict))]
     if any("dynamic" in (rope.get("rope_type"), rope.get("type")) for rope in ropes):
@@ -188,12 +188,12 @@ def _shrink_positions(values: dict[str, Any], small: dict[str, Any]) -> None:
     rotated, whole = "qk_rope_head_dim", ("qk_nope_head_dim", "qk_rope_head_dim")
     before, after = (sum(sizes.get(part) or 0 for part in whole) for sizes in (values, small))
     for rope in ropes:
-        if before and rope.get("partial_rotary_factor") == (values.get(rotated) or 0) / before:  # of heads of MLA
+        if before and rope.get("partial_rotary_factor") == (values.get(rotated) or 0) / before:  # MLA heads
             rope["partial_rotary_factor"] = small[rotated] / after
         share = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
         pairs = int(width * share) // 2
         for key in {"short_factor", "long_factor"} & set(rope):
             rope[key] = [rope[key][index * len(rope[key]) // pairs] for index in range(pairs)]
-        if rope.get("mrope_section"):  # of time, height and width
+        if rope.get("mrope_section"):  # time, height and width
             others = len(rope["mrope_section"]) - 1
             rope["mrope_section"] = [1] * others + [pairs - others]

@@ -1,5 +1,5 @@
-"""The command line. A command is a module with `add_arguments(parser)` and `run(arguments) -> int`, its exit code. It
-is imported when it is called for."""
+"""The command line. A command is a module with `add_arguments(parser)` and `run(arguments) -> int` (the exit code),
+imported only when it is used."""
 
 import argparse
 import logging
@@ -10,7 +10,7 @@ from importlib import import_module
 
 from ..errors import BurstError
 
-# a command is a module of this name; what it does
+# command, which is also its module's name: what it does
 _COMMANDS = {
     "doctor": "what hf_burst can do on this machine, and what is misconfigured on the hosts of a launch",
     "plan": "predict seconds and memory of a training step, and compare ways to divide the GPUs",
@@ -20,17 +20,16 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command by its words, by default those that the process was started with.
+    """Runs a command, by default from the arguments of the process.
 
     Returns:
-        `int`: The exit code: 0 if all is well, 1 if it cannot be done, after a sentence that says why, 130 if it was
-        interrupted. For `plan` 1 is a training that does not fit, and 2 what cannot be planned. (argparse ends the
-        process with 2 for words that it does not know.)
+        `int`: The exit code: 0 for success, 1 for a failure with a printed reason, 130 for an interrupt. For `plan`, 1
+        is a training that does not fit, and 2 an error. (argparse exits with 2 for unknown arguments.)
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels that no command needs
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that no command needs
     try:
         status = _run(argv)
-        sys.stdout.flush()  # a reader that is gone is found here, and not when Python ends
+        sys.stdout.flush()  # detects a closed pipe here rather than at exit
         return status
     except BurstError as problem:
         print(f"hf-burst: {problem}", file=sys.stderr)
@@ -38,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("hf-burst: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # Python flushes once more when it ends (docs.python.org/3/library/signal.html)
+    except BrokenPipeError:  # Python flushes again at exit (docs.python.org/3/library/signal.html)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -1,4 +1,4 @@
-"""`hf-burst check`: is a model exact over several ranks, and is the loss of a batch right?"""
+"""`hf-burst check`: tests whether a model is exact over several ranks, and whether the loss of a batch is right."""
 
 import argparse
 from pathlib import Path
@@ -15,7 +15,7 @@ _WHY = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     parser.add_argument("model", help="a name on the hub, a folder or config.json, or a class of Transformers")
     parser.add_argument(
         "--batch", type=Path, metavar="FILE", help="compare the loss of this saved output of a collator"
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compares two ranks with one process and prints the verdict; returns 0 if they are equal, 1 if not."""
+    """Compares two ranks with one process and prints the verdict; returns 0 if they are equal, else 1."""
     if arguments.limit <= 0:
         raise ConfigError(f"--limit is {arguments.limit:g}; give seconds above 0.")
     options = {"trust_remote_code": arguments.trust_remote_code, "time_limit": arguments.limit}
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(name: str, verdict: Verdict) -> str:
-    """A verdict in lines."""
+    """Returns a verdict as text."""
     lines = [f"{name}: {verdict.result}" + (f"; {verdict.note}" if verdict.note else "")]
     for kind, error in verdict.errors.items():
         lines.append(f"  {kind}: {'exact' if error <= TOLERANCE else 'wrong'}, greatest error {error:.0e}")
@@ -63,7 +63,7 @@ def describe(name: str, verdict: Verdict) -> str:
 
 
 def describe_batch(comparison: BatchComparison, weights: str) -> str:
-    """A comparison in lines."""
+    """Returns a comparison as text."""
     lines = [
         f"batch: {comparison.documents} sequences or packed documents, {comparison.labels} labels count",
         f"model: {weights}, fp32",

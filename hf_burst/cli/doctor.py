@@ -1,4 +1,4 @@
-"""`hf-burst doctor`: versions, devices, kernels, and what is misconfigured on hosts, to be pasted into an issue."""
+"""`hf-burst doctor`: reports versions, devices, kernels and misconfigured hosts, to paste into an issue."""
 
 import argparse
 import os
@@ -23,14 +23,14 @@ _ELSEWHERE = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     parser.add_argument("--head-dim", type=int, default=128, help="head size for the kernels (default %(default)s)")
     parser.epilog = "Start it under torchrun or accelerate launch to check the hosts of a launch."
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report on rank 0; the exit status is 0 if attention can be computed here, 1 if not. Ranks meet in the
-    launcher's store, and do not connect."""
+    """Prints the report on rank 0; returns 0 if attention can run here, else 1. Ranks exchange reports through the
+    launcher's store, without process groups."""
     size, rank = launched()
     device = device_here()
     lines, problems = [], []
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _describe_place(size: int, device: torch.device) -> list[str]:
-    """Versions, devices and the environment."""
+    """Returns the lines about versions, devices and the environment."""
     lines = [f"Python {platform.python_version()} on {platform.platform()}"]
     versions = hosts.versions()
     lines.append(f"  {', '.join(f'{name} {version}' for name, version in versions.items())}")
@@ -76,7 +76,7 @@ def _describe_place(size: int, device: torch.device) -> list[str]:
 
 
 def _kernels(head_dim: int, device: torch.device) -> tuple[list[str], str]:
-    """The kernels that can compute such heads, and why others cannot; and the problem if none can."""
+    """Returns lines about the kernels for this head size, why others are unsupported, and a problem if all are."""
     if head_dim < 1:
         return [], f"--head-dim is {head_dim}; it must be at least 1."
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -1,5 +1,5 @@
-"""What `hf-burst doctor` finds wrong with several hosts. Ranks report through the launcher's store, which needs neither
-NCCL nor gloo, so that what keeps these from connecting is said before they try."""
+"""Problems of multi-host launches, for `hf-burst doctor`. Ranks report through the launcher's store, which needs
+neither NCCL nor gloo, so that what prevents a connection is reported before they try."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from ..ranks.host import HOST_VARIABLE, SIZE_VARIABLE, host_id, misplaced
 from ..version import __version__
 
 _PREFIXES = ("HF_BURST_", "NCCL_", "TORCH_NCCL_", "GLOO_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMP_NUM_")
-_OWN = {HOST_VARIABLE, "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"}  # may well differ
+_OWN = {HOST_VARIABLE, "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"}  # may differ between hosts
 _PACKAGES = (
     "torch",
     "transformers",
@@ -37,23 +37,23 @@ _PACKAGES = (
 _CARDS = Path("/sys/class/infiniband")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _REPORTED = timedelta(minutes=2)
-_FAMILIES = (socket.AF_INET, socket.AF_INET6)  # without addresses of a link alone (fe80)
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)  # link-local addresses (fe80) do not count
 _LOOPBACK = ("127.", "::1")
 _LINKED = "the number of InfiniBand cards with a link"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of the place where it runs.
+    """A rank's description of its host.
 
     Args:
-        host (`str`): As [`host_id`] has it.
-        name (`str`): What people call the host.
+        host (`str`): The result of [`host_id`].
+        name (`str`): The readable name of the host.
         backend (`str`): `"nccl"` or `"gloo"`.
-        versions (mapping from `str` to `str`): Of packages, NCCL, the driver and the GPU; and how many cards of
-            InfiniBand or RoCE have a link.
+        versions (mapping from `str` to `str`): Versions of packages, NCCL and the driver, the GPU's name, and the
+            number of InfiniBand or RoCE cards with a link.
         environment (mapping from `str` to `str`): The variables that hf_burst, torch, NCCL and accelerate read.
-        interfaces (sequence of `str`): Network interfaces that are up and have an address.
+        interfaces (sequence of `str`): The network interfaces that are up and have an address.
         address (`str`): The address of the host's own name, empty if it has none.
     """
 
@@ -68,14 +68,14 @@ class Report:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong and what to do; ranks cannot connect if it `blocks`."""
+    """A problem and its solution; if it `blocks`, ranks cannot connect."""
 
     text: str
     blocks: bool = False
 
 
 def report(backend: str) -> Report:
-    """What this rank says of itself."""
+    """Returns the report of this rank."""
     told = versions()
     ports = [port for port in _CARDS.glob("*/ports/*/state") if "ACTIVE" in port.read_text()]
     told[_LINKED] = str(len({port.parts[-4] for port in ports}))
@@ -100,7 +100,7 @@ def report(backend: str) -> Report:
 
 
 def versions() -> dict[str, str]:
-    """Of hf_burst and the packages that it works with, as far as they are installed."""
+    """Returns the versions of hf_burst and of installed packages that it works with."""
     found = {"hf_burst": __version__}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
@@ -109,12 +109,12 @@ def versions() -> dict[str, str]:
 
 
 def variables() -> dict[str, str]:
-    """The variables of the environment that hf_burst, torch, NCCL and accelerate read, as they are set."""
+    """Returns the environment variables that hf_burst, torch, NCCL and accelerate read."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
 
 
 def gather(mine: Report, rank: int, size: int, store: Store) -> list[Report]:
-    """The reports of all ranks, in rank order.
+    """Returns the reports of all ranks, in rank order.
 
     Raises:
         ConfigError: If a rank does not report in time.
@@ -125,26 +125,26 @@ def gather(mine: Report, rank: int, size: int, store: Store) -> list[Report]:
     reports = [Report(**json.loads(store.get(f"rank{peer}"))) for peer in range(size)]
     store.set(f"done{rank}", "")
     if rank == 0:
-        _wait(store, "done", size)  # this process may hold the store, and end now
+        _wait(store, "done", size)  # this process may host the store, and exit next
     return reports
 
 
 def describe(reports: Sequence[Report]) -> str:
-    """The hosts, in a line."""
+    """Returns a line about the hosts."""
     hosts = [first.name for first in _by_rank(reports)]
     return f"hosts: {len(set(hosts))}, {_counted(hosts, 'ranks on')}"
 
 
 def findings(reports: Sequence[Report]) -> list[Finding]:
-    """What is wrong, first what keeps the ranks from connecting. The first rank of a host speaks for all of them."""
+    """Returns the problems, with those that prevent a connection first. The first rank of a host represents it."""
     by_rank = _by_rank(reports)
     hosts = list({first.name: first for first in by_rank}.values())
     return [*_interfaces(hosts), *_places(by_rank), *_differences(hosts)]
 
 
 def chosen(variable: str, names: Sequence[str], backend: str) -> list[str]:
-    """The interfaces that a variable takes from those that there are. Gloo reads whole names; NCCL reads beginnings of
-    names, with `=` whole names, and with `^` all others."""
+    """Returns the interfaces that a variable selects. gloo matches whole names; NCCL matches prefixes, after `=` whole
+    names, and after `^` all others."""
     whole = backend == "gloo" or "=" in variable[:2]
     wanted = [name for name in variable.lstrip("^=").split(",") if name]
     meant = [name for name in names if any(name == one if whole else name.startswith(one) for one in wanted)]
@@ -152,7 +152,7 @@ def chosen(variable: str, names: Sequence[str], backend: str) -> list[str]:
 
 
 def _interfaces(hosts: Sequence[Report]) -> Iterator[Finding]:
-    """Hosts that would talk by an interface that is not there, or by their loopback."""
+    """Yields hosts that would connect through a missing interface or through loopback."""
     for host in hosts if len(hosts) > 1 else ():
         variable = "NCCL_SOCKET_IFNAME" if host.backend == "nccl" else "GLOO_SOCKET_IFNAME"
         wanted, problem = host.environment.get(variable), ""
@@ -172,7 +172,7 @@ def _interfaces(hosts: Sequence[Report]) -> Iterator[Finding]:
 
 
 def _places(by_rank: Sequence[Report]) -> Iterator[Finding]:
-    """Hosts with different numbers of ranks, and groups that reach over more hosts than they must."""
+    """Yields unequal numbers of ranks per host, and groups that span more hosts than necessary."""
     size, hosts = by_rank[0].environment.get(SIZE_VARIABLE, ""), [first.name for first in by_rank]
     if len(set(Counter(hosts).values())) > 1:
         held = _counted(hosts, "on")
@@ -184,7 +184,7 @@ def _places(by_rank: Sequence[Report]) -> Iterator[Finding]:
 
 
 def _differences(hosts: Sequence[Report]) -> Iterator[Finding]:
-    """Versions and variables of the environment that are not the same everywhere."""
+    """Yields versions and environment variables that differ between hosts."""
     advice = {"GPU": "Use GPUs of one kind.", _LINKED: "All wait for the host with the fewest: see ibstat."}
     kinds = (("versions", "Install the same on all hosts."), ("environment", "Launch with the same on all hosts."))
     for kind, otherwise in kinds:
@@ -199,7 +199,7 @@ def _differences(hosts: Sequence[Report]) -> Iterator[Finding]:
 
 
 def _by_rank(reports: Sequence[Report]) -> list[Report]:
-    """For each rank the first report of its host, by a name that no other host has."""
+    """Returns, for each rank, the first report of its host, with a unique host name."""
     ids = [one.host for one in reports]
     names = Counter(reports[ids.index(host)].name for host in dict.fromkeys(ids))
     firsts = [(reports[first], first) for first in map(ids.index, ids)]
@@ -211,7 +211,7 @@ def _counted(hosts: Sequence[str], word: str) -> str:
 
 
 def _wait(store: Store, kind: str, size: int) -> None:
-    """Waits until all ranks have set a key of a kind. Raises a [`ConfigError`] that names those that did not."""
+    """Waits until all ranks have set their key of this kind. Raises a [`ConfigError`] that names the missing ranks."""
     try:
         store.wait([f"{kind}{rank}" for rank in range(size)], _REPORTED)
     except RuntimeError as problem:
@@ -223,7 +223,7 @@ def _wait(store: Store, kind: str, size: int) -> None:
 
 
 def _own_address() -> str:
-    """The first address of the host's name, at which gloo listens; empty if it has none."""
+    """Returns the first address of the host's name, on which gloo listens; empty if it has none."""
     try:
         return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
     except OSError:
@@ -231,6 +231,6 @@ def _own_address() -> str:
 
 
 def _driver() -> str:
-    """The version of NVIDIA's driver, empty where it is not told."""
+    """Returns the version of NVIDIA's driver; empty if unknown."""
     told = re.search(r"Kernel Module.*?\s(\d+(\.\d+)+)\s", _DRIVER.read_text()) if _DRIVER.exists() else None
     return told[1] if told else ""

@@ -1,4 +1,4 @@
-"""The processes of a launch, as `torchrun` and `accelerate launch` describe them in the environment."""
+"""The processes of a launch, read from the environment of `torchrun` or `accelerate launch`."""
 
 import os
 
@@ -8,8 +8,8 @@ from ..errors import ConfigError
 
 
 def launched() -> tuple[int, int]:
-    """How many processes there are, and the number of this one; without a launcher one process, number 0. Raises a
-    [`ConfigError`] if the variables cannot be those of a launcher."""
+    """Returns the number of processes and the rank of this one; (1, 0) without a launcher. Raises a [`ConfigError`] if
+    the variables are inconsistent."""
     variables = {name: os.environ[name] for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if name in os.environ}
     complete = all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
     if all(number.isdecimal() for number in variables.values()):
@@ -24,7 +24,7 @@ def launched() -> tuple[int, int]:
 
 
 def device_here() -> torch.device:
-    """The device of this process: its GPU, unless there is none or accelerate is told to use CPUs."""
+    """Returns the device of this process: its GPU, or the CPU if there is none or accelerate is told to use CPUs."""
     here = int(os.environ.get("LOCAL_RANK", "0"))
     forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     on_gpu = torch.cuda.is_available() and here < torch.cuda.device_count() and not forced

@@ -1,4 +1,4 @@
-"""`hf-burst layout`: which rank holds and computes which part of an attention layer, in numbers and as a picture."""
+"""`hf-burst layout`: shows which rank holds and computes which part of an attention layer, as a table and a picture."""
 
 import argparse
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from ..plan.work import tile_pairs
 from .launch import launched
 from .sequence import add_sequence, named_sequence, tokens
 
-_LENGTH = 4096  # tokens where none are given
-_POINTS = 32  # of a picture, along each side
+_LENGTH = 4096  # default number of tokens
+_POINTS = 32  # points per side of the picture
 _NOBODY = -1
-_MAX_RANKS = 256  # counted and drawn within seconds
-_MAX_RUNS = 4  # of a rank, that a line of the table names
+_MAX_RANKS = 256  # takes seconds
+_MAX_RUNS = 4  # per rank in a line of the table
 _NAMES = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     parser.add_argument("--mask", choices=("causal", "full"), default="causal", help="(default %(default)s)")
     parser.add_argument("--window", type=tokens, help="earlier tokens that a query sees (default all)")
     add_sequence(parser, f" (default {_LENGTH}, or those of the documents)")
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the table and the picture, on rank 0 of a launch; the exit status."""
+    """Prints the table and the picture on rank 0 of a launch; returns the exit code."""
     _, rank = launched()
     if rank:
         return 0
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises for numbers that no layer has."""
+    """Raises for impossible numbers of ranks and heads."""
     ranks, per_host = arguments.ranks, arguments.ranks_per_host
     if not 1 <= ranks <= _MAX_RANKS:
         raise ConfigError(f"--ranks is {ranks}; it must be 1 to {_MAX_RANKS}.")
@@ -72,7 +72,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _asked(arguments: argparse.Namespace, ranks: int) -> Schedule:
-    """The schedule that is named; one rank exchanges nothing."""
+    """Returns the named schedule; the default for one rank, which exchanges nothing."""
     schedule = Schedule.parse(arguments.schedule, ranks)
     problem = schedule.refusal(ranks, arguments.q_heads, arguments.kv_heads)
     if ranks > 1 and problem:
@@ -81,11 +81,11 @@ def _asked(arguments: argparse.Namespace, ranks: int) -> Schedule:
 
 
 def describe(plan: Plan, sharding: Sharding) -> str:
-    """A table of the tokens and the work of every rank, and of its work by step, and how even that is.
+    """Returns a table of each rank's tokens and work, in total and by step, and the imbalance.
 
     Args:
         plan ([`Plan`]): The plan of the ring ranks.
-        sharding ([`Sharding`]): Who holds what. Neighbours that exchange heads are one rank of the ring.
+        sharding ([`Sharding`]): The tokens of each rank. Neighbours that exchange heads form one ring rank.
     """
     ranks, work, ulysses = plan.ranks, steps_of(plan), sharding.ranks // plan.ranks
     total = sum(map(sum, work))
@@ -110,8 +110,7 @@ def describe(plan: Plan, sharding: Sharding) -> str:
 
 
 def steps_of(plan: Plan) -> list[list[int]]:
-    """The pairs that each ring rank computes in each step; on two levels the steps of the inner rings follow each
-    other."""
+    """Returns the pairs per ring rank and step; on two levels, the steps of the inner rings come one after another."""
     work = [[0] * plan.ranks for _ in range(plan.ranks)]
     for rank, own in enumerate(work):
         for crossing in plan.crossings(rank, "kv"):
@@ -122,7 +121,7 @@ def steps_of(plan: Plan) -> list[list[int]]:
 
 
 def picture(plan: Plan) -> str:
-    """The mask in the names of the ring ranks that compute it."""
+    """Returns the mask, drawn with the names of the ring ranks that compute it."""
     length = plan.queries.length
     points = min(length, _POINTS)
     at = [(2 * index + 1) * length // (2 * points) for index in range(points)]
@@ -135,12 +134,12 @@ def picture(plan: Plan) -> str:
 
 
 def who_computes(plan: Plan, tokens: Sequence[int]) -> np.ndarray:
-    """The ring rank that computes each pair of some tokens, in the first row of a batch; -1 where none does. Follows
-    from the tiles of the plan, not from the mask.
+    """Returns the ring rank that computes each pair of some tokens, in the first row of a batch; -1 if none does. It
+    reads the plan's tiles, not the mask.
 
     Args:
         plan ([`Plan`]): The plan.
-        tokens (sequence of `int`): Rising; queries along the first dimension of the result, keys along the second.
+        tokens (sequence of `int`): Ascending tokens; the result has queries in dimension 0 and keys in dimension 1.
     """
     positions, owners, rows = np.asarray(tokens), np.full(len(tokens), _NOBODY), np.full(len(tokens), _NOBODY)
     for rank in range(plan.ranks):

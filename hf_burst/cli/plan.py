@@ -1,4 +1,4 @@
-"""`hf-burst plan`: how long a training step takes, how the GPUs are best divided, and what memory it takes."""
+"""`hf-burst plan`: predicts the time and memory of a training step, and the best division of the GPUs."""
 
 import argparse
 from collections.abc import Collection
@@ -29,7 +29,7 @@ _MODEL = (
     "a name on the hub, a folder or config.json of a model, a class of Transformers, or without a network one of "
     f"{', '.join(NAMES)}"
 )
-_TIE = 0.01  # of speed, which no prediction tells apart
+_TIE = 0.01  # relative difference in speed below the accuracy of predictions
 _PRECISION = {
     "bf16": "assumed: trained weights in bf16; accelerate's mixed_precision=bf16 keeps them in fp32 (--weights fp32)",
     "fp32": "assumed: trained weights in fp32, as accelerate's mixed_precision=bf16 keeps them (else --weights bf16)",
@@ -48,7 +48,7 @@ _LEGEND = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     parser.add_argument("--model", help=_MODEL)
     add_sequence(parser)
     endings = "lengths of texts that each continue the one of --length, such as the two answers of a pair"
@@ -83,8 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints on rank 0 of a launch what is predicted; the exit status is 0 if it fits, 1 if not. Raises for what cannot
-    be, which is 2."""
+    """Prints the prediction on rank 0 of a launch; returns 0 if the training fits, else 1. Raises for impossible
+    requests, which exit with 2."""
     if launched()[1]:
         return 0
     if not arguments.model:
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     settings = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
     training = _training(arguments, mask, gpus, settings)
-    fixed = SETTINGS if settings else ()  # a Memory of the user's leaves nothing to the rule
+    fixed = SETTINGS if settings else ()  # any setting of the user's fixes them all
     rows = divisions(model, training, sheet, capacity, fixed)
     fitting = [row for row in rows if row.fit.fits]
     fastest = max((row.tokens_per_second for row in fitting), default=0.0)
@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _mask(length: int, documents: tuple[int, ...], endings: list[int]) -> Mask:
-    """The sequence that is asked for, with the texts that continue it; raises for what is none."""
+    """Returns the requested sequence, with the texts that continue it; raises for impossible combinations."""
     if not endings:
         return Mask(length, documents=documents)
     if documents:
@@ -145,7 +145,7 @@ def _mask(length: int, documents: tuple[int, ...], endings: list[int]) -> Mask:
 
 
 def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: dict[str, Any]) -> Training:
-    """The training that is asked for, with sequences that all GPUs share."""
+    """Returns the requested training, with sequences that all GPUs share."""
     rank = arguments.lora if arguments.qlora is None else arguments.qlora
     if rank is not None and rank < 1:
         option = "--lora" if arguments.qlora is None else "--qlora"
@@ -165,8 +165,8 @@ def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: di
 
 
 def find_model(name: str, trust_remote_code: bool) -> tuple[ModelSize, Any]:
-    """The sizes of a model, and its config. A named shape is found before any network is asked."""
-    from ..check.run import find_target  # which takes seconds to import
+    """Returns a model's sizes and config. Names of known shapes need no network."""
+    from ..check.run import find_target  # takes seconds to import
     from ..hf.models.model_size import model_size, shape_named
 
     try:
@@ -180,8 +180,8 @@ def find_model(name: str, trust_remote_code: bool) -> tuple[ModelSize, Any]:
 
 
 def _positions(config: Any, mask: Mask) -> list[str]:
-    """A warning where a text is longer than what the model has positions for, in lines."""
-    from ..hf.models.positions import beyond_positions  # which takes seconds to import
+    """Returns a warning line if a text is longer than the model's positions."""
+    from ..hf.models.positions import beyond_positions  # takes seconds to import
 
     first, *others = [stop - start for start, stop in pairwise(mask.documents)]
     longest = first + max(others) if mask.parents else max([first, *others])
@@ -191,8 +191,7 @@ def _positions(config: Any, mask: Mask) -> list[str]:
 
 
 def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:
-    """The GPUs that are named, or those of this host, or H200s: their data sheet, what they and their hosts hold, and
-    how many there are."""
+    """Returns the data sheet, capacity and number of the GPUs: the named ones, those of this host, or else H200s."""
     here = torch.cuda.device_count()
     gpus = (here or 8) if arguments.gpus is None else arguments.gpus
     per_host = arguments.gpus_per_host
@@ -217,7 +216,7 @@ def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:
 
 
 def _sheet_of(machine: str | None, here: int) -> DataSheet:
-    """The data sheet of the GPUs that are named, or of those of this host, or of H200s."""
+    """Returns the data sheet of the named GPUs, of this host's, or else of H200s."""
     if machine or not here:
         return gpu_named(machine or "h200")
     name = torch.cuda.get_device_name(0)
@@ -231,24 +230,24 @@ def _sheet_of(machine: str | None, here: int) -> DataSheet:
 
 
 class Division(NamedTuple):
-    """One way to divide the GPUs into groups, the settings that the rule takes for it, and its seconds."""
+    """A division of the GPUs into groups, with the settings that the rule chooses and its predicted seconds."""
 
     fit: Fit
     seconds: StepSeconds
-    flops: float  # of a GPU
+    flops: float  # per GPU
     spread: Spread
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one GPU."""
+        """The tokens per second of one GPU."""
         return self.fit.training.tokens / self.seconds.total
 
 
 def divisions(
     model: ModelSize, training: Training, sheet: DataSheet, capacity: Capacity, fixed: Collection[str]
 ) -> list[Division]:
-    """All ways to divide the GPUs into groups that share a sequence, the largest groups first, with what they cost:
-    each with the settings of the rule, except those that are `fixed`."""
+    """Returns all divisions of the GPUs into groups that share a sequence, the largest groups first, with their cost
+    and the settings that the rule chooses, except `fixed` ones."""
     rows = []
     for size in range(training.gpus, 0, -1):
         if training.gpus % size == 0:
@@ -265,7 +264,7 @@ def divisions(
 
 
 def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacity: Capacity) -> list[str]:
-    """What is trained, on what and how, in lines."""
+    """Returns lines about the model, hardware and training."""
     spread = training.sharded if training.shards > 1 else "ddp"
     what = f"all {training.weights}"
     if training.lora:
@@ -293,7 +292,7 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
 
 
 def _experts(model: ModelSize, training: Training) -> list[str]:
-    """What experts take of a GPU, in lines."""
+    """Returns lines about the memory of experts per GPU."""
     number = 2 if training.lora else training.number
     held, dtype, why = float(number * model.experts), "bf16" if number == 2 else "fp32", ""
     if training.weights == "4bit":
@@ -305,7 +304,7 @@ def _experts(model: ModelSize, training: Training) -> list[str]:
 
 
 def _table(rows: list[Division], best: Division | None, sheet: DataSheet) -> list[str]:
-    """The divisions in columns."""
+    """Returns the lines of the table of divisions."""
     heads = ("burst_size x groups", "seconds a step", "tokens/s a GPU", "MFU", "GiB a GPU", "schedule", "settings", "")
     cells = [list(heads)]
     for row in rows:
@@ -330,13 +329,13 @@ def _table(rows: list[Division], best: Division | None, sheet: DataSheet) -> lis
 
 
 def _settings(training: Training) -> str:
-    """What is set otherwise than by default."""
+    """Returns the settings that differ from their defaults."""
     named, defaults = {name: getattr(training, name) for name in SETTINGS}, Memory()
     return ", ".join(f"{name}={own:g}" for name, own in named.items() if own != getattr(defaults, name)) or "as it is"
 
 
 def _schedule(row: Division) -> str:
-    """How attention is spread, and what recurrent layers exchange."""
+    """Returns the schedules of attention and recurrent layers."""
     ranks = row.fit.training.burst_size
     if ranks == 1:
         return "-"
@@ -345,7 +344,7 @@ def _schedule(row: Division) -> str:
 
 
 def _details(row: Division, capacity: Capacity) -> list[str]:
-    """Where the seconds and the memory of a division go, in lines."""
+    """Returns lines that break down a division's seconds and memory."""
     memory, host = row.fit.memory, capacity.host_memory / 2**30
     offloaded = f"; {memory.host / 2**30:.2f} of the {host:.0f} of its host" if memory.host else ""
     return [
@@ -355,7 +354,7 @@ def _details(row: Division, capacity: Capacity) -> list[str]:
 
 
 def _prompts(model: ModelSize, training: Training, capacity: Capacity) -> list[str]:
-    """The longest prompt that all GPUs remember or generate from, and its memory, in lines."""
+    """Returns lines about the longest prompt that all GPUs can remember or generate from, and its memory."""
     most = longest_prompt(model, training, capacity)
     memory = memory_of_prompt(model, replace(training, length=max(most, training.burst_size)), capacity)
     each = cached_bytes(model) * sum(count for _, count in model.patterns) / 2**10

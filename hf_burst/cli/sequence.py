@@ -1,4 +1,4 @@
-"""The options that name a sequence: its tokens, as people write them, and its packed documents."""
+"""Options for a sequence: its tokens, as people write them, and its packed documents."""
 
 import argparse
 import re
@@ -10,7 +10,7 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20}
 
 
 def tokens(text: str) -> int:
-    """A number of tokens: 131072, 128k or 1M, of 1,024 and 1,048,576 tokens."""
+    """Parses a number of tokens: 131072, 128k or 1M, with 1k = 1,024 and 1M = 1,048,576."""
     match = re.fullmatch(r"(-?\d+)([km]?)", text.replace(",", "").replace("_", "").lower())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; give one as 131072, 128k or 1M")
@@ -18,14 +18,14 @@ def tokens(text: str) -> int:
 
 
 def add_sequence(parser: argparse.ArgumentParser, default: str = "") -> None:
-    """The options `--length` and `--documents`."""
+    """Adds the options `--length` and `--documents`."""
     parser.add_argument("--length", type=tokens, help=f"tokens of a sequence, such as 4096, 128k or 1M{default}")
     documents = "lengths of packed documents, one after the other"
     parser.add_argument("--documents", type=tokens, nargs="+", metavar="TOKENS", help=documents)
 
 
 def named_sequence(arguments: argparse.Namespace) -> tuple[int | None, tuple[int, ...]]:
-    """Tokens of the sequence, `None` if nothing is named, and the cumulative boundaries of its documents, if any."""
+    """Returns the sequence's tokens (`None` if not given) and its cumulative document boundaries (if any)."""
     length, sizes = arguments.length, arguments.documents
     if not sizes:
         return length, ()

@@ -1,1 +1,1 @@
-"""Batches as Transformers makes them: documents, and how they are cut over the ranks."""
+"""Transformers' batches: their documents, and how they are sharded over the ranks."""

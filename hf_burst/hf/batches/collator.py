@@ -1,4 +1,4 @@
-"""The explicit mode: batches that are sharded before they reach the model."""
+"""The explicit mode: batches are sharded before they reach the model."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,23 +26,23 @@ def shard_batch(
     config: BurstConfig | None = None,
     causal: bool = True,
 ) -> dict[str, Any]:
-    """This rank's part of a full batch.
+    """Returns this rank's shard of a full batch.
 
-    Labels are shifted before they are cut, except those of masked language models. Position ids are made explicit.
-    Padding masks and packed documents go into a layout (the key `"burst_batch"`). Sequences are padded to whole chunks.
+    Labels are shifted before they are sharded, except for masked language models. Position ids are added. A layout (the
+    key `"burst_batch"`) replaces padding masks and packed boundaries. Sequences are padded to whole chunks.
 
     Args:
         batch (mapping): What a Transformers data collator returns: `input_ids` of shape `(batch, tokens)`, and any of
             `labels`, `attention_mask`, `position_ids`, `token_type_ids`, `inputs_embeds`, `cu_seq_lens_q`, `seq_idx`.
-            Equal on all ranks of the group.
-        group (`DeviceMesh` or `ProcessGroup`, *optional*): The ranks that share the sequence; by default those of
-            accelerate's state ([`BurstParallelismConfig`]), else all.
-        config ([`BurstConfig`], *optional*): How to cut. Chunks are balanced for layers that see whole documents.
-        causal (`bool`, defaults to `True`): Whether the model is causal, or else a masked one (`...ForMaskedLM`).
+            It must be equal on all ranks of the group.
+        group (`DeviceMesh` or `ProcessGroup`, *optional*): The ranks that share the sequence; by default the group in
+            accelerate's state ([`BurstParallelismConfig`]), else all ranks.
+        config ([`BurstConfig`], *optional*): How to shard. Chunks are balanced for layers that see whole documents.
+        causal (`bool`, defaults to `True`): Whether the model is causal; `False` for masked ones (`...ForMaskedLM`).
 
     Returns:
-        `dict`: The same keys for this rank's tokens, without `attention_mask`, with `position_ids` and, if there were
-        `labels` and it is causal, `shift_labels`. Pass it to a patched model as it is.
+        `dict`: The same keys for this rank's tokens, without `attention_mask` but with `position_ids`, and with
+        `shift_labels` if the batch has `labels` and `causal` is set. Pass it unchanged to a patched model.
 
     Raises:
         BatchError: If the batch is empty, shapes disagree or the mask is not padding.
@@ -62,8 +62,8 @@ def _shard(batch: Mapping[str, Any], config: BurstConfig, group: ContextGroup, t
 
 
 def _joined(batch: Mapping[str, Any]) -> Joined | None:
-    """The texts of a batch that begin alike in one row; `None` if there are none, or a label counts in several of them,
-    since trainers count the labels of what a collator returns."""
+    """Returns the texts with common prefixes joined into one row; `None` if none have one, or if a label counts in
+    several texts, because trainers count the labels of the collated batch."""
     labels = batch.get("labels")
     if batch.get("input_ids") is None or obstacle_in(batch) or not fit(batch, labels):
         return None
@@ -75,19 +75,19 @@ def _joined(batch: Mapping[str, Any]) -> Joined | None:
 
 
 class BurstCollator:
-    """A data collator that shards what another one returns. For `Trainer(data_collator=...)` or a `DataLoader`.
+    """A data collator that shards the output of another one, for `Trainer(data_collator=...)` or a `DataLoader`.
 
     Args:
         base_collator (`Callable`): Any collator that returns a mapping of tensors, such as
             `DataCollatorForLanguageModeling` or `DataCollatorWithFlattening`.
         group (`DeviceMesh` or `ProcessGroup`, *optional*): As in [`shard_batch`].
-        config ([`BurstConfig`], *optional*): As in [`shard_batch`]. With `share_prefixes=True` texts that begin alike
-            are joined before they are sharded, unless a label counts in several of them.
+        config ([`BurstConfig`], *optional*): As in [`shard_batch`]. With `share_prefixes=True`, texts with a common
+            prefix are joined before they are sharded, unless a label counts in several of them.
         causal (`bool`, *optional*): As in [`shard_batch`]. By default `False` for a `base_collator` that masks tokens
             (`DataCollatorForLanguageModeling(mlm=True)`), else `True`.
-        packing (`bool`, defaults to `False`): Join the samples of a batch to one packed row instead, also those with
-            images or sound, which TRL does not pack. The row stays whole: models with towers cut it themselves. As many
-            samples are joined as `per_device_train_batch_size` says; `group`, `config` and `causal` do not count.
+        packing (`bool`, defaults to `False`): Whether to join the samples of a batch into one packed row instead, even
+            with images or sound, which TRL does not pack. The row stays whole, because models with towers shard it
+            themselves. `per_device_train_batch_size` samples are joined; `group`, `config` and `causal` have no effect.
 
     Example:
 
@@ -111,15 +111,15 @@ class BurstCollator:
         self.causal = not getattr(base_collator, "mlm", False) if causal is None else causal
         self.config = config or BurstConfig()
         self._named = None if group is None else ContextGroup.from_mesh(group)
-        self._sent: ContextGroup | None = None  # the group of the process that sent this copy to a worker
+        self._sent: ContextGroup | None = None  # the group of the process that pickled this copy for a worker
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:
-        """Collates samples, then shards the batch, or packs it."""
+        """Collates samples, then shards or packs the batch."""
         if self.packing:
             return join_samples([self.base_collator([feature]) for feature in features])
         group = self._sent if self._sent and get_worker_info() else resolve_group(self._named)
         return _shard(self.base_collator(features), self.config, group, task_named(self.causal))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For workers of a data loader, which know nothing of groups."""
+        """Returns the state for data loader workers, with the group resolved, because workers know no groups."""
         return {**self.__dict__, "_sent": None if self.packing else resolve_group(self._named)}

@@ -1,4 +1,4 @@
-"""Full batches cut over the ranks."""
+"""Sharding of full batches over the ranks."""
 
 import inspect
 import operator
@@ -24,9 +24,9 @@ _EMBEDDINGS = ("inputs_embeds", "per_layer_inputs")
 
 
 def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward pass by name.
+    """Returns the arguments of a forward pass by name.
 
-    A class of the user's may hand on `*args`. The names are those of its first base class that names tokens.
+    A user's class may only pass on `*args`, so the names come from the first base class that names token arguments.
     """
     signatures = [inspect.signature(vars(cls)["forward"]) for cls in type(module).__mro__ if "forward" in vars(cls)]
     naming = [signature for signature in signatures if set(TOKEN_KEYS) & set(signature.parameters)]
@@ -41,10 +41,10 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def kept_tokens(keep: int | torch.Tensor, length: int) -> Sequence[int]:
-    """The tokens that `logits_to_keep` means, of a batch of so many.
+    """Returns the token indices that `logits_to_keep` means in a sequence of this length.
 
     Raises:
-        BatchError: If it is no such number, and no tensor of indices.
+        BatchError: If it is neither a number of tokens nor a tensor of indices.
     """
     if isinstance(keep, torch.Tensor):
         bad = keep.dtype == torch.bool or keep.ndim != 1 or not len(keep)
@@ -69,8 +69,8 @@ def layout_of(
     hybrid: Hybrid | None = None,
     parents: Sequence[tuple[int, ...]] = (),
 ) -> SequenceLayout:
-    """How a full batch is laid over the ranks, for layers that see as far as `patterns` say (by default all)
-    and recurrent ones. Documents may continue others, by `parents` as in [`SequenceLayout`]."""
+    """Returns the layout of a full batch over the ranks, balanced for layers with these mask `patterns` (by default
+    full attention) and for recurrent ones. Documents may continue others, by `parents` as in [`SequenceLayout`]."""
     return SequenceLayout.for_batch(
         documents_of(batch, task),
         ranks,
@@ -84,10 +84,10 @@ def layout_of(
 
 
 def cut_targets(batch: Mapping[str, Any], layout: SequenceLayout, rank: int, task: Task) -> dict[str, torch.Tensor]:
-    """One rank's part of the labels, and of the targets that follow from them; empty for a batch without labels.
+    """Returns one rank's shard of the labels and prediction targets; empty for a batch without labels.
 
     Raises:
-        BatchError: If the labels have another shape than the tokens, or padding is to be predicted.
+        BatchError: If labels and tokens differ in shape, or padding has labels.
     """
     labels = batch.get("labels")
     if labels is None or task.reads:
@@ -98,7 +98,7 @@ def cut_targets(batch: Mapping[str, Any], layout: SequenceLayout, rank: int, tas
     targets = task.targets_of(labels)
     mask = batch.get("attention_mask")
     if mask is not None:
-        # padding sees other tokens than in Transformers, isolated padding apart, so its predictions must not count
+        # padding, unless isolated, sees other tokens than in Transformers, so its predictions must not count
         counted = (targets[task.targets] != IGNORE_INDEX) & (mask == 0)
         for row, start in enumerate(task.isolated_padding(layout.real)):
             counted[row, :start] = False
@@ -118,13 +118,13 @@ def cut_inputs(
     positions: torch.Tensor | None = None,
     done: Collection[str] = (),
 ) -> dict[str, Any]:
-    """One rank's part of the inputs of a cut point, by name. Targets among them are cut already, and those in `done`.
+    """Returns one rank's shard of a cut point's inputs, by name. Targets and inputs in `done` are sharded already.
 
-    Position ids are made explicit: `positions` of shape `(batch, tokens)`, or from 0, where the inputs have none. The
-    padding mask and the boundaries of documents are left out: the layout has them.
+    If the inputs have no position ids, `positions` of shape `(batch, tokens)` are added, by default from 0. The padding
+    mask and document boundaries are left out, because the layout has them.
 
     Raises:
-        BatchError: For a tensor that may have a token dimension, and is not known.
+        BatchError: For an unknown tensor that may have a token dimension.
     """
     whole = {name: value for name, value in inputs.items() if name not in (*BOUNDARY_KEYS, "attention_mask")}
     tokens = tokens_of(whole)
@@ -155,19 +155,19 @@ def cut_inputs(
 def select_rows(
     inputs: Mapping[str, Any], masked: Sequence[MaskedRows], select: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
-    """The inputs of a cut point; those with a row for each token that a mask shows have the rows of some tokens, which
-    `select` takes from a value for each token. Gradients are zero for the other rows."""
+    """Returns the inputs of a cut point, with masked inputs reduced to the rows of some tokens. `select` takes these
+    tokens from a per-token tensor. Gradients are zero for the other rows."""
     part = dict(inputs)
     for known in masked:
         mask, rows = inputs.get(known.mask), inputs.get(known.rows)
         if mask is not None and rows is not None:
-            numbers = (mask.flatten().cumsum(0) - 1).view_as(mask)  # of the row of a token that is shown
+            numbers = (mask.flatten().cumsum(0) - 1).view_as(mask)  # row index of each selected token
             own = select(numbers)[select(mask)]
             part[known.rows] = tree_map(partial(torch.index_select, dim=0, index=own), rows)
     return part
 
 
 def _filled(cut: torch.Tensor, whole: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:
-    """Embeddings of a rank, with a real token's in the place of padding: a deviation of zeros has no gradient."""
+    """Returns a rank's embeddings with a real token's instead of padding: the deviation of zeros has no gradient."""
     real = layout.shard(torch.ones(whole.shape[1], dtype=torch.bool, device=whole.device), rank, dim=0)
     return torch.where(real.view(1, -1, *[1] * (cut.ndim - 2)), cut, whole[:, :1].detach())

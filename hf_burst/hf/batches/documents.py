@@ -1,4 +1,4 @@
-"""What a batch says of itself: its tokens, its padding, and where its documents begin."""
+"""What a batch tells about itself: its tokens, its padding, and its document boundaries."""
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -10,10 +10,10 @@ from ...errors import BatchError
 from ..models.task import CAUSAL, Task
 
 TOKEN_KEYS = ("input_ids", "inputs_embeds")
-# the keys of packing collators; folded into the layout
+# keys that packing collators add; the layout replaces them
 BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-TYPE_KEYS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # not 0 for what is no text
-# by which models take a cache: from Transformers 5.24 on by the first
+TYPE_KEYS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # 0 for text
+# argument names of caches; the first is used from Transformers 5.24 on
 CACHE_KEYS = ("cache", "past_key_values", "cache_params")
 
 
@@ -30,10 +30,10 @@ class Text(NamedTuple):
 
 
 def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
-    """The `input_ids` of a batch, `(batch, tokens)`, or else its `inputs_embeds`, `(batch, tokens, hidden)`.
+    """Returns the `input_ids` of a batch, `(batch, tokens)`, or else its `inputs_embeds`, `(batch, tokens, hidden)`.
 
     Raises:
-        BatchError: If it has neither, or an empty one.
+        BatchError: If both are missing, or the tensor is empty.
     """
     for key in TOKEN_KEYS:
         tensor = batch.get(key)
@@ -49,19 +49,19 @@ def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def cache_of(batch: Mapping[str, Any]) -> Any:
-    """The cache in a batch, by whichever name; `None` if it has none."""
+    """Returns the cache in a batch, under any of its names; `None` if there is none."""
     return next((batch[key] for key in CACHE_KEYS if batch.get(key) is not None), None)
 
 
 def holds_values(name: str, value: Any) -> bool:
-    """Whether an argument may hold values of tokens, images or sound: a tensor, or several, and no setting.
-    Transformers' `generate` gives an empty mapping."""
+    """Returns whether an argument may hold values of tokens, images or sound: tensors rather than settings.
+    Transformers' `generate` passes an empty mapping."""
     held = value.ndim if isinstance(value, torch.Tensor) else isinstance(value, Mapping | list | tuple) and value
     return bool(held) and name not in ("logits_to_keep", "num_items_in_batch")
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """An argument that is a tensor, or the tensors and numbers of one that is a container."""
+    """Yields the tensors in an argument, which may be a nested container; numbers in containers become tensors."""
     if isinstance(value, torch.Tensor) and value.ndim:
         yield value
     elif isinstance(value, Mapping | list | tuple):
@@ -70,27 +70,27 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """`(batch, tokens)` of a batch."""
+    """Returns `(batch, tokens)` of a batch."""
     rows, length = tokens_of(batch).shape[:2]
     return rows, length
 
 
 def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[int, ...]]:
-    """The document boundaries of each row of a full batch, cumulative from 0 to the number of tokens.
+    """Returns the document boundaries of each row of a full batch, cumulative from 0 to the number of tokens.
 
-    Explicit boundaries decide: `cu_seq_lens_q`, or else `seq_idx`. Only without both, and without an `attention_mask`,
-    a document begins where position ids do not go on by one, as in Transformers. Padding is a document of its own,
+    Explicit boundaries come first: `cu_seq_lens_q`, or else `seq_idx`. Without both, and without an `attention_mask`,
+    a document begins where position ids do not increase by one, as in Transformers. Padding is its own document,
     see [`Task.padding_bounds`].
 
     Raises:
-        BatchError: For shapes that do not fit the batch, masks that are not padding, and positions that start anew
-            beside a mask, which pack documents for some kernels of Transformers and not for others.
+        BatchError: For shapes that do not fit the batch, masks that are not padding, and positions that restart
+            beside a mask, because only some kernels of Transformers treat these as packed documents.
     """
     rows, length = batch_shape(batch)
     real = real_tokens(batch)
     positions = batch.get("position_ids")
     if positions is not None and positions.ndim == 3 and len(positions) in (3, 4):
-        # three rows of an image's positions jump for reasons of their own; before them may stand one of the text
+        # multimodal RoPE: three rows jump at images; a row of text positions may precede them
         positions = positions[0] if len(positions) == 4 else None
     if positions is not None:
         if positions.ndim != 2 or positions.shape[1] != length or positions.shape[0] not in (1, rows):
@@ -111,10 +111,10 @@ def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[in
 
 
 def real_tokens(batch: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-    """The tokens `[start, stop)` of each row that `attention_mask` does not hide; `()` if it hides none.
+    """Returns the tokens `[start, stop)` of each row that `attention_mask` shows; `()` if it hides none.
 
     Raises:
-        BatchError: For masks that are not padding: 4 dimensions, holes, values besides 0 and 1.
+        BatchError: For masks that are not padding: 4 dimensions, holes, or values other than 0 and 1.
     """
     rows, length = batch_shape(batch)
     mask = batch.get("attention_mask")
@@ -144,7 +144,7 @@ def real_tokens(batch: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
 
 
 def texts_of(batch: Mapping[str, Any]) -> list[Text]:
-    """The documents of a batch, without padding."""
+    """Returns the documents of a batch, without padding."""
     rows, length = batch_shape(batch)
     real = real_tokens(batch) or ((0, length),) * rows
     texts = []
@@ -155,7 +155,7 @@ def texts_of(batch: Mapping[str, Any]) -> list[Text]:
 
 
 def _explicit_starts(batch: Mapping[str, Any], rows: int, length: int) -> list[set[int]] | None:
-    """Where documents begin by `cu_seq_lens_q`, or else by `seq_idx`; `None` without both."""
+    """Returns where documents begin, from `cu_seq_lens_q` or else `seq_idx`; `None` without both."""
     lengths, numbers = batch.get("cu_seq_lens_q"), batch.get("seq_idx")
     if lengths is not None:
         bounds = torch.as_tensor(lengths).flatten().tolist()
@@ -176,7 +176,7 @@ def _explicit_starts(batch: Mapping[str, Any], rows: int, length: int) -> list[s
 
 
 def _changes(differs: torch.Tensor) -> list[set[int]]:
-    """For each row, the tokens that differ from the one before, from `(batch, tokens - 1)`."""
+    """Returns, for each row, the tokens that differ from the previous one; `differs` is `(batch, tokens - 1)`."""
     starts: list[set[int]] = [set() for _ in range(len(differs))]
     for row, token in differs.nonzero().tolist():
         starts[row].add(token + 1)
@@ -184,7 +184,7 @@ def _changes(differs: torch.Tensor) -> list[set[int]]:
 
 
 def _check_no_restart(positions: torch.Tensor, real: tuple[tuple[int, int], ...]) -> None:
-    """Raises for positions of tokens, padding apart, that go back."""
+    """Raises if positions of real tokens do not increase."""
     back = (positions[:, 1:] <= positions[:, :-1]).cpu()
     for row, (start, stop) in enumerate(real):
         restarts = back[row, start : stop - 1].nonzero().flatten().tolist()

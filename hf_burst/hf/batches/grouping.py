@@ -9,14 +9,14 @@ from ...errors import BatchError
 class GroupCollator:
     """A data collator for samples that hold several texts, such as a document with each of its questions.
 
-    All texts of the samples become rows of one batch. What they have in common at their beginning is computed once, see
-    `share_prefixes` of [`BurstConfig`].
+    All texts become rows of one batch. Their common prefixes are computed once, see `share_prefixes` of
+    [`BurstConfig`].
 
     Args:
-        base_collator (`Callable`): Any collator of texts, such as `DataCollatorForSeq2Seq(tokenizer)`.
+        base_collator (`Callable`): Any text collator, such as `DataCollatorForSeq2Seq(tokenizer)`.
 
     Raises:
-        BatchError: If a column of a sample is no list of texts, or columns hold unequal numbers of them.
+        BatchError: If a column of a sample is not a list of texts, or columns differ in their number.
 
     Example:
 
@@ -36,7 +36,7 @@ class GroupCollator:
 
 
 def _texts_of(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The texts of a sample, each with its own columns."""
+    """Returns the texts of a sample, each with its own columns."""
     for name, values in sample.items():
         if isinstance(values, str) or not hasattr(values, "__len__") or not all(hasattr(v, "__len__") for v in values):
             raise BatchError(

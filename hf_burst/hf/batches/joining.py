@@ -1,4 +1,4 @@
-"""Texts of a batch that begin alike, joined into one row that has every shared beginning once.
+"""Joins texts with common prefixes into one row that holds each prefix once.
 
 ```text
 texts     a b c d e       row      a b c | d e | d x y | d
@@ -6,8 +6,8 @@ texts     a b c d e       row      a b c | d e | d x y | d
           a b c d         places   of the third text: 0 1 2 8
 ```
 
-The last token that texts share is not shared: each of their endings begins with it, so that every token of the row
-predicts one other. Endings may be beginnings of others, so this is a tree, whose documents stand in depth-first order.
+The last common token is repeated at the start of each continuation, so that every token of the row predicts only one
+other. A continuation may itself be a prefix of others, so documents form a tree and stand in depth-first order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,33 +31,33 @@ _KNOWN = {"input_ids", *TYPE_KEYS, "position_ids", "labels", "attention_mask", *
 class Joined:
     """Texts joined into one row."""
 
-    batch: dict[str, Any]  # the arguments of the model, with `1 x J` tokens
-    parents: tuple[int, ...]  # which document of the row each of its documents continues, or -1
-    places: Tensor  # where each token of the given batch stands in the row, `(batch, tokens)`; -1 for padding
-    scored: Tensor  # in how many texts what follows a token counts for the loss, `(1, J)`
-    labels: Tensor | None  # those that are scored, of all texts, `(batch, tokens)`
-    longest: int  # its longest position
-    sources: Tensor  # where each token of the row stands in the given batch, flat, `(J,)`
+    batch: dict[str, Any]  # the model's arguments, with `1 x J` tokens
+    parents: tuple[int, ...]  # for each document, the index of the document it continues, or -1
+    places: Tensor  # index in the row of each token of the original batch, `(batch, tokens)`; -1 for padding
+    scored: Tensor  # number of texts in which a token's prediction counts for the loss, `(1, J)`
+    labels: Tensor | None  # labels of the original batch, `(batch, tokens)`
+    longest: int  # the highest position
+    sources: Tensor  # flat index in the original batch of each token of the row, `(J,)`
 
     @property
     def tokens(self) -> int:
-        """Those of the row."""
+        """The number of tokens in the row."""
         return self.scored.shape[1]
 
     @property
     def given_tokens(self) -> int:
-        """Those of the given batch, without padding."""
+        """The number of tokens in the original batch, without padding."""
         return int((self.places >= 0).sum())
 
     def restored(self, values: Tensor) -> Tensor:
-        """Values of the row's tokens, `(1, J, ...)`, for all tokens of the given batch: `(batch, tokens, ...)`, 0 for
-        padding. Gradients of all texts are summed on the way back."""
+        """Expands values of the row's tokens, `(1, J, ...)`, to all tokens of the original batch: `(batch, tokens,
+        ...)`, 0 for padding. The backward pass sums the gradients of all texts."""
         places = self.places.to(values.device)
         found = values[0].index_select(0, places.flatten().clamp(min=0)).unflatten(0, tuple(places.shape))
         return found.masked_fill((places < 0).view(*places.shape, *[1] * (found.ndim - 2)), 0)
 
     def restored_scores(self, values: Tensor) -> Tensor:
-        """The same for values that tokens have where what follows them has a label: 0 elsewhere."""
+        """Expands per-prediction values as [`restored`] does, with 0 for tokens whose next token has no label."""
         assert self.labels is not None, "there are scores"
         labels = shift_labels(self.labels.to(values.device))
         return self.restored(values).masked_fill(labels == IGNORE_INDEX, 0)
@@ -65,10 +65,10 @@ class Joined:
     def inputs(
         self, whole: Mapping[str, Any], known: Sequence[TokenInput], masked: Sequence[MaskedRows]
     ) -> dict[str, Any]:
-        """The row's inputs of a cut point, from those of all texts.
+        """Returns the row's inputs of a cut point, from those of all texts.
 
         Raises:
-            BatchError: If the model has given texts that begin alike other positions.
+            BatchError: If the model gives texts with a common prefix different positions.
         """
         row = select_rows(whole, masked, lambda values: values.flatten()[self.sources.to(values.device)])
         for each in known:
@@ -81,7 +81,7 @@ class Joined:
         return row
 
     def _check_positions(self, given: Tensor, row: Tensor) -> None:
-        """Raises if texts have other positions than the row that stands for them."""
+        """Raises if texts have other positions than the row."""
         places = self.places.to(given.device)
         restored = row[..., 0, :].index_select(-1, places.flatten().clamp(min=0)).unflatten(-1, tuple(places.shape))
         if ((restored != given) & (places >= 0)).any():
@@ -90,7 +90,7 @@ class Joined:
             )
 
     def _of_row(self, value: Tensor, dim: int) -> Tensor:
-        """The values of the row's tokens, from `value` with tokens of all texts along `dim`, and texts before it."""
+        """Returns the values of the row's tokens; `value` has tokens along `dim`, and texts along the previous one."""
         at = dim % value.ndim - 1
         texts = list(value.shape)
         texts[at] = len(self.places)  # positions may be given once
@@ -98,13 +98,13 @@ class Joined:
         return flat.index_select(at, self.sources.to(value.device)).unsqueeze(at)
 
     def kept(self, columns: Sequence[int]) -> Tensor:
-        """The places of some tokens of each row, all rows one after another."""
+        """Returns the row indices of these columns, for all texts one after another."""
         return self.places[:, list(columns)].clamp(min=0).flatten()
 
 
 @dataclass
 class _Piece:
-    """Tokens `[start, stop)` that texts share, counted from where these begin."""
+    """Tokens `[start, stop)` that texts share, counted from the beginning of each text."""
 
     start: int
     stop: int
@@ -114,15 +114,15 @@ class _Piece:
 
 @dataclass
 class _Tree:
-    """The pieces of texts, found by comparing them."""
+    """The pieces that texts are divided into."""
 
-    values: Tensor  # `(kinds of values, batch, tokens)`; the last are labels that are predicted inside of a text
-    least: int  # tokens of a beginning
+    values: Tensor  # `(kinds of values, batch, tokens)`; the last are labels predicted within a text
+    least: int  # minimum tokens of a prefix
     pieces: list[_Piece] = field(default_factory=list)
 
     def grow(self, groups: Sequence[list[Text]]) -> None:
-        """Adds the pieces of texts, each before those that continue it. Only texts of one group share any."""
-        # texts, how many tokens of them are in pieces, and the last one of these
+        """Adds the pieces of texts, each before its continuations. Only texts of one group share any."""
+        # texts, the number of their tokens that are in pieces, and the index of the last piece
         open_groups = [(texts, 0, -1) for texts in reversed(groups)]
         while open_groups:
             group, start, parent = open_groups.pop()
@@ -136,7 +136,7 @@ class _Tree:
             open_groups += [(own, start, parent) for own in reversed(self._apart(group, common))]
 
     def _apart(self, group: Sequence[Text], place: int) -> list[list[Text]]:
-        """Texts by the token at a place. A label that does not count is no difference."""
+        """Groups texts by the token at a place. An ignored label is no difference."""
         apart = dict[tuple[int, ...], list[tuple[int, list[Text]]]]()
         for index, text in enumerate(group):
             ends = place == text.size
@@ -151,7 +151,7 @@ class _Tree:
         return [texts for known in apart.values() for _, texts in known]
 
     def _common(self, texts: Sequence[Text], start: int) -> int:
-        """How many tokens all of them have in common. A label that counts in some of them only is no difference."""
+        """Returns how many tokens all texts have in common. A label that only some texts ignore is no difference."""
         shortest = min(text.size for text in texts)
         first = self._of(texts[0], start, shortest)
         highest = first[-1]
@@ -171,18 +171,18 @@ class _Tree:
 
 
 def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -> Joined | None:
-    """Joins the texts of a full batch that begin alike: rows, or documents of packed rows.
+    """Joins the texts of a full batch that have a common prefix: rows, or documents of packed rows.
 
-    Tokens are alike if their ids, positions and types are, and their labels, where these count.
+    Tokens are equal if their ids, positions, types and counted labels are.
 
     Args:
         batch (mapping): The arguments of a causal model, with `input_ids`.
-        positions (`torch.LongTensor` of shape `(batch or 1, tokens)`, *optional*): Those that the model makes for a
-            batch without any; those from 0 by default.
-        least (`int`): Tokens of a beginning that is shared, at least.
+        positions (`torch.LongTensor` of shape `(batch or 1, tokens)`, *optional*): The positions that the model makes
+            for a batch without any; by default they count from 0.
+        least (`int`): The minimum number of tokens of a shared prefix.
 
     Returns:
-        The row; `None` if no texts begin alike for so many tokens, or the batch predicts what it should not.
+        The row; `None` if no texts share so many tokens, or if padding or the row's last token predicts a label.
     """
     texts = texts_of(batch)
     rows, length = batch_shape(batch)
@@ -200,14 +200,14 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
     inside = torch.full((rows, length), IGNORE_INDEX, device="cpu") if labels is None else labels.long().cpu()
     following = shift_labels(inside)
     inside = inside.clone()
-    inside[[text.row for text in texts], [text.start for text in texts]] = IGNORE_INDEX  # nothing predicts it
+    inside[[text.row for text in texts], [text.start for text in texts]] = IGNORE_INDEX  # no token predicts it
     tree = _Tree(torch.stack([*(kind.long().cpu() for kind in kinds.values()), inside]), least)
     tree.grow(groups)
     if all(piece.parent < 0 for piece in tree.pieces):
         return None
     places, sources, bounds = _laid(tree.pieces, rows, length)
     targets, scored = _targets(tree.pieces, following, bounds)
-    if int(targets[-1]) != IGNORE_INDEX or ((following != IGNORE_INDEX) & (places < 0)).any():  # of padding
+    if int(targets[-1]) != IGNORE_INDEX or ((following != IGNORE_INDEX) & (places < 0)).any():  # padding predicts one
         return None
     flat = sources.to(ids.device)
     joined = {name: value for name, value in batch.items() if name not in (*BOUNDARY_KEYS, "attention_mask")}
@@ -220,7 +220,7 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
 
 
 def obstacle_in(batch: Mapping[str, Any], towers: bool = False) -> str:
-    """Why the texts of a batch cannot be joined; empty if they can. A model with `towers` may be given other values."""
+    """Returns why a batch's texts cannot be joined; empty if they can. With `towers`, other inputs are allowed."""
     others = sorted(name for name, value in batch.items() if name not in _KNOWN and holds_values(name, value))
     if others and not towers:
         return f"{', '.join(others)} may have a value a token"
@@ -229,15 +229,15 @@ def obstacle_in(batch: Mapping[str, Any], towers: bool = False) -> str:
 
 
 def fit(batch: Mapping[str, Any], labels: Any) -> bool:
-    """Whether labels and types of tokens are of the shape of the tokens."""
+    """Returns whether labels and token types have the shape of the tokens."""
     shape = batch_shape(batch)
     values = [value for value in (labels, *map(batch.get, TYPE_KEYS)) if value is not None]
     return all(isinstance(value, Tensor) and tuple(value.shape) == shape for value in values)
 
 
 def _groups(kinds: Sequence[Tensor], texts: Sequence[Text], least: int) -> list[list[Text]]:
-    """Texts that may begin alike for so many tokens and one more: those with equal sums of these tokens, each times a
-    number of its place. Thousands of packed documents are not compared one by one."""
+    """Groups texts that may share `least` tokens and one more, by a hash: a sum of these tokens, each times a random
+    factor for its place. This avoids comparing thousands of packed documents one by one."""
     long = [text for text in texts if text.size > least]
     device, length = kinds[0].device, kinds[0].shape[1]
     starts = torch.tensor([text.row * length + text.start for text in long], dtype=torch.int64, device=device)
@@ -245,7 +245,7 @@ def _groups(kinds: Sequence[Tensor], texts: Sequence[Text], least: int) -> list[
     sums = torch.zeros_like(starts)
     for kind in kinds:
         factors = torch.randint(-(2**62), 2**62, (least + 1,), generator=draws, device="cpu").to(device)
-        sums += (kind.long().flatten()[places] * factors).sum(1)  # modulo 2**64
+        sums += (kind.long().flatten()[places] * factors).sum(1)  # wraps modulo 2**64
     found, groups = iter(sums.tolist()), dict[Any, list[Text]]()
     for text in texts:
         groups.setdefault(next(found) if text.size > least else text, []).append(text)
@@ -253,8 +253,7 @@ def _groups(kinds: Sequence[Tensor], texts: Sequence[Text], least: int) -> list[
 
 
 def _laid(pieces: Sequence[_Piece], rows: int, length: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Where tokens of the batch stand in the row, where those of the row stand in the flat batch, and the bounds of
-    documents."""
+    """Returns the row index of each batch token, the flat batch index of each row token, and the document bounds."""
     places, sources, bounds = torch.full((rows, length), -1, device="cpu"), list[Tensor](), [0]
     for piece in pieces:
         size = piece.stop - piece.start
@@ -268,7 +267,7 @@ def _laid(pieces: Sequence[_Piece], rows: int, length: int) -> tuple[Tensor, Ten
 
 
 def _targets(pieces: Sequence[_Piece], following: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """What each token of the row predicts, and in how many texts that counts."""
+    """Returns the target of each token of the row, and in how many texts it counts."""
     targets = torch.full((bounds[-1],), IGNORE_INDEX, device="cpu")
     scored = torch.zeros_like(targets)
     for first, piece in zip(bounds, pieces, strict=False):

@@ -1,4 +1,4 @@
-"""Images and sound in batches: which models may have them, and what must be equal on all ranks."""
+"""Images and sound in batches: which models support them, and what all ranks must have in common."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -13,27 +13,27 @@ from ..models.cut_point import TOKEN_INPUTS
 from .documents import BOUNDARY_KEYS, TYPE_KEYS, holds_values, tensors_in, texts_of
 
 SAME_MODALITIES = "Each rank that shares a batch needs all of its images and sound: give all of them the same batch."
-_TOKEN_TYPES = TYPE_KEYS[:2]  # for each of which a number stands for text
+_TOKEN_TYPES = TYPE_KEYS[:2]  # keys with a known type number for text
 _OF_TYPE = {1: "images", 2: "videos", 3: "sound"}  # as processors number them
-# in the names of arguments that hold sound, its lengths or its padding
+# in names of arguments with sound, its lengths or its padding
 _SOUND = ("audio", "input_features", "input_values", "feature_attention_mask", "padding_mask")
-_TOKEN_ID = re.compile("(image|video|audio|vision|media).*_token_(id|index)$")  # in configs: what stands for images
+_TOKEN_ID = re.compile("(image|video|audio|vision|media).*_token_(id|index)$")  # config entries with placeholder tokens
 _TEXT = {*(known.name for known in TOKEN_INPUTS), *BOUNDARY_KEYS, *_TOKEN_TYPES, "attention_mask", "labels"}
 
 
 def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -> str:
-    """What a batch of a model with several modalities holds besides text, to be the same on all ranks.
+    """Returns a description of the inputs besides text in a multimodal model's batch, to be equal on all ranks.
 
     Args:
-        batch (mapping): The arguments of the model.
-        kind (`type`): Its class.
-        text_type (`int`, defaults to 0): The type of a token of text, where the batch has `token_type_ids`.
+        batch (mapping): The model's arguments.
+        kind (`type`): The model's class.
+        text_type (`int`, defaults to 0): The type of text tokens in `token_type_ids`.
 
     Returns:
-        `str`: Names and shapes; empty for text.
+        `str`: Names and shapes; empty for plain text.
 
     Raises:
-        BatchError: If it holds images, videos or sound, and the class was not compared on them.
+        BatchError: If it holds images, videos or sound that the class was not compared on.
     """
     name, held = kind.__name__, {key: value for key, value in batch.items() if holds_values(key, value)}
     marked = {key: text_type if key == "token_type_ids" else 0 for key in _TOKEN_TYPES}
@@ -62,7 +62,7 @@ def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -
 
 
 def _modalities_of(key: str, value: Any, text_type: int | None) -> set[str]:
-    """The modalities of an argument that is no text, or of tokens by their types."""
+    """Returns the modalities of an argument, according to its token types or its name."""
     if text_type is not None:
         return {_OF_TYPE.get(kind, "images") for kind in value.unique().tolist() if kind != text_type}
     sounds = any(word in key for word in _SOUND) and "video" not in key
@@ -70,17 +70,17 @@ def _modalities_of(key: str, value: Any, text_type: int | None) -> set[str]:
 
 
 def values_besides_text(batch: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The values of a batch that are no text, in containers too."""
+    """Yields the values of a batch that are not text, including those in containers."""
     for key in sorted(batch):
         if key not in _TEXT:
             yield from tensors_in(batch[key])
 
 
 def same_for_every_text(batch: Mapping[str, Any], config: PreTrainedConfig) -> bool:
-    """Whether all texts of a full batch have the same images and sound, or none.
+    """Returns whether all texts of a full batch have the same images and sound, or none.
 
-    All values besides text are then as many equal parts as there are texts, and texts have as many tokens of each kind
-    that stand for these. A number of tokens that differs would mean that parts and texts do not belong together.
+    Every other value then consists of one equal part per text, and all texts have the same number of placeholder
+    tokens of each kind. Different numbers of placeholders would mean that parts and texts do not match.
     """
     values = [value for key, value in batch.items() if key not in _TEXT and holds_values(key, value)]
     if not values:
@@ -95,4 +95,4 @@ def same_for_every_text(batch: Mapping[str, Any], config: PreTrainedConfig) -> b
     marks = torch.stack([ids == kind for kind in sorted(kinds)])
     counts = torch.stack([marks[:, text.row, text.start : text.stop].sum(1) for text in texts])
     parts = [counts, *(value.unflatten(0, (len(texts), -1)) for value in values)]
-    return bool(torch.stack([(part == part[:1]).all().to(ids.device) for part in parts]).all())  # one wait for a GPU
+    return bool(torch.stack([(part == part[:1]).all().to(ids.device) for part in parts]).all())  # one GPU sync

@@ -1,4 +1,4 @@
-"""Samples with images or sound, joined into one packed row."""
+"""Joins samples with images or sound into one packed row."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,25 +10,25 @@ from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX
 from .documents import BOUNDARY_KEYS, batch_shape, real_tokens
 
-_TOKEN_DIM = {"position_ids": -1}  # of tensors with a value a token; 1 for others
+_TOKEN_DIM = {"position_ids": -1}  # token dimension of per-token tensors; 1 for others
 _PER_TOKEN = ("input_ids", "labels", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "position_ids")
-# what samples have that come without: no label, and text
+# defaults for samples that lack a key: no label, and text
 _FILLED = {"labels": IGNORE_INDEX, "mm_token_type_ids": 0, "moe_mm_token_type_ids": 0}
 
 
 def join_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One row of several samples, which do not see each other.
+    """Joins samples into one packed row. They do not see each other.
 
     Args:
-        samples (sequence of mappings): What a collator returns for each sample alone: tensors of shape `(1, tokens)`
-            with a value a token, and others whose first dimension counts images, patches, tiles or clips.
+        samples (sequence of mappings): A collator's output for each single sample: per-token tensors of shape
+            `(1, tokens)`, and others whose first dimension counts images, patches, tiles or clips.
 
     Returns:
-        `dict`: The tokens one after another without their padding, the rest likewise, an `attention_mask` of ones, and
-        where each sample ends: `cu_seq_lens_q` and `cu_seq_lens_k`. The first token of a sample has the label -100.
+        `dict`: The concatenated tokens without padding, the other values concatenated, an `attention_mask` of ones, and
+        the boundaries `cu_seq_lens_q` and `cu_seq_lens_k`. The first token of a sample has the label -100.
 
     Raises:
-        BatchError: If a sample has several rows, or its tensors do not lie one after another.
+        BatchError: If a sample has several rows, or its tensors cannot be concatenated.
     """
     bounds, parts = [0], list[dict[str, Any]]()
     for sample in samples:
@@ -47,12 +47,12 @@ def join_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     names = list(dict.fromkeys(name for part in parts for name in part))
     joined = {name: _joined(name, parts) for name in names}
     edges = torch.tensor(bounds, dtype=torch.int32)
-    whole = torch.ones_like(joined["input_ids"])  # by which trainers count tokens
+    whole = torch.ones_like(joined["input_ids"])  # trainers count tokens by it
     return {**joined, "attention_mask": whole, "cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
 
 
 def _check(sample: Mapping[str, Any], length: int) -> None:
-    """Raises for what cannot be joined: values a token that are not known, and patches of all images in one row."""
+    """Raises for values that cannot be joined: unknown per-token values, and patches of all images in one row."""
     others = [
         name
         for name, value in sample.items()
@@ -67,7 +67,7 @@ def _check(sample: Mapping[str, Any], length: int) -> None:
 
 
 def _joined(name: str, parts: Sequence[Mapping[str, Any]]) -> Any:
-    """The values of one argument in all samples."""
+    """Joins the values of one argument over all samples."""
     if name in _PER_TOKEN:
         if name not in _FILLED and any(name not in part for part in parts):
             raise BatchError(f"Some samples have {name}, and others have none. Give it to all, or to none.")

@@ -1,4 +1,4 @@
-"""Batches that arrive sharded: what they carry, how they are recognised, and the checksums of batches."""
+"""Batches that arrive sharded: their extra data, how to recognise them, and checksums of batches."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -19,32 +19,32 @@ from .documents import batch_shape, real_tokens
 LAYOUT_KEY = "burst_batch"
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio's share of 2**64 (Knuth, The Art of Computer Programming 6.4)
-_PIECE = 2**22  # values of a weight that are summed at a time
+_PIECE = 2**22  # values that are summed at a time
 
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """What a sharded batch carries beside its tensors, under the key `"burst_batch"`."""
+    """The extra data of a sharded batch, under the key `"burst_batch"`."""
 
     layout: SequenceLayout
-    rank: int  # whose part it is
+    rank: int  # the rank of this shard
     fingerprint: int  # checksum of the whole batch
-    positions: int  # checksum of the position ids of this part
-    longest: int  # the longest position of the whole batch
+    positions: int  # checksum of this shard's position ids
+    longest: int  # the highest position in the whole batch
     padded: bool  # whether rows of the whole batch begin with padding
     labelled: bool  # whether the batch had labels
-    task: Task  # of the model for which it was cut
+    task: Task  # the task of the model it was sharded for
 
 
 def is_sharded(batch: Mapping[str, Any]) -> bool:
-    """Whether a batch counts as sharded: by its layout or its `shift_labels`."""
+    """Returns whether a batch counts as sharded, because it has a layout or `shift_labels`."""
     return batch.get("shift_labels") is not None or batch.get(LAYOUT_KEY) is not None
 
 
 def describe_shard(
     shard: Mapping[str, Any], full: Mapping[str, Any], layout: SequenceLayout, rank: int, task: Task
 ) -> ShardedBatch:
-    """What a shard carries, with checksums that show whether shards belong together."""
+    """Returns the extra data of a shard, with checksums that show whether shards belong together."""
     labelled = shard.get("labels") is not None
     positions = int(checksum({"position_ids": shard["position_ids"]}))
     padded = any(start for start, _ in real_tokens(full))
@@ -52,16 +52,16 @@ def describe_shard(
 
 
 def longest_position(full: Mapping[str, Any]) -> int:
-    """The longest position of a full batch."""
+    """Returns the highest position in a full batch."""
     positions = full.get("position_ids")
     return batch_shape(full)[1] - 1 if positions is None else int(positions.max())
 
 
 def layout_of_shard(batch: Mapping[str, Any], config: BurstConfig, group: ContextGroup, task: Task) -> SequenceLayout:
-    """The layout of a batch that arrived sharded, for the config, group and task of the model.
+    """Returns the layout of a batch that arrived sharded, checked against the model's config, group and task.
 
     Raises:
-        BatchError: If it was sharded for another rank, group or kind of model, or if its position ids do not match.
+        BatchError: If it was sharded for another rank, group or task, or if its position ids do not match.
     """
     about: ShardedBatch | None = batch.get(LAYOUT_KEY)
     _check_shard(batch, about, task)
@@ -88,7 +88,7 @@ def layout_of_shard(batch: Mapping[str, Any], config: BurstConfig, group: Contex
 
 
 def _check_shard(batch: Mapping[str, Any], about: ShardedBatch | None, task: Task) -> None:
-    """Raises for a shard of another kind of model, and for one with tensors too many or too few."""
+    """Raises for a shard for another task, and for one with missing or forbidden tensors."""
     rows, own = batch_shape(batch)
     made_for = CAUSAL if about is None else about.task
     if made_for != task:
@@ -119,7 +119,7 @@ def _check_shard(batch: Mapping[str, Any], about: ShardedBatch | None, task: Tas
 
 
 def _layout_by_positions(positions: torch.Tensor, config: BurstConfig, group: ContextGroup) -> SequenceLayout:
-    """The layout of a shard that was made by hand: whole sequences, cut as the config says."""
+    """Returns the layout of a shard made by hand: whole sequences, sharded as the config says."""
     rows, own = positions.shape
     chunking = config.chunking_over(group.size)
     sequence = (0, own * group.size)
@@ -137,8 +137,8 @@ def _layout_by_positions(positions: torch.Tensor, config: BurstConfig, group: Co
 
 
 def checksum(batch: Mapping[str, Any], token_inputs: Sequence[TokenInput] = TOKEN_INPUTS) -> torch.Tensor:
-    """A checksum of the token inputs, labels and padding mask of a batch, a scalar `torch.LongTensor` for which the
-    host need not wait; 0 if there are no such tensors."""
+    """Returns a checksum of the token inputs, labels and padding mask of a batch, a scalar `torch.LongTensor` computed
+    without a GPU sync; 0 if there are no such tensors."""
     total: torch.Tensor | None = None
     for key in (*(token_input.name for token_input in token_inputs), "labels", "attention_mask"):
         value = batch.get(key)
@@ -149,8 +149,8 @@ def checksum(batch: Mapping[str, Any], token_inputs: Sequence[TokenInput] = TOKE
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A checksum of the values of a tensor, each read as an integer and mixed with where it stands: `torch.LongTensor`,
-    a scalar on its device. A part of the tensor is in memory as int64 at a time."""
+    """Returns a checksum of a tensor's values, read as integers and mixed with their indices: a scalar
+    `torch.LongTensor` on the tensor's device. It converts to int64 piece by piece to save memory."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for piece in _bits(tensor).flatten().split(_PIECE):
         total = total * _SPREAD + _mixed(piece.to(torch.int64)).sum()
@@ -158,19 +158,19 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_octets(weight: torch.Tensor) -> torch.Tensor:
-    """[`sum_of_bits`] of a weight that has the same dtype wherever it is compared: eight bytes are a number, of which
-    there are four times fewer than values in bf16."""
+    """Returns the [`sum_of_bits`] of a weight, read as 64-bit words: in bf16 that is a quarter of the numbers. Only
+    weights of the same dtype compare."""
     octets = weight.detach().contiguous().flatten().view(torch.uint8)
     if octets.numel() % 8:
         octets = functional.pad(octets, (0, -octets.numel() % 8))
     elif octets.storage_offset() % 8:
         octets = octets.clone()
-    return sum_of_bits(octets.view(torch.int64)) + weight.numel()  # padding is no value
+    return sum_of_bits(octets.view(torch.int64)) + weight.numel()  # tells padding from zeros
 
 
 def _mixed(values: torch.Tensor) -> torch.Tensor:
-    """Values mixed with their places, so that no swap leaves the sum as it was. Products wrap around, and odd factors
-    lose nothing of a number (splitmix64, Steele et al., OOPSLA 2014)."""
+    """Mixes values with their indices, so that swapped values change the sum. Products wrap around, and odd factors
+    lose no information (splitmix64, Steele et al., OOPSLA 2014)."""
     mixed = values + torch.arange(1, values.numel() + 1, device=values.device) * _SPREAD
     mixed = (mixed ^ (mixed >> 30)) * _SPREAD
     return (mixed ^ (mixed >> 27)) * _SPREAD

@@ -1,1 +1,1 @@
-"""Answers of a model whose prompts lie over ranks: generation, remembered documents, scores."""
+"""Answers for prompts that are sharded over ranks: generation, remembered documents, scores."""

@@ -1,4 +1,4 @@
-"""`remember`: a document read once, whose keys and values stay on the ranks, for any number of questions."""
+"""`remember`: reads a document once and keeps its keys and values on the ranks, for any number of questions."""
 
 import json
 import zlib
@@ -31,7 +31,7 @@ _ABOUT, _DOCUMENT = "memory.json", "document.safetensors"
 _HELD = ("keys", "values", "positions")
 _REMEMBER_ANEW = "Call hf_burst.remember anew."
 _SAME_DOCUMENT = "Give remember the same document on all ranks."
-# entries of configs which no hidden state follows from, in evaluation, beside rates of dropout
+# config entries that do not affect hidden states in evaluation; dropout rates are skipped, too
 _UNREAD = {
     *("_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype", "initializer_range"),
     *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
@@ -41,14 +41,14 @@ _UNREAD = {
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """A document that a model has read. Its keys and values lie on the ranks of a group; [`remember`] makes it.
+    """A document that a model has read, with its keys and values on the ranks of a group. Made by [`remember`].
 
     Args:
         input_ids (`torch.LongTensor` of shape `(1, tokens)`): The document, on every rank.
-        logits (`torch.Tensor` of shape `(1, 1, vocabulary)`): The scores of the token behind it, on every rank.
-        layers (`tuple`): What this rank holds of each layer; `None` for one without keys of its own.
+        logits (`torch.Tensor` of shape `(1, 1, vocabulary)`): The logits of the token after it, on every rank.
+        layers (`tuple`): This rank's keys and values of each layer; `None` for a layer without its own keys.
         group ([`ContextGroup`]): The ranks.
-        about (`dict`): The class of the model, its config, and a checksum of the weights that it was read with.
+        about (`dict`): The model's class, its config, and a checksum of the weights that read the document.
     """
 
     input_ids: Tensor
@@ -58,31 +58,31 @@ class Document:
     about: Mapping[str, Any]
 
     def __len__(self) -> int:
-        """Its tokens."""
+        """Returns the number of tokens."""
         return self.input_ids.shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values that this rank holds."""
+        """The bytes of the keys and values that this rank holds."""
         held = [part for keys in self.layers if keys is not None for part in (keys.keys, keys.values)]
         return sum(part.nbytes for part in held)
 
     @property
     def number(self) -> int:
-        """A checksum of the document."""
+        """The checksum of the document."""
         return int(checksum({"input_ids": self.input_ids}))
 
     def cache(self) -> ShardedCache:
-        """A cache that begins with the document, and leaves it as it is."""
+        """Returns a cache that begins with the document and leaves the document unchanged."""
         return ShardedCache.of_document(self.group, len(self), self.layers)
 
     def check(self, model: PreTrainedModel, group: ContextGroup) -> None:
-        """Raises for another model, for weights or a config that have changed, and for other ranks. All ranks call it,
-        after they have agreed to: sharded weights are gathered one by one.
+        """Raises for another model, changed weights or config, or other ranks. All ranks must call it together, because
+        sharded weights are gathered one by one.
 
         Raises:
-            ConfigError: With what differs.
-            RankMismatchError: If it differs on another rank.
+            ConfigError: Names the difference.
+            RankMismatchError: If another rank finds a difference.
         """
         with agreed(group, device_of(model), "a comparison of weights with a document"):
             self._compare(about(model), group)
@@ -114,10 +114,10 @@ class Document:
             )
 
     def save(self, folder: str | Path) -> None:
-        """Writes the document to a folder, which all ranks reach. All ranks of the group call it.
+        """Writes the document to a folder that all ranks reach. All ranks of the group call it.
 
         Args:
-            folder (`str` or `Path`): Where; it is made.
+            folder (`str` or `Path`): The folder, created if missing.
         """
         folder = Path(folder)
         rank = self.group.rank
@@ -130,7 +130,7 @@ class Document:
                 for name in _HELD
             }
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / _ABOUT).unlink(missing_ok=True)  # until all of it is there
+            (folder / _ABOUT).unlink(missing_ok=True)  # written again when all files are complete
             save_file(held, folder / _file(rank, self.group.size))
             if rank == 0:
                 save_file({"input_ids": self.input_ids, "logits": self.logits}, folder / _DOCUMENT)
@@ -140,14 +140,14 @@ class Document:
 
     @classmethod
     def load(cls, model: nn.Module, folder: str | Path) -> "Document":
-        """Reads a document that [`save`] wrote, over any number of ranks. All ranks of the group call it.
+        """Reads a document that [`save`] wrote, also with another number of ranks. All ranks of the group call it.
 
         Args:
             model (`nn.Module`): The patched model that read the document, with the same weights and config.
-            folder (`str` or `Path`): Where it lies.
+            folder (`str` or `Path`): The folder of the document.
 
         Raises:
-            ConfigError: If the folder holds no whole document, or was written with another model, config or weights.
+            ConfigError: If the document is incomplete, or was written with another model, config or weights.
         """
         base, group = patched(model)
         device = device_of(base)
@@ -167,7 +167,7 @@ class Document:
             parts = [safe_open(folder / _file(rank, ranks), **where) for rank in range(ranks)]
             layers = list[Keys | None]()
             for number in range(known["layers"]):
-                there = f"{number}.keys" in parts[0].keys()  # noqa: SIM118 (of safetensors, no dict)
+                there = f"{number}.keys" in parts[0].keys()  # noqa: SIM118 (safetensors, not a dict)
                 dealt: Any = {name: _dealt(parts, f"{number}.{name}", group) for name in _HELD} if there else {}
                 layers.append(Keys(**dealt, before=True) if there else None)
             with safe_open(folder / _DOCUMENT, **where) as document:
@@ -180,7 +180,7 @@ class Document:
 def remember(model: nn.Module, input_ids: Tensor) -> Document:
     """Has a model read a document once, for any number of questions: `generate(..., document=document)`.
 
-    Every rank of the group calls it with the same document. It is read as a prompt of [`generate`], and its keys and
+    Every rank of the group calls it with the same document. The model reads it as a [`generate`] prompt. Keys and
     values stay on the ranks that computed them.
 
     Args:
@@ -191,9 +191,9 @@ def remember(model: nn.Module, input_ids: Tensor) -> Document:
         [`Document`]
 
     Raises:
-        BatchError: If the document is empty, or more than one.
-        UnsupportedModelError: As [`generate`], and if layers have a state, or positions depend on the longest one or on
-            the token that pads.
+        BatchError: If the document is empty, or there are several.
+        UnsupportedModelError: As [`generate`], and for recurrent layers or positions that depend on the longest
+            position or on the padding token.
 
     Example:
 
@@ -210,7 +210,7 @@ def remember(model: nn.Module, input_ids: Tensor) -> Document:
             raise BatchError(f"{len(input_ids)} documents were given. Remember each by itself.")
         _check_positions(ModelView(base))
         found.add("document (checksum)", checksum({"input_ids": input_ids}), _SAME_DOCUMENT)
-    known = about(base)  # sharded weights are gathered, so all ranks must have come here
+    known = about(base)  # gathers sharded weights, so all ranks must arrive here
     config = {f"config.{name}": value for name, value in known["config"].items()}
     group.agree({**known, **config, "config": None}, None, device, doing="remember")
     cache = ShardedCache(group)
@@ -221,7 +221,7 @@ def remember(model: nn.Module, input_ids: Tensor) -> Document:
 
 
 def _check_positions(view: ModelView) -> None:
-    """Raises for a model that reads a question elsewhere behind a document than in one prompt with it."""
+    """Raises if a model would read a question after a document otherwise than in one prompt with it."""
     name = type(view.root).__name__
     why = ""
     if recurrent_modules(view):
@@ -241,7 +241,7 @@ def _check_positions(view: ModelView) -> None:
 
 
 def with_document(document: Document, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The batch of one process: document and question in each row, padded on the left; and its mask.
+    """Returns the batch of a single process, with document and question in each row, padded on the left, and its mask.
 
     Raises:
         BatchError: If questions are empty or not padded on the left.
@@ -255,12 +255,12 @@ def with_document(document: Document, input_ids: Tensor, attention_mask: Tensor 
     hidden = input_ids.new_zeros(len(input_ids)) if attention_mask is None else (attention_mask == 0).sum(1)
     padding = hidden[:, None].to(input_ids)
     place = torch.arange(whole.shape[1], device=input_ids.device)
-    source = torch.where(place < padding + len(document), place - padding, place)  # questions stay in their places
+    source = torch.where(place < padding + len(document), place - padding, place)  # questions keep their columns
     return whole.gather(1, torch.where(place < padding, place + len(document), source)), (place >= padding).long()
 
 
 def _entries(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """The entries of a config, and of configs inside of it, that may change hidden states."""
+    """Yields the entries of a config and its sub-configs that may change hidden states."""
     for name, value in values.items():
         if isinstance(value, Mapping) and name not in _UNREAD:
             yield from _entries({str(key): inner for key, inner in value.items()}, f"{path}{name}.")
@@ -269,10 +269,10 @@ def _entries(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, A
 
 
 def about(model: PreTrainedModel) -> dict[str, Any]:
-    """The class of a model, its config, and a checksum of what else its keys follow from: weights, buffers, adapters
-    that are at work and the precision of autocast. All ranks that share weights call it."""
+    """Returns a model's class, its config, and a checksum of all else that determines its keys: weights, buffers,
+    active adapters and the autocast dtype. All ranks that share weights call it."""
     view = ModelView(model)
-    for unit in view.units_of_fsdp2:  # a pass may have left weights whole, and not on all ranks
+    for unit in view.units_of_fsdp2:  # a pass may have left weights gathered on some ranks only
         unit.reshard()
     device = device_of(model)
     precision = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
@@ -283,7 +283,7 @@ def about(model: PreTrainedModel) -> dict[str, Any]:
     for weight in chain(model.parameters(), model.buffers()):  # rotary frequencies and routers' biases are buffers
         there: Any = weight.to(device) if isinstance(weight, DTensor) else weight
         whole = there.full_tensor() if isinstance(there, DTensor) else there
-        if id(weight) in idle:  # gathered all the same, as it may be at work on another rank
+        if id(weight) in idle:  # gathered anyway, because it may be active on another rank
             continue
         whole = torch.view_as_real(whole) if whole.is_complex() else whole
         total = total * 31 + sum_of_octets(whole).to(total.device)
@@ -297,9 +297,9 @@ def _file(rank: int, ranks: int) -> str:
 
 
 def _dealt(parts: list[Any], name: str, group: ContextGroup) -> Tensor:
-    """This rank's share of a tensor that lies in several files, along its tokens: as many on each rank."""
+    """Returns this rank's share of a tensor that several files hold: an equal part along the tokens."""
     slices = [part.get_slice(name) for part in parts]
-    dim = max(1, len(slices[0].get_shape()) - 2)  # of keys and values, or of positions
+    dim = max(1, len(slices[0].get_shape()) - 2)  # keys and values, or positions
     sizes = [piece.get_shape()[dim] for piece in slices]
     first, last = (sum(sizes) * rank // group.size for rank in (group.rank, group.rank + 1))
     pieces, start = [], 0

@@ -1,4 +1,4 @@
-"""What ranks tell each other behind each token: whether it is the same, whether to stop, and what went wrong on one."""
+"""Messages between ranks after each token: whether tokens agree, whether to stop, and errors of single ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,21 +15,21 @@ from ..sharded_cache import ShardedCache
 
 
 class EachToken(StoppingCriteria):
-    """Has all ranks stop where the criteria of the first rank say so. An error of a streamer, a criterion or a logits
-    processor on one rank is raised on all. Every rank makes one."""
+    """Stops all ranks when the first rank's criteria say so. An error of a streamer, criterion or logits processor on
+    one rank is raised on all. Every rank makes one."""
 
     def __init__(
         self, criteria: Sequence[StoppingCriteria], group: ContextGroup, device: torch.device, cache: ShardedCache
     ) -> None:
         self.criteria, self.group, self.device = StoppingCriteriaList(criteria), group, device
-        self.error: BaseException | None = None  # of this rank, which the others do not know of
+        self.error: BaseException | None = None  # this rank's error, unknown to the others
         self.length = 0
         self.cache = cache
-        self.compared = cache.get_seq_length()  # as long as when ranks last compared a token
-        cache.compares = not cache.is_read  # questions are compared before their pass
+        self.compared = cache.get_seq_length()  # cache length at the last comparison of tokens
+        cache.compares = not cache.is_read  # questions to a document are compared before their pass
         ends: Any = next((each for each in criteria if hasattr(each, "eos_token_id")), None)
         self.stops, pads = group.gather((bool(criteria), ends is not None), device, "generate")[0]
-        if pads:  # rows that end, as generate looks for this name
+        if pads:  # generate pads finished rows only if this attribute exists
             self.eos_token_id = getattr(ends, "eos_token_id", None)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
@@ -44,18 +44,18 @@ class EachToken(StoppingCriteria):
         return done.bool().to(input_ids.device)
 
     def note(self, function: Callable[..., Any], *args: Any) -> None:
-        """Calls a function of the user's. Its error waits until all ranks hear of it, and ends such calls."""
+        """Calls a user's function. Its error is kept until all ranks hear of it, and prevents further calls."""
         if self.error is None:
             try:
                 function(*args)
-            except BaseException as problem:  # also when the user interrupts
+            except BaseException as problem:  # including KeyboardInterrupt
                 self.error = problem
 
     def tell(self, problem: BaseException, begun: bool) -> None:
-        """Tells the other ranks of an error between two passes, and of an interrupt anywhere.
+        """Tells the other ranks of an error between two passes, or of an interrupt anywhere.
 
-        The other ranks wait before the prompt is read, if no pass has `begun`; or where tokens are compared, before the
-        pass of questions to a document and behind any other; or else in the middle of a pass, which is ended there.
+        If no pass has `begun`, the others wait before the prompt is read. Between passes they wait where tokens are
+        compared: before the pass of questions to a document, after any other. Within a pass, that pass is ended.
         """
         cache = self.cache
         if problem is self.error or isinstance(problem, RankMismatchError | LostRankError) or self.group.broken:
@@ -72,7 +72,7 @@ class EachToken(StoppingCriteria):
             self.group.interrupted(problem)
 
     def end(self) -> None:
-        """After the last token, on all ranks."""
+        """Raises any rank's error on all ranks, after the last token."""
         self.cache.compares = False
         self.group.agree({}, self.error, self.device, doing="generate")
 
@@ -83,7 +83,7 @@ class EachToken(StoppingCriteria):
 
 
 class NotedStreamer(BaseStreamer):
-    """The streamer of the first rank. Its errors wait until all ranks hear of them."""
+    """The first rank's streamer. Its errors are kept until all ranks hear of them."""
 
     def __init__(self, streamer: BaseStreamer, each: EachToken) -> None:
         self.streamer, self.each = streamer, each
@@ -96,7 +96,7 @@ class NotedStreamer(BaseStreamer):
 
 
 class StreamerBehind(BaseStreamer):
-    """A streamer that gets the question first, where `generate` hands document and question."""
+    """A streamer that receives only the question, although `generate` passes document and question."""
 
     def __init__(self, streamer: BaseStreamer, question: Tensor) -> None:
         self.streamer, self.question, self.begun = streamer, question.cpu(), False

@@ -1,4 +1,4 @@
-"""One vector of each document of a batch, over ranks, without its hidden states being gathered."""
+"""Pools one vector per document over ranks, without gathering hidden states."""
 
 import inspect
 from collections.abc import Mapping
@@ -19,31 +19,31 @@ _OF_LOSSES = ("labels", "num_items_in_batch")
 def embeddings(
     model: nn.Module, batch: Mapping[str, Any], pooling: Literal["first", "last", "mean"] = "last"
 ) -> Tensor:
-    """The embedding of each document of a batch, pooled from hidden states that lie on several ranks.
+    """Returns the embedding of each document of a batch, pooled from hidden states that are sharded over ranks.
 
-    Every rank of the group calls it with the same batch, or with its shard of one ([`BurstCollator`]). Each pools its
-    own tokens, and one exchange of a vector a document adds up. Gradients are those of the whole batch, once a
-    data-parallel wrapper has averaged them over ranks, for contrastive losses and others. To evaluate, call it within
-    `torch.no_grad()`, after `model.eval()`.
+    Every rank of the group calls it with the same batch, or with its shard of one ([`BurstCollator`]). Each rank pools
+    its own tokens, and one exchange of a vector per document adds them up. After a data-parallel wrapper has averaged
+    gradients over ranks, they are those of the whole batch, for contrastive and other losses. To evaluate, call it
+    within `torch.no_grad()`, after `model.eval()`.
 
     Args:
-        model (`nn.Module`): A model that [`patch_model`] patched, with adapters or not, or what `accelerator.prepare`
-            made of it. Of a model with a head (`AutoModelForCausalLM`, a classifier) the base model runs alone. The
-            head gets no gradient: freeze it, or give `DistributedDataParallel` `find_unused_parameters=True`.
-        batch (mapping): A full batch, or a shard. A row is one document, padded on either side or not, or several
-            packed ones (`position_ids` that start anew, `cu_seq_lens_q`, `seq_idx`). Labels are not read.
-        pooling (`str`, defaults to `"last"`): What stands for a document: the state of its first or its last token, or
-            the mean of all. Padding does not count.
+        model (`nn.Module`): A model that [`patch_model`] patched, with or without adapters, or the result of
+            `accelerator.prepare`. If the model has a head (`AutoModelForCausalLM`, a classifier), only its base model
+            runs. The head gets no gradient: freeze it, or set DDP's `find_unused_parameters=True`.
+        batch (mapping): A full batch, or a shard. A row is one document, possibly padded on either side, or several
+            packed ones (`position_ids` that restart, `cu_seq_lens_q`, `seq_idx`). Labels are not read.
+        pooling (`str`, defaults to `"last"`): The vector of a document: the state of its first or its last token, or
+            the mean of all its tokens. Padding does not count.
 
     Returns:
         `torch.Tensor` of shape `(documents, hidden_size)`, in the order of the batch, in fp32 (fp64 for a model in
         fp64), the same on every rank.
 
     Raises:
-        ConfigError: If the model is not patched, or there is no such pooling.
+        ConfigError: If the model is not patched, or the pooling is unknown.
         UnsupportedModelError: If the model has a head and no base model, or DeepSpeed ZeRO-3 shards its weights.
-        BatchError: If a document has no token, or texts were joined when the batch was sharded.
-        RankMismatchError: If ranks have other batches or other poolings.
+        BatchError: If a document has no tokens, or texts were joined when the batch was sharded.
+        RankMismatchError: If batches or poolings differ between ranks.
 
     Example:
 
@@ -69,8 +69,7 @@ def embeddings(
 
 
 class _BaseModel(Override):
-    """Stands for the forward of a model with a head: that of its base model, in the precision that accelerate's forward
-    would have."""
+    """Runs the base model in place of a model with a head, in the precision of accelerate's forward."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self.module

@@ -1,4 +1,4 @@
-"""`generate`: the tokens of `model.generate`, for prompts that lie over ranks."""
+"""`generate`: the tokens of `model.generate`, for prompts that are sharded over ranks."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -35,7 +35,7 @@ from .step_graphs import stepping
 from .weights import gathered_once
 
 _OF_OTHER_CACHES = ("cache_implementation", "prefill_chunk_size")
-_OF_USERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")  # code of theirs
+_OF_USERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")  # users' code
 _QUESTIONS = ("input_ids", "attention_mask")
 _SAME_PROMPTS = "Give generate the same prompt and the same settings on all ranks of a group."
 
@@ -50,37 +50,37 @@ def generate(
     cuda_graphs: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """As `model.generate`, for a prompt that lies over all ranks of the group. `model.generate` itself stays as it is.
+    """Generates as `model.generate`, which stays unchanged, for a prompt sharded over the ranks of a group.
 
-    Every rank of the group calls it with the same arguments, and gets the same result: the tokens of one process. The
-    prompt is read by the schedules of training. Its keys and values stay on the ranks that computed them; new tokens
-    are computed on every rank, and dealt out. Beams and return sequences share the keys of their prompt.
+    Every rank of the group calls it with the same arguments and gets the same result, the tokens of a single process.
+    The prompt is read by the schedules of training. Its keys and values stay on the ranks that computed them. Every
+    rank computes new tokens, and their keys are distributed. Beams and return sequences share their prompt's keys.
 
-    Weights that FSDP2 shards are gathered once, and then whole on every rank until the end.
+    Weights that FSDP2 shards are gathered once, and stay gathered on every rank until the end.
 
-    Sampling takes the random numbers of the first rank. Streamers and `stopping_criteria` are those of the first rank,
-    too; logits processors run on every rank. What one of them raises on one rank ends the call on all.
+    Sampling uses the first rank's random numbers. Streamers and `stopping_criteria` run on the first rank only, logits
+    processors on every rank. An error of any of them ends the call on all ranks.
 
     Args:
-        model (`nn.Module`): A causal language model that [`patch_model`] patched, or what `accelerator.prepare` made of
-            it, in evaluation (`model.eval()`).
+        model (`nn.Module`): A causal language model that [`patch_model`] patched, or the result of
+            `accelerator.prepare`, in evaluation mode (`model.eval()`).
         inputs (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): The prompts, as `input_ids`. Pad them on the
-            left, with an `attention_mask`. With a document they are questions to it.
-        document ([`Document`], *optional*): What stands before each prompt, and is read once for all. Lengths
-            (`max_length`) and logits processors count it; what is returned begins with the question.
-        cuda_graphs (`bool`, defaults to `True`): Whether to record a step of one token as CUDA graphs on a GPU, and to
-            play them for later ones. Scores are the same up to rounding. Steps that cannot be recorded run as they are,
-            and the log (`INFO`) says why: weights of several ranks (FSDP2) or on several GPUs, autocast,
-            `torch.compile`, hooks, or a model that waits for the GPU. Python code of the model does not run in played
-            steps. A `GenerationConfig` may hold it, too.
-        kwargs: Those of `model.generate`.
+            left, with an `attention_mask`. If a document is given, they are questions about it.
+        document ([`Document`], *optional*): A document before every prompt, read once for all. Lengths (`max_length`)
+            and logits processors count it; the result begins with the question.
+        cuda_graphs (`bool`, defaults to `True`): Whether to record a one-token step as CUDA graphs on a GPU and to
+            replay them for later tokens. Scores are equal up to rounding. Steps that cannot be recorded run normally,
+            and the log (`INFO`) says why: weights sharded over ranks (FSDP2) or on several GPUs, autocast,
+            `torch.compile`, hooks, or a model that waits for the GPU. Replayed steps run none of the model's Python
+            code. A `GenerationConfig` may also set it.
+        kwargs: Arguments of `model.generate`.
 
     Returns:
-        What `model.generate` returns.
+        The result of `model.generate`.
 
     Raises:
-        ConfigError: If the model is not patched, is in training, or an argument is not served.
-        UnsupportedModelError: If the model has Mamba1 layers, or takes no cache, or DeepSpeed ZeRO-3 shards its
+        ConfigError: If the model is not patched or in training mode, or an argument is not supported.
+        UnsupportedModelError: If the model has Mamba1 layers or takes no cache, or if DeepSpeed ZeRO-3 shards its
             weights.
         BatchError: If the prompt is empty, or holds more than text.
         RankMismatchError: If the ranks were given different prompts or settings.
@@ -117,7 +117,7 @@ def generate(
     with same_random_numbers(group, device_of(base)), gathered_once(base), steps, without_rope_deltas(base):
         try:
             found: Any = base.generate(**own | {cache_key(base): cache})  # type: ignore[operator]
-        except BaseException as problem:  # also when the user interrupts
+        except BaseException as problem:  # including KeyboardInterrupt
             if each is not None:
                 each.tell(problem, patch.passes > passes)
             raise
@@ -134,8 +134,8 @@ def _agree(
     twice: bool,
     cuda_graphs: bool,
 ) -> tuple[Tensor, ...]:
-    """Checks what this rank was given, and compares it with what others were. Returns questions with their document,
-    and their mask.
+    """Checks this rank's arguments and compares them with other ranks. Returns questions with their document, and the
+    mask.
 
     Args:
         twice (`bool`): Whether the prompt was given twice.
@@ -153,7 +153,7 @@ def _agree(
 
 
 def _without(document: Document, questions: Tensor, found: Any) -> Any:
-    """What `model.generate` returned, without the document: behind the padding of a row, its question."""
+    """Removes the document from the result of `model.generate`: a row's padding, then its question, remain in front."""
     if not isinstance(found, Tensor):
         found.sequences = _without(document, questions, found.sequences)
         return found
@@ -162,7 +162,7 @@ def _without(document: Document, questions: Tensor, found: Any) -> Any:
 
 
 def _questions(model: PreTrainedModel, document: Document, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Questions with their document, and their mask."""
+    """Returns questions with their document, and their mask."""
     others = [name for name in prompt_tensors(kwargs) if name not in _QUESTIONS]
     if kwargs.get("input_ids") is None or others:
         given = ", ".join(others) or "no input_ids"
@@ -179,8 +179,8 @@ def _questions(model: PreTrainedModel, document: Document, kwargs: Mapping[str, 
 def on_ranks(
     model: PreTrainedModel, group: ContextGroup, kwargs: Mapping[str, Any], cache: ShardedCache
 ) -> tuple[dict[str, Any], EachToken | None]:
-    """The arguments of `model.generate` on this rank, where what only the first rank may know is asked of it; and what
-    asks it."""
+    """Returns this rank's arguments of `model.generate`, with streamer and criteria on the first rank only, and the
+    [`EachToken`] that runs them."""
     own = dict(kwargs)
     if asked(model, kwargs, "use_cache") is False:  # a checkpoint's config says so
         own["use_cache"] = True
@@ -189,7 +189,7 @@ def on_ranks(
         return own, None
     limit = asked(model, kwargs, "max_time")
     criteria = list(own.get("stopping_criteria") or ())
-    if limit is not None:  # of a clock that ranks do not share
+    if limit is not None:  # the ranks' clocks differ
         criteria.append(MaxTimeCriteria(limit))
         own["max_time"] = None
         if own.get("generation_config") is not None:
@@ -204,7 +204,7 @@ def on_ranks(
 
 @contextmanager
 def same_random_numbers(group: ContextGroup, device: torch.device) -> Iterator[None]:
-    """Draws the random numbers of the first rank on all ranks. Those that had others then go on with their own."""
+    """Uses the first rank's random state on all ranks. Ranks with another state restore it afterwards."""
     if group.size == 1:
         yield
         return

@@ -1,5 +1,4 @@
-"""Numbers of single tokens over ranks, their losses or divergences from a teacher, with a gradient; and losses behind a
-document that was read before."""
+"""Per-token losses and teacher divergences over ranks, with gradients, and losses after a remembered document."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -23,7 +22,7 @@ from ..view import device_of, inner_modules
 from .document import Document, with_document
 from .settings import agreed, cache_key, check, patched
 
-# tensors as wide as the vocabulary, of the tokens that a divergence takes at a time
+# vocabulary-sized tensors per token that a divergence needs at a time
 _WIDE = {"forward_kl": 6, "reverse_kl": 6, "jsd": 12}
 
 
@@ -34,28 +33,28 @@ def token_losses(
     weights: Tensor | None = None,
     document: Document | None = None,
 ) -> Tensor:
-    """The cross-entropy of every token of a batch, over all ranks that share it, for losses of one's own.
+    """Returns the cross-entropy of every token of a batch, over all ranks that share it, for custom losses.
 
     Every rank of the group calls it with the same batch, or with its shard of one ([`BurstCollator`]). Ranks score
-    their own tokens, some at a time, and exchange one number a token. Gradients are as those of the model's loss: of
-    the whole batch, once a data-parallel wrapper has averaged them over ranks. To evaluate, call it within
+    their own tokens in chunks, and exchange one number per token. As with the model's loss, gradients are those of the
+    whole batch after a data-parallel wrapper has averaged them over ranks. To evaluate, call it within
     `torch.no_grad()`, after `model.eval()`.
 
     Args:
-        model (`nn.Module`): A model that [`patch_model`] patched, or what `accelerator.prepare` made of it.
+        model (`nn.Module`): A model that [`patch_model`] patched, or the result of `accelerator.prepare`.
         batch (mapping): A full batch, see [`shard_batch`], or a shard, with `labels`.
-        weights (`torch.Tensor` of shape `(batch, tokens)`, *optional*): What the loss of each label of the whole batch
-            is multiplied with, the same on every rank. Nothing is divided.
-        document ([`Document`], *optional*): What stands before each row; the batch is then `input_ids` and `labels`,
+        weights (`torch.Tensor` of shape `(batch, tokens)`, *optional*): Factors for the losses of the whole batch's
+            labels, the same on every rank. They are not normalized.
+        document ([`Document`], *optional*): A document before each row; the batch is then `input_ids` and `labels`,
             with an `attention_mask` if it is padded on the left. Every rank scores all of it, without a gradient.
 
     Returns:
         `torch.Tensor` of shape `(batch, tokens)` of the whole batch, in nats, fp32 (fp64 for a model in fp64), the same
-        on every rank. Each value stands where its label does. It is 0 where nothing is predicted: labels of -100, and
-        the first token of a row for a causal model, unless a document stands before it.
+        on every rank. Each value has its label's place. It is 0 where nothing is predicted: at labels of -100, and at
+        the first token of a row for a causal model without a document.
 
     Raises:
-        ConfigError: If the model is not patched or has no language-model head, or another model has read the document.
+        ConfigError: If the model is not patched, has no language-model head, or did not read the document.
         BatchError: If there are no labels, or the weights do not fit.
         RankMismatchError: If labels or weights differ between ranks.
 
@@ -80,10 +79,10 @@ def token_divergences(
     temperature: float = 1.0,
     beta: float = 0.5,
 ) -> Tensor:
-    """How far a model's distribution of each label's word is from that of a teacher, for distillation.
+    """Returns the divergence of a model from a teacher at every label, for distillation.
 
-    As [`token_losses`], with a gradient for the model alone. The teacher reads the batch first, without a gradient, and
-    scores the same tokens, some at a time.
+    It works as [`token_losses`], with a gradient for the model only. The teacher reads the batch first, without a
+    gradient, and scores the same tokens in chunks.
 
     Args:
         model (`nn.Module`): The student, patched.
@@ -91,17 +90,17 @@ def token_divergences(
         batch (mapping): As for [`token_losses`].
         kind (`str`, defaults to `"forward_kl"`): KL(teacher | student); for `"reverse_kl"` KL(student | teacher); for
             `"jsd"` the generalized Jensen-Shannon divergence of GKD (arXiv 2306.13649, equation 1).
-        top_k (`int`, *optional*): Both distributions are restricted to as many words, the likeliest for the teacher,
-            and add up to 1 over these. By default all words count.
+        top_k (`int`, *optional*): Restricts both distributions to the teacher's `top_k` likeliest tokens, and
+            renormalizes them. By default the whole vocabulary counts.
         temperature (`float`, defaults to 1.0): Divides the logits of both; the result is not multiplied by its square.
-        beta (`float`, defaults to 0.5): For `"jsd"` the share of the teacher in the mixture, above 0 and below 1.
+        beta (`float`, defaults to 0.5): The teacher's share in the mixture of `"jsd"`, above 0 and below 1.
 
     Returns:
-        `torch.Tensor` of shape `(batch, tokens)`, as [`token_losses`] returns.
+        `torch.Tensor` of shape `(batch, tokens)`, as in [`token_losses`].
 
     Raises:
         ConfigError: If a model is not patched, the vocabularies or groups differ, or the teacher's head is sharded.
-        BatchError: As [`token_losses`]; and if both models would cut the batch differently.
+        BatchError: As [`token_losses`], and if both models would shard the batch differently.
     """
     bad = None if top_k is None or (type(top_k) is int and top_k > 0) else f"top_k={top_k}, and needs at least 1"
     bad = bad if temperature > 0 else f"temperature={temperature}, and needs more than 0"
@@ -143,7 +142,7 @@ def token_divergences(
 
 
 def _with_head(model: nn.Module) -> Any:
-    """The patched model inside of a model, which scores words."""
+    """Returns the patched model inside a model; raises if it has no language-model head."""
     base, _ = patched(model)
     if getattr(base, PATCH).task.reads:
         raise ConfigError("The model has no language-model head, so its tokens have no losses. Load one with a head.")
@@ -189,7 +188,7 @@ def _divergences(
 
 @torch.no_grad()
 def _behind(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None, document: Document) -> Tensor:
-    """The losses of tokens that stand behind a document."""
+    """Returns the losses of tokens after a document."""
     base, group = patched(model)
     ids, mask, labels = (batch.get(name) for name in ("input_ids", "attention_mask", "labels"))  # type: Any, Any, Any
     with agreed(group, device_of(base), "token_losses behind a document") as found:
@@ -215,7 +214,7 @@ def _behind(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None, 
         **{cache_key(base): document.cache()},
         use_cache=True,
     ).logits
-    padding = shown.shape[1] - shown.sum(1)  # the first token of a row is predicted by the document alone
+    padding = shown.shape[1] - shown.sum(1)  # the document alone predicts the first token of a row
     before = functional.pad(logits, (0, 0, 1, 0))[:, :-1]
     first = torch.arange(new, device=logits.device) == padding[:, None]
     before = torch.where(first[..., None], document.logits.to(logits), before)

@@ -1,4 +1,4 @@
-"""What is asked of an answer over ranks: the patched model, arguments that are not served, what ranks must share."""
+"""Settings of answers over ranks: the patched model, unsupported arguments, and what ranks must have in common."""
 
 import inspect
 import zlib
@@ -23,9 +23,9 @@ from ..sharded_cache import ShardedCache
 from ..spread.heads import is_partitioned
 from ..view import ModelView, find_inside, inner_modules
 
-_SETTINGS = frozenset(vars(GenerationConfig()))  # which may be tensors, such as eos_token_id
+_SETTINGS = frozenset(vars(GenerationConfig()))  # settings that may be tensors, such as eos_token_id
 _TEXT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
-# arguments of `model.generate`, and what to do without them
+# unsupported arguments of `model.generate`, and the reason or alternative
 _REFUSED = {
     **dict.fromkeys(CACHE_KEYS, "The cache over ranks is made here."),
     "cache_implementation": "The cache over ranks is made here.",
@@ -39,10 +39,10 @@ _REFUSED = {
 
 
 def patched(model: nn.Module) -> tuple[PreTrainedModel, ContextGroup]:
-    """The patched model inside of a model, and the ranks that share its sequences.
+    """Returns the patched model inside a model, and the ranks that share its sequences.
 
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If no model inside is patched.
     """
     found = find_inside(model, PATCH)
     if found is None:
@@ -52,19 +52,19 @@ def patched(model: nn.Module) -> tuple[PreTrainedModel, ContextGroup]:
 
 @contextmanager
 def agreed(group: ContextGroup, device: torch.device, doing: str) -> Iterator[Agreement]:
-    """Compares, at its end, what was found inside and must be equal on all ranks. An error or an interrupt of one rank
-    is raised on all."""
+    """Yields an [`Agreement`] for facts that must be equal on all ranks, and compares it at the end. An error or
+    interrupt of one rank is raised on all."""
     found = Agreement()
     error: BaseException | None = None
     try:
         yield found
-    except BaseException as problem:  # whatever it is, the other ranks must not wait for this one
+    except BaseException as problem:  # the other ranks must not wait for this one
         error = problem
     group.agree(found.facts, error, device, 0, found.checksums, found.advice, doing)
 
 
 def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
-    """Raises for a model and arguments that are not served."""
+    """Raises for unsupported models and arguments."""
     if not getattr(model, PATCH).task.generates:
         raise UnsupportedModelError(f"{type(model).__name__} predicts masked tokens and generates none.")
     if model.training:
@@ -94,10 +94,10 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     check_same_passes(model, resolve_group(getattr(model, PATCH).group))
     for name, why in _REFUSED.items():
         given = kwargs.get(name)
-        if given is not None if name in CACHE_KEYS else given:  # an empty cache is false, too
+        if given is not None if name in CACHE_KEYS else given:  # an empty cache is falsy
             raise ConfigError(f"generate over ranks was given {name}={_short(kwargs[name])}. {why} Leave it out.")
     use_cache = kwargs.get("use_cache")
-    if use_cache is not None and _short(use_cache) not in ("True", "1"):  # a tensor may say so, too
+    if use_cache is not None and _short(use_cache) not in ("True", "1"):  # it may be a tensor
         said = f"generate over ranks was given use_cache={_short(use_cache)}"
         raise ConfigError(f"{said}. It needs its cache: leave that out.")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -115,7 +115,7 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
 
 
 def cache_key(model: PreTrainedModel) -> str:
-    """The name by which a model takes a cache; raises if it takes none."""
+    """Returns the name of a model's cache argument; raises if there is none."""
     taken = inspect.signature(type(model).forward).parameters
     for key in CACHE_KEYS:
         if key in taken:
@@ -127,14 +127,14 @@ def cache_key(model: PreTrainedModel) -> str:
 
 
 def asked(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
-    """A setting of generation: of the arguments, of the config among them, or of the model."""
+    """Returns a generation setting, from the arguments, their config or the model's config, in this order."""
     configs = kwargs.get("generation_config"), model.generation_config
     values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in values if value is not None), None)
 
 
 def adapted_modules(view: ModelView) -> list[tuple[str, nn.Module]]:
-    """The modules that have adapters of peft, with their paths."""
+    """Returns the modules with peft adapters, and their paths."""
     return [
         (path, module)
         for path, module in view.named
@@ -143,7 +143,7 @@ def adapted_modules(view: ModelView) -> list[tuple[str, nn.Module]]:
 
 
 def adapters_at_work(module: nn.Module) -> list[str]:
-    """Which adapters of a module are active or merged, and their scales; nothing if none is."""
+    """Returns a module's active adapters, merged adapters and scales; empty if no adapter is in use."""
     active, merged, scales = _active(module), getattr(module, "merged_adapters", []), getattr(module, "scaling", None)
     if not active and not merged:
         return []
@@ -152,7 +152,7 @@ def adapters_at_work(module: nn.Module) -> list[str]:
 
 
 def idle_weights(module: nn.Module) -> set[int]:
-    """The ids of weights and buffers of a module's adapters that are not active."""
+    """Returns the ids of weights and buffers of a module's inactive adapters."""
     held = [(name, value) for name, value in _of_adapters(module) if name not in _active(module)]
     modules = [value for _, value in held if isinstance(value, nn.Module)]
     inside = (weight for value in modules for weight in (*value.parameters(), *value.buffers()))
@@ -165,32 +165,32 @@ def _active(module: Any) -> list[str]:
 
 
 def _of_adapters(module: Any) -> list[tuple[str, Any]]:
-    """What a module has of each adapter, by its name."""
+    """Returns a module's layers and parameters of adapters, each with the adapter's name."""
     names = (*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ()))
     every: list[Any] = [getattr(module, name, None) for name in names]
     return [item for held in every if hasattr(held, "items") for item in held.items()]
 
 
 def copies_of(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> int:
-    """How many rows `generate` makes of each prompt."""
+    """Returns how many rows `generate` makes of each prompt."""
     return max(int(asked(model, kwargs, name) or 1) for name in ("num_beams", "num_return_sequences"))
 
 
 def new_cache(model: PreTrainedModel, group: ContextGroup, copies: int = 1) -> ShardedCache:
-    """An empty cache for a model, over the ranks."""
+    """Returns an empty cache for a model over the ranks."""
     config = model.config.get_text_config(decoder=True)
     return ShardedCache(group, copies, getattr(config, "number_of_conv_states", 1))
 
 
 def prompt_tensors(kwargs: Mapping[str, Any]) -> list[str]:
-    """The names of tensors that hold a value for each prompt, or token."""
+    """Returns the names of tensors that hold a value per prompt or token."""
     return [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _SETTINGS]
 
 
 @contextmanager
 def without_rope_deltas(model: nn.Module) -> Iterator[None]:
-    """Takes from a model what its latest call with images left, and puts it back. Transformers keeps how far images
-    moved the positions of later tokens (`rope_deltas`), and adds it wherever a cache is not empty."""
+    """Removes `rope_deltas` from a model, and restores them afterwards. Transformers keeps there how far images moved
+    later positions, and adds it whenever a cache is not empty."""
     kept: list[Any] = [(module, module.rope_deltas) for module in inner_modules(model) if "rope_deltas" in vars(module)]
     for module, _ in kept:
         module.rope_deltas = None
@@ -202,13 +202,13 @@ def without_rope_deltas(model: nn.Module) -> Iterator[None]:
 
 
 def settings_of(kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """Settings that must be equal on all ranks, apart from prompts, and from what only the first rank has."""
+    """Returns settings that must be equal on all ranks, without prompts and first-rank objects."""
     others = ("streamer", "stopping_criteria", *prompt_tensors(kwargs))
     return {name: _short(value) for name, value in kwargs.items() if name not in others}
 
 
 def _short(value: Any) -> str:
-    """A value as ranks compare it: plain ones, configs and tokenizers by content, other objects by their class."""
+    """Returns a comparable text of a value: content for plain values, configs and tokenizers, else the class name."""
     if isinstance(value, np.generic | np.ndarray | Tensor):
         return _short(value.tolist())
     if isinstance(value, GenerationConfig):  # JSON has no tensors
@@ -216,7 +216,7 @@ def _short(value: Any) -> str:
         vars(value).update({name: each.tolist() for name, each in vars(value).items() if isinstance(each, Tensor)})
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_short, value))}]"
-    if hasattr(value, "get_vocab"):  # by which stop_strings are found
+    if hasattr(value, "get_vocab"):  # a tokenizer, for stop_strings
         words = sorted(value.get_vocab().items())
         return f"{type(value).__name__} of {len(words)} tokens (checksum {zlib.crc32(str(words).encode()):x})"
     if hasattr(value, "to_dict") and not isinstance(value, GenerationConfig):  # such as a WatermarkingConfig

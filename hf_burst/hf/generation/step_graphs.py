@@ -1,12 +1,11 @@
-"""Steps of one token as CUDA graphs: the device gets a token's work at once, where Python takes longer to ask for it
-than the device to do it.
+"""Runs one-token steps as CUDA graphs, because Python launches a token's kernels more slowly than the GPU runs them.
 
-    steps 1 to 3    run as they are; layers make room in the first
-    step 4          runs with tensors at fixed places; then it is recorded, which computes nothing
-    step 5          runs, and is played with what it received from other ranks: if both differ, there is no recording
-    later steps     are played, until layers make more room
+    steps 1 to 3    run normally; layers allocate room in the first
+    step 4          runs with tensors at fixed addresses; then it is recorded, which computes nothing
+    step 5          runs, then is replayed with the same received data: if results differ, the recording is dropped
+    later steps     are replayed, until layers allocate more room
 
-A recording is cut where ranks exchange, so that they exchange as ever: no rank needs to know whether others record.
+A recording is split at exchanges, which run normally, so that no rank needs to know whether others record.
 """
 
 import logging
@@ -33,19 +32,19 @@ from .settings import adapted_modules, adapters_at_work
 
 logger = logging.getLogger(__name__)
 
-_AS_THEY_ARE = 2  # steps at the same places, since a recording costs as much time as some of them
-_MASK = "attention_mask"  # grows with each token; the cache knows the padding
-_KNOWN = ("hf_burst.", "transformers.")  # whose hooks may be recorded
+_AS_THEY_ARE = 2  # normal steps first, because a recording costs as much time as several
+_MASK = "attention_mask"  # left out: it grows with each token, and the cache knows the padding
+_KNOWN = ("hf_burst.", "transformers.")  # packages whose hooks may be recorded
 
 
 @lru_cache(maxsize=16)
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which steps are recorded: one, since libraries keep memory for each."""
+    """Returns the capture stream of a device: always the same, because libraries keep memory per stream."""
     return torch.cuda.Stream(device)
 
 
 class CudaGraphs:
-    """What a recording asks of CUDA."""
+    """The CUDA calls of a recording."""
 
     device_type = "cuda"
 
@@ -54,31 +53,31 @@ class CudaGraphs:
         self.stream, self.pool, self.under_way = _stream(device), torch.cuda.graph_pool_handle(), False
 
     def begin(self) -> Any:
-        """A graph that takes up what this thread asks for until its end."""
+        """Starts capturing this thread's work, and returns the graph."""
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(self.pool, capture_error_mode="thread_local")  # other threads ask the device, too
+        graph.capture_begin(self.pool, capture_error_mode="thread_local")  # other threads use the GPU, too
         self.under_way = True
         return graph
 
     def end(self, graph: Any) -> None:
-        """Ends the graph that was begun, if it has not ended.
+        """Ends the capture, unless it has already ended.
 
         Raises:
-            RuntimeError: If something was asked for that a graph cannot do.
+            RuntimeError: If a call cannot be captured.
         """
         if not self.under_way:
             return
         self.under_way = False
         try:
             graph.capture_end()
-        except BaseException:  # torch would go on to take memory for it
+        except BaseException:  # torch would keep allocating from the pool
             torch._C._cuda_endAllocateToPool(self.device, self.pool)
             torch._C._cuda_releasePool(self.device, self.pool)
             raise
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """A stream on which nothing else runs."""
+        """Switches to the capture stream, where nothing else runs."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             yield
@@ -87,7 +86,7 @@ class CudaGraphs:
     @staticmethod
     @contextmanager
     def noticed_waits() -> Iterator[list[str]]:
-        """Where a pass waits for the device, which a graph cannot."""
+        """Yields a list that receives the places where a pass waits for the GPU, which a graph cannot."""
         before, waits = torch.cuda.get_sync_debug_mode(), list[str]()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -104,7 +103,7 @@ class CudaGraphs:
 
 
 class Recording:
-    """A step on a device as graphs, and the exchanges between them."""
+    """A step as CUDA graphs, with the exchanges between them."""
 
     def __init__(self, device: torch.device) -> None:
         self.graphs = CudaGraphs(device)
@@ -113,17 +112,17 @@ class Recording:
         self.output: Any = None
 
     def record(self, run: Callable[[Exchange], Any]) -> None:
-        """Records what a function asks of the device.
+        """Records the GPU work of a function.
 
         Raises:
-            RuntimeError: If it asks for something that a graph cannot do.
+            RuntimeError: If a call in it cannot be captured.
         """
         with self.graphs.aside():
             self.last = self.graphs.begin()
             try:
                 self.output = run(self._cut)
             except BaseException:
-                with suppress(RuntimeError):  # of the same reason
+                with suppress(RuntimeError):  # has the same cause
                     self.graphs.end(self.last)
                 raise
             self.graphs.end(self.last)
@@ -136,7 +135,7 @@ class Recording:
         return received
 
     def play(self, exchange: Exchange) -> Any:
-        """What the step computes now."""
+        """Replays the step, and returns its output."""
         for graph, own, received, group in self.pieces:
             graph.replay()
             received.copy_(exchange(own, group))
@@ -145,10 +144,10 @@ class Recording:
 
 
 class StepGraphs(Override):
-    """The forward of a model in one call of `generate`.
+    """A model's forward within one call of `generate`.
 
     Args:
-        changing (`bool`): Whether code of users runs between steps, which may change the model.
+        changing (`bool`): Whether users' code runs between steps and may change the model.
     """
 
     def __init__(self, module: nn.Module, own: Any, changing: bool) -> None:
@@ -156,8 +155,8 @@ class StepGraphs(Override):
         update_wrapper(self, self.plain.func if isinstance(self.plain, partial) else self.plain)
         self.state = _state_of(module) if changing else lambda: None
         self.before: Any = None  # the state of the first step
-        self.seen: Any = None  # how it looked
-        self.steps = 0  # that looked so
+        self.seen: Any = None  # the signature of the last step
+        self.steps = 0  # number of steps with this signature
         self.inputs: dict[str, Any] = {}
         self.fixed: Fixed | None = None
         self.recording: Recording | None = None
@@ -195,7 +194,7 @@ class StepGraphs(Override):
         return output
 
     def _move(self, cache: ShardedCache, kwargs: Mapping[str, Any]) -> bool:
-        """Brings what differs between steps to its place, where layers have room for a token."""
+        """Copies inputs that change between steps to fixed addresses; returns whether layers have room for a token."""
         if self.fixed is None:
             self.fixed = cache.fixed_step()
             if self.fixed is None:
@@ -207,13 +206,13 @@ class StepGraphs(Override):
         return self.fixed is not None and self.fixed.move()
 
     def _run(self, fixed: Fixed, exchange: Exchange) -> Any:
-        """The step with tensors at fixed places."""
+        """Runs the step with tensors at fixed addresses."""
         with fixed.entered(exchange):
             return self.plain(**self.inputs)
 
     def _run_and_record(self, fixed: Fixed) -> Any:
         recording = Recording(fixed.positions.device)
-        with recording.graphs.aside(), CudaGraphs.noticed_waits() as waits:  # what libraries need there, they make now
+        with recording.graphs.aside(), CudaGraphs.noticed_waits() as waits:  # libraries allocate per stream
             output = self._run(fixed, exchanged)
         if waits or fixed.lent:
             waiting = f"the model waits for the device ({waits[0]})" if waits else ""
@@ -226,11 +225,11 @@ class StepGraphs(Override):
             self._give_up(repr(problem))
         else:
             self.recording = recording
-        fixed.took = took  # also if the recording ended in its middle
+        fixed.took = took  # also if the recording failed midway
         return output
 
     def _run_and_compare(self, cache: ShardedCache, fixed: Fixed, recording: Recording) -> Any:
-        """Runs a step, and plays it with what it received: what it sends, returns and keeps must be equal."""
+        """Runs a step, then replays it with the same received data; what it sends, returns and saves must be equal."""
         sent: list[Tensor] = []
         received: list[Tensor] = []
 
@@ -244,7 +243,7 @@ class StepGraphs(Override):
             return received[len(again) - 1]
 
         again: list[Tensor] = []
-        states = cache.state_tensors  # which each run of the step would move on
+        states = cache.state_tensors  # each run of the step would advance them
         before = [state.clone() for state in states]
         output = self._run(fixed, noted)
         after = [state.clone() for state in states]
@@ -266,9 +265,9 @@ class StepGraphs(Override):
 
 
 def _looks(cache: ShardedCache, kwargs: Mapping[str, Any]) -> Any:
-    """What must be the same in a step for a recording to be played; `None` for arguments that cannot be compared."""
+    """Returns the signature that a step must share with its recording; `None` for arguments that cannot be compared."""
     found: list[tuple[Any, ...]] = []
-    if cache.is_padded and kwargs.get("position_ids") is None:  # they may be counted by the mask, which is left out
+    if cache.is_padded and kwargs.get("position_ids") is None:  # positions may depend on the mask, which is left out
         return None
     for name, value in kwargs.items():
         if isinstance(value, Tensor):
@@ -289,7 +288,7 @@ def _copied(value: Any) -> Any:
 
 
 def _obstacle(model: nn.Module) -> str:
-    """Why steps of a model cannot be recorded; empty if nothing is known."""
+    """Returns why a model's steps cannot be recorded; empty if no reason is known."""
     devices = {weight.device for weight in model.parameters()}
     if {device.type for device in devices} != {CudaGraphs.device_type} or len(devices) > 1:
         return f"the model is on {', '.join(sorted(map(str, devices)))}"
@@ -304,27 +303,27 @@ def _obstacle(model: nn.Module) -> str:
             return f"{name or 'the model'} is compiled"
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         others = [hook for hook in hooks if not _module_of(hook).startswith(_KNOWN)]
-        if others or "_hf_hook" in vars(module):  # of accelerate
+        if others or "_hf_hook" in vars(module):  # accelerate's
             return f"{name or 'the model'} has a hook"
     return ""
 
 
 def _module_of(hook: Any) -> str:
-    """Where the function of a hook is written."""
+    """Returns the module name of a hook's function."""
     while isinstance(hook, partial):
         hook = hook.func
     return getattr(hook, "__module__", None) or ""
 
 
 def _state_of(model: nn.Module) -> Callable[[], list[Any]]:
-    """What users may change of a model, asked before each token: adapters and what `_inside` tells of modules."""
+    """Returns a function that reads, before each token, what users may change: adapters, and each module's state."""
     view = ModelView(model)
     adapted, modules = [module for _, module in adapted_modules(view)], list(map(vars, view.modules))
     return lambda: [list(map(adapters_at_work, adapted)), list(map(_inside, modules))]
 
 
 def _inside(own: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Mode, method, hooks and modules of a module, by its attributes, and where its weights lie."""
+    """Returns a module's mode, forward, hooks, submodules and weight addresses, from its attributes."""
     hooks = len(own["_forward_hooks"]), len(own["_forward_pre_hooks"])
     weights = (*own["_parameters"].values(), *own["_buffers"].values())
     places = [None if weight is None else weight.data_ptr() for weight in weights]
@@ -333,12 +332,12 @@ def _inside(own: Mapping[str, Any]) -> tuple[Any, ...]:
 
 @contextmanager
 def stepping(model: nn.Module, changing: bool) -> Iterator[None]:
-    """Has steps of one token of a model played as CUDA graphs, where they can be. Code of users that runs between steps
-    may be `changing` the model."""
+    """Replays one-token steps of a model as CUDA graphs where possible. `changing` says that users' code runs between
+    steps and may change the model."""
     obstacle = _obstacle(model)
     on_cpu = all(weight.is_cpu for weight in model.parameters())
     stepped = None if obstacle else StepGraphs.put(model, changing)
-    if obstacle and not (on_cpu and CudaGraphs.device_type == "cuda"):  # without a GPU nobody expects them
+    if obstacle and not (on_cpu and CudaGraphs.device_type == "cuda"):  # nobody expects them without a GPU
         logger.info("hf_burst generates without CUDA graphs: %s.", obstacle)
     try:
         yield

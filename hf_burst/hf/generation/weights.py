@@ -1,4 +1,4 @@
-"""Weights that FSDP2 shards, gathered once for all tokens of a call."""
+"""Gathers weights that FSDP2 shards once for all tokens of a call."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +11,10 @@ from ..view import ModelView
 
 @contextmanager
 def gathered_once(model: nn.Module) -> Iterator[None]:
-    """Lets FSDP2 keep the weights that the first pass gathers, until the end. Every rank then holds all of them, and
-    ranks that share weights, but no prompt, need not generate as many tokens."""
+    """Makes FSDP2 keep the weights that the first pass gathers, until the end. Every rank then holds all weights, so
+    ranks that share weights but no prompt may generate different numbers of tokens."""
     modules = ModelView(model).units_of_fsdp2
-    states: list[Any] = [module._get_fsdp_state() for module in modules]  # torch has no public way to ask
+    states: list[Any] = [module._get_fsdp_state() for module in modules]  # torch has no public accessor
     before = [(state, state._auto_reshard_after_forward) for state in states]
     groups = [(state, group, group.post_forward_mesh_info) for state in states for group in _groups(state)]
     for module in modules:
@@ -31,6 +31,6 @@ def gathered_once(model: nn.Module) -> Iterator[None]:
 
 
 def _groups(state: Any) -> list[Any]:
-    """The groups of weights that a module gathers together; torch 2.11 has one a module."""
+    """Returns the parameter groups that a module gathers together; torch 2.11 has one per module."""
     several = getattr(state, "_fsdp_param_groups", None)
     return list(several) if several is not None else [state._fsdp_param_group] * (state._fsdp_param_group is not None)

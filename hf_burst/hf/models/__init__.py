@@ -1,1 +1,1 @@
-"""Which models are served, and how their functions are found."""
+"""Supported models, and how to find their functions."""

@@ -1,4 +1,4 @@
-"""What may go past the functions that patching puts in place: forwards that were replaced, and attention functions."""
+"""Checks for code that would bypass the patch: replaced forwards and custom attention functions."""
 
 import inspect
 import sys
@@ -15,11 +15,11 @@ from ..attention import NAME
 from ..view import ModelView
 from .recurrent import COUNTERPARTS, recurrent_modules
 
-_WRAPPERS = ("torch.", "accelerate.", "transformers.utils.")  # which autocast, compile, convert what is returned
+_WRAPPERS = ("torch.", "accelerate.", "transformers.utils.")  # decorators for autocast, compile, output conversion
 
 
 def function_name(function: Any) -> str:
-    """The module and name of a function or method, inside of what known libraries wrap it in."""
+    """Returns the module and name of a function or method, without the wrappers of known libraries."""
     while True:
         if isinstance(function, partial):
             function = function.func
@@ -33,15 +33,14 @@ def function_name(function: Any) -> str:
 
 
 def forward_name(module: nn.Module) -> str:
-    """The function that runs where a module is called, see [`function_name`]."""
+    """Returns the name of the function that runs when the module is called, see [`function_name`]."""
     return function_name(vars(module).get("forward") or type(module).forward)
 
 
 def attention_modules(reader: ModelView) -> dict[nn.Module, str]:
-    """The modules of a language model that call an attention function of Transformers, and their paths.
+    """Returns the modules of a language model that call an attention function of Transformers, with their paths.
 
-    All of them say by `is_causal` how far their queries see. Classes from elsewhere may lack it, and are known by their
-    name.
+    Transformers' own classes set `is_causal`. Custom classes may lack it, so they are recognised by their name.
     """
     found = {module: path for path, module in reader.named if _says_is_causal(module)}
     inside = {inner for module in found for inner in reader.inside(module)}
@@ -54,12 +53,12 @@ def attention_modules(reader: ModelView) -> dict[nn.Module, str]:
 
 
 def _says_is_causal(module: nn.Module) -> bool:
-    """Whether the module itself does: wrappers of peft hand on the attributes of what they wrap."""
+    """Returns whether the module itself sets `is_causal`; peft's wrappers only forward the attribute."""
     return "is_causal" in vars(module) or hasattr(type(module), "is_causal")
 
 
 def check_attention_functions(view: ModelView) -> None:
-    """Raises for an attention function that is neither one of Transformers nor ours: what it does would be lost."""
+    """Raises for a custom attention function, because the patch would replace it and lose what it computes."""
     of_model = view.root.config._attn_implementation
     for module in view.find(attention_modules):
         name = getattr(getattr(module, "config", None), "_attn_implementation", of_model)
@@ -87,7 +86,7 @@ def check_attention_functions(view: ModelView) -> None:
 
 
 def check_recurrent_sources(view: ModelView) -> None:
-    """Raises for a recurrent class whose forward was replaced, by which it is not known as recurrent any more."""
+    """Raises if a recurrent layer's forward was monkey-patched, because the layer is then no longer recognised."""
     kinds: set[Any] = view.classes
     for kind in kinds.difference(map(type, view.find(recurrent_modules))):
         forward: Any = inspect.unwrap(kind.forward)
@@ -103,5 +102,5 @@ def check_recurrent_sources(view: ModelView) -> None:
 
 @cache
 def _was_recurrent(kind: Any) -> bool:
-    """Whether a class is recurrent by its source."""
+    """Returns whether the source of a class calls a recurrent function."""
     return any(f"{name}(" in inspect.getsource(kind) for name in COUNTERPARTS)

@@ -1,4 +1,4 @@
-"""Where a model is cut over the ranks: the part that works on tokens, and its inputs with a value a token."""
+"""Where a model's inputs are sharded over the ranks: the submodule that works on tokens, and its per-token inputs."""
 
 import inspect
 import sys
@@ -12,21 +12,21 @@ from ..view import ModelView, has_language_head
 
 @dataclass(frozen=True)
 class TokenInput:
-    """An input of a model that has a value for each token."""
+    """A model input with one value per token."""
 
     name: str  # the argument of `forward`
-    dim: int = 1  # its dimension of tokens
-    pad: int = 0  # the value of tokens that are appended to fill the last chunk
+    dim: int = 1  # the token dimension
+    pad: int = 0  # the value of padding that fills the last chunk
 
 
 TOKEN_INPUTS = (
     TokenInput("input_ids"),
     TokenInput("inputs_embeds"),
-    TokenInput("position_ids", dim=-1),  # (batch, tokens), or (3 or 4, batch, tokens) of rotary positions of images
+    TokenInput("position_ids", dim=-1),  # (batch, tokens), or (3 or 4, batch, tokens) for multimodal RoPE
     TokenInput("token_type_ids"),
 )
-# what wrappers hand to their language models besides: Gemma 3n and 4, Qwen3-VL and its kin, Granite 4 Vision, and
-# Ernie 4.5 VL
+# further inputs that wrappers pass to their language models: Gemma 3n and 4, Qwen3-VL and its relatives, Granite 4
+# Vision, and Ernie 4.5 VL
 _OF_WRAPPERS = (
     TokenInput("per_layer_inputs"),
     TokenInput("visual_pos_masks"),
@@ -37,10 +37,10 @@ _OF_WRAPPERS = (
 
 @dataclass(frozen=True)
 class MaskedRows:
-    """Inputs of a model with a row for each token that a mask shows."""
+    """Model inputs with one row for each token that a mask selects."""
 
-    mask: str  # the argument with the mask, `(batch, tokens)` or `(batch, tokens, 1)`, which is a token input too
-    rows: str  # the argument with tensors `(tokens that are shown, hidden)`, in a list or by the numbers of layers
+    mask: str  # the argument with the mask, `(batch, tokens)` or `(batch, tokens, 1)`, also a token input
+    rows: str  # the argument with tensors `(selected tokens, hidden)`, in a list or a dict by layer index
 
 
 _DEEPSTACK = (
@@ -51,22 +51,22 @@ _DEEPSTACK = (
 
 @dataclass(frozen=True)
 class CutPoint:
-    """Where the tokens of a model are cut. Labels are always cut outside, where the loss is computed."""
+    """Where a model's tokens are sharded. Labels are always sharded outside, where the loss is computed."""
 
-    path: str = ""  # the submodule whose inputs are cut, such as "model.language_model"; empty for the model itself
-    inputs: tuple[TokenInput, ...] = TOKEN_INPUTS  # those of its inputs that are cut
-    masked: tuple[MaskedRows, ...] = ()  # those with rows for some tokens
+    path: str = ""  # the submodule with sharded inputs, such as "model.language_model"; empty for the model itself
+    inputs: tuple[TokenInput, ...] = TOKEN_INPUTS  # its inputs that are sharded
+    masked: tuple[MaskedRows, ...] = ()  # its inputs with rows for some tokens only
 
 
 def cut_point_of(view: ModelView) -> CutPoint:
-    """The cut point of a model: as the table says, else where a wrapper hands embeddings to its language model, or a
-    class without a language-model head calls its base model, else the model itself."""
+    """Returns the cut point of a model: the table's entry, else where a wrapper passes embeddings to its language model
+    or a class without a language-model head calls its base model, else the model itself."""
     path = row_of(type(view.root)).cut or view.find(language_model_path) or _base_path(view)
     return CutPoint(path, (*TOKEN_INPUTS, *_OF_WRAPPERS), _DEEPSTACK) if path else CutPoint()
 
 
 def sees_blocks(view: ModelView) -> bool:
-    """Whether tokens of an image or a prefix may see later ones in a wrapper, by the source of its class."""
+    """Returns whether image or prefix tokens of a wrapper may see later ones, according to its source code."""
     if not view.find(language_model_path):
         return False
     files = {kind.__module__ for kind in type(view.root).__mro__}
@@ -75,14 +75,14 @@ def sees_blocks(view: ModelView) -> bool:
 
 
 def modalities_of(config: PreTrainedConfig) -> list[str]:
-    """The names of the configs that a wrapper's config holds: of its language model, of its towers for images and
-    sound, and of a wrapper that thinks for one that speaks; empty for the config of a language model alone."""
+    """Returns the names of a wrapper's sub-configs (language model, image and audio towers, thinker and talker); empty
+    for the config of a plain language model."""
     parts = {"text_config", "vision_config", "audio_config", "thinker_config", "talker_config"}
     return sorted(parts.intersection(config.sub_configs))
 
 
 def language_model_path(view: ModelView) -> str:
-    """Where a model of several modalities has its language model, such as `"model.language_model"`; else empty."""
+    """Returns the path of a multimodal model's language model, such as `"model.language_model"`; else empty."""
     model = view.root
     if not isinstance(model, PreTrainedModel) or not modalities_of(model.config):
         return ""
@@ -93,7 +93,7 @@ def language_model_path(view: ModelView) -> str:
 
 
 def _base_path(view: ModelView) -> str:
-    """Where a model without a language-model head has its decoder or encoder; empty if it is one itself."""
+    """Returns the path of a headless model's decoder or encoder; empty if the model is one itself."""
     model = view.root
     if not isinstance(model, PreTrainedModel) or model.base_model is model or view.find(has_language_head):
         return ""
@@ -101,5 +101,5 @@ def _base_path(view: ModelView) -> str:
 
 
 def reader_of(view: ModelView) -> ModelView:
-    """The part of a model that works on tokens: the language model of a wrapper, or else the model itself."""
+    """Returns the part of a model that works on tokens: a wrapper's language model, or the model itself."""
     return view.part(view.root.get_submodule(view.find(cut_point_of).path))

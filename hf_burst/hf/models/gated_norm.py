@@ -1,4 +1,4 @@
-"""Norms of the gated output of a delta rule: which modules of a model compute one, by what they return."""
+"""Gated norms of delta rules, recognised by their outputs."""
 
 import copy
 import inspect
@@ -13,19 +13,18 @@ from ..view import ModelView
 from .recurrent import has_delta_rule, recurrent_modules
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu, "sigmoid": torch.sigmoid}
-_WIDTH = 17  # of what a norm is asked with: no multiple of a group within a row
+_WIDTH = 17  # hidden size of the test input; prime, so no group size divides it
 
 
 def gated_norms(view: ModelView) -> list[tuple[nn.Module, str]]:
-    """Finds the norms inside of delta rules' modules that return `x / sqrt(mean(x^2) + eps) * weight *
-    activation(gate)`.
+    """Finds the norms inside delta-rule modules that return `x / sqrt(mean(x^2) + eps) * weight * activation(gate)`.
 
     Args:
-        view ([`ModelView`]): Of any model; its weights are not read.
+        view ([`ModelView`]): Any model; its weights are not read.
 
     Returns:
         `list[tuple[nn.Module, str]]`: Each norm and the name of its activation, a key of `ACTIVATIONS`. `eps` is its
-        `variance_epsilon`. A norm that is given another formula by its class is not among them.
+        `variance_epsilon`. Norms with another formula are left out.
     """
     rules = filter(has_delta_rule, view.find(recurrent_modules))
     inner = {id(module): module for rule in rules for module in view.inside(rule)}
@@ -34,8 +33,8 @@ def gated_norms(view: ModelView) -> list[tuple[nn.Module, str]]:
 
 
 def activation_of(module: nn.Module) -> str | None:
-    """The activation of a gated norm; `None` for a module that computes anything else. It is asked with a weight made
-    for it, as its own may be sharded or on no device, and by numbers so small that `eps` shows."""
+    """Returns the activation of a gated norm, or `None` for any other module. The test uses a fresh weight, because the
+    module's own may be sharded or on `meta`, and inputs so small that `eps` matters."""
     weights, norm = dict(module.named_parameters()), type(module).forward
     eps: Any = getattr(module, "variance_epsilon", None)
     if list(weights) != ["weight"] or weights["weight"].ndim != 1 or not isinstance(eps, float):
@@ -50,7 +49,7 @@ def activation_of(module: nn.Module) -> str | None:
     try:
         with torch.no_grad():
             said = norm(asked, x.float(), gate.float())
-    except Exception:  # whatever it is, the norm wants other numbers than a gated norm takes
+    except Exception:  # the module takes other inputs than a gated norm
         return None
     if not isinstance(said, Tensor) or said.shape != x.shape:
         return None

@@ -1,4 +1,4 @@
-"""What the planner knows of a model with recurrent layers: their sizes, and the heads of its attention."""
+"""Sizes of recurrent layers and attention heads, for the planner."""
 
 import inspect
 import logging
@@ -23,20 +23,20 @@ from .task import task_of
 
 logger = logging.getLogger(__name__)
 
-# copies of a gated output that the norm of flash-linear-attention keeps, and those of its gradients
+# copies of a gated output that flash-linear-attention's norm saves, and copies in its backward pass
 FUSED_NORM = (3, 2)
 _DELTA, _KIMI = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
 
 
 def recurrent_sizes(view: ModelView) -> tuple[RecurrentSize, ...]:
-    """The recurrent layers of a model, by kind and size; empty if it has none, or one does not say how large it is."""
+    """Returns the sizes of a model's recurrent layers, one entry per kind and size; empty if any size is unknown."""
     sizes = [_size_of(view.part(module)) for module in view.find(recurrent_modules)]
     known = Counter(size for size in sizes if size is not None)
     return () if None in sizes else tuple(replace(size, layers=count) for size, count in known.items())
 
 
 def attention_shapes(view: ModelView, itemsize: int = 2) -> Shapes | None:
-    """The heads of a model's attention: those of its first layer that has it; `None` if none has."""
+    """Returns the head sizes of the first layer with attention; `None` if there is no such layer."""
     layers = view.find(attending_layers)
     if not layers:
         return None
@@ -47,26 +47,26 @@ def attention_shapes(view: ModelView, itemsize: int = 2) -> Shapes | None:
 
 
 def attending_share(view: ModelView) -> float:
-    """The share of a model's layers that have attention."""
+    """Returns the share of a model's layers that have attention."""
     layers = getattr(view.root.config.get_text_config(), "num_hidden_layers", 1)
     return min(1.0, len(view.find(attending_layers)) / max(1, layers))
 
 
 def attending_layers(view: ModelView) -> list[tuple[PreTrainedConfig, MaskPattern]]:
-    """The config of each layer that has attention, and how far it sees."""
+    """Returns the config and mask pattern of each layer that has attention."""
     return patterns_of_layers(view.root.config, view.find(task_of)) if view.find(has_attention) else []
 
 
 def head_size(layer: PreTrainedConfig) -> int:
-    """The size of the heads of queries and keys."""
+    """Returns the head size of queries and keys."""
     named = getattr(layer, "qk_head_dim", None) or getattr(layer, "head_dim", None)
     return int(named or layer.hidden_size // layer.num_attention_heads)
 
 
 @lru_cache(maxsize=64)
 def chosen_way(hybrid: Hybrid, layout: SequenceLayout, rank: int) -> Way:
-    """How the recurrent layers of a pass pass what they know. Rank 0 logs why, quietly for packed documents, as there
-    is a choice for every batch."""
+    """Returns the recurrence schedule of a pass. Rank 0 logs the reason, at debug level for packed documents, because
+    every batch has its own choice."""
     choice = choose_recurrence(hybrid.recurrent, layout.segments)
     if rank == 0:
         count = sum(len(row) - 1 for row in layout.documents) - (layout.batch_size if layout.padding else 0)
@@ -77,10 +77,10 @@ def chosen_way(hybrid: Hybrid, layout: SequenceLayout, rank: int) -> Way:
 
 
 def _size_of(view: ModelView) -> RecurrentSize | None:
-    """The size of one recurrent module, by the attributes that all of its kind have in Transformers."""
+    """Returns the size of one recurrent module, read from attributes that Transformers' classes of this kind share."""
     module, kind = view.root, type(view.root)
     functions = functions_of(kind)
-    if not functions:  # it computes its states inside of its own forward: its sizes are not known
+    if not functions:  # its own forward computes the states, so its sizes are unknown
         return None
     convolution = next((inner for inner in view.modules if isinstance(inner, nn.Conv1d)), None)
     size = RecurrentSize("convolution", 1)
@@ -104,19 +104,19 @@ def _size_of(view: ModelView) -> RecurrentSize | None:
         if "mamba_selective_scan" in functions:
             own = {"heads": module.intermediate_size, "key_heads": 1, "keys": module.ssm_state_size, "values": 1}
             return replace(size, kind="selective", **own)
-    except AttributeError:  # a class from outside of Transformers
+    except AttributeError:  # a custom class
         return None
     return size
 
 
 def _norm_copies(view: ModelView) -> tuple[int, int]:
-    """Those of a delta rule's gated norm, by the kernel that computes it on GPUs."""
+    """Returns the copies that the gated norm of a delta rule saves, for the kernel that runs on GPUs."""
     fused = fla_installed() and any(activation_of(inner) is not None for inner in view.modules)
     return FUSED_NORM if fused else RecurrentSize.norm_copies
 
 
 def _repeats_keys(kind: Any) -> bool:
-    """Whether a layer gives its rule keys for every head of values, as older releases of Transformers do."""
+    """Returns whether a layer repeats its keys for every value head, as older releases of Transformers do."""
     try:
         return "repeat_interleave" in inspect.getsource(kind.forward)
     except (OSError, TypeError):  # no source

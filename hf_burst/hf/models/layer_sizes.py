@@ -1,4 +1,4 @@
-"""The sizes of a model's layers from which a run estimates its first step."""
+"""Layer sizes from which a run estimates its first step."""
 
 from typing import Any
 
@@ -16,13 +16,13 @@ _INNER = ("intermediate_size", "ffn_dim", "n_inner")
 
 
 def layer_sizes(view: ModelView, itemsize: int, checkpointing: bool, ranks: int) -> LayerSizes:
-    """Those of the language model of a view, by its config.
+    """Returns the layer sizes of the view's language model, read from its config.
 
     Args:
         view ([`ModelView`]): The model.
-        itemsize (`int`): Bytes of an element of a hidden state.
-        checkpointing (`bool`): Whether layers checkpoint.
-        ranks (`int`): How many share a sequence.
+        itemsize (`int`): Bytes per element of the hidden states.
+        checkpointing (`bool`): Whether layers are checkpointed.
+        ranks (`int`): The number of ranks that share a sequence.
     """
     text, shapes = view.root.config.get_text_config(), attention_shapes(view)
     _, chosen = experts_of(text)
@@ -46,14 +46,14 @@ def layer_sizes(view: ModelView, itemsize: int, checkpointing: bool, ranks: int)
 
 
 def experts_of(text: Any) -> tuple[int, int]:
-    """The experts of a layer, by the config of a language model, and to how many of them a token is sent; 0 without
-    any, also in configs of models that could have some."""
+    """Returns the number of experts per layer and of experts per token, read from a language model's config; 0 and 0
+    without experts, even if the model class could have some."""
     experts = _first(text, _EXPERTS, 0)
     return experts, _first(text, _CHOSEN, 1) if experts else 0
 
 
 def dtype_of_states(view: ModelView) -> torch.dtype:
-    """The dtype of hidden states: that of the embeddings, or the one to which FSDP2 casts all weights."""
+    """Returns the dtype of hidden states: that of the embeddings, or FSDP2's mixed-precision dtype."""
     embeddings: Any = view.root.get_input_embeddings()
     if isinstance(embeddings.weight, DTensor) and (units := view.units_of_fsdp2):
         return units[0]._get_fsdp_state()._mp_policy.param_dtype or embeddings.weight.dtype
@@ -61,5 +61,5 @@ def dtype_of_states(view: ModelView) -> torch.dtype:
 
 
 def _first(config: Any, names: tuple[str, ...], default: int) -> int:
-    """The first of these numbers that a config has."""
+    """Returns the first of these attributes that is an integer."""
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), default)

@@ -1,4 +1,4 @@
-"""The sizes of a model of Transformers, counted without its weights."""
+"""The sizes of a Transformers model, counted without its weights."""
 
 import re
 from collections import Counter
@@ -25,30 +25,30 @@ from .recurrent import recurrent_modules
 from .support import check_model, has_attention
 
 _LAYER = re.compile(r"\.\d+\.")
-# by which factor a side of patches shrinks to a side of tokens, or the other way round
+# factors from patches per side to tokens per side, or the inverse
 _SIDES = ("spatial_merge_size", "scale_factor", "downsample_factor", "pooling_kernel_size", "merge_kernel_size")
 _SHARES = ("downsample_ratio", "pixel_shuffle_ratio")
-_TOKENS = ("mm_tokens_per_image", "num_image_tokens")  # that an image has, whatever its patches
+_TOKENS = ("mm_tokens_per_image", "num_image_tokens")  # a fixed number of tokens per image, for any number of patches
 
 
 def model_size(model_class: type[PreTrainedModel], config: PreTrainedConfig, name: str | None = None) -> ModelSize:
-    """Counts the weights of a model that is made on torch's `meta` device, where nothing takes memory. Of a class that
-    wraps a language model, what counts as used is the language model and the head: a batch of text needs no more.
+    """Counts the weights of a model that is built on the `meta` device and takes no memory. For a wrapper, only the
+    language model and the head count as used, because a batch of text needs no more.
 
     Args:
         model_class (`type`): A class with a language-model head.
         config (`PreTrainedConfig`): Its config; not changed.
-        name (`str`, *optional*): What to call it; the name of the class by default.
+        name (`str`, *optional*): A name for the model; by default that of its class.
 
     Raises:
-        ConfigError: If no model can be made of this config, or it does not name its sizes.
-        UnsupportedModelError: If hf_burst never serves such a model.
+        ConfigError: If no model can be built from this config, or it does not name its sizes.
+        UnsupportedModelError: If hf_burst never supports such a model.
     """
     try:
         return _counted(model_class, config, name or model_class.__name__)
     except UnsupportedModelError:
         raise
-    except Exception as problem:  # whatever the code of a model raises
+    except Exception as problem:  # the model's code may raise anything
         cause = f"{type(problem).__name__}: {str(problem).strip()[:200]}"
         raise ConfigError(
             f"The sizes of {name or model_class.__name__} ({model_class.__name__}) cannot be told by its config "
@@ -57,7 +57,7 @@ def model_size(model_class: type[PreTrainedModel], config: PreTrainedConfig, nam
 
 
 def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name: str) -> ModelSize:
-    """The sizes of a model."""
+    """Returns the sizes of a model."""
     with torch.device("meta"):
         model = model_class(deepcopy(config))
     view = ModelView(model)
@@ -105,14 +105,14 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
 
 
 def _latent(view: ModelView) -> int:
-    """Elements of a token's latents, where the attention of a model caches them and expands them to keys and values."""
+    """Returns the latent elements per token, if attention caches latents and expands them; else 0."""
     expands = any(hasattr(module, "expand_kv") for module in view.modules)
     text = view.root.config.get_text_config()
     return int(text.kv_lora_rank + text.qk_rope_head_dim) if expands else 0
 
 
 def _normed(view: ModelView, counts: "_Weights", shapes: Shapes | None) -> float:
-    """Elements of a token that norms of its layers are given, but torch's own and those of recurrent layers."""
+    """Returns the elements per token that enter norms of layers, except torch's norms and recurrent layers' norms."""
     total = 0.0
     recurrent = {id(inner) for module in view.find(recurrent_modules) for inner in view.inside(module)}
     for path, module in view.named:
@@ -126,11 +126,11 @@ def _normed(view: ModelView, counts: "_Weights", shapes: Shapes | None) -> float
 
 
 class _Weights:
-    """The weights of a model, counted by what a batch of text does with them.
+    """Weight counts of a model, by their use for a batch of text.
 
-    `used` are those that a token is multiplied with, `head` and `mixing` those of them in the language-model head and
-    in layers that mix tokens (attention, recurrent ones), and `unused` those beside the language model. A token is sent
-    to as many experts as `chosen`. Of `linear` ones bitsandbytes makes 4 bits; `fused` are `experts` that are none.
+    `used` weights multiply a token; `head` and `mixing` are their parts in the language-model head and in layers that
+    mix tokens (attention, recurrent ones). `unused` weights lie outside the language model. A token goes to `chosen`
+    experts. bitsandbytes quantizes `linear` weights to 4 bits; `fused` counts `experts` weights that are not linear.
     """
 
     def __init__(self, view: ModelView) -> None:
@@ -148,7 +148,7 @@ class _Weights:
         layers = [module for module in view.modules if type(module) is nn.Linear or isinstance(module, Conv1D)]
         linear = {id(layer.weight): layer.weight.numel() for layer in layers if layer.weight is not self.weight}
         self.linear, self.experts, self.fused = sum(linear.values()), 0, 0
-        for path, weight in model.named_parameters(remove_duplicate=False):  # layers that share weights use them each
+        for path, weight in model.named_parameters(remove_duplicate=False):  # each layer uses shared weights
             if weight is self.weight or any(weight is table for table in tables):
                 self.unused += 0 if self.reads(path) or weight is self.weight else weight.numel()
                 continue
@@ -165,28 +165,28 @@ class _Weights:
             self.mixing += weight.numel() if mixes else 0
 
     def reads(self, path: str) -> bool:
-        """Whether a batch of text comes to a module, or a weight, by its path."""
+        """Returns whether a batch of text uses the module or weight at this path."""
         return not self.path or path.startswith(f"{self.path}.")
 
 
 def shape_named(name: str) -> PreTrainedConfig | None:
-    """The config of one of [`SHAPES`], by a name that people type; `None` for other names."""
+    """Returns the config of the entry of [`SHAPES`] that a user's name means; `None` for other names."""
     known = shape_name(name)
     return AutoConfig.for_model(**SHAPES[known]) if known else None
 
 
 def peak_of(device: torch.device) -> float:
-    """FLOP/s of a GPU in bf16 by its data sheet; 0 for devices without one."""
+    """Returns a GPU's peak FLOP/s in bf16 from its data sheet; 0 for devices without one."""
     sheet = data_sheet(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return sheet.peak if sheet else 0.0
 
 
 def tower_size(view: ModelView) -> TowerSize | None:
-    """The sizes of a model's tower for images; `None` if the model is not served with images, or its tower has no
-    layers with attention, or its configs do not say how many patches become a token.
+    """Returns the sizes of a model's image tower; `None` if images are not supported, the tower has no attention
+    layers, or the configs do not give the number of patches per token.
 
     Args:
-        view ([`ModelView`]): Of a model on any device, `meta` too.
+        view ([`ModelView`]): A model on any device, including `meta`.
     """
     model, text = view.root, view.find(language_model_path)
     dealt = row_of(type(model)).images
@@ -220,9 +220,8 @@ def tower_size(view: ModelView) -> TowerSize | None:
 
 
 def _kept(layer: list[nn.Module], linear: list[nn.Linear], hidden: int, inner: int) -> float:
-    """Elements of a patch that a layer keeps: what products, attention and activations are given, and norms, in fp32
-    too if they are not torch's. Where one product makes queries, keys and values, the values keep all three, next to
-    queries and keys behind their rotation."""
+    """Returns the elements per patch that a layer saves: inputs of products, attention, activations and norms (custom
+    norms also save fp32 copies). After a fused QKV product, values keep all three, beside rotated queries and keys."""
     norms = [module for module in layer if "Norm" in type(module).__name__]
     gated = sum(module.out_features in (inner, 2 * inner) for module in linear) > 1
     attended = 5 if any(module.out_features == 3 * hidden for module in linear) else 3
@@ -231,7 +230,7 @@ def _kept(layer: list[nn.Module], linear: list[nn.Linear], hidden: int, inner: i
 
 
 def _patches(model: PreTrainedModel) -> float | None:
-    """How many patches become a token, by the configs of the model and of its tower; `None` if they do not say."""
+    """Returns the number of patches per token, read from the configs of the model and its tower; `None` if unknown."""
     vision: Any = getattr(model.config, "vision_config", None)
     configs = [config for config in (vision, model.config) if config is not None]
 

@@ -1,7 +1,7 @@
-"""The functions that recurrent layers of Transformers call, over the ranks that share a sequence.
+"""Versions over ranks of the functions that recurrent layers of Transformers call.
 
-A layer with a state calls functions of its module: a convolution, a delta rule, a scan. Whoever installed a package of
-kernels finds those of the package there, and plain torch otherwise. Each has a counterpart here, which calls it.
+A recurrent layer calls functions of its Python module: a convolution, a delta rule, a scan. They come from a kernel
+package if one is installed, else from plain torch. Each has a counterpart here, which calls it.
 """
 
 import inspect
@@ -39,7 +39,7 @@ Function = Callable[..., Any]
 
 
 def _pass() -> tuple[ForwardCall, Shards]:
-    """The sharded pass in which a layer runs, and its shards."""
+    """Returns the current sharded forward call and its shards."""
     context = current()
     assert context is not None, "asked by the forward of the module"
     assert context.call is not None, "asked by the forward of the module"
@@ -48,7 +48,7 @@ def _pass() -> tuple[ForwardCall, Shards]:
 
 
 def _last_states(call: ForwardCall) -> LastStates | None:
-    """Takes up the states at the end of prompts; `None` where nothing is generated behind them."""
+    """Returns storage for the states at the end of prompts; `None` if nothing is generated."""
     context = current()
     if context is None or context.cached is None:
         return None
@@ -58,7 +58,7 @@ def _last_states(call: ForwardCall) -> LastStates | None:
 
 
 def _convolution(original: Function) -> Function:
-    plain = _held(original).get("is_new_implementation") is False  # no kernel is installed in its place
+    plain = _held(original).get("is_new_implementation") is False  # no kernel package replaces it
 
     def causal_conv1d_fn(
         x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
@@ -66,7 +66,7 @@ def _convolution(original: Function) -> Function:
         by_fla = plain and activation in (None, "silu", "swish") and fla_compared(x.device)
 
         def convolve(laid: Tensor) -> Tensor:
-            if by_fla and laid.dtype != torch.float64:  # reads and writes tokens as they lie, with the activation
+            if by_fla and laid.dtype != torch.float64:  # needs no transpose, and fuses the activation
                 return fla_convolution(laid, weight, bias, activation)
             out: Tensor = original(laid, weight, bias, activation=activation)
             return out
@@ -113,13 +113,13 @@ def _delta_rule(original: Function) -> Function:
             return out, last.on_all_ranks(like)
         if call.way == "heads":
             return delta_rule_by_heads(Rule(rule, packed), inputs, shards), None
-        kernels = fla_kernels(query.device, key.shape[-1]) if by_fla and g.ndim == 3 else None  # KDA has four
+        kernels = fla_kernels(query.device, key.shape[-1]) if by_fla and g.ndim == 3 else None  # KDA's `g` has 4 dims
         if kernels is None:
             return delta_rule_by_states(Rule(rule, packed), inputs, shards), None
         if use_qk_l2norm_in_kernel:
             inputs = (unit_norm(query), unit_norm(key), value, g, beta)
             use_qk_l2norm_in_kernel = False
-        if fla_compared(query.device):  # the kernels are its own
+        if fla_compared(query.device):  # only FLA's own kernels have variants
             choose_variants(inputs)
         return delta_rule_in_two_passes(Rule(rule, packed), kernels, inputs, shards), None
 
@@ -153,7 +153,7 @@ def _scan(original: Function) -> Function:
             return out, None
 
         if by_heads:
-            if b.shape[2] % group.size:  # a rank has heads whose group is another's
+            if b.shape[2] % group.size:  # the groups do not divide among the ranks
                 b, c = (tensor.repeat_interleave(x.shape[2] // b.shape[2], dim=2) for tensor in (b, c))
             return scan_by_channels(Rule(rule, packed), (x, dt, b, c), (), shards)
         applied = dt.float() if heads["dt_bias"] is None else dt.float() + heads["dt_bias"].float()
@@ -167,9 +167,9 @@ def _scan(original: Function) -> Function:
 
 
 def _places(bounds: Tensor, tokens: int) -> Tensor:
-    """The number of its piece for each token of a row: `(1, tokens)`."""
+    """Returns the index of its piece for each token of a row: `(1, tokens)`."""
     numbers = torch.arange(len(bounds) - 1, device=bounds.device, dtype=torch.int32)
-    return numbers.repeat_interleave(bounds.diff(), output_size=tokens)[None]  # the device is not asked how many
+    return numbers.repeat_interleave(bounds.diff(), output_size=tokens)[None]  # output_size avoids a GPU sync
 
 
 def _selective_scan(original: Function) -> Function:
@@ -194,7 +194,7 @@ def _selective_scan(original: Function) -> Function:
 
 
 def _unfused(original: Function) -> Function:
-    """In place of a function that does several steps at once; a layer that gets nothing does one after another."""
+    """Returns a replacement for a fused function. It returns `None`, so the layer runs the steps one by one."""
     return lambda *args, **kwargs: None
 
 
@@ -212,7 +212,7 @@ COUNTERPARTS: Mapping[str, Callable[[Function], Function]] = MappingProxyType(
 
 
 def functions_of(kind: Any) -> tuple[str, ...]:
-    """The functions with a counterpart that modules of a class call, by their names."""
+    """Returns the names of the functions with a counterpart that this class calls."""
     return _functions_of(kind.forward)
 
 
@@ -224,22 +224,22 @@ def _functions_of(forward: Any) -> tuple[str, ...]:
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """Whether a module carries a state from token to token in a way that is known."""
+    """Returns whether a module carries a state from token to token by known functions."""
     return bool(functions_of(type(module)))
 
 
 def recurrent_modules(view: ModelView) -> list[nn.Module]:
-    """The modules that carry a state from token to token in a way that is known."""
+    """Returns the modules that carry a state from token to token by known functions."""
     return [module for module in view.modules if is_recurrent(module)]
 
 
 def has_delta_rule(module: nn.Module) -> bool:
-    """Whether a module computes a delta rule."""
+    """Returns whether a module computes a delta rule."""
     return any(COUNTERPARTS[name] is _delta_rule for name in functions_of(type(module)))
 
 
 def over_ranks(kind: Any) -> Function:
-    """The forward of a class, which calls the counterparts; the class and its source file stay as they are."""
+    """Returns a copy of a class's forward that calls the counterparts; the class and its module stay unchanged."""
     functions = inspect.unwrap(kind.forward).__globals__
     counterparts = {name: COUNTERPARTS[name](functions[name]) for name in functions_of(kind)}
 
@@ -251,7 +251,7 @@ def over_ranks(kind: Any) -> Function:
 
 
 def in_place_of_innermost(function: Any, make: Callable[[FunctionType], Function]) -> Any:
-    """A copy of a decorated function with another function inside of all decorators, made of the one there."""
+    """Copies a decorated function, with the innermost function replaced by `make(innermost)`."""
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
         return make(function)
@@ -261,19 +261,19 @@ def in_place_of_innermost(function: Any, make: Callable[[FunctionType], Function
 
 
 def _copy(function: FunctionType, names: dict[str, Any], cells: tuple[CellType, ...] | None) -> FunctionType:
-    """A copy of a function, with these globals and this closure."""
+    """Copies a function with these globals and this closure."""
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
 def _takes(function: Any, argument: str) -> bool:
-    """Whether a function, or what is chosen in its place, takes an argument. Transformers leaves out all others."""
+    """Returns whether a function, or its installed kernel, takes an argument. Transformers drops all others."""
     return argument in _held(function).get("applicable_params", ())
 
 
 def _held(function: Any) -> dict[str, Any]:
-    """What the wrapper of Transformers around a function knows of what it calls."""
+    """Returns the closure variables of Transformers' wrapper around a function."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     names = getattr(code, "co_freevars", ())
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}

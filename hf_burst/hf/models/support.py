@@ -1,4 +1,4 @@
-"""What is never served, whatever a comparison of the class would find: each rule says what, why, and what instead."""
+"""Models that are never supported, whatever a comparison finds: each rule says what, why, and what instead."""
 
 import inspect
 from collections import Counter
@@ -18,14 +18,14 @@ from .recurrent import COUNTERPARTS, recurrent_modules
 from .task import ALONE, CAUSAL, Reason, Task, computes_loss, forwards_of, task_of
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-_WHOLE_IN_TRAINING = "reference_sliding_attention"  # whose window is of generated tokens, and sees the prompt beside it
-_WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mlp", "moe"})  # a token's work is that of any other
-_EXPERT_EXCHANGES = ("auto", "all_to_all")  # of Transformers, by which tokens travel to the ranks of their experts
-_CHOOSES_KEYS = ("indexed", "sparse", "compressed")  # in the names of layer types
+_WHOLE_IN_TRAINING = "reference_sliding_attention"  # its window counts generated tokens, and always sees the prompt
+_WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mlp", "moe"})  # every token costs the same
+_EXPERT_EXCHANGES = ("auto", "all_to_all")  # Transformers' expert parallelism that sends tokens to their experts' ranks
+_CHOOSES_KEYS = ("indexed", "sparse", "compressed")  # words in layer types
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """The Transformers model inside of a peft model, or the model itself; raises for other models and wrappers."""
+    """Returns the Transformers model inside a peft model, or the model itself; raises for other models and wrappers."""
     inner: Any = getattr(model, "_orig_mod", model)  # torch.compile
     if hasattr(inner, "get_base_model"):  # peft
         method = getattr(inner, "active_peft_config", None)
@@ -46,17 +46,17 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def check_model(view: ModelView) -> None:
-    """Raises for layers and settings that are never served.
+    """Raises for layers and settings that are never supported.
 
     Raises:
-        UnsupportedModelError: With the setting that is not served.
+        UnsupportedModelError: Names the unsupported setting.
     """
     for reason in _reasons(view):
         raise UnsupportedModelError(*reason)
 
 
 def _reasons(view: ModelView) -> Iterator[Reason]:
-    """Why a model is not served; none if it may be."""
+    """Yields the reasons why a model is not supported."""
     model, task, reader = view.root, view.find(task_of), reader_of(view)
     config, name, modalities = model.config, type(model).__name__, modalities_of(model.config)
     calling, served = f"layers that call {', '.join(COUNTERPARTS)}", ", ".join(_LAYER_TYPES)
@@ -101,8 +101,8 @@ def _reasons(view: ModelView) -> Iterator[Reason]:
 
 
 def _placement(placed: Any, name: str) -> Iterator[Reason]:
-    """Those of a model that Transformers' `DistributedConfig` has divided. FSDP2 is served, and experts of which each
-    rank has some, if tokens travel to them."""
+    """Yields reasons against a model that Transformers' `DistributedConfig` has divided. FSDP2 is supported, and so is
+    expert parallelism that sends tokens to their experts."""
     sizes = {size: getattr(placed, size, 1) or 1 for size in ("tp_size", "pp_size", "ep_size")}
     given = f"{name} was loaded with DistributedConfig({', '.join(f'{key}={n}' for key, n in sizes.items() if n > 1)})"
     if sizes["tp_size"] > 1 and sizes["ep_size"] > 1:
@@ -124,36 +124,36 @@ def _placement(placed: Any, name: str) -> Iterator[Reason]:
 
 
 def _needed(model: PreTrainedModel) -> list[str]:
-    """The arguments besides tokens without which a model cannot be called."""
+    """Returns the required arguments of a model's forward, except `input_ids`."""
     parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
     named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     return [each.name for each in named if each.default is each.empty and each.name != "input_ids"]
 
 
 def has_attention(view: ModelView) -> bool:
-    """Whether a model, or a layer of it, has attention, by the names of its classes."""
+    """Returns whether a model or layer has attention, according to its class names."""
     return any(map(is_attention, view.classes))
 
 
 def is_attention(kind: type) -> bool:
-    """Whether a class of modules is attention, or a layer around it, by its name."""
+    """Returns whether a module class is attention, or a layer around it, according to its name."""
     name = kind.__name__
     return ("Attention" in name or "MLA" in name) and LAYERS.get(name) != "no attention"
 
 
 def _layer_types(config: PreTrainedConfig) -> list[str]:
-    """The kinds of layers that a config names; RecurrentGemma names them otherwise in Transformers 5.17."""
+    """Returns the layer types that a config names; RecurrentGemma's attribute differs in Transformers 5.17."""
     return list(getattr(config, "layer_types", None) or getattr(config, "block_types", None) or ())
 
 
 def layer_patterns(config: PreTrainedConfig, task: Task = CAUSAL) -> Counter[MaskPattern]:
-    """How many layers of a model see how far, by its config: the chunks of a batch are balanced for this. Layers of
-    unknown kinds count as seeing whole documents, and those without attention not at all."""
+    """Counts a model's layers by mask pattern, for balancing the chunks of a batch. Layers of unknown types count as
+    seeing whole documents; layers without attention are left out."""
     return Counter(pattern for _, pattern in patterns_of_layers(config, task))
 
 
 def patterns_of_layers(config: PreTrainedConfig, task: Task = CAUSAL) -> list[tuple[PreTrainedConfig, MaskPattern]]:
-    """The config of each layer of a model that has attention, and how far it sees."""
+    """Returns the config and mask pattern of each layer that has attention."""
     config = config.get_text_config()
     types = _layer_types(config) or ["sliding_attention"] * config.num_hidden_layers
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(types)

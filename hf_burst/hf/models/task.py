@@ -1,5 +1,5 @@
-"""What a model is for: to predict the next token (causal) or masked tokens, or to read whole sequences. All differences
-between these are here."""
+"""A model's task: to predict the next token (causal), masked tokens, or nothing per token (readers). Every difference
+between tasks is here."""
 
 import inspect
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ from ...layers.loss import IGNORE_INDEX, shift_labels
 from ..view import ModelView, has_language_head
 from .cut_point import reader_of
 
-Reason = tuple[str, str, str]  # against a model: what, why, what instead
+Reason = tuple[str, str, str]  # why a model is refused: what, why, what instead
 ALONE = "Train it on sequences that one GPU holds"
 _OWN_LOSS = "leave labels out and compute a loss of your own on the gathered logits"
-_WHOLE_SEQUENCE = {  # settings by which the embeddings of an encoder read further than their own token
+_WHOLE_SEQUENCE = {  # settings that make an encoder's embeddings depend on other tokens
     "token_dropout": "scales embeddings by the share of masked tokens in the whole sequence",
     "trigram_input": "adds the embeddings of the neighbouring tokens of a sequence",
 }
@@ -27,43 +27,43 @@ _WHOLE_SEQUENCE = {  # settings by which the embeddings of an encoder read furth
 
 @dataclass(frozen=True)
 class Task:
-    """The task of a model: `CAUSAL` or `MASKED` with a language-model head, else `CAUSAL_READER` or
+    """A model's task: `CAUSAL` or `MASKED` with a language-model head, else `CAUSAL_READER` or
     `ENCODER_READER`."""
 
-    kind: str  # its word in errors
-    causal: bool  # whether a query sees no later key; that of `MaskPattern`
-    targets: str  # the key of the labels that a rank's tokens are to predict
-    shifted: str  # added to errors about labels that are shifted
+    kind: str  # its name in errors
+    causal: bool  # whether a query sees no later key, as in `MaskPattern`
+    targets: str  # the batch key of the labels that a rank's tokens predict
+    shifted: str  # a remark for errors about shifted labels
     generates: bool  # whether the model takes a cache and `logits_to_keep`
-    loss_in_model: bool  # whether `model.loss_function` computes the loss, or else it follows from the outputs
-    reads: bool = False  # whether there is no language-model head: what follows the decoder takes the whole batch
+    loss_in_model: bool  # whether `model.loss_function` computes the loss; else hf_burst does, from the outputs
+    reads: bool = False  # no language-model head: modules after the decoder take the whole batch
 
     def targets_of(self, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The labels, and what tokens are to predict, by their keys in a batch; `(batch, tokens)` each."""
+        """Returns the labels and prediction targets by their batch keys; `(batch, tokens)` each."""
         if self.reads:
             return {}
         return {"labels": labels, "shift_labels": shift_labels(labels)} if self.causal else {"labels": labels}
 
     def padding_bounds(self, start: int, stop: int) -> tuple[int, ...]:
-        """Boundaries of a row whose tokens `[start, stop)` are real. No causal query sees padding on the right."""
+        """Returns the bounds of a row with real tokens `[start, stop)`. No causal query sees padding on the right."""
         return (start,) if self.causal else (start, stop)
 
     def isolated_padding(self, real: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-        """For each row, how many tokens of padding at its start see nothing, here and in Transformers."""
+        """Returns each row's number of padding tokens at the start that see nothing, here and in Transformers."""
         return tuple(start if self.causal else 0 for start, _ in real)
 
     def overrides(self, use_cache: bool) -> dict[str, Any]:
-        """The arguments of the model that a pass sets."""
+        """Returns the model arguments that a pass sets."""
         if self.causal:
             return {} if use_cache else {"use_cache": False}
-        return {} if self.reads else {"labels": None}  # some classes average their loss by themselves
+        return {} if self.reads else {"labels": None}  # some classes average their own loss
 
     def window(self, sliding_window: int) -> int:
-        """How many tokens a query sees beside itself, in each direction. Causal windows count the query."""
+        """Returns how many other tokens a query sees in each direction. Causal windows count the query itself."""
         return sliding_window - self.causal
 
     def check_config(self, config: BurstConfig, name: str) -> None:
-        """Raises for settings that a model of this class name cannot have."""
+        """Raises for settings that this task does not allow; `name` is the model class."""
         keep = config.memory_settings.attention_keep
         if not self.causal and 0 < keep < 1:
             raise ConfigError(
@@ -72,11 +72,11 @@ class Task:
             )
 
     def reasons(self, view: ModelView) -> Iterator[Reason]:
-        """Why a model is not served: its tokens see others than the task says."""
+        """Yields the reasons why a model's attention does not fit this task."""
         return _decoder_reasons(view) if self.causal else _encoder_reasons(view.root)
 
     def loss_reasons(self, model: PreTrainedModel) -> Iterator[Reason]:
-        """Why the loss of a model is not exact over several ranks; `model` is the one that [`computes_loss`]."""
+        """Yields the reasons why a model's loss is not exact over several ranks; see [`computes_loss`] for `model`."""
         if self.loss_in_model and model.loss_function is not ForCausalLMLoss:
             name = getattr(model.loss_function, "__name__", repr(model.loss_function))
             yield (
@@ -96,12 +96,12 @@ ENCODER_READER = Task("encoder", False, "", "", generates=False, loss_in_model=F
 
 
 def task_named(causal: bool) -> Task:
-    """The task by the public argument `causal`."""
+    """Returns the task for the public argument `causal`."""
     return CAUSAL if causal else MASKED
 
 
 def task_of(view: ModelView) -> Task:
-    """The task of a model: by its loss function or, without a language-model head, by how far its attention sees."""
+    """Returns the task of a model, according to its loss function or, without a language-model head, its attention."""
     if view.find(has_language_head):
         return task_named(view.root.loss_function is not ForMaskedLMLoss)
     sees = {getattr(module, "is_causal", None) for module in reader_of(view).modules}
@@ -109,22 +109,22 @@ def task_of(view: ModelView) -> Task:
 
 
 def computes_loss(model: PreTrainedModel, reader: PreTrainedModel) -> PreTrainedModel:
-    """The model that computes the loss: a wrapper, or else the language model inside of it, which `reader` is."""
+    """Returns the model that computes the loss: the wrapper, or its language model `reader`."""
     return reader if calls_loss_function(reader) and not calls_loss_function(model) else model
 
 
 def calls_loss_function(model: PreTrainedModel) -> bool:
-    """Whether the model's class computes its loss by `model.loss_function`, or else by itself."""
+    """Returns whether the model's class computes its loss by `model.loss_function`."""
     return any("loss_function" in forward.__code__.co_names for forward in forwards_of(model))
 
 
 def forwards_of(model: PreTrainedModel) -> list[Any]:
-    """The `forward` of the model's class and of its bases, without decorators."""
+    """Returns the `forward` of the model's class and of its bases, without decorators."""
     return [inspect.unwrap(vars(cls)["forward"]) for cls in type(model).__mro__ if "forward" in vars(cls)]
 
 
 def _decoder_reasons(view: ModelView) -> Iterator[Reason]:
-    """Those of a model whose tokens see later ones."""
+    """Yields reasons against a causal model with tokens that see later ones."""
     config, name = view.root.config, type(view.root).__name__
     no_mask = f"{name} is not a masked language model"
     if not getattr(config, "is_causal", True):
@@ -138,7 +138,7 @@ def _decoder_reasons(view: ModelView) -> Iterator[Reason]:
 
 
 def _encoder_reasons(model: PreTrainedModel) -> Iterator[Reason]:
-    """Those of a decoder, and of a model that mixes tokens elsewhere than in attention."""
+    """Yields reasons against decoders, and against models that mix tokens outside attention."""
     config, name = model.config, type(model).__name__
     if getattr(config, "is_decoder", False):
         instead = "Make it with is_decoder=False in its config, or load it by AutoModelForCausalLM"

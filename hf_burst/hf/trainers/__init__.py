@@ -1,1 +1,1 @@
-"""The join with accelerate and the Trainer."""
+"""Integration with accelerate, `Trainer` and TRL."""

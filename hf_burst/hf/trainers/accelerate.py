@@ -1,4 +1,4 @@
-"""accelerate's mesh: data-parallel x context-parallel, by a subclass of its own `ParallelismConfig`."""
+"""accelerate's mesh, data-parallel x context-parallel, by a subclass of its `ParallelismConfig`."""
 
 import inspect
 import logging
@@ -42,12 +42,12 @@ ALONE = " If you asked for more, accelerate's default config may say a single pr
 
 @dataclass(repr=False)
 class BurstParallelismConfig(ParallelismConfig):
-    """Lays the mesh for hf_burst: groups of `burst_size` neighbouring ranks share a sequence, groups are data-parallel.
+    """A mesh for hf_burst: groups of `burst_size` neighbouring ranks share a sequence, and groups are data-parallel.
 
-    Passed by the official argument, `Accelerator(parallelism_config=...)` or
-    `TrainingArguments(parallelism_config=...)`; accelerate's data loaders then give every rank of a group the same
-    batch. What is left of the ranks is data-parallel: sharded under FSDP2, replicated otherwise. Under FSDP2
-    `dp_replicate_size=N` makes N copies of the weights, each sharded over neighbouring ranks, such as those of a host.
+    Pass it to `Accelerator(parallelism_config=...)` or `TrainingArguments(parallelism_config=...)`; accelerate's data
+    loaders then give every rank of a group the same batch. The groups are data-parallel: weights are sharded under
+    FSDP2 and replicated otherwise. Under FSDP2, `dp_replicate_size=N` makes N copies of the weights, each sharded over
+    neighbouring ranks, such as those of a host.
 
     Args:
         burst_size (`int`, *optional*): Ranks that share a sequence; all ranks by default.
@@ -76,20 +76,20 @@ class BurstParallelismConfig(ParallelismConfig):
 
     @classmethod
     def from_env(cls) -> "BurstParallelismConfig":
-        """Reads `burst_size` from the environment variable `HF_BURST_SIZE`; unset, all ranks share a sequence.
+        """Reads `burst_size` from the environment variable `HF_BURST_SIZE`. If it is unset, all ranks share a sequence.
 
-        A script under `accelerate launch`, which builds accelerate's own class only, calls this.
+        Scripts under `accelerate launch` call this, because the launcher builds only accelerate's own class.
         """
         return cls(burst_size=size_from_env())
 
     @property
     def shares_sequences(self) -> bool:
-        """Whether several ranks share a sequence; known once the mesh is laid."""
+        """Whether several ranks share a sequence; known once the mesh is built."""
         return (self.burst_size or 1) > 1
 
     @property
     def total_size(self) -> int:
-        """The number of ranks of the whole mesh."""
+        """The number of ranks in the whole mesh."""
         return int(self.dp_replicate_size * self.dp_shard_size * (self.burst_size or 1))
 
     @property
@@ -127,7 +127,7 @@ class BurstParallelismConfig(ParallelismConfig):
         return mesh
 
     def _agree(self, world: int, device_type: str, shards: bool) -> None:
-        """Raises on all ranks if they would make different meshes, which they would wait for, or an impossible one."""
+        """Raises on all ranks if ranks would build different meshes, which would hang, or an impossible one."""
         names = ("burst_size", "dp_replicate_size", "dp_shard_size")
         facts, error = {name: getattr(self, name) for name in names}, None
         if self.total_size != world:
@@ -153,14 +153,14 @@ class BurstParallelismConfig(ParallelismConfig):
         ContextGroup.from_mesh(None).agree(facts, error, device, advice=dict.fromkeys(names, advice), doing=doing)
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """Tells a new accelerator of the groups; accelerate's own check refuses CPU processes, served here."""
+        """Tells a new accelerator about the groups. Skips accelerate's own check, because it refuses CPU processes."""
         check_processes()
         if self.shares_sequences:
             _Shared(accelerator, self.burst_size or 1)
 
 
 def _warn_of_places(ranks: int, size: int) -> None:
-    """Says once if groups of `size` ranks reach over more hosts than they must: they are right, and slower."""
+    """Warns once if groups of `size` ranks span more hosts than necessary, which is exact but slower."""
     hosts = [""] * ranks
     dist.all_gather_object(hosts, host_id())
     problem = misplaced(hosts, size)
@@ -169,14 +169,14 @@ def _warn_of_places(ranks: int, size: int) -> None:
 
 
 def _share_time_limit(mesh: DeviceMesh) -> None:
-    """Gives the groups of a mesh the time limit of all ranks (`ddp_timeout`); torch would give them its own."""
+    """Sets the time limit of all ranks (`ddp_timeout`) for the groups of a mesh; torch would use its default."""
     limit = ContextGroup.from_mesh(None).time_limit(torch.device(mesh.device_type))
     for name in mesh.mesh_dim_names or ():
         set_timeout(limit, mesh.get_group(name))
 
 
 class _Shared:
-    """The methods of one accelerator that must know that the ranks of a group, `size` of them, hold the same batch."""
+    """Overrides methods of one accelerator that must know that the `size` ranks of a group hold the same batch."""
 
     def __init__(self, accelerator: Accelerator, size: int) -> None:
         self.accelerator, self.size = accelerator, size
@@ -185,7 +185,7 @@ class _Shared:
         if accelerator.distributed_type is DistributedType.DEEPSPEED:
             _check_deepspeed(accelerator.deepspeed_plugin.deepspeed_config)
             accelerator._prepare_deepspeed = self._prepare_deepspeed
-            members = accelerator.torch_device_mesh[CP_DIM].get_group()  # of dimensions, data loaders know this alone
+            members = accelerator.torch_device_mesh[CP_DIM].get_group()  # the only dimension that data loaders know
             mesh = DeviceMesh.from_group(members, accelerator.device.type, mesh_dim_names=("tp",))
             accelerator.state.ds_device_mesh = mesh
         self.trainer: Any = trainer_being_made()
@@ -220,7 +220,7 @@ class _Shared:
             self.generating.begin()
         self.accelerator.dataloader_config.dispatch_batches = False  # None would dispatch an IterableDataset
         seeded = data_loader.worker_init_fn
-        if isinstance(seeded, partial) and seeded.func is seed_worker:  # workers of a group draw the same
+        if isinstance(seeded, partial) and seeded.func is seed_worker:  # workers of a group need the same seed
             group = self.accelerator.process_index // self.size
             data_loader.worker_init_fn = partial(seed_worker, **{**seeded.keywords, "rank": group})
         return Accelerator.prepare_data_loader(self.accelerator, data_loader, *args, **kwargs)
@@ -231,11 +231,11 @@ class _Shared:
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         for item in args:
             if isinstance(item, DummyScheduler) and item.total_num_steps is not None:
-                item.total_num_steps *= self.size  # which accelerate divides by all processes
+                item.total_num_steps *= self.size  # accelerate divides it by the number of processes
         return tuple(map(self._step_by_group, Accelerator._prepare_deepspeed(self.accelerator, *args)))
 
     def _step_by_group(self, prepared: Any) -> Any:
-        """Accelerate steps a scheduler for every process, and a group has one batch."""
+        """Wraps a scheduler: accelerate steps it once per process, but a group has only one batch."""
         schedulers = self.accelerator._schedulers
         if type(prepared) is AcceleratedScheduler:
             groups = 1 if prepared.split_batches else self.accelerator.num_processes // self.size
@@ -243,7 +243,7 @@ class _Shared:
         return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """A group counts once. Only single numbers (counts of tokens) of sharded batches are needed of every rank."""
+        """Counts each group once. Scalars (token counts) of sharded batches are the exception: every rank counts."""
         sharded = self.holds_shards()
         if sharded and isinstance(input_data, torch.Tensor) and input_data.ndim == 0:
             state, numbers = self.gradient_state, self.accelerator.gather(input_data)
@@ -252,19 +252,19 @@ class _Shared:
         try:
             check = _check_not_sharded if sharded else torch.Tensor.detach
             recursively_apply(check, input_data, error_on_other_type=True)
-        except TypeError:  # as accelerate finds out
+        except TypeError:  # accelerate detects objects this way
             use_gather_object = True
         if use_gather_object and self.accelerator.process_index % self.size:
             input_data = []
         return Accelerator.gather_for_metrics(self, input_data, use_gather_object)
 
     def holds_shards(self) -> bool:
-        """Whether the batch of a model arrived sharded."""
+        """Returns whether a model's batch arrived sharded."""
         modules = (module for model in self.accelerator._models for module in inner_modules(model))
         return any(getattr(module, PATCH).explicit for module in modules if hasattr(module, PATCH))
 
     def evaluate(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The loop of an evaluation. Where Seq2SeqTrainer has it call `Accelerator.gather`, a group counts once."""
+        """Runs the evaluation loop, and counts each group once where Seq2SeqTrainer uses `Accelerator.gather`."""
         if self.trainer.gather_function == self.accelerator.gather:
             self.trainer.gather_function = self.gather_evaluated
         return method(*args, **kwargs)
@@ -275,7 +275,7 @@ class _Shared:
         return self.gather(tensors)
 
     def gather(self, tensors: Any) -> Any:
-        """What `Accelerator.gather_for_metrics` calls: the first rank of each group speaks for it."""
+        """Gathers from the first rank of each group, for `Accelerator.gather_for_metrics`."""
 
         def once(tensor: torch.Tensor) -> torch.Tensor:
             rows = tensor.shape[0] if tensor.ndim else 1
@@ -289,12 +289,12 @@ class _Shared:
 
 
 class GroupScheduler(AcceleratedScheduler):
-    """A prepared learning rate scheduler that is stepped once for each of the `batches` that all processes hold."""
+    """A learning rate scheduler that steps once for each of the `batches` that all processes hold together."""
 
     def __init__(self, prepared: AcceleratedScheduler, batches: int) -> None:
         super().__init__(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, split_batches=True)
         self.batches = batches
-        self.ends = not prepared.split_batches  # accelerate goes beyond the last step where batches are split
+        self.ends = not prepared.split_batches  # with split batches, accelerate steps beyond the last step
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         counted = self.step_with_optimizer and self.gradient_state.sync_gradients
@@ -305,8 +305,8 @@ class GroupScheduler(AcceleratedScheduler):
 
 
 def _warn_of_loss(trainer: Any, accelerator: Accelerator) -> None:
-    """Says if a user's loss does not take the number by which `Trainer` expects it to divide."""
-    loss = getattr(trainer, "compute_loss_func", None)  # trainers of TRL that have losses of their own set a string
+    """Warns if a user's loss ignores `num_items_in_batch`, because `Trainer` expects the loss to be divided by it."""
+    loss = getattr(trainer, "compute_loss_func", None)  # TRL's trainers with their own losses set a string
     if not callable(loss) or not trainer.args.average_tokens_across_devices or not accelerator.is_main_process:
         return
     if "num_items_in_batch" not in inspect.signature(getattr(loss, "forward", loss)).parameters:
@@ -329,8 +329,8 @@ def _check_not_sharded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_patched(item: Any, size: int, evaluates: bool = False) -> None:
-    """Raises for a model of Transformers that [`patch_model`] has not seen, if it is trained or a language model. Other
-    models that only help a training, such as one that gives rewards, may hold whole sequences."""
+    """Raises for an unpatched Transformers model that is trained or a language model. Other models that only assist,
+    such as reward models, may hold whole sequences."""
     mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES)
     entries = [names for mapping in mappings for names in mapping.values()]
     known = {name for names in entries for name in ([names] if isinstance(names, str) else names)}
@@ -352,8 +352,8 @@ def _check_patched(item: Any, size: int, evaluates: bool = False) -> None:
 
 
 def _check_placed(model: nn.Module, evaluates: bool, generates: bool) -> None:
-    """Raises for a model that Transformers has sharded when it was loaded, where accelerate would wrap it as well, and
-    for experts on several ranks in a trainer that `generates`. `Trainer` has such a model prepared as in evaluation."""
+    """Raises for a model that Transformers sharded at loading, because accelerate would wrap it again, and for expert
+    parallelism in a trainer that `generates`. `Trainer` prepares such a model in evaluation mode."""
     if getattr(model, "is_distributed_loading_by_transformers", False) and not evaluates:
         raise ConfigError(
             "The model was loaded with a DistributedConfig",
@@ -370,7 +370,7 @@ def _check_placed(model: nn.Module, evaluates: bool, generates: bool) -> None:
 
 
 def _reads_tokens(model: PreTrainedModel) -> bool:
-    """Whether a model has embeddings of tokens, unlike a tower of images beside a language model."""
+    """Returns whether a model has token embeddings, unlike the image tower of a language model."""
     try:
         return isinstance(model.get_input_embeddings(), nn.Embedding)
     except NotImplementedError:
@@ -378,7 +378,7 @@ def _reads_tokens(model: PreTrainedModel) -> bool:
 
 
 def _check_deepspeed(config: dict[str, Any]) -> None:
-    """Raises for settings of DeepSpeed by which ranks share a sequence or a layer in its own way."""
+    """Raises for DeepSpeed's own sequence parallelism and tensor parallelism."""
     for name, size in {
         "sequence_parallel_size": config.get("sequence_parallel_size", 1),
         "tensor_parallel.autotp_size": config.get("tensor_parallel", {}).get("autotp_size", 1),
@@ -392,8 +392,8 @@ def _check_deepspeed(config: dict[str, Any]) -> None:
 
 
 def _check_data_loader(data_loader: DataLoader, dispatch: bool | None, generates: bool) -> None:
-    """Raises for loaders whose batches cannot be the same on all ranks of a group. Only a trainer that `generates` as
-    one process a group may be given prompts."""
+    """Raises for loaders whose batches may differ between the ranks of a group. Only a trainer that `generates` with
+    one process per group may use prompts."""
     if dispatch:
         raise ConfigError(
             "dispatch_batches=True hands every rank a part of each batch",

@@ -1,4 +1,4 @@
-"""Answers of a model over the ranks that share its sequences, where a trainer or the user calls `model.generate`."""
+"""Generation over the ranks that share sequences, when a trainer or the user calls `model.generate`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,15 +24,15 @@ from .first_rank import FirstRank
 
 
 def patch_as(model: nn.Module, other: nn.Module) -> None:
-    """Patches a model that a trainer may have loaded by itself, with the settings of the model that it trains."""
+    """Patches a model that a trainer may have loaded itself, with the settings of the trained model."""
     own = find_inside(model, PATCH)
     if own is not None and isinstance(other, PreTrainedModel) and not hasattr(other, PATCH):
         patch_model(other, getattr(own, PATCH).config)
 
 
 def check_steps(trainer: Any, accelerator: Accelerator, steps: Sequence[str], instead: str = "") -> None:
-    """Raises for a trainer that was not compared with one process: under DeepSpeed, or without some of the methods that
-    are wrapped. `instead` ends the advice."""
+    """Raises for a trainer that was not compared with one process: under DeepSpeed, or if methods to wrap are missing.
+    `instead` ends the advice."""
     name = type(trainer).__name__
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         raise ConfigError(
@@ -48,13 +48,13 @@ def check_steps(trainer: Any, accelerator: Accelerator, steps: Sequence[str], in
 
 
 class Answers(FirstRank):
-    """The first rank of a group that generates together: `model.generate` over all ranks, where a trainer calls it."""
+    """A [`FirstRank`] for groups that generate together: a trainer's `model.generate` runs over all ranks."""
 
-    within: int | None = None  # the thread that generates with all ranks; a rollout may have others
+    within: int | None = None  # the thread that generates with all ranks; a rollout may use several
 
     @contextmanager
     def answering(self, model: nn.Module) -> Iterator[None]:
-        """While TRL or a rollout generates, `model.generate` and a rollout's `hf_burst.generate` run on all ranks."""
+        """Makes `model.generate` and a rollout's `hf_burst.generate` run on all ranks inside the context."""
         base: Any = patched(model)[0]
         patch = getattr(base, PATCH)
         before = vars(base).get("generate")
@@ -83,8 +83,8 @@ class Answers(FirstRank):
         generation_config: GenerationConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The answers of a model, `base` inside of it, without dropout. What is not served over ranks each generates by
-        itself, with the random numbers of the first, and answers as the first."""
+        """Returns a model's answers (`base` is the patched model inside it), without dropout. For unsupported
+        arguments, all ranks generate alone with the first rank's random numbers, and return the first rank's answer."""
         unnamed = {"input_ids": inputs, "generation_config": generation_config}
         given = {name: value for name, value in unnamed.items() if value is not None} | kwargs
         modes = [(module, module.training) for module in inner_modules(model)]
@@ -93,7 +93,7 @@ class Answers(FirstRank):
         try:
             check(base, given)
         except (UnsupportedModelError, BatchError):
-            given.pop("cuda_graphs", None)  # of steps over ranks
+            given.pop("cuda_graphs", None)  # only for steps over ranks
             with same_random_numbers(self.group, self.device), torch.no_grad():
                 return self.told(partial(base.generate, **given), "generate", alone=False)
         else:
@@ -105,10 +105,10 @@ class Answers(FirstRank):
 
 
 def _each_once(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `generate`, where prompts that come several times in a row are given once: what is sampled stays
-    the same, and return sequences share the keys of their prompt."""
+    """Returns the arguments of `generate` with repeated prompts given once: samples stay the same, and return sequences
+    share the keys of their prompt."""
     rows = [given[name] for name in ("input_ids", "attention_mask") if isinstance(given.get(name), Tensor)]
-    tensors = sum(isinstance(value, Tensor) for value in tree_leaves(given))  # images may come in lists
+    tensors = sum(isinstance(value, Tensor) for value in tree_leaves(given))  # images may be in lists
     if not asked(model, given, "do_sample") or copies_of(model, given) > 1 or tensors > len(rows) or not rows:
         return given
     _, repeats = torch.unique_consecutive(torch.cat(rows, 1), dim=0, return_counts=True)

@@ -1,7 +1,7 @@
-"""Distillation by TRL's `GKDTrainer`, which takes a group of ranks for one process.
+"""Distillation by TRL's `GKDTrainer`, with each group of ranks as one process.
 
-The loss compares the logits of two models, which are too large to gather for long sequences:
-[`hf_burst.token_divergences`] computes it some tokens at a time. The ranks of a group generate answers together.
+The loss compares the logits of two models, which are too large to gather for long sequences, so
+[`hf_burst.token_divergences`] computes it in chunks of tokens. The ranks of a group generate answers together.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ _READ = ("input_ids", "attention_mask", "labels")
 
 
 class Distillation:
-    """Replaces the steps of a trainer that would hold all logits, or give each rank answers of its own.
+    """Replaces the steps of a trainer that would hold all logits, or generate different answers on each rank.
 
     Args:
-        trainer (`GKDTrainer`): The trainer, while it is made.
+        trainer (`GKDTrainer`): The trainer, still under construction.
         accelerator (`Accelerator`): Its accelerator.
-        size (`int`): The ranks of a group.
+        size (`int`): The number of ranks in a group.
 
     Raises:
         ConfigError: Under DeepSpeed, or if TRL's steps have other names.
@@ -49,9 +49,9 @@ class Distillation:
             setattr(trainer, name, update_wrapper(partial(wrapper, method), method))
 
     def take_teacher(self, teacher: nn.Module) -> None:
-        """Patches the teacher, which the trainer may have loaded itself, with the settings of the model. Under FSDP it
-        is moved to the device, because accelerate leaves it on the host."""
-        if self.sharded and not getattr(teacher, "is_quantized", False):  # which was placed when it was loaded
+        """Patches the teacher, which the trainer may have loaded itself, with the student's settings. Under FSDP it
+        moves to the device, because accelerate leaves it on the host."""
+        if self.sharded and not getattr(teacher, "is_quantized", False):  # quantized models are placed at loading
             teacher.to(self.device)
         patch_as(self.trainer.model, teacher)
 
@@ -63,7 +63,7 @@ class Distillation:
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
-        """Returns the loss of a batch. `Trainer` has counted its tokens once for each rank of the group."""
+        """Returns the loss of a batch. `Trainer` has counted its tokens once per rank of the group."""
         trainer, items = self.trainer, num_items_in_batch
         if items is not None and trainer.args.average_tokens_across_devices:
             items = items / self.size
@@ -80,7 +80,7 @@ class Distillation:
     def generate(
         self, method: Callable[..., Any], model: nn.Module, inputs: dict[str, Any], generation_config: GenerationConfig
     ) -> Any:
-        """Returns answers of the model or its teacher. TRL switches the cache off beside checkpoints; here it is on."""
+        """Returns answers of the model or its teacher, with the cache on; TRL turns it off with checkpointing."""
         config = GenerationConfig(**{**generation_config.to_dict(), "use_cache": True})
         with self.answers.answering(model):
             return method(model, inputs, config)

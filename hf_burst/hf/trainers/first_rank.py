@@ -1,6 +1,6 @@
-"""What the first rank of a group calls for all of its ranks: functions that users hand in to a trainer.
+"""Runs users' functions of a trainer on the first rank of a group, for all of its ranks.
 
-The others wait for what such a function returns. Where it has the model generate, they take part.
+The other ranks wait for the result. If the function makes the model generate, they take part.
 """
 
 import asyncio
@@ -19,34 +19,34 @@ from ...ranks.group import ContextGroup
 
 
 class ToolError(Exception):
-    """What a tool raised on the first rank, in its words, which TRL shows to the model."""
+    """The error text of a tool on the first rank, which TRL shows to the model."""
 
 
 class FirstRank:
-    """The first rank of a group, as all of its ranks know it.
+    """The first rank of a group, from the view of all ranks.
 
     Args:
-        group ([`ContextGroup`]): The ranks.
-        device (`torch.device`): Where they communicate.
+        group ([`ContextGroup`]): The group.
+        device (`torch.device`): The device for communication.
     """
 
     def __init__(self, group: ContextGroup, device: torch.device) -> None:
         self.group, self.device = group, device
-        self.calls: dict[str, Callable[..., Any]] = {}  # that all ranks make where a user's function makes one
-        self.later: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []  # those for when the function has returned
-        self.leads = 0  # functions of the user's that run on the first rank, as far as this one knows
-        self.turn = threading.Lock()  # of one of the user's threads to have all ranks call
-        self.order = asyncio.Lock()  # in which async functions end
+        self.calls: dict[str, Callable[..., Any]] = {}  # calls by users' functions that all ranks run
+        self.later: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []  # calls for after the function
+        self.leads = 0  # users' functions that run on the first rank, as far as this rank knows
+        self.turn = threading.Lock()  # held by the user's thread whose call all ranks run
+        self.order = asyncio.Lock()  # keeps the ends of async functions in order
 
     def once(
         self, function: Callable[..., Any], given: Callable[[dict[str, Any]], dict[str, Any]] = dict, tool: bool = False
     ) -> Callable[..., Any]:
-        """A function of the user's that the first rank calls for all. Async ones run at the same time, and end in turn.
+        """Wraps a user's function so that only the first rank calls it. Async calls overlap, and end in order.
 
         Args:
-            function (callable): It is not called on other ranks.
-            given (callable, *optional*): Changes its keyword arguments, on all ranks.
-            tool (`bool`, defaults to `False`): Whether TRL goes on behind its errors.
+            function (callable): The function; other ranks do not call it.
+            given (callable, *optional*): Changes its keyword arguments on all ranks.
+            tool (`bool`, defaults to `False`): Whether TRL continues after its errors.
         """
         name = getattr(function, "__name__", type(function).__name__)
 
@@ -77,13 +77,13 @@ class FirstRank:
         return functools.wraps(function)(call_async if _is_async(function) else call)
 
     def told(self, run: Callable[[], Any], doing: str, alone: bool = True) -> Any:
-        """What `run` returns on the first rank, on all ranks, which go on with its random numbers. What it raises there
-        ends all ranks.
+        """Returns the first rank's result of `run` on all ranks, and gives them its random state. Its error ends all
+        ranks.
 
         Args:
-            run (callable): It takes no arguments.
-            doing (`str`): Its name, for errors of other ranks.
-            alone (`bool`, defaults to `True`): Whether it runs on the first rank only, and others follow in its calls.
+            run (callable): A function without arguments.
+            doing (`str`): Its name, for errors on other ranks.
+            alone (`bool`, defaults to `True`): Whether only the first rank runs it; the others then join its calls.
         """
         if self.leads and not alone:
             return run()
@@ -96,7 +96,7 @@ class FirstRank:
                 result = run()
                 if not self.group.rank:
                     written = self._packed("", (result, self.later, torch.get_rng_state()))
-            except BaseException as problem:  # also when the user interrupts
+            except BaseException as problem:  # including KeyboardInterrupt
                 error = problem
             self.leads -= alone
         later = self.later
@@ -107,7 +107,7 @@ class FirstRank:
                 break
             try:
                 self._call(name, *content[0], **content[1])
-            except BaseException as problem:  # the first rank has met an error, too, and says what follows from it
+            except BaseException as problem:  # the first rank has this error, too, and decides what follows
                 error = None if isinstance(problem, Exception) else problem
         if self.group.rank:
             result, later, state = content
@@ -117,11 +117,11 @@ class FirstRank:
         return result
 
     def after(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Notes one of [`calls`] that all ranks are to make when the user's function has returned."""
+        """Schedules one of [`calls`] on all ranks for after the user's function has returned."""
         self.later.append((name, args, kwargs))
 
     def together(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """One of [`calls`], which all ranks make if the first one makes it in a function of the user's."""
+        """Runs one of [`calls`], on all ranks if a user's function on the first rank makes it."""
         if not self.leads:
             return self.calls[name](*args, **kwargs)
         with self.turn:
@@ -129,28 +129,28 @@ class FirstRank:
             return self._call(name, *args, **kwargs)
 
     def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Makes a call on all ranks, at the end of which the error of one rank is one of all."""
+        """Runs a call on all ranks, then raises any rank's error on all of them."""
         result = None
         error: BaseException | None = None
         self.leads += 1
         try:
             result = self.calls[name](*args, **kwargs)
-        except BaseException as problem:  # also when the user interrupts
+        except BaseException as problem:  # including KeyboardInterrupt
             error = problem
         self.leads -= 1
         self.group.agree({"call": "end"}, error, self.device, doing=name)
         return result
 
     def _tell(self, written: bytes, doing: str, error: BaseException | None = None) -> tuple[str, Any]:
-        """What the first rank tells all others. Raises on all ranks if one of them has met an error."""
+        """Returns the first rank's message on all other ranks. Raises on all ranks if one of them has an error."""
         told = self.group.first_says(written, self.device, doing, error)
         return _unpacked(told, self.device) if self.group.rank else ("", None)
 
     def _packed(self, name: str, content: tuple[Any, ...]) -> bytes:
-        """The name of a call and any objects, such as rows, images and tensors, as bytes. They can be made anew.
+        """Pickles the name of a call and its objects (rows, images, tensors), and checks that they can be restored.
 
         Raises:
-            BatchError: If the other ranks cannot be told of one, such as of a streamer or an open file.
+            BatchError: If an object cannot be sent, such as a streamer or an open file.
         """
         written = io.BytesIO()
         try:
@@ -165,14 +165,14 @@ class FirstRank:
 
 
 def _is_async(function: Any) -> bool:
-    """Whether a call returns a coroutine, for the forms that TRL knows."""
+    """Returns whether a call returns a coroutine, for the forms that TRL knows."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__)
 
 
 def _shown(run: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What TRL shows the model of a tool's result, and of its error."""
+    """Returns what TRL shows to the model: a tool's result, or its error."""
     try:
         result = run()
     except Exception as problem:
@@ -181,7 +181,7 @@ def _shown(run: Callable[[], Any]) -> tuple[Any, str | None]:
 
 
 def _unpacked(written: bytes, device: torch.device) -> Any:
-    """The objects, with tensors of another rank's GPU on the one of this rank."""
+    """Restores the objects, with GPU tensors on this rank's device."""
 
     def place(storage: Any, location: str) -> Any:
         return storage if location == "cpu" else storage.to(device=device)

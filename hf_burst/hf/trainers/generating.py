@@ -1,26 +1,26 @@
 """TRL's trainers that generate what they learn from (GRPO, RLOO): to them, a group of ranks is one process.
 
-All ranks of a group run the trainer, on the same rows and with the same random numbers. They come apart only where it
-calls what users handed in:
+All ranks of a group run the trainer with the same rows and random numbers. They differ only where the trainer calls
+users' code:
 
 | a step of GRPO | the first rank of a group | the others |
 |---|---|---|
-| environments are made and reset, tools run | calls them | receive what they return, or their error |
-| `rollout_func` | calls it | receive its result; take part in its `model.generate` and `hf_burst.generate` |
+| environments are made and reset, tools run | calls them | receive their results or errors |
+| `rollout_func` | calls it | receive its result; join its `model.generate` and `hf_burst.generate` |
 | the model generates | takes part | take part |
-| a server of vLLM | asks it, together with the first ranks of other groups | receive the answers |
-| vLLM beside the trainer | asks its engine | ask theirs for nothing, as one may lie over all; receive the answers |
-| reward functions | calls them | receive rewards, and log what was logged |
+| vLLM as a server | asks it, together with the first ranks of other groups | receive the answers |
+| vLLM beside the trainer | asks its engine | pass no prompts, as an engine may span ranks; receive the answers |
+| reward functions | calls them | receive rewards, and write the same logs |
 | reward models | computes the scores that count | compute them, too |
 | log-probabilities, advantages, shuffles, the loss | computes | compute the same |
 
-Where TRL gathers over processes, groups are gathered. Private names that this needs:
+TRL's gathers over processes become gathers over groups. This needs private names:
 
-- `_prepare_inputs` of `Trainer`, which is wrapped: no public method lies around generation and rewards alone.
-- `_standalone_tools` and `_environment_pool` of `GRPOTrainer`, which are replaced: it reads tools and environments
+- `_prepare_inputs` of `Trainer` is wrapped, because no public method covers just generation and rewards.
+- `_standalone_tools` and `_environment_pool` of `GRPOTrainer` are replaced, because it reads tools and environments
   there, and fills them before it makes its accelerator.
-- `gather`, `gather_object` and `broadcast_object_list` in TRL's modules, which are those over groups while a step
-  runs: they are functions of accelerate that ask no accelerator.
+- `gather`, `gather_object` and `broadcast_object_list` in TRL's modules are replaced by those over groups during a
+  step, because these functions of accelerate use no accelerator object.
 """
 
 import inspect
@@ -55,16 +55,15 @@ _OVERRIDES = (
 
 
 class GroupTraining:
-    """Makes a group of ranks one process to one trainer.
+    """Makes a group of ranks look like one process to a trainer.
 
     Args:
-        trainer (`Trainer`): It is being made.
+        trainer (`Trainer`): The trainer, still under construction.
         accelerator (`Accelerator`): Its accelerator.
-        size (`int`): The ranks of a group.
+        size (`int`): The number of ranks in a group.
 
     Raises:
-        ConfigError: If it is to generate in a way that is not served, or a group's rows are not whole groups of
-            completions.
+        ConfigError: If generation settings are not supported, or a group's rows split the completions of a prompt.
     """
 
     def __init__(self, trainer: Any, accelerator: Accelerator, size: int) -> None:
@@ -84,19 +83,19 @@ class GroupTraining:
             setattr(trainer, name, update_wrapper(partial(wrapper, method), method))
 
     def begin(self) -> None:
-        """Wraps what users handed in, once the trainer is made."""
+        """Wraps users' functions, once the trainer is made."""
         if self.ready:
             return
         self.ready = True
         trainer = self.trainer
         once = self.first.once
-        if trainer.ref_model is not None:  # which FSDP and DeepSpeed have wrapped by themselves
+        if trainer.ref_model is not None:  # FSDP and DeepSpeed have already wrapped it
             patch_as(trainer.model, self.real.unwrap_model(trainer.ref_model))
         trainer.reward_funcs = [
             _Judge(self.first, judge) if isinstance(judge, nn.Module) else once(judge, self.given_to_rewards)
             for judge in trainer.reward_funcs
         ]
-        if getattr(trainer, "rollout_func", None) is not None:  # RLOO has none, and no tools
+        if getattr(trainer, "rollout_func", None) is not None:  # RLOO has no rollouts and no tools
             trainer.rollout_func = once(trainer.rollout_func)
         if getattr(trainer, "tools", None):
             trainer._standalone_tools = [once(tool, tool=True) for tool in trainer._standalone_tools]
@@ -108,13 +107,13 @@ class GroupTraining:
         if trainer.use_vllm:
             engine = trainer.vllm_generation
             engine.accelerator = self.groups
-            self.first.calls["sync_weights"] = engine.sync_weights  # a rollout may ask for it
+            self.first.calls["sync_weights"] = engine.sync_weights  # rollouts may call it
             engine.sync_weights = partial(self.first.together, "sync_weights")
             engine.generate = partial(self.ask_engine, engine.generate)
-        set_seed(trainer.args.seed + self.groups.process_index)  # as device_specific=True with one process a group
+        set_seed(trainer.args.seed + self.groups.process_index)  # as device_specific=True with a process per group
 
     def prepare_inputs(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Completions and what was made of their rewards, equal on all ranks. What one group meets ends the others."""
+        """Returns completions with their advantages, equal on all ranks. An error of one group ends the others."""
         self.groups.parted = None
         try:
             with self.names_of_groups(), self.first.answering(self.trainer.model):
@@ -122,19 +121,19 @@ class GroupTraining:
             sums = {"advantages": sum_of_bits(found["advantages"])}
             advice = {"advantages": _OVERRIDES}
             self.group.agree({}, None, self.real.device, 0, sums, advice, "a step on completions")
-        except BaseException as problem:  # also when the user interrupts
+        except BaseException as problem:  # including KeyboardInterrupt
             self.groups.tell(problem)
             raise
         return found
 
     def compute_loss(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The loss, with metrics over groups."""
+        """Returns the loss, with metrics over groups."""
         with self.names_of_groups():
             return method(*args, **kwargs)
 
     @contextmanager
     def names_of_groups(self) -> Iterator[None]:
-        """While the trainer's own code runs, its names of accelerate's collectives are those over groups."""
+        """Replaces accelerate's collectives in the trainer's modules by those over groups while its own code runs."""
         swapped = [
             (module, name)
             for module in filter(None, map(sys.modules.get, self.modules))
@@ -152,7 +151,7 @@ class GroupTraining:
                 setattr(module, name, getattr(accelerate.utils, name))
 
     def given_to_rewards(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a reward function: the user's environments, and logs that all ranks write behind it."""
+        """Returns a reward function's arguments, with the user's environments and with logs that all ranks write."""
         given = dict(kwargs)
         for name in _LOGS & kwargs.keys():
             self.first.calls[name] = kwargs[name]
@@ -162,7 +161,7 @@ class GroupTraining:
         return given
 
     def ask_engine(self, method: Callable[..., Any], prompts: list[Any], images: Any, **kwargs: Any) -> Any:
-        """vLLM's answers to the first rank."""
+        """Returns vLLM's answers to the first rank on all ranks."""
 
         def ask() -> Any:
             if not self.group.rank:
@@ -173,7 +172,7 @@ class GroupTraining:
 
 
 class _StandIn:
-    """Stands for an environment of the user's, which the first rank has and calls for all ranks."""
+    """A stand-in for a user's environment, which only the first rank holds and calls for all ranks."""
 
     def __init__(self, first: FirstRank, factory: Callable[[], Any], real: Any = None) -> None:
         self.real = real
@@ -191,7 +190,7 @@ class _StandIn:
 
 
 def _stand_in(first: FirstRank, factory: Callable[[], Any], kind: type) -> Callable[..., Any]:
-    """What makes stand-ins for environments. TRL looks for tools among the methods of their class."""
+    """Returns a factory of stand-ins. TRL finds tools among the methods of their class."""
     methods = {name: getattr(kind, name) for name in _public_methods(kind)}
     return partial(type(kind.__name__, (_StandIn,), methods), first, factory)
 
@@ -201,7 +200,7 @@ def _public_methods(kind: type) -> list[str]:
 
 
 class _Judge(nn.Module):
-    """A reward model, of which all ranks have the scores of the first."""
+    """A reward model that returns the first rank's scores on all ranks."""
 
     def __init__(self, first: FirstRank, judge: nn.Module) -> None:
         super().__init__()
@@ -215,7 +214,7 @@ class _Judge(nn.Module):
 
 
 def _check(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -> None:
-    """Raises for settings by which the ranks of a group would not be one process."""
+    """Raises for settings with which a group of ranks cannot act as one process."""
     check_steps(trainer, accelerator, _STEPS + (_STEPS_WITH_TOOLS if hasattr(trainer, "tools") else ()))
     if trainer.use_transformers_continuous_batching:
         raise ConfigError(

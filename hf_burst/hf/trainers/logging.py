@@ -1,4 +1,4 @@
-"""`BurstCallback`: speed, memory, balance and messages of a training, in the logs of `Trainer`."""
+"""`BurstCallback`: adds speed, memory, balance and exchange times of a training to the logs of `Trainer`."""
 
 import logging
 import resource
@@ -30,26 +30,26 @@ logger = logging.getLogger(__name__)
 
 
 class BurstCallback(TrainerCallback):
-    """Logs speed, memory, balance and messages with each training loss (Weights & Biases, TensorBoard, trackio, log
-    history), and prints a line with the time that is left. It warns if `max_length` is still the default of TRL, and
-    once if a document has more tokens than the model has positions.
+    """Logs speed, memory, balance and exchange times with each training loss (Weights & Biases, TensorBoard, trackio,
+    log history), and prints a line with the remaining time. It warns if `max_length` is still TRL's default, and once
+    if a document has more tokens than the model has positions.
 
     | key | value |
     |---|---|
     | `tokens_per_second_per_gpu` | tokens without padding, each counted once, per second and process |
-    | `mfu` | model FLOPs utilisation: the share of the GPU's peak in bf16, without what is computed a second time |
-    | `peak_memory_gib` | peak of torch's allocator on the rank with the most; on CPUs, of the whole process |
-    | `packing_imbalance` | how far the attention of the busiest rank is above the mean: 0.02 is 2 % |
-    | `exchange_seconds` | seconds of one step, the first after a log, in which attention waited for other ranks |
+    | `mfu` | model FLOPs utilisation: the share of the GPU's bf16 peak, without recomputation |
+    | `peak_memory_gib` | highest peak of torch's allocator over ranks; on CPUs, of the whole process |
+    | `packing_imbalance` | attention work of the busiest rank above the mean: 0.02 is 2 % |
+    | `exchange_seconds` | seconds that attention waited for other ranks, in the first step after a log |
 
-    The numbers cover the steps since the last log, without evaluation and saving. Ranks exchange six numbers a log, and
-    only steps that are logged wait for the device.
+    The numbers cover the steps since the last log, without evaluation and saving. Ranks exchange six numbers per log,
+    and only logged steps wait for the device.
 
     Args:
         trainer (`Trainer`): Any trainer of a patched model.
-        peak_flops (`float`, *optional*): FLOP/s of one GPU, for `mfu`; those of its data sheet by default. Without a
-            data sheet there is no `mfu`.
-        progress (`bool`, defaults to `True`): Whether to print a line for each log.
+        peak_flops (`float`, *optional*): Peak FLOP/s of one GPU, for `mfu`; by default from its data sheet. Without a
+            data sheet, `mfu` is not logged.
+        progress (`bool`, defaults to `True`): Whether to print a line per log.
 
     Example:
 
@@ -63,10 +63,10 @@ class BurstCallback(TrainerCallback):
         self.peak = peak_flops or peak_of(trainer.args.device)
         self.clock: ExchangeClock | None = None
         self.handle: RemovableHandle | None = None
-        self.lengths_told = False  # whether warnings of lengths were given, or are not wanted
+        self.lengths_told = False  # no more length warnings
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Finds the model, and puts this callback before those that report."""
+        """Finds the model, and moves this callback before those that report."""
         callbacks = self.trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)
@@ -85,12 +85,12 @@ class BurstCallback(TrainerCallback):
         self.patch = getattr(model, PATCH)
         self.group = resolve_group(self.patch.group)
         self.trained = _share_that_learns(model.get_submodule(language_model_path(ModelView(model))))
-        self.on_train_end()  # of a training that was interrupted
+        self.on_train_end()  # cleans up after an interrupted training
         self.handle = model.register_forward_pre_hook(self._count)
         self.first = state.global_step
-        self.began = self.mark = time.perf_counter()  # when counting began, and when the clock was last read
-        self.warm = False  # whether a step is over
-        self.samples = False  # whether messages of the next step are timed
+        self.began = self.mark = time.perf_counter()  # start of counting, and last reading of the clock
+        self.warm = False  # whether a step has finished
+        self.samples = False  # whether the next step's exchanges are timed
         self._reset()
         warning = None if self.lengths_told else untouched_length(args)
         if state.is_world_process_zero and warning is not None:
@@ -99,13 +99,13 @@ class BurstCallback(TrainerCallback):
             tqdm.write(shared_by(self.group.size, args.world_size))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Times messages in the step after a log."""
+        """Times the exchanges of the first step after a log."""
         if self.samples and self.group.size > 1:
             self.clock = resources_of(self.group).clock = ExchangeClock(args.device)
         self.samples = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Counts the time of the step."""
+        """Adds the step's time."""
         self._look()
         resources_of(self.group).clock = None
         if not self.warm:  # connections are open and kernels compiled from now on
@@ -113,7 +113,7 @@ class BurstCallback(TrainerCallback):
             self.began, self.first = self.mark, state.global_step
 
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Leaves out the seconds of an evaluation or of a checkpoint."""
+        """Excludes the seconds of an evaluation or a checkpoint."""
         self.mark = time.perf_counter()
 
     on_save = on_evaluate
@@ -122,26 +122,26 @@ class BurstCallback(TrainerCallback):
         """Adds the numbers to the log of a training step."""
         if not logs or "loss" not in logs or not self.passes:
             return
-        self._look()  # the loss has made the host wait for the device
+        self._look()  # reading the loss has synchronized with the device
         numbers = self._numbers()
         logs.update(numbers)
-        state.log_history[-1].update(numbers)  # which has a copy
+        state.log_history[-1].update(numbers)  # log_history holds a copy
         if self.progress and state.is_world_process_zero:
             tqdm.write(self._line(state, logs))
         self._reset()
         self.samples = True
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Leaves the model as it was."""
+        """Removes the hook from the model."""
         resources_of(self.group).clock = None
         if self.handle is not None:
             self.handle.remove()
 
     @torch.compiler.disable
     def _count(self, module: nn.Module, args: Any) -> None:
-        """Adds up what a pass of the model computes: a forward pre-hook that comes after the patch's."""
+        """Adds the work of a forward pass: a forward pre-hook that runs after the patch's."""
         if not module.training:
-            resources_of(self.group).clock = None  # of a training that was interrupted
+            resources_of(self.group).clock = None  # left by an interrupted training
         elif torch.is_grad_enabled() and self.patch.run is not None:
             layout = self.patch.run.batch.layout
             self.tokens += tokens_of(layout)
@@ -160,7 +160,7 @@ class BurstCallback(TrainerCallback):
             self.lengths_told = True
 
     def _reset(self) -> None:
-        """Sets what a log adds up to zero."""
+        """Resets the sums of a log."""
         self.passes = self.tokens = self.given = 0
         self.pairs = self.imbalance = self.seconds = 0.0
         self.clock = None
@@ -170,7 +170,7 @@ class BurstCallback(TrainerCallback):
         self.seconds, self.mark = self.seconds + now - self.mark, now
 
     def _numbers(self) -> dict[str, float]:
-        """Returns the numbers of a log, over all ranks."""
+        """Returns a log's numbers, combined over all ranks."""
         flops = self.size.flops(self.tokens, self.pairs, self.trained) if self.size else 0.0
         exchange = -1.0 if self.clock is None else self.clock.seconds()
         device = self.trainer.args.device
@@ -194,7 +194,7 @@ class BurstCallback(TrainerCallback):
         mfu = f", MFU {logs['mfu']:.1%}" if "mfu" in logs else ""
         place = "GPU" if self.trainer.args.device.type == "cuda" else "process"
         speed = f"{logs['tokens_per_second_per_gpu']:,.0f} tokens/s a {place}{mfu}, {logs['peak_memory_gib']:.1f} GiB"
-        reward = f", reward {logs['reward']:.4g}" if logs.get("reward") is not None else ""  # of trainers that generate
+        reward = f", reward {logs['reward']:.4g}" if logs.get("reward") is not None else ""  # of generating trainers
         steps = f"step {state.global_step:,} of {state.max_steps:,}, {left} left"
         return f"{steps}, loss {logs['loss']:.4g}{reward}, {speed}"
 
@@ -206,7 +206,7 @@ def shared_by(size: int, processes: int) -> str:
 
 
 def untouched_length(training: Any) -> str | None:
-    """Returns a warning if `max_length` is the default of a class of TRL, which cuts or drops longer texts."""
+    """Returns a warning if `max_length` is the default of a TRL class, which cuts or drops longer texts."""
     kinds = (kind for kind in type(training).__mro__ if kind.__module__.startswith("trl."))
     kind = next((kind for kind in kinds if isinstance(vars(kind).get("max_length"), int)), None)
     prepared = (getattr(training, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
@@ -224,16 +224,16 @@ def tokens_of(layout: SequenceLayout) -> int:
 
 
 def given_tokens(layout: SequenceLayout) -> int:
-    """Returns the number of tokens that were given: those of a shared beginning count for each text."""
+    """Returns the number of given tokens: a shared prefix counts once per text."""
     if not layout.parents:
         return tokens_of(layout)
     return sum(int(layout.texts(rank).sum()) for rank in range(layout.ranks)) - layout.padding
 
 
 def pairs_of(layout: SequenceLayout, patterns: Sequence[tuple[MaskPattern, float]]) -> float:
-    """Returns the number of (query, key) pairs of these tokens in all layers of a model."""
+    """Returns the number of (query, key) pairs in all layers of a model."""
     pairs = 0.0
-    if layout.parents:  # without padding, but for that of the last chunk
+    if layout.parents:  # only the last chunk is padded
         masks = ((count, mask) for pattern, count in patterns for mask in layout.masks(pattern))
         return sum(count * mask.pairs for count, mask in masks)
     for bounds in _bounds(layout):
@@ -242,7 +242,7 @@ def pairs_of(layout: SequenceLayout, patterns: Sequence[tuple[MaskPattern, float
 
 
 def longest_of(layout: SequenceLayout) -> int:
-    """Returns the number of tokens of the longest text, with the beginning that it shares."""
+    """Returns the number of tokens of the longest text, including its shared prefix."""
     if layout.parents:
         masks = (mask for mask in layout.masks(MaskPattern()))
         return max(
@@ -261,14 +261,14 @@ def _bounds(layout: SequenceLayout) -> Iterator[tuple[int, ...]]:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Returns the GiB of the peak so far: of torch's allocator on a GPU, else of this process."""
+    """Returns the peak memory so far, in GiB: of torch's allocator on a GPU, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss, in bytes
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes per unit of ru_maxrss
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def _share_that_learns(model: nn.Module) -> float:
-    """Returns the share of the weights that learn. DeepSpeed keeps the sizes of those that it shards."""
+    """Returns the share of trained weights. DeepSpeed keeps the sizes of the weights that it shards."""
     sizes = [(getattr(weight, "ds_numel", weight.numel()), weight.requires_grad) for weight in model.parameters()]
     return sum(size for size, learns in sizes if learns) / sum(size for size, _ in sizes)

@@ -1,4 +1,4 @@
-"""Going on after a fault: the last checkpoint of a `Trainer` that is whole, and whether a run goes on as it began."""
+"""Resuming after a failure: the last complete checkpoint of a `Trainer`, and a comparison of batches and data."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 STATE = "trainer_state.json"  # Trainer writes it last
 DEEPSPEED = "*_states.pt"  # weights, optimizer and scheduler
-NEEDED = {  # Trainer does not go on without weights, and without the others it says nothing
+NEEDED = {  # Trainer raises without weights, but silently ignores the others if missing
     "weights": ("*model*.safetensors", "*_model*.bin", "pytorch_model_fsdp_*/.metadata", DEEPSPEED),
     "optimizer": ("optimizer.pt", "optimizer.bin", "optimizer_*/.metadata", DEEPSPEED),
     "scheduler": ("scheduler.pt", DEEPSPEED),
@@ -37,17 +37,17 @@ UNREADABLE = (OSError, EOFError, ValueError, TypeError, AttributeError, Safetens
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
-    """The latest checkpoint of a `Trainer` that was written to its end; `None` if there is none, as at a first start.
+    """Returns the latest complete checkpoint of a `Trainer`; `None` if there is none, as at a first start.
 
-    `Trainer` itself takes the highest number, also where a kill or a full disk has cut that checkpoint off. All ranks
+    `Trainer` itself takes the highest number, even if a kill or a full disk has truncated that checkpoint. All ranks
     call this together, after `TrainingArguments` or `Accelerator` has joined them. If no checkpoint has the random
-    state of each rank, the latest that lacks nothing else is taken, with a warning.
+    state of each rank, it takes the latest one that is otherwise complete, with a warning.
 
     Args:
         folder (`str` or `Path`): The `output_dir` of the training; it need not exist.
 
     Raises:
-        ConfigError: If some ranks see a whole checkpoint, but not all of them see the same.
+        ConfigError: If ranks see complete checkpoints, but none is complete on all of them.
 
     Example:
 
@@ -58,7 +58,7 @@ def last_checkpoint(folder: str | Path) -> str | None:
     steps = (path.name.removeprefix("checkpoint-") for path in Path(folder).glob("checkpoint-*"))
     paths = {int(step): Path(folder, f"checkpoint-{step}") for step in steps if step.isdigit()}
     every = _gather({step: _look(path) for step, path in paths.items()})
-    whole: dict[int, bool] = {}  # and whether the random states are there
+    whole: dict[int, bool] = {}  # by step: whether all random states are there
     for step in sorted({step for seen in every for step in seen}):
         ranks = [seen.get(step, ("it is missing", False)) for seen in every]
         fault = next((fault for fault, _ in ranks if fault is not None), None)
@@ -81,17 +81,17 @@ def last_checkpoint(folder: str | Path) -> str | None:
 
 
 def what_is_missing(checkpoint: str | Path) -> str | None:
-    """Says why a run cannot go on from a checkpoint; `None` if it can. All ranks call this together."""
+    """Returns why a run cannot resume from a checkpoint; `None` if it can. All ranks call this together."""
     return next((fault for fault, _ in _gather(_look(Path(checkpoint))) if fault is not None), None)
 
 
 def recorded(state: Any) -> dict[str, Any]:
-    """Returns what [`BurstResume`] wrote into the state of a trainer."""
+    """Returns what [`BurstResume`] saved in a trainer's state."""
     return dict(state.stateful_callbacks.get(BurstResume.__name__, {}).get("attributes", {}))
 
 
 def _look(checkpoint: Path) -> tuple[str | None, bool]:
-    """Returns what is wrong with a checkpoint, as this rank sees it, and whether its random state is there."""
+    """Returns what is wrong with a checkpoint, as seen by this rank, and whether its random state is there."""
     file = checkpoint / STATE
     if not file.is_file():
         return f"{STATE} is missing, which is written last", False
@@ -110,7 +110,7 @@ def _look(checkpoint: Path) -> tuple[str | None, bool]:
 
 
 def _read_end(file: Path) -> None:
-    """Raises if `Trainer` reads such files and this one was cut off, or names one that is missing."""
+    """Raises if a file that `Trainer` reads is truncated, or refers to a missing one."""
     if file.suffix == ".safetensors":
         with safe_open(file, "pt"):
             return
@@ -138,22 +138,22 @@ def _warn(text: str, *values: Any) -> None:
 
 
 class BurstResume(TrainerCallback, ExportableState):
-    """Refuses to go on from a checkpoint with other global batches or other data, about which `Trainer` says nothing.
+    """Refuses to resume with other global batches or other data than before, which `Trainer` does silently.
 
-    A step takes `per_device_train_batch_size` x groups x `gradient_accumulation_steps` sequences, and other numbers of
-    ranks or another `burst_size` make other groups. `Trainer` skips as many rows of other data as were trained on; the
-    number of rows is compared, and up to 16 rows of a table of `datasets`.
+    A step takes `per_device_train_batch_size` x groups x `gradient_accumulation_steps` sequences, and the number of
+    groups depends on ranks and `burst_size`. `Trainer` skips as many rows as were trained on, even of other data, so
+    the number of rows is compared, and up to 16 rows of a `datasets` table.
 
-    All ranks save if a callback asks for it on any rank. A checkpoint that an earlier run left under the same number is
-    removed first. A finished run that is started again keeps its weights (not under DeepSpeed): `Trainer` takes a step
-    more if it ended within an epoch.
+    All ranks save if a callback asks for it on any rank. An earlier run's checkpoint with the same number is removed
+    first. A finished run that is started again keeps its weights (not under DeepSpeed), although `Trainer` takes one
+    more step if the run ended within an epoch.
 
     Args:
-        settings (mapping from `str` to values that JSON can hold, *optional*): What else to write into checkpoints.
-        other_data (`bool`, defaults to `False`): Whether to go on with other training data, with a warning.
+        settings (mapping from `str` to JSON values, *optional*): Further values to write into checkpoints.
+        other_data (`bool`, defaults to `False`): Whether to resume with other training data, with a warning.
 
     Raises:
-        ConfigError: When the training begins, if its batches or its data are others than before.
+        ConfigError: At the start of training, if batches or data differ from before.
 
     Example:
 
@@ -169,11 +169,11 @@ class BurstResume(TrainerCallback, ExportableState):
         self.finished = False
 
     def state(self) -> dict[str, Any]:
-        """For the `trainer_state.json` of a checkpoint."""
+        """Returns the entry for a checkpoint's `trainer_state.json`."""
         return {"args": {}, "attributes": {"settings": self.settings, **self.began}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
-        """Compares the batches and the data with those of the checkpoint."""
+        """Compares batches and data with those of the checkpoint."""
         rows = _gather(rows_of(getattr(train_dataloader, "dataset", None)))[0]
         self.began = {**batch_of(args), "rows": rows}
         self.finished = 0 < state.max_steps <= state.global_step
@@ -183,7 +183,7 @@ class BurstResume(TrainerCallback, ExportableState):
                 tqdm.write(f"goes on from checkpoint-{state.global_step} (of {state.max_steps:,} steps)")
         if self.finished:
             _warn("%s steps are done, and max_steps is %s: nothing is trained.", state.global_step, state.max_steps)
-        state.stateful_callbacks[type(self).__name__] = self.state()  # a checkpoint may be older than the callback
+        state.stateful_callbacks[type(self).__name__] = self.state()  # the checkpoint may lack the callback
 
     def _compare(self, said: str, before: Mapping[str, Any]) -> None:
         now = self.began
@@ -204,33 +204,33 @@ class BurstResume(TrainerCallback, ExportableState):
         _warn("%s", said)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Leaves the weights as they are if all steps are done: in the middle of an epoch `Trainer` takes one more."""
+        """Discards the step if all steps are done, because `Trainer` takes one more in the middle of an epoch."""
         if self.finished:
             model.zero_grad()
             state.global_step -= 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Makes room for a checkpoint, which all ranks write if any rank wants one."""
+        """Has all ranks save if any rank asks for it, and removes an old checkpoint with the same number."""
         control.should_save &= not self.finished
-        if args.world_size > 1:  # a callback may ask on one rank alone, such as one that looks at the clock
+        if args.world_size > 1:  # a callback may ask on one rank only, such as one with a time limit
             group, doing = ContextGroup.from_mesh(None), "the question whether a step is saved"
             askers, _ = group.agree({}, None, args.device, int(control.should_save), doing=doing)
             control.should_save = askers > 0
         if control.should_save and args.should_save:
             shutil.rmtree(Path(args.output_dir) / f"checkpoint-{state.global_step}", ignore_errors=True)
         if control.should_save and args.world_size > 1:
-            dist.barrier()  # of the others none has written yet
+            dist.barrier()  # no rank writes before the removal
 
     on_epoch_end = on_step_end
 
 
 def batch_of(args: Any) -> dict[str, Any]:
-    """Returns the number of sequences in an optimizer step, and its factors in words."""
+    """Returns the number of sequences per optimizer step, and its factors as text."""
     mesh = args.parallelism_config
     size = (mesh.burst_size or args.world_size) if isinstance(mesh, BurstParallelismConfig) else 1
     factors = {
         "per_device_train_batch_size": args.per_device_train_batch_size,
-        "groups": 1 if args.accelerator_config.split_batches else args.world_size // size,  # of one batch in all
+        "groups": 1 if args.accelerator_config.split_batches else args.world_size // size,  # one batch for all
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
     }
     words = " x ".join(f"{name} {value}" for name, value in factors.items())
@@ -238,13 +238,13 @@ def batch_of(args: Any) -> dict[str, Any]:
 
 
 def rows_of(data: Any) -> str | None:
-    """Returns the number of rows of data, and of a table of `datasets` a checksum of some; `None` for a stream."""
+    """Returns the number of rows of data, with a checksum of some rows for a `datasets` table; `None` for a stream."""
     rows = len(data) if isinstance(data, Sized) else 0
     if not rows or not hasattr(data, "with_format"):
         return f"{rows:,} rows" if rows else None
-    places = sorted({place * (rows - 1) // 15 for place in range(16)})  # from the first to the last
-    table = data.with_format("arrow")[places]  # without transforms, which may be random
-    # single floats do not count: TRL adds losses of a reference model to rows, which differ by their rounding
+    places = sorted({place * (rows - 1) // 15 for place in range(16)})  # includes the first and the last
+    table = data.with_format("arrow")[places]  # without transforms, because these may be random
+    # float columns are left out: TRL adds reference losses to rows, which differ by rounding
     names = [name for name in sorted(table.column_names) if str(table[name].type) not in ("float", "double")]
     checksum = crc32(repr([(name, table[name].to_pylist()) for name in names]).encode())
     return f"{rows:,} rows (checksum {checksum:x})"
