@@ -199,8 +199,7 @@ class _Products(TorchFunctionMode):
     """Counts the linear layers of a tile, and remembers the latest result until another function is called.
 
     Args:
-        skipped (`int`, defaults to 0): The product (from 1) whose result is not computed, only its gradients; 0 for
-            none.
+        skipped (`int`, defaults to 0): The number of the product whose result is not computed; 0 for none.
     """
 
     def __init__(self, skipped: int = 0) -> None:

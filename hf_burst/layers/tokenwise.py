@@ -80,7 +80,7 @@ class _Trial:
 
     def __init__(self, module: nn.Module, forward: Forward, inputs: Sequence[Tensor]) -> None:
         self.module, self.forward, self.draws = module, forward, draws_as_now(*inputs)
-        self.learns = not torch.is_inference_mode_enabled()  # also under no_grad: a checkpointed layer first runs without a graph
+        self.learns = not torch.is_inference_mode_enabled()  # a layer may run under no_grad first
         kind = inputs[0].device.type
         given = [tensor for tensor in inputs if tensor.is_floating_point()]
         # 8- and 4-bit weights are multiplied in 16 bits
