@@ -1,4 +1,4 @@
-"""`BurstConfig` and `Memory`: the settings of hf_burst. "auto" is the default where the data decide the right value."""
+"""`BurstConfig` and `Memory`: the settings of hf_burst. "auto" chooses the value that suits the data."""
 
 import re
 import warnings

@@ -25,7 +25,7 @@ class ShardingError(BurstError):
 
 
 class BatchError(BurstError):
-    """A batch that cannot be trained on as it is."""
+    """A batch that cannot be used as given."""
 
 
 class RankMismatchError(BurstError):

@@ -44,7 +44,7 @@ _library.define(
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Tensor, *flat: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The operator; see [`burst_attention`] for its tensors, and [`AttentionRequest.flatten`] for the rest."""
+    """Computes the operator; see [`burst_attention`] for its tensors, [`AttentionRequest.flatten`] for the rest."""
     *_, transport, group = flat
     resources = resources_of(group)
     inputs = InputKind.of(q, k, v)

@@ -22,7 +22,7 @@ from ..ranks.collectives import gather_stacked
 from ..ranks.group import ContextGroup
 
 _BLOCK_SCORES = 1 << 26  # most scores in memory at once
-_NOTHING = -1e30  # the log-sum-exp of a row that sees no key: has no weight beside others, and gives no NaN alone
+_NOTHING = -1e30  # log-sum-exp of a row that sees no key: no weight beside other parts, and no NaN by itself
 _KERNELS: dict[str, KernelName] = {"cuda": "torch_flash", "cpu": "cpu_flash"}  # they split keys if queries are few
 
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

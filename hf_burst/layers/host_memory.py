@@ -39,7 +39,7 @@ class HostMemory:
     All pages have one size, so that tensors of any size can reuse them. Memory is page-locked in blocks of pages.
 
     Args:
-        device (`torch.device`): Where the tensors come from.
+        device (`torch.device`): The tensors' device.
     """
 
     page_bytes = 2**24

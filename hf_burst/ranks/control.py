@@ -27,7 +27,7 @@ class ControlGroup:
     def __init__(self, group: dist.ProcessGroup, watch: Watch, limit: timedelta) -> None:
         self.watch = watch
         self.size = group.size()
-        self.opened = set[str]()  # devices on which all ranks have called the process group itself
+        self.opened = set[str]()  # devices on which the process group has had its first call
         key = f"control {group_key(group.group_name, tuple(dist.get_process_group_ranks(group)))}"
         came = watch.store.add(key, 1)
         all_came = -(-came // self.size) * self.size  # earlier groups of this name may have been made

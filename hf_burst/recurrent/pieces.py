@@ -39,8 +39,8 @@ class Rule:
         """Applies the function to each piece independently.
 
         Args:
-            segments ([`Segments`]): The segments of the pieces. They cache the bounds for the next layer, because kernels
-                that get the same tensor again need not read its values from the device.
+            segments ([`Segments`]): The segments of the pieces. They cache the bounds for the next layer, because a
+                kernel that gets the same tensor again need not read its values from the device.
             rows (sequence of `torch.Tensor` of shape `(tokens, ...)`): The concatenated pieces.
             sizes (sequence of `int`): Tokens of each piece.
             begin (`torch.Tensor`, *optional*): The initial state of every piece; zeros by default.
