@@ -1,4 +1,4 @@
-"""Long-context fine-tuning for Hugging Face Transformers: BurstAttention over all ranks, by one line.
+"""Long-context fine-tuning for Hugging Face Transformers: one line patches a model with BurstAttention over all ranks.
 
 ```python
 >>> model = hf_burst.patch_model(AutoModelForCausalLM.from_pretrained(...))

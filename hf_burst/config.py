@@ -1,4 +1,4 @@
-"""`BurstConfig` and `Memory`: the settings of hf_burst, "auto" wherever the right value follows from the data."""
+"""`BurstConfig` and `Memory`: the settings of hf_burst. "auto" chooses the value that suits the data."""
 
 import re
 import warnings
@@ -19,7 +19,7 @@ _KEEP = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def renamed(old: Mapping[str, str]) -> Callable[[Function], Function]:
-    """Has a function raise a ConfigError for keywords of earlier versions, by a sentence that says what to write."""
+    """Decorates a function to raise a ConfigError for keywords of earlier versions, saying what to write instead."""
 
     def decorate(function: Function) -> Function:
         @wraps(function)
@@ -35,7 +35,7 @@ def renamed(old: Mapping[str, str]) -> Callable[[Function], Function]:
 
 
 def still_called(old: str, new: str) -> Callable[[Function], Function]:
-    """Has a function take a keyword by its old name, too, with a warning."""
+    """Decorates a function to accept a keyword's old name too, with a warning."""
 
     def decorate(function: Function) -> Function:
         @wraps(function)
@@ -53,13 +53,13 @@ def still_called(old: str, new: str) -> Callable[[Function], Function]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule: the heads are spread over `ulysses` neighbouring ranks, the sequence over the rest of the group.
+    """A schedule: `ulysses` neighbouring ranks split the heads, and the rest of the group splits the sequence.
 
     Rank r is member `r % ulysses` of ring rank `r // ulysses`.
 
     Args:
-        ring (`str`, defaults to `"kv_ring"`): What happens between the ring ranks, as in [`BurstConfig`]: `"kv_ring"`
-            or `"burst"`.
+        ring (`str`, defaults to `"kv_ring"`): What the ring ranks exchange, as in [`BurstConfig`]: `"kv_ring"` or
+            `"burst"`.
         ulysses (`int`, defaults to 1): Ranks that exchange heads for tokens (DeepSpeed Ulysses, arXiv 2309.14509).
     """
 
@@ -68,7 +68,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, name: str, ranks: int | None = None) -> "Schedule":
-        """Reads a name such as `"kv_ring"`, `"ulysses"` (of all `ranks`) or `"ulysses_2+burst"`.
+        """Parses a name such as `"kv_ring"`, `"ulysses"` (over all `ranks`) or `"ulysses_2+burst"`.
 
         Raises:
             ConfigError: If there is no such schedule.
@@ -86,7 +86,7 @@ class Schedule:
         return cls(match[2], int(match[1]))  # type: ignore[arg-type]
 
     def refusal(self, ranks: int, q_heads: int, kv_heads: int) -> str | None:
-        """Why so many ranks cannot go this way with so many heads; `None` if they can."""
+        """Returns why these numbers of ranks and heads do not fit the schedule, or `None` if they do."""
         if ranks % self.ulysses:
             return f"{ranks} ranks cannot be cut into groups of {self.ulysses}"
         if kv_heads % self.ulysses or q_heads % self.ulysses:
@@ -94,8 +94,8 @@ class Schedule:
         return None
 
     def hosts(self, ranks: int, ranks_per_host: int) -> int:
-        """Hosts between which a ring of so many ranks has a level of its own. It is 1, and the ring has one level, with
-        one host, with unequal ones, and if ranks that exchange heads are on several hosts."""
+        """Returns the number of hosts in the outer level of a two-level ring. It is 1 (one level) for a single host,
+        for hosts of unequal size, and if a group that exchanges heads spans hosts."""
         even = ranks % ranks_per_host == 0 and ranks_per_host % self.ulysses == 0
         return ranks // ranks_per_host if even else 1
 
@@ -107,35 +107,35 @@ class Schedule:
 class Memory:
     """How a training step saves memory: `BurstConfig(memory=hf_burst.Memory(tiled_mlp=8192))`.
 
-    The step has exactly these settings. What is not given stays at its default, and nothing is chosen by itself.
+    The step uses exactly these settings. Omitted ones keep their defaults, and nothing is chosen automatically.
 
     Args:
         activation_offloading (`float`, defaults to `0.0`):
-            The share of the checkpointed layers, from the first one on, that keep their inputs and attention outputs in
-            page-locked host memory until the backward pass. Copies overlap computation. The last layer stays on the
+            The share of the checkpointed layers, counted from the first, that keep their inputs and attention outputs
+            in page-locked host memory until the backward pass. Copies overlap computation. The last layer stays on the
             GPU.
         tiled_mlp (`int`, defaults to 0):
-            MLPs, and experts behind a router, are computed this many tokens at a time in both passes; 0 for all at
-            once. The backward pass computes them again, as a checkpointed layer does anyway.
+            Computes MLPs, and experts behind a router, this many tokens at a time in both passes; 0 for all at once.
+            The backward pass recomputes them, as a checkpointed layer does anyway.
         head_groups (`int`, defaults to 1):
-            Attention is computed and exchanged for at least this many groups of heads, one after another, if there are
-            as many key heads. It takes less memory, and sends more and shorter messages.
+            Computes and exchanges attention in at least this many groups of heads, one after another, if there are
+            that many key heads. This takes less memory, and sends more and shorter messages.
         layers_per_checkpoint (`int`, defaults to 1):
-            Of this many checkpointed layers in a row only the first one keeps its input. The backward pass computes the
-            inputs of the others again. Attention outputs that are kept are not computed again. The last layers of the
-            model, this many, keep theirs.
+            Only the first of this many consecutive checkpointed layers keeps its input. The backward pass recomputes
+            the inputs of the others, but not the attention outputs that are kept. The last layers of the model, this
+            many, all keep their inputs.
         attention_keep (`float`, defaults to `1.0`):
-            The share of the attention output that checkpointed layers keep instead of computing it again: 0.0, 0.25,
-            0.5, 0.75 or 1.0, from the end of the sequence. All of it takes the memory of one more hidden state a layer.
-            Half of it takes half of that, and a quarter of causal attention is computed again. Every rank then has as
-            much of each half or quarter. Encoders keep all or nothing. Received states and halos of recurrent layers
-            are kept, unless it is 0.0.
+            The share of the attention output that checkpointed layers keep instead of recomputing it: 0.0, 0.25, 0.5,
+            0.75 or 1.0, from the end of the sequence. Keeping all of it takes the memory of one more hidden state per
+            layer. Keeping half takes half of that, and recomputes a quarter of causal attention. For a partial share,
+            every rank holds the same amount of each half or quarter. Encoders keep all or nothing. Recurrent layers
+            keep received states and halos unless it is 0.0.
 
     Raises:
         ConfigError: If a value is not allowed.
     """
 
-    # in the order in which `memory="auto"` sets them
+    # in the order that `memory="auto"` sets them
     activation_offloading: float = 0.0
     tiled_mlp: int = 0
     head_groups: int = 1
@@ -158,8 +158,8 @@ class Memory:
 
     @property
     def stretches(self) -> int:
-        """Into how many equal parts sequences are cut, so that the kept attention begins with one of them. Every rank
-        holds as much of each part."""
+        """Number of equal parts of the sequence, so that the kept attention starts at the beginning of a part. Every
+        rank holds the same amount of each part."""
         return {0.0: 1, 0.5: 2}.get(self.attention_keep % 1, 4)
 
 
@@ -172,61 +172,60 @@ class BurstConfig:
             How the ranks exchange blocks.
 
             - `"kv_ring"`: K and V rotate. In the backward pass dK and dV return.
-            - `"burst"`: the same forward. Backward, Q, dO and two scalars a row rotate, and dQ returns (BurstAttention,
-              arXiv 2403.09347).
-            - `"ulysses"`: tokens are exchanged for heads.
-            - `"ulysses_2+kv_ring"`: a product of two, with any number and either of the first two.
-            - `"auto"`: a ring over two ranks of one host, and where documents mostly stay on their ranks. Otherwise as
-              many ranks of one host exchange heads as the heads allow, with a ring around them; ranks of several hosts
-              do where that sends at least a sixth less between hosts. The ring is `"burst"` if there are as many key
-              heads as query heads. The documents of every batch count (under `torch.compile`, one whole document). The
-              log says why.
+            - `"burst"`: the forward pass is the same. In the backward pass Q, dO and two scalars per row rotate, and dQ
+              returns (BurstAttention, arXiv 2403.09347).
+            - `"ulysses"`: ranks exchange tokens for heads.
+            - `"ulysses_2+kv_ring"`: a product of the two, with any number and either ring.
+            - `"auto"`: a ring over two ranks of one host, or if documents mostly stay on their ranks. Otherwise as many
+              ranks of one host exchange heads as the heads allow, with a ring around them; ranks of several hosts do so
+              if that sends at least a sixth less between hosts. The ring is `"burst"` if there are as many key heads as
+              query heads. Each batch's documents decide (under `torch.compile`, one whole document). The log says why.
         kernel (`str`, defaults to `"auto"`):
-            The kernel that computes a tile. `"auto"` takes the fastest that can, and logs why.
+            The kernel that computes a tile. `"auto"` takes the fastest that supports it, and logs why.
 
-            - `"flash_attn_4"`: of the package `flash-attn-4`.
-            - `"flash_attn_2"`: of the package `flash-attn`.
+            - `"flash_attn_4"`: from the package `flash-attn-4`.
+            - `"flash_attn_2"`: from the package `flash-attn`.
             - `"torch_flash"`: FlashAttention-2 inside torch's CUDA builds.
-            - `"torch_cudnn"`: cuDNN's, inside torch's CUDA builds. It has no windows, and runs only if it is named.
+            - `"torch_cudnn"`: cuDNN's kernel inside torch's CUDA builds. It has no windows, and runs only if named.
             - `"cpu_flash"`: torch's flash kernel for CPUs.
-            - `"reference"`: plain torch in fp32 or fp64. It is slow.
+            - `"reference"`: plain torch in fp32 or fp64; slow.
         transport (`str`, defaults to `"auto"`):
-            How blocks travel. By `"symmetric"` ranks of one host read each other's memory. By `"p2p"` they send and
-            receive, over NCCL or gloo. `"auto"` takes the first where it can be had.
+            How blocks travel. With `"symmetric"`, ranks of one host read each other's memory. With `"p2p"`, they send
+            and receive over NCCL or gloo. `"auto"` takes the first if it is available.
         chunking (`str`, defaults to `"balanced"`):
-            Which rank owns which part of the sequence. Every rank holds as many tokens. `"contiguous"` gives rank r the
-            r-th of P chunks. `"zigzag"` gives it chunks r and 2P-1-r of 2P, which balances one causal document.
-            `"balanced"` counts the work of packed documents. It takes the coarsest cut, in up to 16 chunks a rank, that
-            leaves the busiest rank at most 2 % above the mean. Steps of a ring over up to 8 ranks may be 15 % above it.
-            If no cut reaches both, it takes the most even one. `"documents"` leaves documents whole as far as every
-            rank then holds as many tokens. Where the layers of a model pass states, `"balanced"` is `"contiguous"`
-            without attention, `"documents"` if each document fits into a rank, and else `"zigzag"`.
+            Which rank owns which part of the sequence. All ranks hold equally many tokens. `"contiguous"` gives rank r
+            the r-th of P chunks. `"zigzag"` gives it chunks r and 2P-1-r of 2P, which balances one causal document.
+            `"balanced"` counts the work of packed documents. It takes the coarsest cut, up to 16 chunks per rank, whose
+            busiest rank is at most 2 % above the mean. Steps of a ring over up to 8 ranks may be 15 % above it. If no
+            cut satisfies both, it takes the most even one. `"documents"` keeps documents whole as far as equal numbers
+            of tokens per rank allow. If a model's layers pass states, `"balanced"` means `"contiguous"` without
+            attention, `"documents"` if every document fits on one rank, and `"zigzag"` otherwise.
         gradients (`str`, defaults to `"averaged_by_wrapper"`):
-            Who averages gradients over the ranks. By default DDP, FSDP, DeepSpeed or a hook of a parameter does, and
-            training is refused without them. `"manual"` says that your own loop does it between `backward` and `step`.
+            Who averages gradients over the ranks. By default DDP, FSDP, DeepSpeed or a parameter hook does, and
+            training is refused without one. `"manual"` means that your own loop does it between `backward` and `step`.
             Weights are compared after the first update in either case.
         memory (`str` or [`Memory`], defaults to `"auto"`):
             How a training step saves memory.
 
-            - `"auto"`: a step that does not fit into a GPU's memory is made to fit, by levels. The first step takes the
-              first level that needs less than half of the free memory by an estimate, and later ones the first that
-              fits by what was measured. Layers are offloaded, then `tiled_mlp` and `head_groups` are set, then
-              `layers_per_checkpoint`, then `attention_keep`. Below 32,768 tokens a GPU the tiles come first. The log
+            - `"auto"`: raises the level of saving until a step fits into a GPU's memory. The first step takes the first
+              level estimated to need less than half of the free memory, and later steps the first that fits by
+              measurement. The levels offload layers, then set `tiled_mlp` and `head_groups`, then
+              `layers_per_checkpoint`, then `attention_keep`. Below 32,768 tokens per GPU the tiles come first. The log
               says what is set, and warns if nothing fits.
-            - `"manual"`: nothing is chosen, and all settings of [`Memory`] stay at their defaults.
-            - an [`hf_burst.Memory`][Memory]: exactly these settings, and nothing else is chosen.
+            - `"manual"`: chooses nothing; all settings of [`Memory`] keep their defaults.
+            - an [`hf_burst.Memory`][Memory]: exactly these settings; nothing else is chosen.
         share_prefixes (`"auto"` or `bool`, defaults to `"auto"`):
-            Whether texts of a batch that begin alike have their beginning computed once, as pairs of answers do that
-            share a prompt. Outputs and gradients are those of all rows. What cannot be shared is computed row by row,
-            and the log says so.
+            Whether to compute the common beginning of texts in a batch once, such as the prompt of a pair of answers.
+            Outputs and gradients are those of all rows. Anything that cannot be shared is computed row by row, and the
+            log says so.
 
-            - `"auto"`: beginnings of at least 256 tokens, if a quarter of the tokens is saved. Not with dropout, whose
-              draws would be others.
-            - `True`: whatever is shared. Dropout draws once for a shared token.
+            - `"auto"`: beginnings of at least 256 tokens, if that saves a quarter of the tokens. Not with dropout,
+              because its draws would differ.
+            - `True`: every common beginning. Dropout draws once for a shared token.
             - `False`: nothing.
 
     Raises:
-        ConfigError: If a value is not allowed, or a setting has another name by now.
+        ConfigError: If a value is not allowed, or a setting has been renamed.
 
     Example:
 
@@ -281,20 +280,20 @@ class BurstConfig:
 
     @property
     def memory_settings(self) -> Memory:
-        """The settings of memory that were given; all of them at their defaults for `"auto"` and `"manual"`."""
+        """The given memory settings; the defaults for `"auto"` and `"manual"`."""
         return self.memory if isinstance(self.memory, Memory) else Memory()
 
     def chunking_over(self, ranks: int) -> Chunking:
-        """How a batch is cut over the ranks. Where all of them exchange heads, one chunk a rank is as even."""
+        """Returns the chunking of a batch. If all ranks exchange heads, one chunk per rank is just as balanced."""
         exchanged = self.schedule != "auto" and Schedule.parse(self.schedule, ranks).ulysses == ranks > 1
         return "contiguous" if exchanged and self.chunking == "balanced" else self.chunking
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "BurstConfig":
-        """Builds a config from a mapping, as read from a YAML file; `memory` may be a mapping of its own.
+        """Builds a config from a mapping, such as a YAML file's; `memory` may itself be a mapping.
 
         Raises:
-            ConfigError: For keys that are no settings, and as [`BurstConfig`] does.
+            ConfigError: For unknown keys, and as [`BurstConfig`] does.
         """
         _check_names(cls, values, _OLD_NAMES)
         memory = values.get("memory")

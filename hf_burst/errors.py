@@ -1,4 +1,4 @@
-"""The exceptions of hf_burst, all of them `ValueError`s: each says what was given, what is allowed and what to do."""
+"""The exceptions of hf_burst. All are `ValueError`s that say what was given, what is allowed and what to do."""
 
 OUT_OF_MEMORY = (
     "hf_burst: what helps, at rising cost of time: gradient_checkpointing=True; memory='auto' in BurstConfig, or "
@@ -12,7 +12,7 @@ class BurstError(ValueError):
     """Base class of every error that hf_burst raises for a user's input."""
 
     def __init__(self, what: str, why: str = "", instead: str = "") -> None:
-        """Makes the sentence of a refusal, where it has three parts, or takes one that is whole."""
+        """Joins the three parts of a refusal into its message, or takes a complete message."""
         super().__init__(f"{what}: {why}. {instead}." if why else what)
 
 
@@ -25,15 +25,15 @@ class ShardingError(BurstError):
 
 
 class BatchError(BurstError):
-    """A batch that cannot be trained on as it is."""
+    """A batch that cannot be used as given."""
 
 
 class RankMismatchError(BurstError):
-    """The ranks of one group hold inputs that do not belong together, or wait for each other in different places."""
+    """Ranks of one group hold inputs that do not match, or wait for each other in different places."""
 
 
 class LostRankError(BurstError, RuntimeError):
-    """A rank of the group ended, or did not come within the time limit: this one cannot go on."""
+    """This rank cannot go on, because another rank of the group ended or did not arrive within the time limit."""
 
 
 class KernelError(BurstError):
@@ -41,4 +41,4 @@ class KernelError(BurstError):
 
 
 class UnsupportedModelError(BurstError):
-    """A model, or a setting of it, that is not served exactly and is therefore refused."""
+    """A model, or one of its settings, that hf_burst cannot compute exactly and therefore refuses."""

@@ -1,4 +1,4 @@
-"""Numbers: in which dtype sums are taken, and derivatives that would be wrong in silence."""
+"""Numerics: the dtype of sums, and the refusal of derivatives that would be silently wrong."""
 
 import torch
 
@@ -6,7 +6,7 @@ from .errors import KernelError
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 for fp64, fp32 for everything else."""
+    """Returns fp64 for fp64, and fp32 for everything else."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -1,3 +1,3 @@
-"""The version of the package that runs: installed metadata stay behind an editable checkout."""
+"""The version of the running package: an editable checkout may be newer than its installed metadata."""
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""Attention over the ranks of a group, for experts: the request, the choice of a schedule, the operator, the function.
+"""Attention over the ranks of a group, for experts: requests, the choice of a schedule, the operator, the function.
 
 ```python
 >>> from hf_burst.attention import AttentionRequest, ContextGroup, MaskPattern, SequenceLayout, burst_attention

@@ -1,4 +1,4 @@
-"""What checkpointed layers keep of their attention, so that the backward pass does not compute it a second time."""
+"""Saved attention results of checkpointed layers, so that the backward pass does not recompute them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,16 +16,16 @@ from .request import AttentionRequest
 
 
 class CachedAttention(NamedTuple):
-    """The results of an attention: all of them, or the last rows of every rank."""
+    """The results of an attention: all rows, or the last ones of every rank."""
 
     out: Saved  # (B, rows, Hq, Dv)
     lse: Saved  # (B, rows, Hq)
-    beginning: SequenceLayout | None  # of the tokens whose rows are missing
+    beginning: SequenceLayout | None  # the layout of the missing rows
     shape: torch.Size  # of q
     request: AttentionRequest
 
     def output(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """What the operator returns for the same inputs, without its `lse`: missing rows are computed."""
+        """Returns the operator's output for the same inputs, without `lse`; computes missing rows."""
         kept = self.out()
         first = self._missing(q, k, v, sinks, kept)
         return kept if first is None else torch.cat([first[0], kept], 1)
@@ -33,7 +33,7 @@ class CachedAttention(NamedTuple):
     def recall(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, encoded: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The results of the operator for the same inputs: missing rows are computed, heads are exchanged again."""
+        """Returns the operator's results for the same inputs; computes missing rows and exchanges heads again."""
         request, out, lse = self.request, self.out(), self.lse()
         first = self._missing(q, k, v, sinks, out)
         if first is not None:
@@ -51,7 +51,7 @@ class CachedAttention(NamedTuple):
     def _missing(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kept: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """The first rows of the results, if they were not kept."""
+        """Computes the first rows of the results if they were not saved."""
         if self.beginning is None:
             return None
         rows = q.shape[1] - kept.shape[1]
@@ -61,29 +61,29 @@ class CachedAttention(NamedTuple):
 
 
 class AttentionCache:
-    """The attentions of one run of a checkpointed region, in their order.
+    """The attentions of one run of a checkpointed region, in order.
 
     Args:
-        share (`float`): How much is kept, from the end of the sequence; see [`BurstConfig`]. 0.0 keeps nothing.
-        keep (callable): From a tensor to what returns it again.
+        share (`float`): The share to save, from the end of the sequence; see [`BurstConfig`]. 0.0 saves nothing.
+        keep (callable): Saves a tensor, and returns a function that returns it.
     """
 
     def __init__(self, share: float, keep: Callable[[Tensor], Saved] = saved_in_place) -> None:
         self.share, self.keep = share, keep
-        # `None` for one without a graph, which the backward pass does not ask for
+        # `None` for an attention without a graph, which the backward pass does not need
         self.entries: list[CachedAttention | None] = []
-        self.position: int | None = None  # of the next entry where the region runs again
-        self.for_output = False  # whether it does so without a graph
+        self.position: int | None = None  # the next entry, if the region is recomputed
+        self.for_output = False  # whether it is recomputed without a graph
 
     def start(self, again: bool, for_output: bool) -> None:
-        """The region begins to run: for the first time, or again for its output alone or for its graph."""
+        """Starts a run of the region: the first one, or a recomputation (`again`) for its output only or its graph."""
         self.position = 0 if again else None
         self.for_output = for_output
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, encoded: Tensor, request: AttentionRequest
     ) -> Tensor:
-        """`torch.ops.hf_burst.attention` without its `lse`: computed, or recalled where the region runs again."""
+        """Computes `torch.ops.hf_burst.attention` without `lse`, or recalls it if the region is recomputed."""
         tracked, entry = torch.is_grad_enabled(), None
         if self.position is not None and self.position < len(self.entries):
             entry = self.entries[self.position]
@@ -113,7 +113,7 @@ class AttentionCache:
 
 
 def _check_order(entry: CachedAttention | None, q: Tensor, request: AttentionRequest, tracked: bool) -> None:
-    """Raises if the region runs otherwise than it did first."""
+    """Raises a KernelError if the recomputation differs from the first run."""
     if tracked if entry is None else (entry.shape, entry.request) != (q.shape, request):
         raise KernelError(
             "A checkpointed layer called its attention in another order when it ran again. Keep nothing of it: "

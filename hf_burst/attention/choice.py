@@ -1,4 +1,4 @@
-"""From the schedule that was asked for to the one that runs: for `"auto"` by the rule of `hf_burst.plan.schedules`."""
+"""Turns the requested schedule into the one that runs; `"auto"` follows the rule of `hf_burst.plan.schedules`."""
 
 import logging
 from dataclasses import replace
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 def topology_of(request: AttentionRequest, device: torch.device) -> Topology:
-    """Where the group of a request runs, see [`GroupResources.topology`].
+    """Returns the topology of a request's group, see [`GroupResources.topology`].
 
-    The ranks agree on it at the first call, which all of them make at the same time and not while they trace a graph.
+    The ranks agree on it at the first call, which all make at the same time, and not while tracing a graph.
     """
     return resources_of(request.group).topology(device, request.ranks_per_host)
 
@@ -32,16 +32,16 @@ def topology_of(request: AttentionRequest, device: torch.device) -> Topology:
 def with_schedule(
     request: AttentionRequest, layout: SequenceLayout, q: Tensor, k: Tensor, v: Tensor
 ) -> AttentionRequest:
-    """The request with the schedule for the documents of this batch.
+    """Returns the request with the schedule for this batch's documents.
 
-    While a graph is compiled the request stays as it is, since the graph is to serve other batches too: the operator
-    then goes by one whole document.
+    While compiling, the request stays unchanged, because the graph must serve other batches too; the operator then
+    assumes one whole document.
 
     Args:
         request, layout, q, k, v: As in [`burst_attention`].
 
     Raises:
-        ConfigError: If the ranks cannot execute the schedule asked for with these heads.
+        ConfigError: If the ranks cannot run the requested schedule with these heads.
     """
     if torch.compiler.is_compiling():
         return request
@@ -55,17 +55,17 @@ def with_schedule(
 def schedule_of(
     request: AttentionRequest, sizes: HeadSizes, batch: int, tokens: int, dtype: torch.dtype, topology: Topology
 ) -> Schedule:
-    """The schedule that the operator executes; for `"auto"` that of one whole document of this length.
+    """Returns the schedule that the operator runs; `"auto"` assumes one whole document of this length.
 
     Args:
-        request ([`AttentionRequest`]): What was asked for.
+        request ([`AttentionRequest`]): The request.
         sizes ([`HeadSizes`]): Heads of q, k and v.
         batch, tokens (`int`): Rows of the batch, and tokens of a rank.
-        dtype (`torch.dtype`): Of q, k and v.
-        topology ([`Topology`]): Where the group runs.
+        dtype (`torch.dtype`): The dtype of q, k and v.
+        topology ([`Topology`]): The group's machines.
 
     Raises:
-        ConfigError: If the ranks cannot execute the schedule asked for with these heads.
+        ConfigError: If the ranks cannot run the requested schedule with these heads.
     """
     group = request.group
     if request.schedule != "auto":
@@ -79,15 +79,15 @@ def schedule_of(
 
 
 def shapes_of(sizes: HeadSizes, dtype: torch.dtype) -> Shapes:
-    """Heads and bytes as plans count them."""
+    """Returns the heads and bytes per element that plans take."""
     return Shapes(*sizes, dtype.itemsize, accumulation_dtype(dtype).itemsize)
 
 
 def asked_schedule(request: AttentionRequest, sizes: HeadSizes) -> Schedule:
-    """The schedule of a request that names one.
+    """Returns the schedule of a request that names one.
 
     Raises:
-        ConfigError: If the ranks of the group cannot execute it with these heads.
+        ConfigError: If the ranks of the group cannot run it with these heads.
     """
     ranks, asked = request.group.size, request.schedule
     schedule = asked if isinstance(asked, Schedule) else Schedule.parse(asked, ranks)
@@ -104,7 +104,7 @@ def asked_schedule(request: AttentionRequest, sizes: HeadSizes) -> Schedule:
 def _chosen(
     layout: SequenceLayout, pattern: MaskPattern, shapes: Shapes, ranks_per_host: int, group: ContextGroup
 ) -> Schedule:
-    """The choice. Rank 0 logs it, quietly for packed documents, as there is one for every batch."""
+    """Chooses a schedule. Rank 0 logs it, at debug level for packed documents, because every batch has a choice."""
     masks = layout.masks(pattern)
     choice = choose_schedule(masks, layout.sharding, shapes, ranks_per_host)
     if group.rank == 0 and group.size > 1:

@@ -1,4 +1,4 @@
-"""`burst_attention`, the public function, and its checks; `attend`, the way that models take, too."""
+"""`burst_attention`, the public function, with its checks, and `attend`, which models call too."""
 
 import math
 from typing import Any
@@ -26,24 +26,24 @@ def burst_attention(
     sinks: Tensor | None = None,
     check: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Exact attention over a sequence that lies on the ranks of a group (BurstAttention, arXiv 2403.09347).
+    """Computes exact attention over a sequence sharded over the ranks of a group (BurstAttention, arXiv 2403.09347).
 
     Args:
         q (`torch.Tensor` of shape `(batch, n, q_heads, head_dim)`): This rank's queries, `n = layout.length / ranks`.
         k (`torch.Tensor` of shape `(batch, n, kv_heads, head_dim)`): This rank's keys; `kv_heads` divides `q_heads`.
         v (`torch.Tensor` of shape `(batch, n, kv_heads, value_dim)`): This rank's values.
-        layout ([`SequenceLayout`]): How the batch lies over the ranks; equal on all of them.
+        layout ([`SequenceLayout`]): The layout of the batch over the ranks; equal on all of them.
         request ([`AttentionRequest`]): The ranks, the mask pattern, the scores, kernel, schedule and transport.
-        sinks (`torch.Tensor` of shape `(q_heads,)`, *optional*): A further score of every row, whose value is 0.
-        check (`bool`, defaults to `True`): Whether the ranks compare what they are about to compute: one small
-            all-gather, without which different inputs on the ranks hang the job.
+        sinks (`torch.Tensor` of shape `(q_heads,)`, *optional*): An additional score of every row, with value 0.
+        check (`bool`, defaults to `True`): Whether the ranks compare what they are about to compute, by one small
+            all-gather. Without it, inputs that differ between ranks hang the job.
 
     Returns:
         `out` of shape `(batch, n, q_heads, value_dim)` in the dtype of q, and `lse` of shape `(batch, n, q_heads)` in
-        fp32 (fp64 for fp64), the log-sum-exp of the scores of each row, that of its sink included.
+        fp32 (fp64 for fp64), the log-sum-exp of each row's scores, including its sink's.
 
     Raises:
-        BurstError: If inputs are wrong, on every rank (with `check`) and before any of them is sent.
+        BurstError: If inputs are wrong, on every rank (with `check`) and before anything is sent.
 
     Example:
 
@@ -58,7 +58,7 @@ def burst_attention(
     facts: dict[str, Any] = {}
     try:
         facts = _checked_facts(q, k, v, layout, request, sinks)
-    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
+    except Exception as problem:  # whatever it is, the other ranks must not be left waiting
         error = problem
     if check:
         request.group.agree(facts, error, _device_of(q, request.group), doing="burst_attention")
@@ -80,12 +80,12 @@ def attend(
     request: AttentionRequest,
     cache: AttentionCache | None = None,
 ) -> Tensor:
-    """The output of attention whose inputs the ranks have agreed on, as in [`burst_attention`].
+    """Returns the attention output of inputs that the ranks have agreed on, as in [`burst_attention`].
 
     Args:
-        q, k, v, sinks, layout, request: As in [`burst_attention`]; the request has its scores.
+        q, k, v, sinks, layout, request: As in [`burst_attention`]; the request's scores must be set.
         encoded (`torch.Tensor`): The layout, see [`SequenceLayout.encode`].
-        cache ([`AttentionCache`], *optional*): That of the checkpointed layer which runs.
+        cache ([`AttentionCache`], *optional*): The cache of the running checkpointed layer.
     """
     request = with_schedule(request, layout, q, k, v)
     if cache is not None:
@@ -97,7 +97,7 @@ def attend(
 def _checked_facts(
     q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, request: AttentionRequest, sinks: Tensor | None
 ) -> dict[str, Any]:
-    """The facts that must be equal on all ranks, of inputs that are right on this one."""
+    """Checks this rank's inputs, and returns the facts that must be equal on all ranks."""
     if not all(isinstance(tensor, Tensor) for tensor in (q, k, v)) or not isinstance(layout, SequenceLayout):
         kinds = ", ".join(type(value).__name__ for value in (q, k, v, layout))
         raise BatchError(f"Attention takes three tensors and a SequenceLayout, got {kinds}.")
@@ -109,7 +109,7 @@ def _checked_facts(
     layout.masks(pattern)
     inputs = InputKind.of(q, k, v)
     if request.schedule != "auto":
-        asked_schedule(request, inputs.sizes)  # which raises for one that cannot be had
+        asked_schedule(request, inputs.sizes)  # raises if it is impossible
     kernel = kernel_for(request, inputs, pattern.window is not None, deterministic())
     return {
         "shapes of q, k, v": [list(tensor.shape) for tensor in (q, k, v)],
@@ -128,7 +128,7 @@ def _checked_facts(
 
 
 def _device_of(q: Any, group: ContextGroup) -> torch.device:
-    """Where the ranks speak to each other: that of the queries, or of the backend where they are none."""
+    """Returns the device for communication: that of the queries, or the backend's if they are not a usable tensor."""
     if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda"):
         return q.device
     on_gpus = group.size > 1 and dist.get_backend(group_by_name(group.name)) == "nccl"
@@ -136,7 +136,7 @@ def _device_of(q: Any, group: ContextGroup) -> torch.device:
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises for tensors that do not fit each other."""
+    """Raises an error if the tensors do not match."""
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip("qkv", (q, k, v), strict=True))
     if any(tensor.ndim != 4 for tensor in (q, k, v)):
         raise BatchError(f"q, k and v are (batch, tokens, heads, head size), got {shapes}.")
@@ -151,7 +151,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_layout(q: Tensor, layout: SequenceLayout, group: ContextGroup) -> None:
-    """Raises for a layout that does not fit the queries or the group."""
+    """Raises a ShardingError if the layout does not match the queries or the group."""
     if layout.ranks != group.size:
         raise ShardingError(
             f"The layout is for {layout.ranks} ranks, the group has {group.size}. Shard the batch for the group that "
@@ -177,7 +177,7 @@ def _check_layout(q: Tensor, layout: SequenceLayout, group: ContextGroup) -> Non
 
 
 def _check_blocks(layout: SequenceLayout, request: AttentionRequest) -> None:
-    """Raises for blocks that a causal attention cannot have."""
+    """Raises a BatchError if causal attention cannot use the blocks."""
     if not layout.blocks:
         return
     if not request.pattern.causal:
@@ -193,7 +193,7 @@ def _check_blocks(layout: SequenceLayout, request: AttentionRequest) -> None:
 
 
 def _check_request(request: AttentionRequest, q: Tensor, sinks: Tensor | None) -> None:
-    """Raises for a chunk size, a soft-capping or sinks that mean nothing."""
+    """Raises a BatchError for an invalid chunk size, head groups, soft-capping or sinks."""
     size, softcap = request.pattern.attention_chunk_size, 0.0 if request.scores is None else request.scores.softcap
     if size is not None and size < 1:
         raise BatchError(f"attention_chunk_size is {size}; give tokens, at least 1, or None for whole documents.")

@@ -1,5 +1,5 @@
-"""The exchange of heads as a differentiable operation: for layers that treat each head by itself and every token in its
-place, such as recurrent ones. Attention exchanges by the same rounds, slice by slice."""
+"""The differentiable exchange of heads, for layers that treat each head separately and tokens in order, such as
+recurrent ones. Attention exchanges in the same rounds, slice by slice."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,21 +17,21 @@ from ..ring.resources import resources_of
 def tokens_to_heads(
     tensors: Sequence[Tensor], sharding: Sharding, group: ContextGroup, transport: str = "auto"
 ) -> tuple[Tensor, ...]:
-    """Gives this rank's tokens of most heads away, and gets all tokens of its own heads, of several tensors at once.
+    """Exchanges this rank's tokens of all heads for all tokens of its own heads, for several tensors at once.
 
     Args:
-        tensors (one to six `torch.Tensor` of shape `(batch, n, heads, dim)`): This rank's tokens, of any ownership of
-            chunks. The size of the group divides the heads. Heads, dimensions and dtypes may differ.
+        tensors (one to six `torch.Tensor` of shape `(batch, n, heads, dim)`): This rank's tokens, for any ownership of
+            chunks. The group size must divide the heads. Heads, dimensions and dtypes may differ.
         sharding ([`Sharding`]): Which rank holds which tokens; equal on all ranks.
-        group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time, with equal batch and heads.
+        group ([`ContextGroup`]): The ranks. All of them call it at the same time, with equal batch and heads.
         transport (`str`, defaults to `"auto"`): As in [`BurstConfig`].
 
     Returns:
-        `tuple[torch.Tensor, ...]` of shape `(batch, length, heads / ranks, dim)`, in the sequence's order; rank r has
-        the r-th share of the heads. Gradients take the way back, see [`heads_to_tokens`].
+        `tuple[torch.Tensor, ...]` of shape `(batch, length, heads / ranks, dim)`, in sequence order; rank r has the
+        r-th share of the heads. The backward pass is [`heads_to_tokens`].
 
     Raises:
-        ShardingError: If shapes, sharding and group do not fit, or tensors are too many.
+        ShardingError: If shapes, sharding and group do not match, or there are too many tensors.
     """
     _check(tensors, sharding, group, to_heads=True)
     return tuple(tensors) if group.size == 1 else _HeadExchange.apply(True, sharding, group, transport, *tensors)
@@ -40,7 +40,7 @@ def tokens_to_heads(
 def heads_to_tokens(
     tensors: Sequence[Tensor], sharding: Sharding, group: ContextGroup, transport: str = "auto"
 ) -> tuple[Tensor, ...]:
-    """The inverse of [`tokens_to_heads`].
+    """Inverts [`tokens_to_heads`].
 
     Args:
         tensors (one to six `torch.Tensor` of shape `(batch, length, heads / ranks, dim)`): All tokens of this rank's
@@ -51,14 +51,14 @@ def heads_to_tokens(
         `tuple[torch.Tensor, ...]` of shape `(batch, n, heads, dim)`: this rank's tokens of all heads.
 
     Raises:
-        ShardingError: If shapes, sharding and group do not fit, or tensors are too many.
+        ShardingError: If shapes, sharding and group do not match, or there are too many tensors.
     """
     _check(tensors, sharding, group, to_heads=False)
     return tuple(tensors) if group.size == 1 else _HeadExchange.apply(False, sharding, group, transport, *tensors)
 
 
 def _check(tensors: Sequence[Tensor], sharding: Sharding, group: ContextGroup, to_heads: bool) -> None:
-    """Raises for tensors that cannot be exchanged."""
+    """Raises a ShardingError for tensors that cannot be exchanged."""
     if not 1 <= len(tensors) <= MAX_TENSORS:
         raise ShardingError(
             f"{len(tensors)} tensors were given to be exchanged at once; give 1 to {MAX_TENSORS}, others by further "
@@ -77,7 +77,7 @@ def _check(tensors: Sequence[Tensor], sharding: Sharding, group: ContextGroup, t
 
 
 class _HeadExchange(torch.autograd.Function):
-    """One of the two ways; gradients take the other one."""
+    """The exchange in one of the two directions; gradients go in the other."""
 
     @staticmethod
     @torch.compiler.disable
@@ -105,7 +105,7 @@ class _HeadExchange(torch.autograd.Function):
 
 
 def _empty(x: Tensor, tokens: int, heads: int) -> Tensor:
-    """Memory for another share of a tensor; scalars of rows lie heads first, as they travel."""
+    """Returns memory for a share of a tensor; if `dim` is 1, heads come first in memory, as in messages."""
     if x.shape[3] == 1:
         return x.new_empty(x.shape[0], heads, tokens, 1).transpose(1, 2)
     return x.new_empty(x.shape[0], tokens, heads, x.shape[3])

@@ -1,7 +1,7 @@
-"""What blocks of tokens that see each other add to a causal attention: their later keys, see [`hf_burst.plan.blocks`].
+"""The later keys that blocks of tokens which see each other add to causal attention, see [`hf_burst.plan.blocks`].
 
-They are computed as an attention of their own over the rows of blocks, and merged by log-sum-exp. In the backward pass
-each of the two attentions has its part of the gradients, from the merged output.
+A separate attention over the rows of blocks computes them, and is merged by log-sum-exp. In the backward pass each of
+the two attentions computes its part of the gradients from the merged output.
 """
 
 from collections.abc import Sequence
@@ -22,26 +22,26 @@ class LaterAttention:
     """The attention of queries to later keys of their blocks.
 
     Args:
-        attention ([`ShardedAttention`]): Over the packed rows of blocks.
-        plan ([`LaterKeys`]): Which rows these are.
+        attention ([`ShardedAttention`]): The attention over the packed rows of blocks.
+        plan ([`LaterKeys`]): The rows of the blocks.
     """
 
     attention: ShardedAttention
     plan: LaterKeys
 
     def rows(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        """The queries, keys and values of blocks: copies of shape `(1, rows, heads, head size)`."""
+        """Copies the queries, keys and values of blocks, each `(1, rows, heads, head size)`."""
         queries, keys = self._places(q.device)
         return [_take(tensor, place) for tensor, place in ((q, queries), (k, keys), (v, keys))]
 
     def merge_(self, exchanges: Exchanges, rows: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
-        """Merges it into the causal attention.
+        """Computes this attention and merges it into the causal one.
 
         Args:
             exchanges ([`Exchanges`]): The messages.
-            rows (sequence of `torch.Tensor`): Those of [`LaterAttention.rows`].
-            out (`torch.Tensor` of shape `(B, n, Hq, Dv)`): The causal output of this rank's queries; changed.
-            lse (`torch.Tensor` of shape `(B, n, Hq)`): Its log-sum-exp; changed.
+            rows (sequence of `torch.Tensor`): From [`LaterAttention.rows`].
+            out (`torch.Tensor` of shape `(B, n, Hq, Dv)`): Causal output of this rank's queries, changed in place.
+            lse (`torch.Tensor` of shape `(B, n, Hq)`): Its log-sum-exp, changed in place.
         """
         q, k, v = rows
         part, part_lse, _ = self.attention.forward(exchanges, q, k, v)
@@ -58,14 +58,14 @@ class LaterAttention:
         outputs: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
         gradients: Sequence[Tensor],
     ) -> None:
-        """Adds its part of the gradients.
+        """Adds this attention's part of the gradients.
 
         Args:
             exchanges ([`Exchanges`]): The messages.
-            rows (sequence of `torch.Tensor`): Those of [`LaterAttention.rows`].
+            rows (sequence of `torch.Tensor`): From [`LaterAttention.rows`].
             outputs (`tuple`): `dout`, `out`, `lse` and `delta` of the merged attention, as in
                 [`ShardedAttention.backward`].
-            gradients (sequence of `torch.Tensor`): `dq`, `dk` and `dv` of the causal attention; changed.
+            gradients (sequence of `torch.Tensor`): `dq`, `dk` and `dv` of the causal attention, changed in place.
         """
         queries, keys = self._places(rows[0].device)
         dout, out, lse, delta = (None if value is None else _take(value, queries) for value in outputs)
@@ -81,18 +81,18 @@ class LaterAttention:
 
 
 def _real(place: Place) -> Place:
-    """Without the last row, which stands for nothing."""
+    """Drops the last row, which is a placeholder."""
     return place[0][:-1], place[1][:-1]
 
 
 def _take(tensor: Tensor, place: Place) -> Tensor:
-    """A copy of these rows of `(batch, rows, ...)`, as `(1, rows, ...)`. With one index a GPU copies whole rows; with
-    two it asks for the place of each element."""
+    """Copies these rows of `(batch, rows, ...)` to `(1, rows, ...)`. With one index a GPU copies whole rows; with two
+    it looks up every element."""
     return tensor[0][place[1]][None] if len(tensor) == 1 else tensor[place][None]
 
 
 def _put_(tensor: Tensor, place: Place, rows: Tensor) -> None:
-    """Writes these rows."""
+    """Writes `rows` to their places."""
     if len(tensor) == 1:
         tensor[0][place[1]] = rows
     else:
@@ -101,7 +101,7 @@ def _put_(tensor: Tensor, place: Place, rows: Tensor) -> None:
 
 @lru_cache(maxsize=8)
 def _places(spans: tuple[LocalSpan, ...], device: torch.device) -> Place:
-    """The rows of spans, each from its end to its start. They are there for every stream, since the host waits."""
+    """Returns the rows of spans, each from end to start. The copies block the host, so every stream can read them."""
     rows = torch.cat([torch.full((stop - start,), row) for row, start, stop in spans])
     places = torch.cat([torch.arange(stop - 1, start - 1, -1) for _, start, stop in spans])
     return rows.to(device), places.to(device)

@@ -1,8 +1,8 @@
-"""Attention over a group as one operator: what autograd, `torch.compile`, FSDP2 and selective checkpointing see.
+"""Attention over a group as one operator for autograd, `torch.compile`, FSDP2 and selective checkpointing.
 
 `torch.ops.hf_burst.attention` returns `(out, lse, kept)`, all saved for the backward pass, which is the operator
-`torch.ops.hf_burst.attention_backward`; `kept` are the exchanged q, k and v, where heads are exchanged. A request
-enters as plain numbers, and the layout as a small CPU tensor, so that a new packing is a new input and no new graph.
+`torch.ops.hf_burst.attention_backward`. `kept` holds the exchanged q, k and v if heads are exchanged. The request
+enters as plain numbers and the layout as a small CPU tensor, so that a new packing is a new input, not a new graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +20,13 @@ from .choice import schedule_of, topology_of
 from .prepare import InputKind, later_attention, sharded_attention
 from .request import SCHEMA, AttentionRequest, Flat
 
-# From q, k, v, sinks and the encoded layout to the results of the operator, where they are known already.
+# Returns the operator's saved results for q, k, v, sinks and the encoded layout.
 Recall = Callable[..., tuple[Tensor, Tensor, list[Tensor]]] | None
 
 _before = globals().get("_library")
-if _before is not None:  # this module is loaded anew, as notebooks do
+if _before is not None:  # the module is reloaded, as in notebooks
     _before._destroy()
-_library = torch.library.Library("hf_burst", "DEF")  # a call through torch.library.custom_op costs the host far more
+_library = torch.library.Library("hf_burst", "DEF")  # calls through torch.library.custom_op are far slower on the host
 _TAGS = (torch.Tag.cudagraph_unsafe, torch.Tag.pt2_compliant_tag)
 _library.define(
     f"attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor layout, {SCHEMA}) -> (Tensor, Tensor, Tensor[])",
@@ -44,7 +44,7 @@ _library.define(
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Tensor, *flat: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The operator; see [`burst_attention`] for its tensors, and [`AttentionRequest.flatten`] for the rest."""
+    """Computes the operator; see [`burst_attention`] for its tensors, [`AttentionRequest.flatten`] for the rest."""
     *_, transport, group = flat
     resources = resources_of(group)
     inputs = InputKind.of(q, k, v)
@@ -54,9 +54,9 @@ def _attention(
     later = later_attention(attention, flat, layout, inputs)
     if later is not None:
         rows = later.rows(q, k, v)
-        with resources.messages(q.device, "p2p") as exchanges:  # of the few blocks that are cut
+        with resources.messages(q.device, "p2p") as exchanges:  # for the few blocks that ranks cut
             later.merge_(exchanges, rows, out, lse)
-        kept = [*kept, *rows] if kept else []  # which compilers do not know: blocks are not compiled
+        kept = [*kept, *rows] if kept else []  # unknown to the fake operator: blocks are never compiled
     return out, lse, kept
 
 
@@ -86,9 +86,9 @@ def _attention_backward(
     layout: Tensor,
     *flat: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `hf_burst::attention` with respect to q, k and v; that of the sinks follows from `lse` alone.
+    """Returns the gradients of `hf_burst::attention` for q, k and v; the sinks' gradient is computed separately.
 
-    `inputs` are q, k and v, or the tensors that the forward pass kept of them.
+    `inputs` are q, k and v, or the tensors in `kept` from the forward pass.
     """
     *_, transport, group = flat
     (batch, tokens, q_heads, value_dim), resources, device = dout.shape, resources_of(group), dout.device
@@ -118,7 +118,7 @@ def _(
 
 
 class TrackedAttention(torch.autograd.Function):
-    """The operator as autograd knows it."""
+    """The autograd function of the operator."""
 
     @staticmethod
     def forward(
@@ -128,7 +128,7 @@ class TrackedAttention(torch.autograd.Function):
             if recall is None:
                 out, lse, kept = torch.ops.hf_burst.attention(q, k, v, sinks, layout, *flat)
             else:
-                with _disable_current_modes():  # selective checkpointing expects the calls of the first run
+                with _disable_current_modes():  # selective checkpointing expects the first run's calls
                     out, lse, kept = recall(q, k, v, sinks, layout)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(sinks, layout, out, lse, *(kept or (q, k, v)))
@@ -152,7 +152,7 @@ class TrackedAttention(torch.autograd.Function):
 
 
 class _TrackedBackward(torch.autograd.Function):
-    """The end of what autograd knows."""
+    """The backward operator in autograd; it has no second derivative."""
 
     @staticmethod
     def forward(ctx: Any, dout: Tensor, dlse: Tensor | None, count: int, *rest: Any) -> Any:
@@ -186,11 +186,11 @@ def _(dout: Tensor, dlse: Tensor | None, inputs: list[Tensor], *rest: Any) -> An
 
 
 def _is_tracked(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether autograd has to know of results of these tensors."""
+    """Whether autograd must track results of these tensors."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _sink_gradient(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """A sink's share of a row, times what its score changes: its value is 0, so only `-delta` remains."""
+    """Returns the sinks' gradient: each row's probability of its sink times `-delta`, because the sink's value is 0."""
     delta = row_products(dout, out, dlse)
     return -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum((0, 1)).to(sinks.dtype)

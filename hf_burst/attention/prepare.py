@@ -1,4 +1,4 @@
-"""From a request to the [`ShardedAttention`] that carries it out: made once for a kind of input."""
+"""Makes the [`ShardedAttention`] for a request, once for each kind of input."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -20,7 +20,7 @@ from .request import AttentionRequest, Flat
 
 
 class InputKind(NamedTuple):
-    """Heads, rows of the batch, tokens of this rank, dtype and device of q, k and v."""
+    """Heads, batch rows, tokens of this rank, dtype and device of q, k and v."""
 
     sizes: HeadSizes
     batch: int
@@ -30,18 +30,18 @@ class InputKind(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "InputKind":
-        """That of these tensors."""
+        """Makes the kind of these tensors."""
         return cls(HeadSizes.of(q, k, v), q.shape[0], q.shape[1], q.dtype, q.device)
 
 
 def sharded_attention(resources: GroupResources, flat: Flat, encoded: Tensor, inputs: InputKind) -> ShardedAttention:
-    """The attention of a request; one object for all layers and steps that ask for the same.
+    """Returns the attention of a request; equal requests in all layers and steps share one object.
 
     Args:
-        resources ([`GroupResources`]): Of the ranks.
+        resources ([`GroupResources`]): The group's resources.
         flat (`tuple`): The request, see [`AttentionRequest.flatten`].
         encoded (`torch.Tensor`): The layout, see [`SequenceLayout.encode`].
-        inputs ([`InputKind`]): What the attention is given.
+        inputs ([`InputKind`]): The kind of q, k and v.
     """
     *_, per_host, _, _, _, _ = flat
     topology = resources.topology(inputs.device, per_host or None)
@@ -51,10 +51,10 @@ def sharded_attention(resources: GroupResources, flat: Flat, encoded: Tensor, in
 def later_attention(
     attention: ShardedAttention, flat: Flat, encoded: Tensor, inputs: InputKind
 ) -> LaterAttention | None:
-    """What the blocks of a layout add to a causal attention, see [`LaterAttention`]; `None` without any.
+    """Returns the attention that a layout's blocks add to causal attention, or `None` without blocks.
 
     Args:
-        attention ([`ShardedAttention`]): The causal one.
+        attention ([`ShardedAttention`]): The causal attention.
         flat, encoded, inputs: As in [`sharded_attention`].
     """
     return _later(attention, flat, encoded.numpy().tobytes(), inputs, deterministic())
@@ -104,8 +104,8 @@ def _prepared(
 
 
 def kernel_for(request: AttentionRequest, inputs: InputKind, windowed: bool, same_bits: bool) -> Kernel:
-    """The kernel for the tiles of a request: `windowed` if they have other bands than those of causal squares,
-    `same_bits` if two runs must agree in every bit."""
+    """Selects the kernel for a request's tiles: `windowed` if their bands differ from those of causal squares,
+    `same_bits` if two runs must agree bitwise."""
     wanted = KernelRequest(
         device=inputs.device.type,
         dtype=inputs.dtype,
@@ -119,5 +119,5 @@ def kernel_for(request: AttentionRequest, inputs: InputKind, windowed: bool, sam
 
 
 def deterministic() -> bool:
-    """Whether torch is told to give the same bits each time."""
+    """Whether torch is set to use deterministic algorithms."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()

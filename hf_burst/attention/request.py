@@ -1,4 +1,4 @@
-"""`AttentionRequest`, one value that says what an attention is: built once, and flattened only at the operator."""
+"""`AttentionRequest`, one value that describes an attention: built once, and flattened only at the operator."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,7 @@ from ..kernels import Scores
 from ..plan import MaskPattern, name_of
 from ..ranks.group import ContextGroup
 
-# A request as torch.library declares it. A missing window is -1, a missing number 0, and one process "".
+# A request as torch.library declares it. -1 means no window, 0 no number, and "" one process.
 SCHEMA = (
     "bool causal, int window, int attention_chunk_size, float scale, float softcap, int head_groups, "
     "int ranks_per_host, str kernel, str schedule, str transport, str group"
@@ -18,14 +18,14 @@ Flat = tuple[bool, int, int, float, float, int, int, str, str, str, str]
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """What an attention is, apart from its tensors and the layout of its batch.
+    """The description of an attention, except its tensors and the layout of its batch.
 
     Args:
         group ([`ContextGroup`], defaults to one process): The ranks that hold the sequence.
-        pattern ([`MaskPattern`], defaults to causal): What queries see inside of their document.
+        pattern ([`MaskPattern`], defaults to causal): What queries see inside their document.
         scores ([`Scores`], *optional*): Scale and soft-capping; the scale `head_dim ** -0.5` by default.
         kernel (`str`, defaults to `"auto"`): As in [`BurstConfig`].
-        schedule (`str` or [`Schedule`], defaults to `"auto"`): As in [`BurstConfig`], or the one that was chosen.
+        schedule (`str` or [`Schedule`], defaults to `"auto"`): As in [`BurstConfig`], or the chosen one.
         transport (`str`, defaults to `"auto"`): As in [`BurstConfig`].
         head_groups (`int`, defaults to 1): As in [`Memory`].
         ranks_per_host (`int`, *optional*): Ranks of the group on one host, neighbours of each other; found by default.
@@ -41,11 +41,11 @@ class AttentionRequest:
     ranks_per_host: int | None = None
 
     def with_scale(self, head_dim: int) -> "AttentionRequest":
-        """The request with the scores for heads of this size, where it has none."""
+        """Returns the request with default scores for this head size, if it has none."""
         return self if self.scores is not None else replace(self, scores=Scores(head_dim**-0.5))
 
     def flatten(self) -> Flat:
-        """The request as the operator takes it, in the order of `SCHEMA`."""
+        """Flattens the request for the operator, in the order of `SCHEMA`."""
         assert self.scores is not None, "with_scale sets them"
         window, attention_chunk_size = self.pattern.window, self.pattern.attention_chunk_size
         return (
@@ -64,7 +64,7 @@ class AttentionRequest:
 
     @classmethod
     def restore(cls, flat: Flat) -> "AttentionRequest":
-        """The request that [`AttentionRequest.flatten`] wrote."""
+        """Restores a request from [`AttentionRequest.flatten`]."""
         causal, window, attention_chunk_size, scale, softcap, groups, per_host, *names = flat
         kernel, schedule, transport, name = names
         pattern = MaskPattern(causal, None if window < 0 else window, attention_chunk_size or None)

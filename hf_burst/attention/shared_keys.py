@@ -1,9 +1,9 @@
-"""Attention of a few new tokens, whose queries every rank has, over keys that lie on the ranks of a group.
+"""Attention of a few new tokens over keys spread over the ranks of a group. Every rank has all the queries.
 
-A rank computes its partial attention, over the keys that it holds. One exchange brings all partial attentions to all
-ranks, which merge them in rank order: they hold equal bits (LeanAttention, arXiv 2405.10480; Helix, arXiv 2507.07120).
-Rows of a batch that share keys are folded into the rows of one product, which reads the keys once (RelayAttention,
-arXiv 2402.14808), as are the query heads of a group.
+Each rank computes partial attention over its own keys. One exchange brings all partial results to all ranks, which
+merge them in rank order to bitwise equal results (LeanAttention, arXiv 2405.10480; Helix, arXiv 2507.07120). Batch rows
+that share keys, and query heads of one group, are folded into the rows of one product, which reads the keys once
+(RelayAttention, arXiv 2402.14808).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,32 +21,32 @@ from ..plan import Band, MaskPattern
 from ..ranks.collectives import gather_stacked
 from ..ranks.group import ContextGroup
 
-_BLOCK_SCORES = 1 << 26  # the most that are in memory at once
-_NOTHING = -1e30  # the log-sum-exp of a row that sees no key: beside any other it weighs nothing, and is no NaN alone
-_KERNELS: dict[str, KernelName] = {"cuda": "torch_flash", "cpu": "cpu_flash"}  # which split few queries by keys
+_BLOCK_SCORES = 1 << 26  # most scores in memory at once
+_NOTHING = -1e30  # log-sum-exp of a row that sees no key: no weight beside other parts, and no NaN by itself
+_KERNELS: dict[str, KernelName] = {"cuda": "torch_flash", "cpu": "cpu_flash"}  # they split keys if queries are few
 
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Exchange = Callable[[Tensor, ContextGroup], Tensor]
 
 
 def exchanged(own: Tensor, group: ContextGroup) -> Tensor:
-    """The partial attentions of all ranks, stacked in rank order."""
+    """Gathers the partial attentions of all ranks, stacked in rank order."""
     with group.messages():
         return gather_stacked(own, group)
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys and values that this rank holds. Queries that follow each other share a row."""
+    """Keys and values that this rank holds. Consecutive rows of queries share a row of keys."""
 
     keys: Tensor  # `(rows, heads, n, head_dim)`; `rows` divides that of the queries
     values: Tensor  # `(rows, heads, n, value_dim)`
     positions: Tensor  # in the sequence, `(rows or 1, n)`; -1 for padding
-    before: bool = False  # whether all of them are real, and none stands behind a query
-    expand: Expand | None = None  # makes keys and values of every head of some of these, which are latent
+    before: bool = False  # whether none is padding, and none comes after a query
+    expand: Expand | None = None  # expands latent keys and values to those of every head
 
     def blocks(self, size: int) -> "Iterator[Keys]":
-        """These keys, so many at a time, expanded."""
+        """Yields expanded blocks of at most `size` keys."""
         if self.expand is None and self.keys.shape[2] <= size:
             yield self
             return
@@ -68,30 +68,30 @@ def attend_to_shared(
     value_dim: int,
     exchange: Exchange = exchanged,
 ) -> Tensor:
-    """Attention over all keys that the ranks hold. Every rank calls it with the same queries.
+    """Computes attention over the keys of all ranks. Every rank calls it with the same queries.
 
     Args:
         q (`torch.Tensor` of shape `(batch, heads, n, head_dim)`): The queries of new tokens.
         positions (`torch.LongTensor` of shape `(batch, n)`): Their positions; -1 for padding, which sees nothing.
-        held (sequence of [`Keys`]): What this rank holds, each key once: as many entries on every rank, some of them
-            perhaps without keys.
+        held (sequence of [`Keys`]): This rank's keys, each once: equally many entries on every rank, which may be
+            empty.
         pattern ([`MaskPattern`]): How far queries see.
         scores ([`Scores`]): Scale and soft-capping.
-        sinks (`torch.Tensor` of shape `(heads,)`, *optional*): A further score of every row, whose value is 0.
+        sinks (`torch.Tensor` of shape `(heads,)`, *optional*): An additional score of every row, with value 0.
         group ([`ContextGroup`]): The ranks.
         value_dim (`int`): The head size of values.
-        exchange (callable, *optional*): What brings the partial attentions of all ranks together.
+        exchange (callable, *optional*): Gathers the partial attentions of all ranks.
 
     Returns:
-        `torch.Tensor` of shape `(batch, n, heads, value_dim)` in the dtype of q, the same bits on every rank.
+        `torch.Tensor` of shape `(batch, n, heads, value_dim)` in the dtype of q, bitwise equal on every rank.
     """
     wide = accumulation_dtype(q.dtype)
-    # of each part the output, and behind it the log-sum-exp
+    # each part's output, followed by its log-sum-exp
     own = q.new_empty(len(held), *q.shape[:3], value_dim + 1, dtype=wide)
     for part, keys in zip(own, held, strict=True):
         _attend(part, q, positions, keys, pattern, scores)
     if group.size > 1:
-        if len(own) > 1 and q.shape[2] > 1:  # several tokens: less to send; for one, fewer operations count
+        if len(own) > 1 and q.shape[2] > 1:  # sends less; for one token, fewer operations are faster
             own = torch.cat(_merged(own[..., :-1], own[..., -1:]), -1)[None]
         own = exchange(own, group).flatten(0, 1)
     outs, lses = own[..., :-1], own[..., -1:]
@@ -104,14 +104,14 @@ def attend_to_shared(
 
 
 def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Partial attentions `(parts, ..., value_dim)` and their log-sum-exp `(parts, ..., 1)`, merged in their order
-    (arXiv 2403.09347, equations 5 to 7)."""
+    """Merges partial attentions `(parts, ..., value_dim)` and their log-sum-exp `(parts, ..., 1)`, in order (arXiv
+    2403.09347, equations 5 to 7)."""
     return (outs * lses.softmax(0)).sum(0), lses.logsumexp(0)
 
 
 def _attend(part: Tensor, q: Tensor, positions: Tensor, held: Keys, pattern: MaskPattern, scores: Scores) -> None:
-    """Writes the attention over some keys, `(batch, heads, n, value_dim + 1)`. A row without a visible key has zeros
-    and `_NOTHING`."""
+    """Writes the attention over some keys into `part`, `(batch, heads, n, value_dim + 1)`. Rows that see no key get
+    zeros and `_NOTHING`."""
     found = list(_attentions(q, positions, held, pattern, scores))
     if not found:
         part.zero_()
@@ -132,7 +132,7 @@ def _attend(part: Tensor, q: Tensor, positions: Tensor, held: Keys, pattern: Mas
 def _attentions(
     q: Tensor, positions: Tensor, held: Keys, pattern: MaskPattern, scores: Scores
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Outputs `(rows, key heads, copies * group * n, value_dim)` and their log-sum-exp, of some keys after others."""
+    """Yields outputs `(rows, key heads, copies * group * n, value_dim)` and their log-sum-exp, block by block."""
     batch, heads, length, _ = q.shape
     rows, _, kept, _ = held.keys.shape
     if not kept:
@@ -151,14 +151,14 @@ def _attentions(
 
 
 def _folded(q: Tensor, rows: int, heads: int) -> Tensor:
-    """Queries `(batch, heads, n, head_dim)` as rows of the keys that they share: `(rows, key heads, copies * group * n,
-    head_dim)`."""
+    """Folds queries `(batch, heads, n, head_dim)` into the rows of the keys they share: `(rows, key heads, copies *
+    group * n, head_dim)`."""
     batch, _, _, size = q.shape
     return q.reshape(rows, batch // rows, heads, -1, size).transpose(1, 2).reshape(rows, heads, -1, size)
 
 
 def _fast(folded: Tensor, held: Keys, scores: Scores) -> tuple[Tensor, Tensor] | None:
-    """Attention over keys that all queries see, by a flash kernel; `None` where none can."""
+    """Computes attention over keys that all queries see with a flash kernel, or returns `None` if none supports it."""
     sizes, kind = (folded.shape[-1], held.values.shape[-1]), folded.device.type
     kernel = _kernel(KernelRequest(kind, folded.dtype, *sizes, softcap=scores.softcap > 0))
     if kernel is None:
@@ -170,7 +170,7 @@ def _fast(folded: Tensor, held: Keys, scores: Scores) -> tuple[Tensor, Tensor] |
 
 @lru_cache(maxsize=64)
 def _kernel(request: KernelRequest) -> Kernel | None:
-    """The kernel that splits few queries by keys; `None` where it cannot compute such an attention."""
+    """Returns the kernel that splits keys if queries are few, or `None` if it does not support the request."""
     try:
         return select_kernel(_KERNELS[request.device], request)
     except KernelError:
@@ -180,10 +180,10 @@ def _kernel(request: KernelRequest) -> Kernel | None:
 def _by_products(
     folded: Tensor, held: Keys, visible: Tensor | None, scores: Scores, copies: int, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries `(rows, key heads, copies * group * n, head_dim)` by two matrix products and a log-sum-exp,
-    with any mask."""
+    """Computes attention of queries `(rows, key heads, copies * group * n, head_dim)` with any mask, by two matrix
+    products and a log-sum-exp."""
     wide = accumulation_dtype(folded.dtype)
-    with torch.autocast(folded.device.type, enabled=False):  # sums are wide, on every rank
+    with torch.autocast(folded.device.type, enabled=False):  # keeps sums in fp32 or fp64
         logits = folded.to(wide) @ held.keys.to(wide).mT * scores.scale
         if scores.softcap:
             logits = scores.softcap * torch.tanh(logits / scores.softcap)
@@ -195,7 +195,7 @@ def _by_products(
 
 
 def _visible(queries: Tensor, keys: Tensor, pattern: MaskPattern, rows: int) -> Tensor:
-    """Which queries see which keys, by their positions: `torch.BoolTensor` of shape `(rows, copies, n, keys)`."""
+    """Returns which queries see which keys by position: `torch.BoolTensor` of shape `(rows, copies, n, keys)`."""
     row, column = queries.unflatten(0, (rows, -1))[..., None], keys[:, None, None]
     seen = (column >= 0) & (column <= row)
     if pattern.window is not None:

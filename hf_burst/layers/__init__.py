@@ -1,1 +1,1 @@
-"""One rank's layers in less memory. Nothing here knows of other ranks."""
+"""Layers that use less memory on one rank. Nothing here knows about other ranks."""

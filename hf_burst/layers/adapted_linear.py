@@ -1,8 +1,8 @@
 """A frozen linear layer with a low-rank adapter (LoRA, arXiv 2106.09685): y = x W' + b + s (x A') B'.
 
-Library code scales the product of the adapter and adds it in passes of their own over the widest tensors of a layer.
-Here products add up in place. The backward pass needs x and x A', which are saved before anything else is computed: a
-checkpoint that runs its layer again may stop there.
+Library code scales the adapter's product and adds it in separate passes over the widest tensors of a layer. Here the
+products accumulate in place. The backward pass needs x and x A', which are saved before anything else is computed, so
+that a checkpoint can stop recomputing there.
 """
 
 from typing import Any, NamedTuple
@@ -25,21 +25,20 @@ def adapted_linear(
     dropped: Tensor | None = None,
     skipped: bool = False,
 ) -> Tensor:
-    """A linear layer and its adapter.
+    """Computes a linear layer and its adapter.
 
-    Under autocast all factors are cast as linear layers cast them. Gradients of the adapter are rounded once, to its
-    dtype.
+    Autocast casts all factors as it does for linear layers. Gradients of the adapter are rounded once, to its dtype.
 
     Args:
         tensor (`torch.Tensor` of shape `(..., n, in_features)`): x.
         weight (`torch.Tensor` of shape `(out_features, in_features)`): W, which gets no gradient; or a `Params4bit` of
-            bitsandbytes, whose numbers are made of 4 bits in each pass.
-        bias (`torch.Tensor` of shape `(out_features,)`, *optional*): b, which gets none either.
+            bitsandbytes, which each pass dequantizes.
+        bias (`torch.Tensor` of shape `(out_features,)`, *optional*): b, which gets no gradient either.
         down (`torch.Tensor` of shape `(rank, in_features)`): A.
         up (`torch.Tensor` of shape `(out_features, rank)`): B.
         scaling (`float`): s.
-        dropped (`torch.Tensor` of shape `(..., n, in_features)`, *optional*): What the adapter is given instead of x.
-        skipped (`bool`, defaults to `False`): Whether nobody reads the result, which is then not computed.
+        dropped (`torch.Tensor` of shape `(..., n, in_features)`, *optional*): The adapter's input, if not x.
+        skipped (`bool`, defaults to `False`): Whether to leave the result uncomputed, because nobody reads it.
 
     Returns:
         `torch.Tensor` of shape `(..., n, out_features)`.
@@ -68,19 +67,19 @@ def adapted_linear(
 
 
 def autocast_dtype(tensor: Tensor, weight: Tensor) -> torch.dtype | None:
-    """To which autocast casts the factors of a linear layer; `None` if it does not."""
+    """Returns the dtype that autocast gives a linear layer's factors, or `None` if it casts nothing."""
     kind = tensor.device.type
     casts = torch.is_autocast_enabled(kind) and torch.float64 not in (weight.dtype, tensor.dtype)
     return torch.get_autocast_dtype(kind) if casts else None
 
 
 def plain_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight as products take it: cast, or made of 4 bits."""
+    """Returns the weight dequantized if needed, in `dtype`."""
     return _of_4_bits(weight.detach(), _quant_state(weight)).to(dtype)
 
 
 def _quant_state(weight: Tensor) -> Any:
-    """By which bitsandbytes makes numbers of a weight in 4 bits; `None` for others."""
+    """Returns the quantization state of a bitsandbytes 4-bit weight, or `None` for other weights."""
     return getattr(weight, "quant_state", None)
 
 
@@ -94,9 +93,9 @@ def _of_4_bits(weight: Tensor, state: Any) -> Tensor:
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """A product of matrices that is not rounded to their dtype. Autocast must be off, which would round it."""
+    """Returns a matrix product in the accumulation dtype. Autocast must be off, because it would round the product."""
     dtype = accumulation_dtype(left.dtype)
-    if left.dtype == dtype or left.device.type != "cuda":  # elsewhere products have the dtype of their factors
+    if left.dtype == dtype or left.device.type != "cuda":  # products on other devices have their factors' dtype
         return left.to(dtype) @ right.to(dtype)
     product: Tensor = torch.mm(left, right, out_dtype=dtype)
     return product
@@ -106,30 +105,30 @@ def _product(
     tensor: Tensor, base: tuple[Tensor, Tensor | None], inner: Tensor, up: Tensor, scaling: float, skipped: bool = False
 ) -> Tensor:
     weight, bias = base
-    out = tensor.new_empty(*tensor.shape[:-1], len(weight))  # no view, which could not be changed in place
+    out = tensor.new_empty(*tensor.shape[:-1], len(weight))  # not a view, so that it can be changed in place
     if skipped:
         return out
     rows = out.view(-1, len(weight))
     of_adapter = {"beta": 0, "alpha": scaling} if bias is None else {"alpha": scaling}
     torch.addmm(rows if bias is None else bias, inner.flatten(0, -2), up.T, **of_adapter, out=rows)
-    # the large product last: it adds to what is there while it computes, and the small one would wait for memory
+    # The large product comes last: it accumulates while it computes, but the small one would be bound by memory.
     rows.addmm_(tensor.flatten(0, -2), weight.T)
     return out
 
 
 class _Call(NamedTuple):
-    """One call, beside its tensors."""
+    """The non-tensor state of one call."""
 
-    saved: Any  # the node behind what the backward pass needs
-    state: Any  # of a weight in 4 bits
+    saved: Any  # the autograd node that saved the backward pass's tensors
+    state: Any  # quantization state of a 4-bit weight
     learns: bool  # whether x needs a gradient
-    drops: bool  # whether the adapter is given something else
+    drops: bool  # whether the adapter's input is not x
     scaling: float
     skipped: bool
 
 
 class _Saved(torch.autograd.Function):
-    """What the backward pass needs, saved before the product is computed."""
+    """Saves the backward pass's tensors before the product is computed."""
 
     @staticmethod
     def forward(
@@ -146,7 +145,7 @@ class _Saved(torch.autograd.Function):
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """The product, of factors that a [`_Saved`] node saved."""
+    """The product of the factors saved by a [`_Saved`] node."""
 
     @staticmethod
     def forward(
@@ -172,7 +171,7 @@ class _AdaptedLinear(torch.autograd.Function):
 def _gradients(
     call: _Call, gradient: Tensor, learn: tuple[bool, ...], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> list[Tensor | None]:
-    """Those of x, of what the adapter is given instead, and of A and B."""
+    """Returns the gradients of x, of the adapter's separate input, and of A and B."""
     given, inner, down, up, weight = call.saved.saved_tensors
     of_dropped, of_down, of_up = learn
     rows = gradient.flatten(0, -2)

@@ -1,8 +1,8 @@
-"""Page-locked host memory of one device: made ahead by threads, used again, and given back.
+"""Page-locked host memory of one device: threads prepare it ahead, tensors reuse it, and it is given back.
 
-An operating system makes a page of memory when it is first written, and virtual machines may ask their own host for it.
-That takes longer than the copy of an activation, so threads write and page-lock blocks of memory before they are
-needed, in pages of 2 MiB where the system has them.
+An operating system allocates a page when it is first written, and a virtual machine may have to ask its own host for
+it. That takes longer than copying an activation, so threads write and page-lock blocks of memory before they are
+needed, in pages of 2 MiB if the system has them.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from torch import Tensor
 from ..errors import ConfigError, KernelError
 from .host_limits import host_memory, processes
 
-_MAKERS = 12  # threads of a host that make blocks
-_PIECE = 2**25  # bytes that are written by one call of torch, which has no threads of its own for so few
+_MAKERS = 12  # threads per host that make blocks
+_PIECE = 2**25  # bytes written by one call of torch, few enough that torch starts no threads of its own
 
 
 class Page:
-    """A page of host memory, and the event behind which it may be written again."""
+    """A page of host memory, and the event after which it may be overwritten."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory  # uint8
@@ -34,13 +34,12 @@ class Page:
 
 
 class HostMemory:
-    """Host memory for the tensors of one device, and the streams on which they are copied. A copy of it is empty.
+    """Host memory for the tensors of one device, and the streams that copy them. A copy of this object is empty.
 
-    Memory has pages of one size, so that tensors of any size use again what others gave back. It is page-locked by
-    blocks of pages.
+    All pages have one size, so that tensors of any size can reuse them. Memory is page-locked in blocks of pages.
 
     Args:
-        device (`torch.device`): Where the tensors come from.
+        device (`torch.device`): The tensors' device.
     """
 
     page_bytes = 2**24
@@ -50,9 +49,9 @@ class HostMemory:
         self.device, self.module = device, torch.get_device_module(device)
         self.outward, self.inward = self.module.Stream(device), self.module.Stream(device)
         self.free: list[Page] = []
-        self.size, self.seconds = 0, 0.0  # bytes of all pages, and how long their takers waited for them
-        self.refused: KernelError | None = None  # why there is no more of it
-        self.leaving: list[tuple[Tensor, int, Any]] = []  # with their version, and the event of the copy
+        self.size, self.seconds = 0, 0.0  # bytes of all pages, and seconds spent waiting for them
+        self.refused: KernelError | None = None  # why no more memory is available
+        self.leaving: list[tuple[Tensor, int, Any]] = []  # tensors, their versions, and the events of their copies
         self._begin_anew()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -65,17 +64,17 @@ class HostMemory:
 
     @property
     def most(self) -> int:
-        """Bytes that there are or were asked for, and those that the host still has for this process."""
+        """Bytes made or requested so far, plus those the host still has for this process."""
         ahead = self._ahead
         left = host_memory()[1] // processes() - ahead.unmade * self.block_bytes
         return self.size + ahead.pending * self.block_bytes + max(0, left)
 
     def reserve(self, size: int, most: int | None = None) -> None:
-        """Makes sure that `size` bytes are there in all, or will be when they are taken.
+        """Ensures that `size` bytes exist in total, or will when they are taken.
 
         Args:
-            size (`int`): How many.
-            most (`int`, *optional*): How many the host may be asked for; `self.most` by default.
+            size (`int`): Bytes in total.
+            most (`int`, *optional*): Most bytes that may be requested from the host; `self.most` by default.
 
         Raises:
             ConfigError: If the host has less.
@@ -91,10 +90,10 @@ class HostMemory:
             )
         self._ahead.ask(-(-(size - taken) // self.block_bytes))
         if self.size < size:
-            self._lock(1)  # a driver that page-locks nothing refuses here, where all ranks can be told
+            self._lock(1)  # a driver that cannot page-lock fails here, where all ranks can be told
 
     def take(self, size: int) -> list[Page]:
-        """Pages for `size` bytes.
+        """Returns pages for `size` bytes.
 
         Raises:
             KernelError: If there is no more memory.
@@ -106,7 +105,7 @@ class HostMemory:
         return [self.free.pop() for _ in range(count)]
 
     def settle(self) -> None:
-        """Waits, on the device, for the tensors that left so far, whose memory there may then be used again."""
+        """Makes the device wait for the copies to the host so far, after which device memory may be reused."""
         left, self.leaving = self.leaving, []
         for _, _, copied in left:
             self.computing.wait_event(copied)
@@ -114,12 +113,12 @@ class HostMemory:
             check_unchanged(tensor, version)
 
     def _begin_anew(self) -> None:
-        """Nothing was asked for, and nothing is made."""
+        """Resets to a state where no blocks are requested or made."""
         self._ahead = _Ahead(self.block_bytes, self.device)
         weakref.finalize(self, self._ahead.end)
 
     def _lock(self, blocks: int) -> None:
-        """Takes blocks that were asked for, and waits for them."""
+        """Waits for requested blocks and adds their pages to the free ones."""
         start = time.perf_counter()
         try:
             for _ in range(blocks):
@@ -136,28 +135,28 @@ class HostMemory:
 
 
 class _Ahead:
-    """Blocks of host memory that threads make while others compute, where making them takes long.
+    """Blocks of host memory that threads make in the background, because making them is slow.
 
     Args:
         size (`int`): Bytes of a block.
-        device (`torch.device`): Which device copies from and to them.
+        device (`torch.device`): The device that copies from and to them.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size, self.device = size, device
-        self.pending = 0  # blocks that were asked for, and not taken
-        self._waiting = 0  # those that nobody has begun
+        self.pending = 0  # blocks requested and not yet taken
+        self._waiting = 0  # requested blocks that no thread has started
         self._threads, self._ended = 0, False
-        # taken again by the thread that holds it, if that collects garbage
+        # reentrant, because garbage collection may take it in a thread that already holds it
         self._lock, self._made = RLock(), SimpleQueue[Tensor | Exception]()
 
     @property
     def unmade(self) -> int:
-        """Blocks that were asked for, and may not have their memory yet."""
+        """Requested blocks that may not have their memory yet."""
         return self.pending - self._made.qsize()
 
     def ask(self, blocks: int) -> None:
-        """Has blocks made, soon."""
+        """Requests blocks, and starts threads to make them."""
         if blocks <= 0:
             return
         most = max(1, min(_MAKERS, _cores() // processes())) if _locks(self.device) else 0
@@ -169,15 +168,15 @@ class _Ahead:
         for _ in range(starting):
             try:
                 Thread(target=self._make_all, name="hf_burst host memory").start()
-            except RuntimeError:  # no thread is left for us: who takes a block makes it
+            except RuntimeError:  # no more threads allowed: whoever takes a block makes it
                 with self._lock:
                     self._threads -= 1
 
     def take(self) -> Tensor:
-        """The next block. Waits until it is made, or makes it.
+        """Waits for the next block, or makes it.
 
         Returns:
-            `torch.ByteTensor` of shape `(size,)`: Its memory.
+            `torch.ByteTensor` of shape `(size,)`: The block's memory.
 
         Raises:
             KernelError: If there is no memory for it.
@@ -196,7 +195,7 @@ class _Ahead:
         return made
 
     def end(self) -> None:
-        """No block is begun any more, and those that nobody took are given back."""
+        """Stops making blocks, and gives back those that nobody took."""
         with self._lock:
             self._ended = True
         with contextlib.suppress(Empty):
@@ -204,14 +203,14 @@ class _Ahead:
                 _unlock(self._made.get_nowait(), self.device)
 
     def _make_all(self) -> None:
-        """What a thread does. The interpreter waits for it at its end, which is when the main thread has ended."""
+        """Runs in a thread. The interpreter joins it at exit, so it stops when the main thread has ended."""
         while main_thread().is_alive() and self._make_next():
             pass
         with self._lock:
             self._threads -= 1
 
     def _make_next(self) -> bool:
-        """Makes a block that nobody has begun; whether there was one."""
+        """Makes one waiting block; returns whether there was one."""
         with self._lock:
             if self._ended or not self._waiting:
                 return False
@@ -220,7 +219,7 @@ class _Ahead:
         try:
             made = _new_block(self.size, self.device)
             _page_lock(made, self.device)
-        except Exception as problem:  # who takes it is told
+        except Exception as problem:  # raised in whoever takes it
             made = problem
         with self._lock:
             if not self._ended:
@@ -231,7 +230,7 @@ class _Ahead:
 
 
 def check_unchanged(tensor: Tensor, version: int) -> None:
-    """Raises where a tensor that is kept was changed in place since it had this version."""
+    """Raises a KernelError if a saved tensor was changed in place since it had this version."""
     if tensor._version != version:
         raise KernelError(
             f"A tensor of shape {tuple(tensor.shape)} that a checkpointed layer keeps was changed in place. Change a "
@@ -240,12 +239,12 @@ def check_unchanged(tensor: Tensor, version: int) -> None:
 
 
 def _new_block(size: int, device: torch.device) -> Tensor:
-    """New host memory for a device. Each page of what is to be page-locked here is written."""
+    """Returns new host memory for a device. Writes every page of memory that will be page-locked here."""
     if not _locks(device):
         return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_DONTFORK)  # or the first write behind a fork would go to a copy
-    with contextlib.suppress(OSError):  # kernels without large pages
+    pages.madvise(mmap.MADV_DONTFORK)  # else the first write after a fork would go to a copy
+    with contextlib.suppress(OSError):  # kernels without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     for piece in memory.split(_PIECE):
@@ -254,7 +253,7 @@ def _new_block(size: int, device: torch.device) -> Tensor:
 
 
 def _page_lock(memory: Tensor, device: torch.device) -> None:
-    """Lets a device copy from and to host memory by itself, until [`_unlock`].
+    """Page-locks host memory for a device, until [`_unlock`].
 
     Raises:
         KernelError: If the driver refuses.
@@ -273,7 +272,7 @@ def _page_lock(memory: Tensor, device: torch.device) -> None:
 
 
 def _unlock(memory: Tensor | Exception, device: torch.device) -> None:
-    """Gives memory back that was page-locked, if any was, after the copies that are under way."""
+    """Unlocks page-locked memory after pending copies; does nothing for an error."""
     if not _locks(device) or isinstance(memory, Exception):
         return
     torch.cuda.synchronize(device)
@@ -282,7 +281,7 @@ def _unlock(memory: Tensor | Exception, device: torch.device) -> None:
 
 
 def _locks(device: torch.device) -> bool:
-    """Whether memory for this device is page-locked here; elsewhere torch does, or nobody needs to."""
+    """Whether this module page-locks memory for the device; otherwise torch does, or it isn't needed."""
     return sys.platform == "linux" and device.type == "cuda"
 
 

@@ -1,4 +1,4 @@
-"""Runs of checkpointed layers, not all of which keep their input: it is computed again from that of an earlier one."""
+"""Runs of checkpointed layers. Some do not keep their input, and recompute it from the input of an earlier layer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ from .surroundings import autocast_as_now, draws_as_now, function_modes_as_now
 
 
 class Place(NamedTuple):
-    """Which tensor it is, as hooks and wrappers hand it on: other objects for the same numbers."""
+    """A tensor's identity by memory, because hooks and wrappers pass on other objects with the same data."""
 
     address: int
     shape: torch.Size
@@ -28,14 +28,14 @@ class Place(NamedTuple):
 
 
 class LayerRun:
-    """One run of a checkpointed layer, which the backward pass asks for its input.
+    """One run of a checkpointed layer, which gives the backward pass its input.
 
-    The run keeps its input, or follows another run whose output it is. Asked for it then, it lets the runs since the
-    last input that is kept run again, without a graph. Each of these has its input by then, until it is asked for it.
+    The run either keeps its input or follows another run, whose output is its input. In that case it repeats the runs
+    since the last kept input, without a graph, and each of them holds its recomputed input until it is read.
 
     Args:
-        saved ([`SavedByLayer`]): Where the layer saves things.
-        inputs (sequence): What it is called with. The first tensor with a gradient is its hidden state.
+        saved ([`SavedByLayer`]): Where the layer saves its tensors.
+        inputs (sequence): The layer's arguments. The first tensor with a gradient is its hidden state.
     """
 
     def __init__(self, saved: SavedByLayer, inputs: Sequence[Any]) -> None:
@@ -43,21 +43,21 @@ class LayerRun:
         tensors = (at for at, value in enumerate(inputs) if type(value) is Tensor and value.requires_grad)
         self.position = next(tensors, None)
         self.place = None if self.position is None else Place.of(inputs[self.position])
-        self.before: LayerRun | None = None  # whose output the input is, if this run does not keep it
-        self.again: Callable[[Tensor], Tensor] | None = None  # from its input to its output, without a graph
+        self.before: LayerRun | None = None  # the run whose output is this run's input, if this one does not keep it
+        self.again: Callable[[Tensor], Tensor] | None = None  # computes the output from the input, without a graph
         self.input: Saved | None = None
-        self.ready: Saved | None = None  # the input, computed again
+        self.ready: Saved | None = None  # the recomputed input
 
     @property
     def start(self) -> "LayerRun":
-        """The run from whose input that of this one is computed: itself, if it keeps its own."""
+        """The run whose kept input this run's input is recomputed from; itself if it keeps its own."""
         run = self
         while run.before is not None:
             run = run.before
         return run
 
     def follow(self, other: "LayerRun", output: Place) -> None:
-        """Does without an input of its own, if that is what the other run returned, unchanged."""
+        """Drops this run's own input if it is exactly the other run's output."""
         if other.again is not None and self.place == output:
             self.before = other
 
@@ -68,19 +68,19 @@ class LayerRun:
         named: Mapping[str, Any],
         preserves_rng: bool,
     ) -> None:
-        """Says how the layer runs again without a graph, as `torch.utils.checkpoint` runs it again with one.
+        """Records how to repeat the layer without a graph, as `torch.utils.checkpoint` repeats it with one.
 
         Args:
             run (callable): The layer.
-            inputs, named: What it is called with.
-            preserves_rng (`bool`): Whether it draws the random numbers that come now.
+            inputs, named: Its positional and keyword arguments.
+            preserves_rng (`bool`): Whether the repetition draws the same random numbers as this run.
         """
         if self.position is None:
             return
         at, device = self.position, inputs[self.position].device
         before, behind = inputs[:at], inputs[at + 1 :]
         draws = [draws_as_now(inputs[at])] if preserves_rng else []
-        # what is cast without a graph must not be found again by runs that have one
+        # runs with a graph must not find casts that were cached without one
         casts = [autocast_as_now(kind, cache=False) for kind in dict.fromkeys((device.type, "cpu"))]
         surroundings = *draws, torch.no_grad, *casts, function_modes_as_now()
 
@@ -94,11 +94,11 @@ class LayerRun:
         self.again = again
 
     def hooks(self) -> saved_tensors_hooks:
-        """Hooks that keep the layer's inputs. One without a gradient may be an input of other layers, and stays."""
+        """Returns hooks that save the layer's inputs. Those without a gradient stay, as other layers may share them."""
         return saved_tensors_hooks(self._keep, lambda kept: kept())
 
     def recall(self) -> Tensor:
-        """The hidden state that the layer was called with."""
+        """Returns the hidden state that the layer was called with."""
         if self.input is not None:
             return self.input()
         if self.ready is None:
@@ -108,7 +108,7 @@ class LayerRun:
         return ready()
 
     def _run_earlier(self) -> None:
-        """The runs since the last input that is there run again, each for the input of the next one."""
+        """Repeats the runs since the last available input; each computes the input of the next one."""
         runs: list[LayerRun] = [self]
         while runs[0].before is not None and (len(runs) == 1 or runs[0].ready is None):
             runs.insert(0, runs[0].before)
@@ -129,5 +129,5 @@ class LayerRun:
 
 
 def first_tensor(output: Any) -> Any:
-    """The hidden state that a layer returns, alone or before other results."""
+    """Returns the hidden state of a layer's output, which is alone or the first of several results."""
     return output[0] if isinstance(output, tuple) else output

@@ -1,7 +1,7 @@
 """Scores and their cross-entropy, some tokens at a time: the logits of a long sequence are never in memory at once.
 
-Gradients are found in the forward pass, while a chunk's logits are there, and summed up in fp32. On GPUs Liger's fused
-kernel does it where the head is a plain linear layer and Liger-Kernel is installed (arXiv 2410.10989).
+The forward pass computes the gradients while a chunk's logits are in memory, and sums them in fp32. On GPUs Liger's
+fused kernel does this if the head is a plain linear layer and Liger-Kernel is installed (arXiv 2410.10989).
 """
 
 import importlib
@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 
 _LOGITS = 2**27  # at a time, in plain torch
 _LIGER = "liger_kernel.ops.fused_linear_cross_entropy"
-# Liger's logits at a time: four times the hidden states, or more up to a limit, since every part reads and writes all
-# of the weight's gradient. Beyond so many elements it is less, down to once the hidden states.
+# Liger's logits at a time: four times the hidden states, or more up to _LIGER_LOGITS, since every part reads and writes
+# the whole weight gradient. _LIGER_MOST elements cap it, down to the size of the hidden states.
 _LIGER_BUDGET, _LIGER_LOGITS, _LIGER_MOST = 4, 2**29, 2**31
 
 Score = Callable[[Tensor], Tensor]
 
 
 class Linear(NamedTuple):
-    """A head that is a linear layer and nothing else, but for soft-capping.
+    """A head that is only a linear layer, optionally with soft-capping.
 
     Args:
         weight (`torch.Tensor` of shape `(vocabulary, hidden)`): Its weight.
@@ -45,15 +45,15 @@ class Linear(NamedTuple):
 def linear_loss_sum(
     hidden: Tensor, targets: Tensor, score: Score, vocabulary: int, linear: Linear | None = None
 ) -> Tensor:
-    """The sum of the cross-entropies of this rank's tokens, as [`token_loss_sum`] of `score(hidden)`.
+    """Sums the cross-entropies of this rank's tokens, as [`token_loss_sum`] of `score(hidden)` does.
 
     Args:
-        hidden (`torch.Tensor` of shape `(batch, n, hidden)`): What is scored.
+        hidden (`torch.Tensor` of shape `(batch, n, hidden)`): Hidden states to score.
         targets (`torch.LongTensor` of shape `(batch, n)`): Shifted labels of the same tokens.
-        score (`Callable`): From hidden states of some tokens, `(1, m, hidden)`, to their logits. The parameters that it
-            learns are found by scoring one token.
+        score (`Callable`): Maps hidden states of some tokens, `(1, m, hidden)`, to their logits. Scoring one token
+            finds its trainable parameters.
         vocabulary (`int`): Logits of a token.
-        linear ([`Linear`], *optional*): What `score` is, if it is no more than that.
+        linear ([`Linear`], *optional*): The head, if `score` is only that.
 
     Returns:
         `torch.Tensor`: A scalar in fp32 (fp64 for fp64). It has no second derivative.
@@ -69,12 +69,12 @@ def linear_loss_sum(
 
 
 def rows_at_a_time(vocabulary: int, tensors: int = 1) -> int:
-    """How many tokens are scored at a time, where so many tensors as wide as the vocabulary are in memory."""
+    """Returns how many tokens to score at a time, with `tensors` tensors of vocabulary width in memory."""
     return max(1, _LOGITS // (vocabulary * tensors))
 
 
 def learned_by(score: Score, hidden: Tensor) -> list[Tensor]:
-    """The leaves of the graph of a score."""
+    """Returns the leaves of the autograd graph of a score."""
     logits = score(hidden.detach().flatten(0, -2)[None, :1])
     open_nodes, seen, leaves = [logits.grad_fn], set[Any](), dict[int, Tensor]()
     while open_nodes:
@@ -116,7 +116,7 @@ class _LinearLoss(torch.autograd.Function):
 def _by_chunks(
     hidden: Tensor, targets: Tensor, score: Score, rows: int, parameters: Sequence[Tensor], wanted: bool
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss and the gradients, of hidden states if `wanted`, by autograd over so many tokens after one another."""
+    """Returns the loss and the gradients (of hidden states if `wanted`), with autograd over `rows` tokens at a time."""
     sums = [torch.zeros_like(parameter, dtype=accumulation_dtype(parameter.dtype)) for parameter in parameters]
     dhidden = torch.empty_like(hidden) if wanted else None
     total = torch.zeros((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
@@ -138,7 +138,7 @@ def _by_chunks(
 def _by_liger(
     liger: Any, hidden: Tensor, targets: Tensor, linear: Linear, parameters: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The same by Liger's kernel, its weight gradient summed up in fp32."""
+    """Does the same with Liger's kernel, and sums its weight gradient in fp32."""
     loss, _, _, _, dhidden, dweight, dbias = liger.fused_linear_cross_entropy_forward(
         hidden,
         linear.weight.detach(),
@@ -156,8 +156,8 @@ def _by_liger(
 
 
 def _liger_budget(tokens: int, width: int, vocabulary: int) -> int:
-    """How many times as large as the hidden states its logits may be, for as few parts as the limit allows. Liger makes
-    `ceil(vocabulary / (budget * width))` parts of it, whose tokens are rounded up to a power of two."""
+    """Returns how many times larger than the hidden states Liger's logits may be, for as few parts as the limit allows.
+    Liger makes `ceil(vocabulary / (budget * width))` parts, and rounds their tokens up to a power of two."""
     rows = 1 << max(0, (_LIGER_LOGITS // vocabulary).bit_length() - 1)
     parts = -(-tokens // rows)
     most = -(-vocabulary // width) if parts == 1 else (vocabulary - 1) // (width * (parts - 1))
@@ -166,14 +166,14 @@ def _liger_budget(tokens: int, width: int, vocabulary: int) -> int:
 
 @lru_cache(maxsize=8)
 def _liger(device: str, dtype: torch.dtype) -> Any:
-    """Liger's module, where it can be used."""
+    """Returns Liger's module if it can be used."""
     if device != "cuda" or dtype not in (torch.bfloat16, torch.float32):
         return None
     try:
         module = importlib.import_module(_LIGER)
     except ImportError:
         return None
-    except Exception as problem:  # one that does not fit this Triton
+    except Exception as problem:  # it does not match this Triton
         logger.warning("hf_burst does without Liger's fused loss, which cannot be imported: %r", problem)
         return None
     known = inspect.signature(module.fused_linear_cross_entropy_forward).parameters

@@ -1,7 +1,7 @@
-"""Activation offloading: tensors that wait in host memory until the backward pass asks for them.
+"""Activation offloading: tensors that wait in host memory until the backward pass needs them.
 
-Copies run on streams of their own, in both directions at a time, and host memory is page-locked and used again. What a
-layer keeps leaves while the layer computes, and comes back while the layer after it is computed again.
+Copies run on their own streams, in both directions at once, and reuse page-locked host memory. A layer's saved tensors
+leave while the layer computes, and come back while the layer after it is recomputed.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 
 _SMALL = 2**20  # bytes; smaller tensors stay
 
-Saved = Callable[[], Tensor]  # the tensor that is kept, wherever it is
+Saved = Callable[[], Tensor]  # returns the saved tensor, wherever it is
 
 
 class OffloadedTensor:
-    """A tensor that begins to leave for host memory now, and can be fetched as often as it is asked for.
+    """A tensor whose copy to host memory starts now, and that can be fetched any number of times.
 
     Args:
-        tensor (`torch.Tensor`): Not to be changed before [`HostMemory.settle`].
-        host ([`HostMemory`]): Where it goes.
+        tensor (`torch.Tensor`): Must not change before [`HostMemory.settle`].
+        host ([`HostMemory`]): The destination.
     """
 
     def __init__(self, tensor: Tensor, host: HostMemory) -> None:
@@ -50,7 +50,7 @@ class OffloadedTensor:
         host.leaving.append((left, left._version, self.copied))
 
     def prefetch(self) -> None:
-        """Starts to bring the tensor back, behind what the device has been given to do so far."""
+        """Starts copying the tensor back, after the device's pending work."""
         if self.coming is not None:
             return
         host, (shape, stride, dtype) = self.host, self.form
@@ -67,7 +67,7 @@ class OffloadedTensor:
         self.coming = tensor, arrived
 
     def fetch(self) -> Tensor:
-        """The tensor on its device again. It belongs to the caller."""
+        """Returns the tensor on its device. The caller owns it."""
         self.prefetch()
         assert self.coming is not None
         (tensor, arrived), self.coming = self.coming, None
@@ -75,20 +75,20 @@ class OffloadedTensor:
         return tensor
 
     def __del__(self) -> None:
-        if self.coming is not None:  # memory that is still written to must not be used again
+        if self.coming is not None:  # memory must not be reused while it is being written
             self.host.computing.wait_event(self.coming[1])
         self.host.free.extend(self.pages)
 
 
 class SavedByLayer:
-    """What one run of a checkpointed layer keeps for its backward pass, on the host or where it is.
+    """The tensors that one run of a checkpointed layer saves for its backward pass, on the host or in place.
 
-    When the layer runs again, what is asked for next begins to come back.
+    When the layer is recomputed, the tensors needed next start to come back.
 
     Args:
-        host ([`HostMemory`]): Where it leaves for.
-        offloads (`bool`): Whether it does.
-        following ([`SavedByLayer`], *optional*): That of the layer which the backward pass runs next.
+        host ([`HostMemory`]): Memory for offloaded tensors.
+        offloads (`bool`): Whether to offload.
+        following ([`SavedByLayer`], *optional*): The saved tensors of the layer that the backward pass runs next.
     """
 
     def __init__(self, host: HostMemory, offloads: bool, following: "SavedByLayer | None") -> None:
@@ -98,20 +98,20 @@ class SavedByLayer:
         self.comes = False
 
     def save(self, tensor: Tensor) -> Saved:
-        """Keeps a tensor, on the host if the layer `offloads`, the tensor is not small, and the host has room."""
+        """Saves a tensor, on the host if the layer offloads, the tensor is not small, and the host has room."""
         if not self.offloads or tensor.nbytes < _SMALL or tensor.device != self.host.device:
             return _Fetched(self, saved_in_place(tensor))
         if self.host.refused is None:
             try:
                 self.offloaded.append(OffloadedTensor(tensor, self.host))
                 return _Fetched(self, self.offloaded[-1].fetch)
-            except KernelError as problem:  # in the midst of a step the other ranks would wait for this one
-                self.host.refused = problem.with_traceback(None)  # whose frames hold tensors
+            except KernelError as problem:  # raising mid-step would leave the other ranks waiting
+                self.host.refused = problem.with_traceback(None)  # its frames would hold tensors
                 logger.warning("hf_burst keeps tensors on the GPU until this step ends: %s", problem)
         return _Fetched(self, saved_in_place(tensor))
 
     def prefetch(self) -> None:
-        """Everything begins to come back, once."""
+        """Starts copying everything back, once."""
         if not self.comes:
             self.comes = True
             for tensor in self.offloaded:
@@ -119,7 +119,7 @@ class SavedByLayer:
 
     @contextlib.contextmanager
     def once_more(self) -> Iterator[None]:
-        """What is fetched meanwhile is to come back once more, and nothing follows it."""
+        """Lets tensors fetched inside be prefetched again later, and prefetches no following layer."""
         following, self.following = self.following, None
         try:
             yield
@@ -129,7 +129,7 @@ class SavedByLayer:
 
 @dataclass(frozen=True)
 class _Fetched:
-    """What [`SavedByLayer`] hands out: where the layer runs again, its tensor."""
+    """Returns a tensor saved by [`SavedByLayer`] when the layer is recomputed."""
 
     layer: SavedByLayer
     fetch: Saved
@@ -144,7 +144,7 @@ class _Fetched:
 
 
 class _DetachedLeaf(torch.autograd.Function):
-    """A leaf's values in a graph that begins with a number instead. Whoever has the leaf by then gets its gradient."""
+    """A leaf's values in a graph that starts at a dummy scalar. The leaf gets its gradient if it is still alive."""
 
     @staticmethod
     def forward(ctx: Any, number: Tensor, values: Tensor, leaf: "weakref.ref[Tensor]") -> Tensor:
@@ -159,15 +159,15 @@ class _DetachedLeaf(torch.autograd.Function):
 
 
 def detached_leaf(leaf: Tensor) -> Tensor:
-    """A leaf, for a graph that does not keep it: graphs hold their leaves until the backward pass has ended, wherever
-    what was kept of them went."""
+    """Returns a leaf that the autograd graph doesn't keep alive. Graphs normally hold their leaves until the backward
+    pass ends, even if the saved copies have been offloaded."""
     number = torch.zeros((), device=leaf.device, requires_grad=True)
     result: Tensor = _DetachedLeaf.apply(number, leaf.detach(), weakref.ref(leaf))
     return result
 
 
 def saved_in_place(tensor: Tensor) -> Saved:
-    """Keeps a tensor where it is, and raises when it is asked for if it was changed in place meanwhile."""
+    """Saves a tensor in place. Reading it raises a KernelError if it was changed in place meanwhile."""
     version, tensor = tensor._version, tensor.detach()
 
     def kept() -> Tensor:
@@ -178,5 +178,5 @@ def saved_in_place(tensor: Tensor) -> Saved:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor, in the order of its memory."""
+    """Returns the bytes of a dense tensor in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,5 +1,5 @@
-"""In what something runs, noted so that it can run again in the same: each function here is called at the first run,
-and returns a function that makes a context for later ones."""
+"""Records the environment of a run, so that it can be repeated in the same one. Each function here is called at the
+first run, and returns a factory of context managers for later runs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,14 +15,14 @@ Surrounding = Callable[[], AbstractContextManager[Any]]
 
 
 def autocast_as_now(device: str, cache: bool | None = None) -> Surrounding:
-    """Autocast of a kind of device; with another setting of its cache of weights if one is given."""
+    """Records autocast for a device type; `cache` overrides whether it caches weights."""
     dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
     cache = torch.is_autocast_cache_enabled() if cache is None else cache
     return partial(torch.autocast, device, dtype=dtype, enabled=enabled, cache_enabled=cache)
 
 
 def draws_as_now(*tensors: Tensor) -> Surrounding:
-    """Random numbers, as they are drawn from now on where the tensors are and on the host."""
+    """Records the random states of the host and of the tensors' devices."""
     on_host, kind = torch.get_rng_state(), tensors[0].device.type
     devices, states = get_device_states(*tensors)
 
@@ -37,7 +37,7 @@ def draws_as_now(*tensors: Tensor) -> Surrounding:
 
 
 def function_modes_as_now() -> Surrounding:
-    """Modes of torch functions, such as the default device, which autograd does not take into a backward pass."""
+    """Records torch function modes, such as the default device, which autograd doesn't carry into a backward pass."""
     modes = _get_current_function_mode_stack()
 
     @contextmanager
@@ -54,7 +54,7 @@ def function_modes_as_now() -> Surrounding:
 
 
 def training_as_now(module: nn.Module) -> Surrounding:
-    """Training or evaluation of a module and those inside: `model.eval()` may come before the backward pass."""
+    """Records the training flags of a module and its submodules: `model.eval()` may come before the backward pass."""
     flags = [inner.training for inner in module.modules()]
 
     @contextmanager

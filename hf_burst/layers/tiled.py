@@ -1,8 +1,8 @@
-"""Modules that treat every token by itself, computed some tokens at a time: what a tile needs inside is there for one
-tile only, in both passes.
+"""Tokenwise modules computed some tokens at a time, so that only one tile's intermediate tensors are in memory, in both
+passes.
 
-The forward pass keeps the input alone, and notes what the result of each tile depends on. The backward pass computes
-each tile again, differentiates it by torch's own autograd, and adds up gradients in fp32 (fp64 for fp64).
+The forward pass keeps only the input, and records the leaves that each tile's result depends on. The backward pass
+recomputes each tile, differentiates it with torch's autograd, and sums gradients in fp32 (fp64 for fp64).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,21 +27,21 @@ Forward = Callable[..., Tensor]
 
 @torch.compiler.disable
 def tiled(module: nn.Module, forward: Forward, tokens: int, *inputs: Tensor) -> Tensor:
-    """What a module returns for its inputs, computed tile by tile.
+    """Computes a module's output tile by tile.
 
     Args:
-        module (`torch.nn.Module`): It is not changed.
-        forward (callable): Its forward, or another one: from inputs `(..., tokens, features)` to an output of that
-            form, each token by itself. Whatever tensors it uses get their gradients, if they are leaves.
-        tokens (`int`): Most tokens of a tile, of all rows of the batch together.
-        inputs (`torch.Tensor` of shape `(..., n, features)`): What the module is given. Tensors of other forms among
-            them are not cut, so that all is computed at once.
+        module (`torch.nn.Module`): The module, which is not changed.
+        forward (callable): Its forward or a replacement: maps inputs `(..., tokens, features)` to an output of that
+            form, each token by itself. All leaves it uses get their gradients.
+        tokens (`int`): Most tokens of a tile, counted over all rows of the batch.
+        inputs (`torch.Tensor` of shape `(..., n, features)`): The module's inputs. If their leading shapes differ,
+            everything is computed at once.
 
     Returns:
         `torch.Tensor` of shape `(..., n, features)`.
 
     Raises:
-        KernelError: If the result depends on tensors that were computed outside and have a gradient to pass on.
+        KernelError: If the result depends on tensors that were computed outside and need a gradient.
     """
     rows = inputs[0].shape[:-2].numel()
     size = max(1, tokens // max(1, rows))
@@ -50,7 +50,7 @@ def tiled(module: nn.Module, forward: Forward, tokens: int, *inputs: Tensor) -> 
     call = _Call(module, forward, size, [tensor.requires_grad for tensor in inputs])
     if not torch.is_grad_enabled():
         return call.compute(inputs)
-    anchor = torch.empty(0, requires_grad=True)  # there is a node behind the inputs, also if they need no gradient
+    anchor = torch.empty(0, requires_grad=True)  # gives the inputs a graph node even if they need no gradient
     kept = _Keep.apply(anchor, *inputs)
     call.kept = next(tensor.grad_fn for tensor in kept if tensor.grad_fn is not None)
     call.surroundings = [
@@ -65,7 +65,7 @@ def tiled(module: nn.Module, forward: Forward, tokens: int, *inputs: Tensor) -> 
 
 
 class _Keep(torch.autograd.Function):
-    """The inputs, saved before the module runs. A checkpoint that computes its layer again may stop here."""
+    """Saves the inputs before the module runs, so that a checkpoint can stop recomputing here."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -80,7 +80,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Tiled(torch.autograd.Function):
-    """The output, of inputs that a [`_Keep`] node saved and of all leaves that it depends on."""
+    """The output as a function of the inputs saved by a [`_Keep`] node and of all leaves."""
 
     @staticmethod
     def forward(ctx: Any, call: "_Call", output: list[Tensor], *tensors: Tensor) -> Tensor:
@@ -98,8 +98,8 @@ class _Run(NamedTuple):
 
     inputs: list[Tensor]  # leaves of the graph
     out: Tensor
-    leaves: dict[int, Tensor]  # others that the result depends on, by their ids
-    ended: int  # if nothing but its return came behind a product, as the how many-th this was made; else 0
+    leaves: dict[int, Tensor]  # other leaves that the result depends on, by id
+    ended: int  # the 1-based index of the product that the tile returned directly; else 0
 
 
 @dataclass
@@ -111,19 +111,19 @@ class _Call:
     size: int  # tokens of a tile
     learn: Sequence[bool]  # the inputs that need gradients
     kept: Any = None  # the node that saved the inputs; `None` without gradients
-    surroundings: Sequence[Surrounding] = ()  # in which the forward pass runs
-    runs: list[tuple[set[int], int]] = field(default_factory=list)  # of each tile: ids of leaves, and how it ended
-    leaves: dict[int, Tensor] = field(default_factory=dict)  # of all tiles
+    surroundings: Sequence[Surrounding] = ()  # the forward pass's environment
+    runs: list[tuple[set[int], int]] = field(default_factory=list)  # for each tile, the leaves' ids and `_Run.ended`
+    leaves: dict[int, Tensor] = field(default_factory=dict)  # the leaves of all tiles
     versions: list[int | None] = field(default_factory=list)
 
     def compute(self, inputs: Sequence[Tensor]) -> Tensor:
-        """The output. With gradients, it is not connected with what it depends on, which is noted."""
+        """Returns the output without a graph; with gradients, records the leaves it depends on."""
         out: Tensor | None = None
         for start, tile in self._tiles(inputs):
             if self.kept is None:
                 part = self.forward(*tile)
             else:
-                with saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):  # a graph that saves nothing
+                with saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):  # save nothing in this graph
                     run = self._run(tile)
                 self.leaves |= run.leaves
                 self.runs.append((set(run.leaves), run.ended))
@@ -136,7 +136,7 @@ class _Call:
         return out
 
     def differentiate(self, gradient: Tensor) -> list[Tensor | None]:
-        """The gradients of inputs that `learn`, and of the leaves."""
+        """Returns the gradients of the inputs that `learn` and of the leaves."""
         versions = zip(self.versions, self._versions(), strict=True)
         if any(before != now for before, now in versions if None not in (before, now)):
             raise KernelError(
@@ -164,18 +164,18 @@ class _Call:
         return [*whole, *(sums.pop(key).to(leaf.dtype) if key in sums else None for key, leaf in self.leaves.items())]
 
     def _tiles(self, inputs: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-        """The first token, and the inputs, of each tile."""
+        """Yields the first token and the inputs of each tile."""
         tokens = inputs[0].shape[-2]
         for start in range(0, tokens, self.size):
             tile = (tensor.narrow(-2, start, min(self.size, tokens - start)) for tensor in inputs)
-            yield start, [tensor.contiguous() for tensor in tile]  # some modules view all rows as one
+            yield start, [tensor.contiguous() for tensor in tile]  # some modules flatten the rows with `view`
 
     def _run(self, tile: Sequence[Tensor], skipped: int = 0) -> _Run:
-        """Runs a tile with a graph; the `skipped` one of its products is not computed, as nobody reads it."""
+        """Runs a tile with a graph, without computing the product numbered `skipped`, because nobody reads it."""
         inputs = [part.detach().requires_grad_(own) for part, own in zip(tile, self.learn, strict=True)]
         with torch.enable_grad():
             begun = new_node()
-            # views, as autocast keeps what it has cast of a leaf, and the leaf, until the whole forward pass ends
+            # views, because autocast would cache the leaf and its cast copy until the whole forward pass ends
             given = [part.view_as(part) if part.requires_grad else part for part in inputs]
             with _Products(skipped) as products:
                 out = self.forward(*given)
@@ -188,18 +188,18 @@ class _Call:
         return _Run(inputs, out, leaves, products.count if products.latest is out else 0)
 
     def _versions(self) -> list[int | None]:
-        """How often each weight was written to; `None` for frozen ones, which peft's ParamWrapper puts aside and back
-        whenever a layer runs."""
-        # by what the module has now: a wrapper may have put others of the same shapes in their place
+        """Returns each weight's version; `None` for frozen ones, which peft's ParamWrapper swaps out and back whenever
+        a layer runs."""
+        # the module's current weights: a wrapper may have replaced them by others of the same shapes
         weights = [weight for weight in self.module.parameters() if weight.is_floating_point()]
         return [weight._version if weight.requires_grad else None for weight in (*weights, *self.leaves.values())]
 
 
 class _Products(TorchFunctionMode):
-    """Counts the linear layers of a tile, and notes which result was the latest, until another function is called.
+    """Counts the linear layers of a tile, and remembers the latest result until another function is called.
 
     Args:
-        skipped (`int`, defaults to 0): The how many-th result is not computed, but its gradients; 0 for none.
+        skipped (`int`, defaults to 0): The number of the product whose result is not computed; 0 for none.
     """
 
     def __init__(self, skipped: int = 0) -> None:
@@ -209,7 +209,7 @@ class _Products(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # without gradients it is inside of another function, which may read the result in its backward pass
+        # without gradients it is inside another function, whose backward pass may read the result
         if function not in (functional.linear, adapted_linear) or not torch.is_grad_enabled():
             self.latest = None
             return function(*args, **kwargs)
@@ -225,23 +225,23 @@ class _Products(TorchFunctionMode):
 
 
 class _Uncomputed(TorchDispatchMode):
-    """Products of matrices are memory that nobody wrote; autograd sees no difference."""
+    """Replaces matrix products with uninitialized memory, which autograd does not notice."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         factors = {torch.ops.aten.mm.default: args[:2], torch.ops.aten.addmm.default: args[1:3]}.get(function)
-        if factors is None or types:  # of a subclass
+        if factors is None or types:  # tensor subclasses
             return function(*args, **(kwargs or {}))
         return factors[0].new_empty(factors[0].shape[0], factors[1].shape[1])
 
 
 def new_node() -> Any:
-    """A node of a graph that begins now."""
+    """Returns a new autograd node, to mark the start of a graph."""
     return torch.empty(0, requires_grad=True).view(0).grad_fn
 
 
 def leaves_behind(out: Tensor, begun: Any, inputs: Sequence[Tensor]) -> dict[int, Tensor] | None:
-    """The leaves other than inputs that a result depends on, by their ids; `None` if it depends on what was computed
-    before the node `begun`. Weights that autocast has cast earlier do not count as that."""
+    """Returns, by id, the leaves other than inputs that a result depends on; `None` if it depends on a tensor computed
+    before the node `begun`, other than weights that autocast cast earlier."""
     leaves, seen, nodes = dict[int, Tensor](), set[Any](), [out.grad_fn]
     while nodes:
         node: Any = nodes.pop()
@@ -258,7 +258,7 @@ def leaves_behind(out: Tensor, begun: Any, inputs: Sequence[Tensor]) -> dict[int
 
 
 def _differentiate(run: _Run, dout: Tensor, parts: Sequence[Tensor | None], sums: dict[int, Tensor]) -> None:
-    """Writes the gradients of a tile's inputs into their parts, unless `None`, and adds those of leaves to the sums."""
+    """Writes the gradients of a tile's inputs into `parts` that are not `None`, and adds the leaves' to `sums`."""
     wanted = [*(tensor for tensor in run.inputs if tensor.requires_grad), *run.leaves.values()]
     gradients: Iterator[Tensor | None] = iter([None] * len(wanted))
     if run.out.requires_grad:
@@ -269,13 +269,13 @@ def _differentiate(run: _Run, dout: Tensor, parts: Sequence[Tensor | None], sums
             found = next(gradients)
             part.zero_() if found is None else part.copy_(found)
     for key, found in zip(run.leaves, gradients, strict=True):
-        if found is not None:  # a copy, as autograd may hand out one tensor for several leaves
+        if found is not None:  # a copy, as autograd may return one tensor for several leaves
             sums[key] = sums[key].add_(found) if key in sums else found.to(accumulation_dtype(found.dtype), copy=True)
 
 
 @contextmanager
 def _without_hooks(leaves: Any) -> Iterator[None]:
-    """Hooks of leaves see the whole gradient later, and not those of tiles."""
+    """Disables the leaves' hooks, which see the whole gradient later, not each tile's."""
     hooks: list[tuple[Any, Any]] = [(leaf, leaf._backward_hooks) for leaf in leaves]
     for leaf, _ in hooks:
         leaf._backward_hooks = None

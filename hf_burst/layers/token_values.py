@@ -1,7 +1,7 @@
-"""One number a token that follows from its scores, some tokens at a time, with a gradient.
+"""One differentiable number per token, computed from its scores, some tokens at a time.
 
-Unlike a sum (`linear_loss.py`), single losses do not know in the forward pass what they will count. So the scores of
-some tokens are computed once for the values, and once more in the backward pass; gradients are summed up in fp32.
+Unlike a sum (`linear_loss.py`), the forward pass does not know the upstream gradient of each token. So the scores are
+computed once for the values and again in the backward pass. Gradients are summed in fp32.
 """
 
 from collections.abc import Callable
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from ..numerics import accumulation_dtype, refuse_second_derivative
 
-# from hidden states of some tokens, `(1, m, hidden)`, and their places in the flattened batch, to values `(m,)`
+# maps hidden states of some tokens, `(1, m, hidden)`, and their slice of the flattened batch to values `(m,)`
 Value = Callable[[Tensor, slice], Tensor]
 
 
 def token_values(hidden: Tensor, value: Value, rows: int, learned: list[Tensor]) -> Tensor:
-    """The value of each token, `(batch, n)`.
+    """Returns the value of each token, `(batch, n)`.
 
     Args:
-        hidden (`torch.Tensor` of shape `(batch, n, hidden)`): What is scored.
-        value (`Callable`): The values of some tokens. It is called once more in the backward pass.
+        hidden (`torch.Tensor` of shape `(batch, n, hidden)`): Hidden states to score.
+        value (`Callable`): Computes the values of some tokens. The backward pass calls it again.
         rows (`int`): Tokens at a time.
-        learned (list of `torch.Tensor`): The parameters that `value` reads, to which gradients go.
+        learned (list of `torch.Tensor`): The parameters of `value` that get gradients.
     """
     values: Tensor = _TokenValues.apply(hidden, value, rows, *learned)
     return values

@@ -1,7 +1,7 @@
-"""Whether a module treats every token by itself, found out by running it on a few of them.
+"""Tests whether a module treats every token by itself, by running it on a few tokens.
 
-Others are put in the place of half of the tokens: results and gradients of the other half must stay as they were. They
-must also be what half of the tokens has alone, as a tile would.
+After half of the tokens are replaced, the results and gradients of the other half must stay the same. They must also
+match a run on that half alone, as in a tile.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,34 +19,34 @@ from .surroundings import autocast_as_now, draws_as_now
 from .tiled import Forward, leaves_behind, new_node
 
 _TOKENS = 64
-_MANY_ZEROS = 0.1  # of the entries of a weight
-_SMALL_GATE = 0.1  # the largest entry of a vector that may hide what it is multiplied with
+_MANY_ZEROS = 0.1  # share of a weight's entries
+_SMALL_GATE = 0.1  # a vector below this everywhere may be a gate that hides its input
 _SMALL = 2**16  # entries of a buffer
-_Results = list[Tensor]  # the output, and the gradients of inputs that are floating point
+_Results = list[Tensor]  # the output, and the gradients of floating-point inputs
 
 
 class _NoTiles(Exception):
-    """Why a module cannot be computed in tiles."""
+    """The reason why a module cannot be computed in tiles."""
 
 
 def obstacle_to_tiles(module: nn.Module, forward: Forward, inputs: Sequence[Tensor], tile: int) -> str:
-    """Why a module cannot be computed in tiles.
+    """Returns why a module cannot be computed in tiles.
 
-    It first runs on a whole tile: kernels may be tuned by their first call, whatever the sizes of later ones, as those
-    of Liger's experts are.
+    The first run is on a whole tile, because kernels such as those of Liger's experts may be tuned by their first call,
+    whatever the sizes of later ones.
 
-    The runs leave nothing behind: random numbers, autocast's cache, checkpoints, counters of operators, attributes and
-    buffers of the module are as before. Dropout is left out. Where many entries of a weight are zero, they have other
-    values meanwhile: a gate that is zero at first hides what it will let through.
+    The runs leave no trace: random states, autocast's cache, checkpoints, operator counters, and the module's
+    attributes and buffers are as before. Dropout is skipped. If many entries of a weight are zero, they get other
+    values meanwhile, because a gate initialized to zero hides what it will let through.
 
     Args:
         module (`torch.nn.Module`): The module.
         forward (callable): Its forward.
-        inputs (`torch.Tensor` of shape `(..., n, features)`): What it is called with, at least two tokens.
+        inputs (`torch.Tensor` of shape `(..., n, features)`): Its inputs, of at least two tokens.
         tile (`int`): Tokens of a tile.
 
     Returns:
-        `str`: Empty if it can.
+        `str`: The reason; empty if it can.
     """
     rows, tokens = inputs[0].shape[:-2].numel(), inputs[0].shape[-2]
     count, most = (min(max(2, some // max(1, rows)), tokens) for some in (_TOKENS, tile))
@@ -66,9 +66,9 @@ def obstacle_to_tiles(module: nn.Module, forward: Forward, inputs: Sequence[Tens
             trial.compare(sample, count)
     except _NoTiles as obstacle:
         return str(obstacle)
-    except torch.OutOfMemoryError:  # says nothing of the module
+    except torch.OutOfMemoryError:  # says nothing about the module
         raise
-    except Exception as problem:  # whatever a module makes of a few tokens
+    except Exception as problem:  # a module may raise anything for a few tokens
         return f"it raises {type(problem).__name__}: {str(problem).split(chr(10))[0][:200]}"
     finally:
         notes.restore()
@@ -76,24 +76,24 @@ def obstacle_to_tiles(module: nn.Module, forward: Forward, inputs: Sequence[Tens
 
 
 class _Trial:
-    """Runs of a module that draw the same random numbers."""
+    """Runs of a module that all draw the same random numbers."""
 
     def __init__(self, module: nn.Module, forward: Forward, inputs: Sequence[Tensor]) -> None:
         self.module, self.forward, self.draws = module, forward, draws_as_now(*inputs)
-        self.learns = not torch.is_inference_mode_enabled()  # a layer may run without a graph before it has one
+        self.learns = not torch.is_inference_mode_enabled()  # a layer may run under no_grad first
         kind = inputs[0].device.type
         given = [tensor for tensor in inputs if tensor.is_floating_point()]
-        # weights in 8 and 4 bits are multiplied in 16
+        # 8- and 4-bit weights are multiplied in 16 bits
         weights = [weight.dtype if _is_wide(weight) else torch.bfloat16 for weight in module.parameters()]
         self.dtypes = {*weights, *(tensor.dtype for tensor in given)}
         if torch.is_autocast_enabled(kind):
             self.dtypes.add(torch.get_autocast_dtype(kind))
 
     def compare(self, tokens: Sequence[Tensor], count: int) -> None:
-        """Raises if a module does not treat each token by itself."""
+        """Raises `_NoTiles` if the module does not treat each token by itself."""
         expected = self.run(tokens)
         notes = _Notes(self.module)
-        size = (count // 2 - 1) | 1  # of 64 tokens 31 and 33: groups of tokens lie in both
+        size = (count // 2 - 1) | 1  # 31 and 33 of 64 tokens, so that groups of tokens straddle both parts
         parts = (0, size), (size, count - size)
         for some, others in (parts, parts[::-1]):
             found = self.run(_with_others(tokens, *others))
@@ -107,7 +107,7 @@ class _Trial:
                 raise _NoTiles("some tokens alone have other results or gradients than among others")
 
     def run(self, tokens: Sequence[Tensor]) -> _Results:
-        """Raises if a run could not be repeated for its gradients."""
+        """Returns the output and gradients; raises `_NoTiles` if a tile's run could not be repeated for gradients."""
         given = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tokens]
         learn = [tensor.requires_grad_() for tensor in given if self.learns and tensor.is_floating_point()]
         with self.draws(), _NoDropout(), torch.set_grad_enabled(self.learns):
@@ -126,7 +126,7 @@ class _Trial:
         return [out.detach(), *(part for part in gradients if part is not None)]
 
     def close(self, found: _Results, expected: _Results) -> bool:
-        """Whether results are the same up to rounding: other shapes may be computed by other kernels."""
+        """Whether results agree up to rounding, because other shapes may use other kernels."""
         dtypes = {*self.dtypes, *(tensor.dtype for tensor in found)}
         tolerance = 1e-10
         if dtypes != {torch.float64}:
@@ -140,7 +140,7 @@ def _part(tensors: Sequence[Tensor], start: int, size: int) -> list[Tensor]:
 
 
 def _with_others(tokens: Sequence[Tensor], start: int, size: int) -> list[Tensor]:
-    """Copies in which some tokens are others. Numbers such as those of experts are all as of one token that stays."""
+    """Returns copies with some tokens replaced. Integers, such as expert indices, are taken from an unchanged token."""
     copies, stays = [tensor.clone() for tensor in tokens], 0 if start else size
     for copy in copies:
         part, one = copy.narrow(-2, start, size), copy.narrow(-2, stays, 1)
@@ -164,8 +164,8 @@ class _NoDropout(TorchFunctionMode):
 
 @contextmanager
 def _without_zeros(module: nn.Module) -> Iterator[None]:
-    """Puts numbers in the place of zeros, in weights that have many, and in that of small vectors: gates that hide what
-    they will let through."""
+    """Replaces the zeros of weights that have many, and small vectors, because such gates hide what they will let
+    through."""
     weights = [weight for weight in module.parameters() if type(weight) is nn.Parameter and _is_wide(weight)]
     zeros = [(weight, weight.data) for weight in weights if (weight == 0).sum() > _MANY_ZEROS * weight.numel()]
     small = [(weight, weight.data) for weight in weights if weight.dim() < 2 and weight.abs().max() < _SMALL_GATE]
@@ -182,21 +182,21 @@ def _without_zeros(module: nn.Module) -> Iterator[None]:
 
 
 class _Notes:
-    """Attributes and buffers of a module."""
+    """A snapshot of a module's attributes and buffers."""
 
     def __init__(self, module: nn.Module) -> None:
         self.attributes = [(inner, dict(vars(inner))) for inner in module.modules()]
         self.lengths = [_length(value) for _, own in self.attributes for value in own.values()]
         self.buffers = list(module.buffers())
         self.values = [buffer.clone() if buffer.numel() <= _SMALL else buffer for buffer in self.buffers]
-        # tensors of which no copy is made, and how often they were changed
+        # versions of the tensors that are not copied
         attributes = [value for _, own in self.attributes for value in own.values() if isinstance(value, Tensor)]
         large = [buffer for buffer in self.buffers if buffer.numel() > _SMALL]
         self.versions = [-1 if tensor.is_inference() else tensor._version for tensor in (*attributes, *large)]
         self.module = module
 
     def hold(self) -> bool:
-        """Whether they are as they were."""
+        """Whether they are unchanged."""
         now = _Notes(self.module)
         same = [own.keys() == then.keys() for (_, own), (_, then) in zip(now.attributes, self.attributes, strict=True)]
         same += [now.lengths == self.lengths, now.versions == self.versions]
@@ -209,7 +209,7 @@ class _Notes:
         return all(map(torch.equal, now.values, self.values))
 
     def restore(self) -> None:
-        """Puts them back."""
+        """Restores them."""
         for inner, own in self.attributes:
             for name in vars(inner).keys() - own.keys():
                 del vars(inner)[name]

@@ -1,1 +1,1 @@
-"""What ranks share: their group, how they agree, and how a batch lies over them."""
+"""What ranks share: their group, their agreements, and the layout of a batch over them."""

@@ -1,4 +1,4 @@
-"""Blocks of tokens that see each other: found in the numbers that models give to tokens, and those that are refused."""
+"""Blocks of tokens that see each other: finds them in a model's token numbers, and refuses unsupported ones."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -13,14 +13,14 @@ Blocks = tuple[tuple[tuple[int, int], ...], ...]  # for every row of the batch, 
 
 
 def blocks_of(numbers: torch.Tensor, layout: SequenceLayout) -> Blocks:
-    """The runs of tokens of one document with the same number of at least 0; padding has none.
+    """Returns the runs of tokens in one document with the same number of at least 0; padding has none.
 
     Args:
         numbers (`torch.LongTensor` of shape `(batch, tokens)`): As `block_sequence_ids` of Transformers.
-        layout ([`SequenceLayout`]): Of the batch.
+        layout ([`SequenceLayout`]): The layout of the batch.
 
     Raises:
-        UnsupportedModelError: If tokens of one number do not lie together: their keys are no interval.
+        UnsupportedModelError: If tokens of one number are not adjacent, so that their keys are not an interval.
     """
     rows, real = numbers.cpu(), layout.real or ((0, numbers.shape[1]),) * len(numbers)
     return tuple(
@@ -29,7 +29,7 @@ def blocks_of(numbers: torch.Tensor, layout: SequenceLayout) -> Blocks:
 
 
 def _runs(numbers: torch.Tensor, real: tuple[int, int], documents: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The blocks of one row."""
+    """Yields the blocks of one row."""
     first, last = real[0], min(real[1], len(numbers))
     changes = (numbers[first + 1 : last] != numbers[first : last - 1]).nonzero().flatten() + first + 1
     edges, seen = set(documents), set[int]()
@@ -49,21 +49,21 @@ def _runs(numbers: torch.Tensor, real: tuple[int, int], documents: Sequence[int]
 
 
 def longer_than(blocks: Blocks, tokens: int) -> Iterator[tuple[int, int, int]]:
-    """The row, start and stop of blocks of more tokens."""
+    """Yields the row, start and stop of blocks longer than `tokens`."""
     for row, spans in enumerate(blocks):
         yield from ((row, start, stop) for start, stop in spans if stop - start > tokens)
 
 
 def check_prefixes(types: torch.Tensor, layout: SequenceLayout, config: Any) -> None:
-    """Raises for prefixes of PaliGemma, whose tokens of type 0 see each other, before a rank sends anything.
+    """Checks PaliGemma prefixes, whose tokens of type 0 see each other, before any rank sends anything.
 
     Args:
-        types (`torch.LongTensor` of shape `(batch, tokens)`): Its `token_type_ids`.
-        layout ([`SequenceLayout`]): Of the batch.
-        config (`PreTrainedConfig`): Of its language model.
+        types (`torch.LongTensor` of shape `(batch, tokens)`): The model's `token_type_ids`.
+        layout ([`SequenceLayout`]): The layout of the batch.
+        config (`PreTrainedConfig`): The language model's config.
 
     Raises:
-        UnsupportedModelError: If a prefix does not lie together, or is longer than a sliding window.
+        UnsupportedModelError: If a prefix is not contiguous, or is longer than a sliding window.
     """
     blocks = blocks_of(torch.where(types == 0, 0, -1), layout)
     window: int | None = getattr(config, "sliding_window", None)
@@ -73,7 +73,7 @@ def check_prefixes(types: torch.Tensor, layout: SequenceLayout, config: Any) -> 
 
 
 def refuse_window(start: int, stop: int, window: int) -> None:
-    """Raises for tokens that see each other farther than a sliding window reaches."""
+    """Raises an error for tokens that see each other beyond a sliding window."""
     raise UnsupportedModelError(
         f"Tokens {start} to {stop - 1} see each other, {stop - start} of them, and the sliding window reaches {window} "
         "back. Make the image or the prefix shorter."

@@ -1,4 +1,4 @@
-"""Messages with a gradient, of the backend of the process group."""
+"""Differentiable collectives on the process group's backend."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,8 +13,8 @@ from .layout import SequenceLayout
 
 
 def all_gather(tensor: Tensor, group: ContextGroup, saved: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
-    """The tensors of all ranks, of one shape. The backward pass sums the gradients of all ranks for a tensor. If
-    `saved` is given, the result of an earlier call for the same tensor, returns it without communicating."""
+    """Gathers the tensors of all ranks, of one shape. The backward pass sums each tensor's gradients over the ranks. If
+    `saved`, the result of an earlier call for the same tensor, is given, returns it without communicating."""
     if group.size == 1:
         return (tensor,)
     with _messages(group) if saved is None else nullcontext():
@@ -22,7 +22,7 @@ def all_gather(tensor: Tensor, group: ContextGroup, saved: tuple[Tensor, ...] | 
 
 
 def gather_stacked(tensor: Tensor, group: ContextGroup) -> Tensor:
-    """The tensors of all ranks, of one shape, stacked in rank order. It has no gradient."""
+    """Gathers the tensors of all ranks, of one shape, stacked in rank order, without a gradient."""
     if group.size == 1:
         return tensor[None]
     every = tensor.new_empty(group.size, *tensor.shape)
@@ -33,22 +33,21 @@ def gather_stacked(tensor: Tensor, group: ContextGroup) -> Tensor:
 
 @torch.compiler.disable
 def group_loss(local_sum: Tensor, weight: Tensor | float, group: ContextGroup) -> Tensor:
-    """The loss of the whole batch from each rank's sum: the same value on every rank of the group.
+    """Returns the loss of the whole batch from each rank's sum, the same value on every rank of the group.
 
-    Its gradient is `size` times that of this rank's part, because data-parallel wrappers average gradients over all
-    ranks, while the `size` ranks of a group hold one batch.
+    The gradient is that of this rank's part times `size`, because data-parallel wrappers average gradients over all
+    ranks, but the `size` ranks of a group hold one batch.
 
     Args:
         local_sum (`torch.Tensor`, scalar): Sum over this rank's tokens.
-        weight (`torch.Tensor` or `float`): What a token counts, 1 / tokens.
+        weight (`torch.Tensor` or `float`): Weight of a token, 1 / tokens.
         group ([`ContextGroup`]): The ranks.
     """
     return group_sum(local_sum * weight, group)
 
 
 def group_sum(tensor: Tensor, group: ContextGroup) -> Tensor:
-    """The sum over the ranks of tensors of one shape, the same on every rank, with a gradient as that of
-    [`group_loss`]."""
+    """Sums tensors of one shape over the ranks, the same on every rank; the gradient is as in [`group_loss`]."""
     if group.size == 1:
         return tensor
     with _messages(group):
@@ -56,26 +55,26 @@ def group_sum(tensor: Tensor, group: ContextGroup) -> Tensor:
 
 
 def _messages(group: ContextGroup) -> AbstractContextManager[None]:
-    """Has an error say which rank was lost, and why; but for graphs, which can tell nobody."""
+    """Returns a context whose errors say which rank was lost and why; does nothing in compiled graphs."""
     return nullcontext() if torch.compiler.is_compiling() else group.messages()
 
 
 def gather_tokens(tensor: Tensor, layout: SequenceLayout, group: ContextGroup) -> Tensor:
-    """The whole batch, in sequence order and without padding, on every rank.
+    """Gathers the whole batch on every rank, in sequence order and without padding.
 
     Args:
-        tensor (`torch.Tensor` of shape `(batch, n, ...)`): What this rank computed for its tokens.
-        layout ([`SequenceLayout`]): How they lie.
+        tensor (`torch.Tensor` of shape `(batch, n, ...)`): This rank's results for its tokens.
+        layout ([`SequenceLayout`]): The layout of the tokens.
         group ([`ContextGroup`]): The ranks.
 
     Returns:
-        `torch.Tensor` of shape `(batch, length, ...)`; gradients of all ranks are summed on the way back.
+        `torch.Tensor` of shape `(batch, length, ...)`; the backward pass sums the gradients of all ranks.
     """
     return layout.unshard(all_gather(tensor, group))
 
 
 class _AllGather(torch.autograd.Function):
-    """The tensors of all ranks; backward, the sum over the ranks of the gradients of this rank's tensor."""
+    """An all-gather whose backward pass is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ContextGroup, saved: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
@@ -95,7 +94,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _GroupSum(torch.autograd.Function):
-    """A sum over the group. Its gradient is that of this rank's part, times the size of the group."""
+    """A sum over the group, whose backward pass multiplies this rank's gradient by the group size."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: ContextGroup) -> Tensor:

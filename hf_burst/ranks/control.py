@@ -1,8 +1,8 @@
-"""How ranks agree before a pass: by a gloo group of its own next to each process group of the user.
+"""How ranks agree before a pass: over a separate gloo group for each process group of the user.
 
-On the user's group the agreement of a rank that alone calls the model would pair with a collective of the others, and
-they would receive our numbers as data. Gloo takes no GPU memory, and notices at once that a rank was killed. Messages
-of a pass do use the user's group: no rank leaves an agreement before all have come, so that nothing comes between.
+On the user's group, if only one rank called the model, its agreement would pair with a collective of the others, which
+would receive our numbers as data. Gloo takes no GPU memory, and detects a killed rank at once. Messages of a pass use
+the user's group: no rank leaves an agreement before all have arrived, so nothing can come in between.
 """
 
 import ipaddress
@@ -21,19 +21,19 @@ from .watch import Watch, group_key
 
 
 class ControlGroup:
-    """The group of gloo's that belongs to a process group. All of its ranks make it at the same time, within a limit.
-    They find each other through the store of the job, so that a rank which waits in vain sends nothing."""
+    """The gloo group of a process group. All ranks make it at the same time, within a time limit. They meet through the
+    job's store, so that a rank that waits in vain sends nothing."""
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch, limit: timedelta) -> None:
         self.watch = watch
         self.size = group.size()
-        self.opened = set[str]()  # devices on which all ranks have called the process group itself
+        self.opened = set[str]()  # devices on which the process group has had its first call
         key = f"control {group_key(group.group_name, tuple(dist.get_process_group_ranks(group)))}"
         came = watch.store.add(key, 1)
         all_came = -(-came // self.size) * self.size  # earlier groups of this name may have been made
         try:
             watch.wait(lambda: int(watch.store.add(key, 0)) >= all_came, limit)
-        except BaseException:  # also when the user interrupts: whoever comes later must not connect to this rank
+        except BaseException:  # interrupts too: later ranks must not try to connect to this one
             watch.store.add(key, -1)
             raise
         store = dist.PrefixStore(f"{key} {all_came}", watch.store)  # type: ignore[attr-defined]
@@ -46,18 +46,18 @@ class ControlGroup:
             ) from problem
 
     def gather(self, mine: Tensor, limit: timedelta) -> Tensor:
-        """What all ranks hold, in rank order: one more dimension in front. Tensors of one shape, on CPUs."""
+        """Gathers CPU tensors of one shape from all ranks, stacked in rank order."""
         every = [torch.empty_like(mine) for _ in range(self.size)]
         work = self.backend.allgather(every, mine, limit)
         try:
             work.wait(timedelta(seconds=self.watch.interval))
-        except RuntimeError:  # it has failed, or some rank is late
+        except RuntimeError:  # it failed, or a rank is late
             self.watch.wait(work.is_completed, limit)
             work.wait()
         return torch.stack(every)
 
     def broadcast(self, content: Tensor, limit: timedelta) -> Tensor:
-        """Fills a tensor of one length on all ranks, on CPUs, with that of the first."""
+        """Fills a CPU tensor, of one length on all ranks, with the first rank's content."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = limit
@@ -67,7 +67,7 @@ class ControlGroup:
         return content
 
     def gather_objects(self, mine: Any, limit: timedelta) -> list[Any]:
-        """The objects of all ranks, in rank order."""
+        """Gathers the objects of all ranks, in rank order."""
         content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
         sizes = self.gather(torch.tensor(len(content), device="cpu"), limit).tolist()
         rows = self.gather(torch.nn.functional.pad(content, (0, max(sizes) - len(content))), limit)
@@ -75,8 +75,8 @@ class ControlGroup:
 
 
 def _connect(group: dist.ProcessGroup, store: Any, limit: timedelta) -> Any:
-    """The backend. It listens where torch chooses if that serves the users' group already, or users name an interface.
-    Else the name of a host may lead nowhere, and it listens at the address of this process towards the store."""
+    """Returns the gloo backend. It uses torch's default address if the user's group already uses gloo or the user names
+    an interface. Otherwise host names may not resolve, so it listens at this host's address towards the store."""
     gloo: Any = dist.ProcessGroupGloo
     served = "gloo" in dist.get_backend(group) or "GLOO_SOCKET_IFNAME" in os.environ
     address = "" if served else address_towards(store)
@@ -88,7 +88,7 @@ def _connect(group: dist.ProcessGroup, store: Any, limit: timedelta) -> Any:
 
 
 def control_of(group: dist.ProcessGroup, watch: Watch, limit: timedelta) -> ControlGroup:
-    """The control group of a process group: made at its first use, by all ranks. It goes with the process group."""
+    """Returns the control group of a process group. All ranks make it at its first use; it ends with the group."""
     found: ControlGroup = watch.controls.get(group) or ControlGroup(group, watch, limit)
     watch.controls[group] = found
     return found

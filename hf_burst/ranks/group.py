@@ -1,4 +1,4 @@
-"""The one distributed object: the group of ranks that share a sequence, and how they agree before they communicate."""
+"""The only distributed object: the group of ranks that share a sequence, which agree before they communicate."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ _SAME_BATCHES = (
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
-    """The process group that torch.distributed knows by a name, as its functional collectives do."""
+    """Looks up a process group by name, as torch's functional collectives do."""
     try:
         group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
     except RuntimeError as problem:
@@ -47,10 +47,10 @@ class ContextGroup:
     """The ranks that share one sequence.
 
     Args:
-        rank (`int`): The number of this process in the group.
-        size (`int`): How many processes the group has; 1 communicates nothing.
-        name (`str`): The name under which torch.distributed knows the process group, empty for one process.
-        members (`tuple[int, ...]`): The ranks of the group as torch.distributed numbers them, empty for one process.
+        rank (`int`): This process's rank in the group.
+        size (`int`): Number of processes in the group; 1 communicates nothing.
+        name (`str`): The process group's name in torch.distributed, empty for one process.
+        members (`tuple[int, ...]`): The group's global ranks in torch.distributed, empty for one process.
     """
 
     rank: int = 0
@@ -60,10 +60,10 @@ class ContextGroup:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh | dist.ProcessGroup | None) -> "ContextGroup":
-        """The group of a mesh (its `"cp"` dimension, or its only one), of a process group, or of all ranks for `None`.
+        """Makes the group of a mesh (its `"cp"` or only dimension), of a process group, or of all ranks for `None`.
 
         Raises:
-            ConfigError: If the mesh has several dimensions and none is called `"cp"`, or this process is not in it.
+            ConfigError: If the mesh has several dimensions but no `"cp"`, or this process is not in it.
         """
         if mesh is None:
             if not dist.is_initialized():
@@ -87,17 +87,17 @@ class ContextGroup:
 
     @classmethod
     def from_name(cls, name: str) -> "ContextGroup":
-        """The group that torch.distributed knows by a name; one process for an empty one."""
+        """Makes the group of a process group's name; an empty name means one process."""
         if not name:
             return cls()
         group = group_by_name(name)
         return cls(group.rank(), group.size(), name, tuple(dist.get_process_group_ranks(group)))
 
     def renewed(self) -> "ContextGroup":
-        """The group that has this name now, with the rank of this process in it: processes may be numbered anew.
+        """Returns the group that has this name now, with this process's current rank, because ranks may have changed.
 
         Raises:
-            ConfigError: If there is none, or it has other members.
+            ConfigError: If there is none, or its members differ.
         """
         now = ContextGroup.from_name(self.name)
         if now.members != self.members:
@@ -108,15 +108,15 @@ class ContextGroup:
         return now
 
     def part(self, ranks: Sequence[int], device: torch.device) -> "ContextGroup":
-        """A new process group of some of these ranks, this one among them. All ranks of this group call this at the
-        same time, each with the ranks of its own part.
+        """Makes a process group of a subset of these ranks that includes this one. All ranks of this group call it at
+        the same time, each with the ranks of its own part.
 
-        `torch.distributed.new_group` names groups by how many others a rank knows, which may differ between ranks. So
-        the first rank draws a name, which no other group has, or will have.
+        `torch.distributed.new_group` names groups by the number of groups a rank knows, which may differ between ranks.
+        Therefore the first rank draws a unique name.
 
         Args:
-            ranks (sequence of `int`): Their rising numbers in this group.
-            device (`torch.device`): Where they communicate; the time limit of its backend stays the same.
+            ranks (sequence of `int`): Their ranks in this group, ascending.
+            device (`torch.device`): The device they communicate on; its backend's time limit stays the same.
         """
         drawn = self.gather(uuid4().hex, device, f"the making of a group of ranks {list(ranks)}")
         if len(ranks) == 1:
@@ -138,18 +138,18 @@ class ContextGroup:
         return ContextGroup.from_mesh(group)
 
     def gather(self, mine: Any, device: torch.device, doing: str) -> list[Any]:
-        """What every rank holds, in rank order: any objects. All ranks call this at the same time. It sends nothing on
-        the process group itself, as [`agree`].
+        """Gathers any objects from all ranks, in rank order. All ranks call this at the same time. Like [`agree`], it
+        sends nothing on the process group itself.
 
         Args:
-            mine (`Any`): What this rank holds.
+            mine (`Any`): This rank's object.
             device (`torch.device`): As in [`agree`].
             doing (`str`): As in [`agree`].
 
         Raises:
             As [`agree`].
         """
-        self.agree({"call": "gather"}, None, device, doing=doing)  # or its sizes would meet the numbers of another call
+        self.agree({"call": "gather"}, None, device, doing=doing)  # else its sizes could pair with another call
         if self.size == 1:
             return [mine]
         process_group, limit = self.process_group, self.time_limit(device)
@@ -157,10 +157,10 @@ class ContextGroup:
             return control_of(process_group, watch, limit).gather_objects(mine, limit)
 
     def first_says(self, mine: bytes, device: torch.device, doing: str, error: BaseException | None = None) -> bytes:
-        """What the first rank holds, by two messages. All ranks call this at the same time, as [`gather`].
+        """Broadcasts the first rank's bytes, in two messages. All ranks call this at the same time, as [`gather`].
 
         Args:
-            mine (`bytes`): What the first rank holds; empty on the others.
+            mine (`bytes`): The bytes on the first rank; empty on the others.
             device (`torch.device`): As in [`agree`].
             doing (`str`): As in [`agree`].
             error (`BaseException`, *optional*): As in [`agree`].
@@ -177,12 +177,12 @@ class ContextGroup:
             return control_of(process_group, watch, limit).broadcast(content, limit).numpy().tobytes()
 
     def time_limit(self, device: torch.device) -> timedelta:
-        """How long the backend of a device waits for the other ranks."""
+        """Returns how long the device's backend waits for other ranks."""
         return _limit_of(self.process_group, device)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The process group; only for `size > 1`. Raises a ConfigError if its name belongs to another one by now."""
+        """The process group; only for `size > 1`. Raises a ConfigError if its name now belongs to another group."""
         group = group_by_name(self.name)
         refusal = self._refusal(group)
         if refusal is not None:
@@ -200,30 +200,30 @@ class ContextGroup:
         doing: str = "a comparison of what ranks hold",
         seed: int = 0,
     ) -> tuple[int, int]:
-        """Lets all ranks go on together, with the sum of their tallies and the seed of the first of them, or raises an
-        error on all of them.
+        """Returns the sum of all tallies and the first rank's seed once all ranks agree; otherwise raises an error on
+        all of them.
 
-        Every rank calls it at the same time: one small all-gather on the [`ControlGroup`], never on the users' own.
-        Facts are only exchanged where something differs. A rank that calls something else meanwhile is found out by the
-        [`Watch`].
+        Every rank calls it at the same time: one small all-gather on the [`ControlGroup`], never on the user's group.
+        Ranks exchange facts only if something differs. The [`Watch`] detects a rank that calls something else
+        meanwhile.
 
         Args:
-            facts (`dict`): What must be equal on all ranks; values that JSON can hold.
-            error (`BaseException`, *optional*): What this rank found wrong on its own, or an interrupt. It raises this
-                one; an interrupt even if the ranks do not come to agree.
-            device (`torch.device`): Where the process group communicates; its time limit there holds.
-            tally (`int`, defaults to 0): A number to add up over the ranks on the way.
+            facts (`dict`): Values that must be equal on all ranks; JSON-serializable.
+            error (`BaseException`, *optional*): An error that this rank found by itself, or an interrupt. This rank
+                raises it; an interrupt even if the ranks reach no agreement.
+            device (`torch.device`): Where the process group communicates; its time limit there applies.
+            tally (`int`, defaults to 0): A number to sum over the ranks.
             checksums (mapping from `str` to scalar `torch.LongTensor`, *optional*): Numbers that must be equal on all
                 ranks, on any device. The host reads one sum of them.
-            advice (mapping from `str` to `str`, *optional*): What to do if a fact or a checksum of this name differs.
+            advice (mapping from `str` to `str`, *optional*): What to do if the fact or checksum of this name differs.
             doing (`str`, *optional*): What the ranks are about to do, for errors of other ranks.
-            seed (`int`, defaults to 0): A number of which that of the first rank counts.
+            seed (`int`, defaults to 0): A number; the first rank's is returned.
 
         Raises:
-            ConfigError: If the process group has come to an end, or was made anew with other ranks, or if a pass over
-                it ended in the middle before.
+            ConfigError: If the process group was destroyed or made anew with other ranks, or if an earlier pass over it
+                ended in the middle.
             RankMismatchError: If another rank met an error, the facts differ, or ranks wait in different places.
-            LostRankError: If another rank ended, or did not come within the time limit.
+            LostRankError: If another rank ended, or did not arrive within the time limit.
         """
         if self.size == 1:
             if error is not None:
@@ -258,8 +258,8 @@ class ContextGroup:
 
     @contextmanager
     def messages(self) -> Iterator[None]:
-        """The messages of one exchange: a failure in their middle is noted down, and lost ranks are named. All ranks
-        enter it equally often between two calls of [`agree`], which compares how often they did."""
+        """Surrounds the messages of one exchange, to record a failure in the middle and name lost ranks. All ranks
+        enter it equally often between two calls of [`agree`], which compares the counts."""
         if self.size == 1:
             yield
             return
@@ -267,19 +267,19 @@ class ContextGroup:
             yield
 
     def interrupted(self, problem: BaseException) -> None:
-        """Tells the others, which wait for the messages of a pass, that this rank was interrupted in its middle. Calls
-        over the group are refused from now on."""
+        """Tells ranks that wait for a pass's messages that this rank was interrupted in the middle. From now on, calls
+        over the group are refused."""
         if self.size == 1:
             return
         watch_of_process().give_up(self.process_group, problem)
 
     @property
     def broken(self) -> bool:
-        """Whether a pass over the group ended on this rank in its middle, so that calls over it are refused."""
+        """Whether a pass over the group ended in the middle on this rank, so that calls over it are refused."""
         return self.size > 1 and bool(watch_of_process().counts_of(self.process_group).broken)
 
     def _refusal(self, process_group: dist.ProcessGroup) -> ConfigError | None:
-        """Why this is not the process group of this object any more, although it has its name."""
+        """Returns an error if the process group of this name is no longer this object's."""
         rank, members = process_group.rank(), tuple(dist.get_process_group_ranks(process_group))
         if (rank, members) == (self.rank, self.members):
             return None
@@ -290,13 +290,13 @@ class ContextGroup:
 
 
 def _interrupts(error: BaseException | None) -> bool:
-    """Whether it is no error, but an interrupt: of the user, of `sys.exit`, of a task that is cancelled."""
+    """Whether this is an interrupt (by the user, `sys.exit`, or a cancelled task) and not an error."""
     return error is not None and not isinstance(error, Exception)
 
 
 @contextmanager
 def _raised_anyway(error: BaseException | None) -> Iterator[None]:
-    """Raises an interrupt of this rank in the place of what an agreement raises."""
+    """Raises this rank's interrupt instead of the agreement's error."""
     try:
         yield
     except BurstError as problem:
@@ -311,13 +311,13 @@ def _limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 
 def _open(group: dist.ProcessGroup, device: torch.device) -> None:
-    """The first call of a process group: NCCL wants all ranks in it, and messages may leave some out."""
+    """Makes the first call of a process group, in which NCCL needs all ranks, because messages may leave some out."""
     if device.type != "cpu":
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _mismatch(reports: Sequence[Mapping[str, Any]], advice: Mapping[str, str]) -> RankMismatchError:
-    """The error of what the ranks have reported: the first error of another one, or the facts in which they differ."""
+    """Returns the error for the ranks' reports: the first reported error, or the facts that differ."""
     for rank, report in enumerate(reports):
         if report["error"]:
             return RankMismatchError(f"Rank {rank} of the group stopped before any communication: {report['error']}")

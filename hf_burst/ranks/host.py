@@ -1,4 +1,4 @@
-"""Which host a process is on, by what NCCL goes by: so both agree on which ranks reach each other without a network."""
+"""Identifies hosts as NCCL does, so that both agree on which ranks reach each other without a network."""
 
 import math
 import os
@@ -20,7 +20,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def size_from_env() -> int | None:
-    """The ranks that share a sequence, of the environment variable; `None` where it is not set."""
+    """Returns the number of ranks that share a sequence from `HF_BURST_SIZE`, or `None` if it is not set."""
     value = os.environ.get(SIZE_VARIABLE)
     if value is not None and (not value.isdecimal() or int(value) < 1):
         raise ConfigError(f"{SIZE_VARIABLE}={value!r} is not a number of ranks; set it to an integer of at least 1.")
@@ -29,7 +29,7 @@ def size_from_env() -> int | None:
 
 @dataclass(frozen=True)
 class Topology:
-    """What a run needs to know of its machines. Equal on all ranks of a group.
+    """A run's machines. Equal on all ranks of a group.
 
     Args:
         ranks_per_host (`int`, defaults to 1): Ranks of the group on one host, neighbours of each other.
@@ -41,16 +41,16 @@ class Topology:
 
 
 def neighbours_per_host(hosts: Sequence[str]) -> int:
-    """The most neighbouring ranks that cut a group into blocks of one host each; `hosts` are those of the ranks."""
+    """Returns the largest size of blocks of neighbouring ranks, each on one host, that divide the group."""
     return math.gcd(*(len(list(run)) for _, run in groupby(hosts)))
 
 
 def host_id() -> str:
-    """The host of this process: equal for two ranks if they are on one.
+    """Returns an identifier of this process's host, equal for two ranks on the same host.
 
-    This is `NCCL_HOSTID` where it is set, even to nothing. Otherwise it is the host's name and the number of its boot.
-    Hosts of one name differ by that number. Containers of one host differ by their names, and NCCL joins them by the
-    network. Source: `getHostHashOnce` of NCCL's `src/misc/utils.cc`.
+    This is `NCCL_HOSTID` if it is set, even if empty. Otherwise it is the host name and the boot id. The boot id tells
+    apart hosts of the same name. Containers on one host differ by name, and NCCL connects them over the network.
+    Source: `getHostHashOnce` in NCCL's `src/misc/utils.cc`.
     """
     named = os.environ.get(HOST_VARIABLE)
     if named is not None:
@@ -59,11 +59,11 @@ def host_id() -> str:
         boot = _BOOT.read_text().strip()
     except OSError:  # not on Linux
         return socket.gethostname()
-    return f"{socket.gethostname()} (boot {boot[:8]})"  # as long as a person reads it in a message
+    return f"{socket.gethostname()} (boot {boot[:8]})"  # short enough to read in a message
 
 
 def address_towards(store: Any) -> str:
-    """The address of this host on the way to a store; empty for one in files."""
+    """Returns the address by which this host reaches a store; empty for a file store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if not hasattr(store, "port"):
@@ -75,11 +75,11 @@ def address_towards(store: Any) -> str:
 
 
 def misplaced(hosts: Sequence[str], size: int) -> str | None:
-    """Why groups of neighbouring ranks reach over more hosts than they must, and what to do; `None` if they do not.
+    """Returns why groups of neighbouring ranks span more hosts than necessary, and what to do; `None` if they don't.
 
     Args:
         hosts (sequence of `str`): The hosts of all ranks, in rank order.
-        size (`int`): Ranks of a group; divides the ranks.
+        size (`int`): Ranks of a group; divides the number of all ranks.
     """
     if size == 1:
         return None

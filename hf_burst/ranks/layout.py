@@ -1,4 +1,4 @@
-"""A plan's sharding applied to tensors: how one batch of sequences lies over the ranks, and back."""
+"""Applies a plan's sharding to tensors: shards a batch of sequences over the ranks, and gathers it again."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,18 +20,18 @@ class SequenceLayout:
     """How a batch of sequences is cut over the ranks of a group. Plain numbers: equal on every rank, and hashable.
 
     Args:
-        length (`int`): Tokens of every row over all ranks, padding included.
-        owners (`tuple[int, ...]`): The rank of the group that holds each of the chunks into which it is cut.
+        length (`int`): Tokens per row over all ranks, including padding.
+        owners (`tuple[int, ...]`): For each chunk, the rank of the group that holds it.
         documents (`tuple[tuple[int, ...], ...]`): Cumulative document boundaries, one tuple for every row of the batch.
-        padding (`int`, defaults to 0): Tokens at the end of `length` that were appended to fill the last chunk.
+        padding (`int`, defaults to 0): Tokens appended at the end of `length` to fill the last chunk.
         real (`tuple[tuple[int, int], ...]`, defaults to all): For each row, the tokens `[start, stop)` that are not
-            padding. What stands before them is a document of its own and sees nothing.
+            padding. Tokens before them form a separate document and see nothing.
         boundaries (`tuple[int, ...]`, defaults to equal chunks): Cumulative boundaries of the chunks. Every rank holds
             the same number of tokens.
-        blocks (`tuple`, defaults to none): For each row, the tokens `[start, stop)` of blocks whose tokens see each
-            other, also later ones, as those of an image may. Documents cut them.
+        blocks (`tuple`, defaults to none): For each row, the tokens `[start, stop)` of blocks whose tokens all see each
+            other, even later ones, such as an image's. Documents cut blocks.
         parents (`tuple[tuple[int, ...], ...]`, defaults to none): For each row, which documents continue others, as
-            answers continue a question that they share: see [`hf_burst.plan.Mask`].
+            answers continue a shared question: see [`hf_burst.plan.Mask`].
     """
 
     length: int
@@ -48,7 +48,7 @@ class SequenceLayout:
 
     @cached_property
     def _hash(self) -> int:
-        """Once: there may be thousands of documents. Of numbers alone, so that it holds in other processes, too."""
+        """The hash, cached for thousands of documents; of numbers only, so that other processes agree on it."""
         rows = self.documents, self.real, self.blocks, self.parents
         return hash((self.length, self.owners, self.padding, self.boundaries, rows))
 
@@ -64,19 +64,18 @@ class SequenceLayout:
         hybrid: Hybrid | None = None,
         parents: Sequence[tuple[int, ...]] = (),
     ) -> "SequenceLayout":
-        """The layout of a batch, padded to a whole number of equal chunks; the padding is a document of its own.
+        """Builds the layout of a batch, padded to a whole number of equal chunks; the padding is a separate document.
 
         Args:
             documents (sequence of `tuple[int, ...]`): Cumulative boundaries of the documents of each row.
             ranks (`int`): Ranks of the group.
             chunking (`str` or sequence of `int`, defaults to `"balanced"`): Which rank owns which chunk, as in
-                [`BurstConfig`]; or the owner of each of the equal chunks; every rank owns the
-                same number.
+                [`BurstConfig`]; or the owner of each equal chunk, the same number of chunks for every rank.
             real (`tuple[tuple[int, int], ...]`, defaults to all): The tokens of each row that are not padding.
-            patterns (mapping from [`MaskPattern`] to `int`, *optional*): How many layers have which pattern, for the
-                balance. By default all are causal and see whole documents.
-            stretches (`int`, defaults to 1): Equal parts of the sequence, each of which is dealt out by itself.
-            hybrid ([`Hybrid`], *optional*): The recurrent layers of the model, for which `"balanced"` cuts otherwise,
+            patterns (mapping from [`MaskPattern`] to `int`, *optional*): The number of layers with each pattern, for
+                the balance. By default all are causal and see whole documents.
+            stretches (`int`, defaults to 1): Equal parts of the sequence; each is distributed separately.
+            hybrid ([`Hybrid`], *optional*): The model's recurrent layers, for which `"balanced"` cuts differently,
                 see [`sharding_for`]. `patterns` may then be empty.
             parents (sequence of `tuple[int, ...]`, *optional*): For each row, the number of the document that each
                 document continues, or -1.
@@ -84,7 +83,7 @@ class SequenceLayout:
         Raises:
             BatchError: If the batch is empty.
             ConfigError: If there is no such chunking.
-            ShardingError: If owners do not give every rank the same number of chunks.
+            ShardingError: If the ranks do not own the same number of chunks.
         """
         if not documents or documents[0][-1] < 1:
             raise BatchError(f"The batch is empty: {len(documents)} sequences. Give at least one token.")
@@ -94,7 +93,7 @@ class SequenceLayout:
                 f"The rows of the batch end at {sorted({row[-1] for row in documents})} tokens; they must be of one "
                 "length. Pad them first."
             )
-        if ranks == 1:  # which holds as much of any part of the sequence, so that nothing is padded
+        if ranks == 1:  # one rank holds all of every part, so no padding is needed
             stretches = 1
         each = chunks_per_rank(length, ranks, chunking, stretches) if isinstance(chunking, str) else 0
         chunks = ranks * each or len(chunking)
@@ -120,23 +119,23 @@ class SequenceLayout:
 
     @property
     def ranks(self) -> int:
-        """Those of the group."""
+        """Number of ranks of the group."""
         return self.sharding.ranks
 
     @cached_property
     def sharding(self) -> Sharding:
-        """Who holds what."""
+        """The owner of each chunk, with the chunks' boundaries."""
         equal = cut(self.length, self.owners)
         return Sharding(self.boundaries, self.owners, equal.ranks) if self.boundaries else equal
 
     @cached_property
     def segments(self) -> Segments:
-        """The pieces of documents on each rank, for layers that carry a state: made once for all layers of a pass."""
+        """The pieces of documents on each rank, for layers that carry a state; shared by all layers of a pass."""
         return Segments(self.sharding, self.documents, self.parents)
 
     @cached_property
     def imbalance(self) -> float:
-        """By how much the rank with the most pairs is above the mean in a causal layer: 0.02 is 2 %."""
+        """How far the busiest rank's pairs exceed the mean in a causal layer: 0.02 is 2 %."""
         return imbalance(self.masks(MaskPattern()), self.owners, boundaries=self.boundaries)
 
     @property
@@ -150,12 +149,12 @@ class SequenceLayout:
 
     @lru_cache(maxsize=64)  # noqa: B019, since layouts are values
     def beginning(self, share: float) -> "SequenceLayout | None":
-        """The layout of the first part of the sequence: on every rank its first tokens, the same number on each. `None`
-        if it cannot be cut there."""
+        """Returns the layout of the first `share` of the sequence, which holds each rank's first tokens, equally many
+        on each; `None` if it cannot be cut there."""
         chunks = round(len(self.owners) * share)
         owners, length = self.owners[:chunks], self.length // len(self.owners) * chunks
         even = len({owners.count(rank) for rank in range(self.ranks)}) == 1
-        if self.ranks == 1:  # which has all of any part
+        if self.ranks == 1:  # one rank holds all of every part
             owners, length = (0,), round(self.length * share)
             even = 0 < length < self.length
         elif self.boundaries or chunks != len(self.owners) * share or not owners:
@@ -172,37 +171,37 @@ class SequenceLayout:
 
     @property
     def later_keys(self) -> LaterKeys | None:
-        """What blocks add to a causal attention; `None` without any."""
+        """The later keys that blocks add to causal attention, or `None` without blocks."""
         return later_keys(self.blocks, self.documents, self.sharding) if any(self.blocks) else None
 
     @lru_cache(maxsize=64)  # noqa: B019, since layouts are values
     def masks(self, pattern: MaskPattern) -> tuple[Mask, ...]:
-        """The mask of every row for layers with this pattern."""
+        """Returns each row's mask for layers with this pattern."""
         rows = zip(self.documents, self.parents or ((),) * self.batch_size, strict=True)
         return tuple(pattern.mask(self.length, bounds, parents) for bounds, parents in rows)
 
     def indices(self, rank: int) -> Tensor:
-        """The tokens that `rank` holds, in its order: `torch.LongTensor` of shape `(length / ranks,)`."""
+        """Returns the tokens that `rank` holds, in its order: `torch.LongTensor` of shape `(length / ranks,)`."""
         return torch.cat([torch.arange(run.start, run.stop, device="cpu") for run in self.sharding.runs(rank)])
 
     def fully_masked(self, rank: int) -> Tensor | None:
-        """Which tokens of `rank` see nothing: `torch.BoolTensor` of shape `(batch, length / ranks)`; `None` if none."""
+        """Returns a mask of `rank`'s tokens that see nothing, `(batch, length / ranks)`; `None` if there are none."""
         starts = [start for start, _ in self.real]
         return self.indices(rank) < torch.tensor(starts, device="cpu")[:, None] if any(starts) else None
 
     def counted(self, rank: int) -> Tensor:
-        """Which tokens of `rank` are not padding: `torch.BoolTensor` of shape `(batch, length / ranks)`."""
+        """Returns a mask of `rank`'s tokens that are not padding: `torch.BoolTensor`, `(batch, length / ranks)`."""
         starts, stops = torch.tensor(self.spans, device="cpu").T[..., None]
         tokens = self.indices(rank)
         return (tokens >= starts) & (tokens < stops)
 
     def places(self, rank: int) -> Tensor:
-        """Where each token of `rank` stands in its row, padding included; where a row has several documents, in its
-        document, and behind those that it continues. `torch.LongTensor` of shape `(batch, length / ranks)`."""
+        """Returns the position of each token of `rank` in its row, padding included; in packed rows, the position in
+        its document, after those it continues. `torch.LongTensor` of shape `(batch, length / ranks)`."""
         rows = []
         for row, (bounds, (start, stop)) in enumerate(zip(self.documents, self.spans, strict=True)):
             packed = sum(start <= bound < stop for bound in bounds) > 1
-            ends = list[int]()  # of each document, counted as its tokens are
+            ends = list[int]()  # each document's end, in its own positions
             shifts = list[int]()
             for document, (first, end) in enumerate(pairwise(bounds)):
                 parent = self.parents[row][document] if self.parents else -1
@@ -214,8 +213,8 @@ class SequenceLayout:
         return tokens - torch.stack(rows)[:, tokens]
 
     def texts(self, rank: int) -> Tensor:
-        """How many texts each token of `rank` stands for: as many as go on from its document, by those that continue
-        it. `torch.LongTensor` of shape `(batch, length / ranks)`."""
+        """Returns how many texts contain each token of `rank`: the number of final continuations of its document.
+        `torch.LongTensor` of shape `(batch, length / ranks)`."""
         rows = []
         for bounds, parents in zip(self.documents, self.parents or ((),) * self.batch_size, strict=True):
             counts = [0] * (len(bounds) - 1)
@@ -228,11 +227,11 @@ class SequenceLayout:
         return torch.stack(rows)[:, self.indices(rank)]
 
     def shard(self, tensor: Tensor, rank: int, pad_value: float | int = 0, dim: int = 1) -> Tensor:
-        """The part of a rank, a copy with `length / ranks` tokens along `dim` in the order of the shard.
+        """Returns a copy of a rank's shard, with `length / ranks` tokens along `dim` in the order of the shard.
 
         Args:
             tensor (`torch.Tensor`): The whole batch, with `length - padding` tokens along `dim`.
-            rank (`int`): Whose part.
+            rank (`int`): The rank.
             pad_value (`float` or `int`, defaults to 0): The value of the appended tokens.
             dim (`int`, defaults to 1): The dimension of the tokens.
         """
@@ -246,27 +245,27 @@ class SequenceLayout:
         return torch.cat([tensor.narrow(dim, run.start, run.size) for run in self.sharding.runs(rank)], dim=dim)
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        """The whole batch, without its padding, from the shards of all ranks in rank order."""
+        """Joins the shards of all ranks, in rank order, to the whole batch without padding."""
         runs = sorted((run.start, rank, run) for rank in range(len(shards)) for run in self.sharding.runs(rank))
         pieces = [shards[rank][:, run.local : run.local + run.size] for _, rank, run in runs]
         return torch.cat(pieces, dim=1)[:, : self.length - self.padding]
 
     @lru_cache(maxsize=64)  # noqa: B019, since layouts are values
     def encode(self) -> Tensor:
-        """The layout as the operator takes it: a `torch.LongTensor` of 1 dimension on the CPU."""
+        """Encodes the layout for the operator, as a one-dimensional `torch.LongTensor` on the CPU."""
         numbers = [self.length, self.padding, self.batch_size, len(self.owners), *self.owners]
         numbers += [2 * len(self.real), *chain.from_iterable(self.real), len(self.boundaries), *self.boundaries]
         numbers += [*map(len, self.documents), *chain.from_iterable(self.documents)]
         numbers += [len(self.blocks), *map(len, self.blocks)]
         numbers += [token for row in self.blocks for block in row for token in block]
-        numbers += chain.from_iterable(self.parents)  # as many as documents, or none
-        with torch.inference_mode(False):  # a later pass may save it for its backward
+        numbers += chain.from_iterable(self.parents)  # one per document, or none
+        with torch.inference_mode(False):  # a later pass may save it for backward
             return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     @classmethod
     @lru_cache(maxsize=64)
     def decode(cls, encoded: bytes) -> "SequenceLayout":
-        """The layout that [`SequenceLayout.encode`] wrote, from the bytes of its tensor."""
+        """Decodes the bytes of a tensor from [`SequenceLayout.encode`]."""
         length, padding, rows, chunks, *rest = memoryview(encoded).cast("q").tolist()
         owners, bounds, rest = tuple(rest[:chunks]), rest[chunks], rest[chunks + 1 :]
         real = tuple(zip(rest[:bounds:2], rest[1:bounds:2], strict=True))

@@ -1,5 +1,5 @@
-"""Layers that carry a state from token to token, over shards: runs of tokens, what they do to a state, and how that
-composes. Knows nothing of Transformers."""
+"""Recurrent layers over shards: how runs of tokens transform a state, and how these transforms compose. Knows nothing
+about Transformers."""
 
 from .delta import delta_rule_by_heads, delta_rule_by_states
 from .exchange import own_heads

@@ -1,9 +1,9 @@
 """Delta rules over shards: gated DeltaNet (arXiv 2412.06464) and Kimi Delta Attention (arXiv 2510.26692).
 
-A token multiplies the state S, of shape `(K, V)`, by a matrix of its own and adds to it, so that a run of tokens does
-`S_out = M S_in + S_own`, and its outputs are `o = o_own + (q^T M_t) S_in`. One call of the model's own function finds
-all four: with K further columns in the values, which are zeros, and the identity as the state in those columns, it
-returns `[o_own, q^T M_t]` and `[S_own, M]`.
+Each token multiplies the state S, of shape `(K, V)`, by its own matrix and adds to it. A run of tokens therefore gives
+`S_out = M S_in + S_own`, and outputs `o = o_own + (q^T M_t) S_in`. One call of the model's own function computes all
+four: with K extra columns of zeros in the values, and the identity as the initial state in those columns, it returns
+`[o_own, q^T M_t]` and `[S_own, M]`.
 """
 
 from collections.abc import Sequence
@@ -24,15 +24,15 @@ from .states import by_matrix, ends_of, in_full_precision, incoming_states
 def delta_rule_by_states(
     rule: Rule, inputs: Sequence[Tensor], shards: Shards, last: LastStates | None = None
 ) -> Tensor:
-    """A delta rule of each document by itself; states pass from rank to rank.
+    """Applies a delta rule to each document separately; states pass from rank to rank.
 
     Args:
-        rule ([`Rule`]): The delta rule, of states `(K, V)`, in fp32 inside.
+        rule ([`Rule`]): The delta rule, with states `(K, V)`, in fp32 inside.
         inputs (five `torch.Tensor`): Queries and keys of shape `(batch, n, key heads, K)`, values `(batch, n, value
             heads, V)`, logarithms of the decay `(batch, n, value heads)` or `(batch, n, value heads, K)`, and beta
             `(batch, n, value heads)`, of this rank's tokens.
-        shards ([`Shards`]): The parts of the sequences. Every rank calls it at the same time.
-        last ([`LastStates`], *optional*): Takes up the states at the end of rows.
+        shards ([`Shards`]): The parts of the sequences. All ranks call it at the same time.
+        last ([`LastStates`], *optional*): Collects the final states of rows.
 
     Returns:
         `torch.Tensor` of shape `(batch, n, value heads, V)`.
@@ -62,7 +62,7 @@ def delta_rule_by_states(
         out, lasts = rule(segments, rows, sizes, begin if places is later else None, ends)
         outputs |= dict(zip(places, out.split(sizes), strict=True))
         for index, end in zip(places, lasts, strict=ends):
-            transition = end[..., width:] if places is later else nothing  # nothing comes in where a document opens
+            transition = end[..., width:] if places is later else nothing  # opening segments have no incoming state
             handed[index] = end[..., :width].to(zeros.dtype), transition.to(zeros.dtype)
     with in_full_precision(value):
         incoming, slots = incoming_states(handed, by_matrix, shards)
@@ -75,10 +75,10 @@ def delta_rule_by_states(
 
 
 def delta_rule_by_heads(rule: Rule, inputs: Sequence[Tensor], shards: Shards) -> Tensor:
-    """The same by an exchange: every rank has whole sequences of some of the heads. See [`delta_rule_by_states`]."""
+    """Does as [`delta_rule_by_states`] by exchanging heads: every rank gets whole sequences of some heads."""
     query, key, value, decay, beta = inputs
     repeats = value.shape[2] // key.shape[2]
-    if key.shape[2] % shards.group.size:  # a rank has value heads whose keys are another's
+    if key.shape[2] % shards.group.size:  # some value heads' keys would be on another rank
         query, key = (tensor.repeat_interleave(repeats, dim=2) for tensor in (query, key))
     whole = to_heads((query, key, value, decay, beta), shards)
     out = delta_rule_by_states(rule, whole, Shards(shards.segments.whole, ContextGroup()))

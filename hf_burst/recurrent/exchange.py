@@ -1,4 +1,4 @@
-"""Whole sequences of some heads in place of some tokens of all heads, and back."""
+"""Exchanges some tokens of all heads for whole sequences of some heads, and back."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ from .replay import Shards
 
 
 def to_heads(tensors: Sequence[Tensor], shards: Shards) -> list[Tensor]:
-    """This rank's tokens of all heads, `(batch, n, heads, ...)` each, for all tokens of its heads, `(batch, length,
-    most heads of a rank, ...)`. Heads of zeros are appended where the ranks do not divide them."""
+    """Exchanges this rank's tokens of all heads, `(batch, n, heads, ...)` each, for all tokens of its own heads,
+    `(batch, length, heads per rank, ...)`. Appends heads of zeros if the ranks do not divide the heads."""
     flat = [x.reshape(*x.shape[:3], -1) for x in tensors]
     size = shards.group.size
     padded = [functional.pad(x, (0, 0, 0, -x.shape[2] % size)) if x.shape[2] % size else x for x in flat]
@@ -23,19 +23,19 @@ def to_heads(tensors: Sequence[Tensor], shards: Shards) -> list[Tensor]:
 
 
 def to_tokens(x: Tensor, heads: int, shards: Shards) -> Tensor:
-    """The way back of outputs `(batch, length, most heads of a rank, dim)`, to `(batch, n, heads, dim)`."""
+    """Exchanges outputs `(batch, length, heads per rank, dim)` back to `(batch, n, heads, dim)`."""
     (tokens,) = heads_to_tokens([x], shards.segments.sharding, shards.group)
     return tokens if tokens.shape[2] == heads else tokens[:, :, :heads]
 
 
 def own_heads(x: Tensor, group: ContextGroup) -> Tensor:
-    """What belongs to the heads of this rank, of a tensor `(heads, ...)`; zeros for those that are appended."""
+    """Returns the part of a tensor `(heads, ...)` for this rank's heads; zeros for appended heads."""
     padded = functional.pad(x, (0, 0) * (x.ndim - 1) + (0, -len(x) % group.size))
     return padded.chunk(group.size)[group.rank]
 
 
 def whole_tokens(x: Tensor, shards: Shards) -> Tensor:
-    """All tokens, `(batch, length, ...)`, from this rank's, `(batch, n, ...)`."""
+    """Gathers all tokens, `(batch, length, ...)`, from each rank's, `(batch, n, ...)`."""
     parts, sharding = all_gather(x, shards.group), shards.segments.sharding
     runs = sorted((run.start, rank, run) for rank in range(shards.group.size) for run in sharding.runs(rank))
     return torch.cat([parts[rank][:, run.local : run.local + run.size] for _, rank, run in runs], dim=1)

@@ -1,5 +1,4 @@
-"""The steps of a gated delta rule by the kernels of flash-linear-attention, which its own function calls one after
-another."""
+"""The steps of a gated delta rule, by the kernels that flash-linear-attention's own function calls in turn."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,19 +14,19 @@ from ..kernels import from_host
 from .tuning import tuning
 from .two_passes import DeltaKernels, Inputs, Passing
 
-_COMPARED = "0.6."  # its steps are not an interface that others can rely on
-_CHUNK = 64  # tokens that it treats as one product of matrices
-_LARGEST = 256  # keys of a head
-_TUNED = 16384  # tokens by which kernels are chosen: enough to fill a GPU, few beside what a step takes
+_COMPARED = "0.6."  # the versions compared, because the kernels are not a stable interface
+_CHUNK = 64  # tokens in one matrix product
+_LARGEST = 256  # most key dimensions of a head
+_TUNED = 16384  # tokens for tuning: enough to fill a GPU, but little memory compared with a step
 
 
 def fla_kernels(device: torch.device, keys: int) -> DeltaKernels | None:
-    """The kernels for heads of so many keys; `None` where they cannot run, or were not compared."""
+    """Returns the kernels for this key size, or `None` if they cannot run or this version was not compared."""
     return _FlaKernels() if keys <= _LARGEST and fla_compared(device) else None
 
 
 def fla_compared(device: torch.device) -> bool:
-    """Whether kernels of flash-linear-attention run on a device, in a version that was compared."""
+    """Whether flash-linear-attention runs on the device, in a version that was compared."""
     if device.type != "cuda" or torch.version.hip is not None or not fla_installed():
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -43,7 +42,7 @@ def fla_installed() -> bool:
 
 
 def unit_norm(tensor: Tensor) -> Tensor:
-    """Vectors along the last dimension, divided by their length, as the function itself does to queries and keys."""
+    """Normalizes vectors along the last dimension, as fla's own function does with queries and keys."""
     from fla.modules.norm.l2norm import l2norm
 
     normed: Tensor = l2norm(tensor)
@@ -51,8 +50,8 @@ def unit_norm(tensor: Tensor) -> Tensor:
 
 
 def fla_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """The causal convolution of each channel, as `causal_conv1d_fn` computes it for x of shape `(batch, channels, n)`.
-    In memory all channels of a token lie side by side, before and after."""
+    """Computes each channel's causal convolution, as `causal_conv1d_fn` does for x of shape `(batch, channels, n)`.
+    In memory the channels of a token are contiguous, in the input and the output."""
     from fla.modules.causal_conv1d import causal_conv1d
 
     out: Tensor = causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation)[0]
@@ -60,13 +59,13 @@ def fla_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation: 
 
 
 def fla_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight * activation(gate)`, each row by itself, computed in fp32 and rounded once.
-    Triton tunes the kernel for each 65,536 rows more, once, and keeps what it compiled.
+    """Computes `x / sqrt(mean(x^2) + eps) * weight * activation(gate)` for each row, in fp32 and rounded once. Triton
+    tunes the kernel once for every further 65,536 rows, and caches the compiled ones.
 
     Args:
-        x (`torch.Tensor` of shape `(..., D)`): What is normed; the result has its dtype.
-        gate (`torch.Tensor`): Of the same shape.
-        weight (`torch.Tensor` of shape `(D,)`): Of the norm.
+        x (`torch.Tensor` of shape `(..., D)`): The input; the result has its dtype.
+        gate (`torch.Tensor`): The gate, of the same shape.
+        weight (`torch.Tensor` of shape `(D,)`): The norm's weight.
         eps (`float`): Added to the mean of squares.
         activation (`str`): `"silu"` or `"sigmoid"`.
     """
@@ -77,16 +76,16 @@ def fla_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activati
 
 
 class _Laid(NamedTuple):
-    """Where pieces begin and which chunk is whose. A step that gets bounds alone asks the device for the rest, and the
-    host waits."""
+    """The bounds of pieces and the piece of each chunk. Given only bounds, a kernel would read the rest from the
+    device, and block the host."""
 
-    for_chunks: dict[str, Tensor]  # what steps inside of chunks take
-    for_states: dict[str, Tensor]  # what steps from chunk to chunk take
+    for_chunks: dict[str, Tensor]  # arguments of kernels inside chunks
+    for_states: dict[str, Tensor]  # arguments of kernels from chunk to chunk
 
 
-@dataclass(frozen=True)  # all of them are equal: what they lay is kept
+@dataclass(frozen=True)  # all instances are equal, so that layers share laid tensors
 class _FlaKernels:
-    """Tensors of its own are `(1, tokens, heads, ...)`. Decays are added up inside of chunks, as powers of 2."""
+    """Kernels on tensors `(1, tokens, heads, ...)`. Decays are cumulative sums inside chunks, as powers of 2."""
 
     def lay(self, bounds: Sequence[int], device: torch.device) -> _Laid:
         counts = [-((start - stop) // _CHUNK) for start, stop in pairwise(bounds)]
@@ -179,11 +178,11 @@ class _FlaKernels:
 
 
 def choose_variants(inputs: Sequence[Tensor]) -> None:
-    """Has Triton choose the variants of all kernels for inputs like these, once in a process: before a step has filled
-    the GPU, and with all candidates of a kernel compiled at the same time.
+    """Tunes all Triton kernels for inputs like these, once per process: before a step fills the GPU, and with all
+    candidates of a kernel compiled in parallel.
 
     Args:
-        inputs (five `torch.Tensor`): As in [`delta_rule_in_two_passes`], queries and keys along unit vectors.
+        inputs (five `torch.Tensor`): As in [`delta_rule_in_two_passes`], with normalized queries and keys.
     """
     _choose_variants(inputs[0].device, tuple((tensor.shape[2:], tensor.dtype) for tensor in inputs))
 
@@ -215,7 +214,7 @@ def _scale(q: Tensor) -> float:
 
 
 def _states(k: Tensor, w: Tensor, u: Tensor, decay: Tensor, begin: Tensor, passing: Passing) -> tuple[Tensor, Tensor]:
-    """The state before each chunk, and the values less what it knew of them."""
+    """Returns the state before each chunk, and the values minus the state's predictions of them."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
 
     states, values, _ = chunk_gated_delta_rule_fwd_h(
@@ -225,7 +224,7 @@ def _states(k: Tensor, w: Tensor, u: Tensor, decay: Tensor, begin: Tensor, passi
 
 
 def _ends(k: Tensor, w: Tensor, u: Tensor, decay: Tensor, begin: Tensor, passing: Passing) -> Tensor:
-    """The states at the end of pieces. Called as others are, so that one kernel is tuned: tuning takes minutes."""
+    """Returns the final states of pieces. Uses the same kernel variant as other calls, because tuning takes minutes."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
 
     _, _, ends = chunk_gated_delta_rule_fwd_h(
@@ -253,7 +252,7 @@ def _dstates(
     dend: Tensor,
     passing: Passing,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the states before chunks, of those before pieces, and of values."""
+    """Returns the gradients of the states before chunks, of the states before pieces, and of values."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu
 
     found: tuple[Tensor, Tensor, Tensor] = chunk_gated_delta_rule_bwd_dhu(
@@ -261,7 +260,7 @@ def _dstates(
         k=k,
         w=w,
         g=decay,
-        h0=dend,  # asks for their gradients, of the same shape
+        h0=dend,  # requests the initial states' gradients, of the same shape
         dht=dend,
         do=dout,
         dv=dvalues,

@@ -1,4 +1,4 @@
-"""What the segments of a document pass from rank to rank: one slot for each segment that has a successor."""
+"""Gathers the exports of segments over the ranks: one slot for each segment with a successor."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,22 +8,22 @@ from torch import Tensor
 
 from .replay import Shards
 
-Slots = dict[tuple[int, int], Tensor]  # by rank and place of the segment
+Slots = dict[tuple[int, int], Tensor]  # by the segment's rank and index there
 
 
 def gather_slots(own: Mapping[int, Tensor], shards: Shards) -> Slots:
-    """What every segment with a successor exports, by its rank and place; tensors of one shape. `own` has those of
-    [`Shards.exports`], by their places. Gradients of all ranks are summed on the way back, in which all ranks must
-    take part, see [`join_backward`]."""
+    """Returns the exports of all segments with a successor, tensors of one shape, by rank and index. `own` holds those
+    of [`Shards.exports`], by index. The backward pass sums the gradients of all ranks, all of which must join it, see
+    [`join_backward`]."""
     mine = [own[index] for index in sorted(shards.exports)]
-    mine += mine[:1] * (shards.segments.most_slots - len(mine))  # nobody reads it
+    mine += mine[:1] * (shards.segments.most_slots - len(mine))  # padding that nobody reads
     received = shards.replay.all_gather(torch.stack(mine), shards.group)
     every = [tensor.unbind() for tensor in received]  # so that gradients are stacked once
     return {piece: every[piece[0]][place] for piece, place in shards.segments.slots.items()}
 
 
 def join_backward(output: Tensor, slots: Iterable[Tensor]) -> Tensor:
-    """The output itself, by whose backward pass this rank takes part in that of the slots, also where it used none."""
+    """Returns the output, whose backward pass makes this rank join the slots' backward pass even if it used none."""
     return _JoinBackward.apply(output, *slots)
 
 

@@ -18,18 +18,18 @@ from .replay import Shards
 
 
 def causal_convolution(convolution: Callable[[Tensor], Tensor], x: Tensor, reach: int, shards: Shards) -> Tensor:
-    """A convolution of each document by itself, wherever its tokens lie.
+    """Convolves each document separately, wherever its tokens lie.
 
-    One call convolves all tokens of this rank as they lie in memory, which is wrong for the first `reach` tokens of
-    every segment only. Another one convolves these anew, each behind a halo: the last `reach` tokens of its document
-    before the segment, zeros where the document starts.
+    One call convolves all tokens of this rank in memory order, which is wrong only for each segment's first `reach`
+    tokens. A second call recomputes these after a halo: the last `reach` tokens of the document before the segment, or
+    zeros at the start of a document.
 
     Args:
-        convolution (callable): From `(batch, channels, tokens)` to as much, causal, whatever computes it. Its output,
-            and its gradient of what goes in, are tensors of its own, which are written to.
+        convolution (callable): Any causal convolution of `(batch, channels, tokens)` to the same shape. Its output and
+            its input gradient must be new tensors, because they are written to.
         x (`torch.Tensor` of shape `(batch, channels, n)`): This rank's tokens.
-        reach (`int`): How many earlier tokens an output sees: the width of the kernel less 1.
-        shards ([`Shards`]): The parts of the sequences. Every rank calls it at the same time.
+        reach (`int`): Number of earlier tokens that an output sees: the kernel width minus 1.
+        shards ([`Shards`]): The parts of the sequences. All ranks call it at the same time.
 
     Returns:
         `torch.Tensor` of shape `(batch, channels, n)`.
@@ -50,8 +50,8 @@ def causal_convolution(convolution: Callable[[Tensor], Tensor], x: Tensor, reach
 
 
 class _Taken(torch.autograd.Function):
-    """All tokens of `(batch, channels, n)`, and the first and last ones of segments, `(taken, channels)`. Gradients of
-    these are added to those of all in their place: the convolution made them, for nobody else."""
+    """All tokens of `(batch, channels, n)`, and the segments' first and last ones, `(taken, channels)`, whose gradients
+    are added in place to those of all tokens. That is safe, because only this node uses the convolution's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,22 +64,22 @@ class _Taken(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor, dfirsts: Tensor, dtails: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         rows, places, firsts, tails = ctx.saved_tensors
-        tokens = dx.transpose(1, 2)  # on GPUs index_put_ that accumulates copies all of it, where channels come first
-        both = tokens[rows, places].index_add(0, firsts, dfirsts)  # what is there twice adds zeros: in any order
+        tokens = dx.transpose(1, 2)  # an accumulating index_put_ copies all of it on GPUs if channels come first
+        both = tokens[rows, places].index_add(0, firsts, dfirsts)  # repeated tokens add zeros, so order doesn't matter
         tokens[rows, places] = both.index_add(0, tails, dtails)
         return dx, None, None, None, None
 
 
 class _Replaced(torch.autograd.Function):
-    """`(batch, channels, n)` with other values for some tokens, in the same memory. An activation that is derived by
-    its own output finds these values there, and zeros as their gradients."""
+    """Replaces the values of some tokens of `(batch, channels, n)` in the same memory. An activation whose derivative
+    uses its own output finds these values there, and zeros as their gradients."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, values: Tensor, rows: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(rows, places)
         same_memory = out.detach()
         unnoticed = nullcontext() if out.is_inference() else _unsafe_preserve_version_counter(out)
-        with unnoticed:  # autograd would say that it was changed
+        with unnoticed:  # autograd would complain of the change
             same_memory.transpose(1, 2).index_put_((rows, places), values)
         return same_memory
 
@@ -93,21 +93,21 @@ class _Replaced(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Edges:
-    """Where the tokens at the beginnings and ends of a rank's segments lie, as int64 indices on its device."""
+    """Indices (int64, on the device) of the tokens at the starts and ends of a rank's segments."""
 
-    distinct: Tensor  # tokens of the rank that are taken, by row and place: `(2, distinct)`
-    firsts: Tensor  # among them, the first `reach` of every segment; a shorter one repeats its last, which is dropped
-    tails: Tensor  # among them, the last `reach` of segments with a successor, equally many on all ranks
-    halos: Tensor  # what comes before segments, among the tails of all ranks in a row; one beyond the last is a zero
-    kept: Tensor  # the outputs that are kept, among those of first tokens
-    replaced: Tensor  # the tokens of the rank whose outputs they are: `(2, kept)`
+    distinct: Tensor  # row and position of the rank's tokens that are taken: `(2, distinct)`
+    firsts: Tensor  # in `distinct`, the first `reach` of every segment; a shorter one repeats its last, then dropped
+    tails: Tensor  # in `distinct`, the last `reach` of segments with a successor, equally many on all ranks
+    halos: Tensor  # tokens before segments, in the concatenated tails of all ranks; one past the end is a zero
+    kept: Tensor  # the outputs to keep, among those of first tokens
+    replaced: Tensor  # row and position of the tokens these outputs belong to: `(2, kept)`
 
 
 def _edges(segments: Segments, device: torch.device, rank: int, reach: int) -> _Edges:
     own, most = segments.by_rank[rank], segments.most_slots
     nowhere, window = segments.sharding.ranks * most * reach, range(reach)
     exports = [own[index] for holder, index in segments.slots if holder == rank]
-    exports += own[:1] * (most - len(exports))  # nobody reads it, but all ranks send as much
+    exports += own[:1] * (most - len(exports))  # nobody reads these, but all ranks must send equally much
     halos = []
     for piece in own:
         halo = list[int]()

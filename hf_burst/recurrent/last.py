@@ -1,4 +1,4 @@
-"""The states behind the last token of each row, with which generation goes on."""
+"""The states after each row's last token, from which generation continues."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ from ..ranks.group import ContextGroup
 
 @dataclass
 class LastStates:
-    """Takes up the states at the end of rows, each on the rank that holds the last token.
+    """Collects the final states of rows, each on the rank that holds the last token.
 
     Args:
-        places (sequence of `tuple[int, int]`): For each row, this rank, and the segment there.
+        places (sequence of `tuple[int, int]`): For each row, the rank with its last token, and the segment there.
         group ([`ContextGroup`]): The ranks.
-        states (`dict`): Those that this rank found, by segment; one of several in a segment's place is another row's.
+        states (`dict`): The states found by this rank, by segment.
     """
 
     places: Sequence[tuple[int, int]]
@@ -27,19 +27,19 @@ class LastStates:
 
     @classmethod
     def of(cls, segments: Segments, group: ContextGroup, stops: Sequence[int]) -> "LastStates":
-        """Those of rows that end before these tokens."""
+        """Makes the collector for rows that end before the tokens `stops`."""
         return cls([segments.holder(row, stop - 1) for row, stop in enumerate(stops)], group)
 
     @property
     def own(self) -> set[int]:
-        """The segments of this rank whose end is asked for."""
+        """This rank's segments whose final states are needed."""
         return {index for rank, index in self.places if rank == self.group.rank}
 
     def on_all_ranks(self, like: Tensor) -> Tensor:
-        """All of them, `(rows, ...)`, on every rank, which all call it.
+        """Gathers all final states, `(rows, ...)`, on every rank. All ranks call it.
 
         Args:
-            like (`torch.Tensor`): Of the shape and dtype of one.
+            like (`torch.Tensor`): A tensor with the shape and dtype of one state.
         """
         mine = like.new_zeros(len(self.places), *like.shape)
         for row, (rank, index) in enumerate(self.places):

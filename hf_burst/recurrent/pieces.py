@@ -1,4 +1,4 @@
-"""One call of a model's own function for many pieces of sequences, each of which is treated by itself."""
+"""Calls a model's own function once for many independent pieces of sequences."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ Function = Callable[[Sequence[Tensor], Tensor | None, Tensor | None, bool], tupl
 
 @dataclass(frozen=True)
 class Rule:
-    """A function that treats tokens one after another.
+    """A recurrent function over tokens.
 
     Args:
-        function (callable): From tensors of shape `(batch, tokens, ...)`, the states of shape `(batch, ...)` with which
-            the sequences begin (`None`: zeros), the bounds of the pieces in a row (`None`: one piece a row) and whether
-            the states at the end are asked for, to an output of shape `(batch, tokens, ...)` and these states.
-        packed (`bool`): Whether it takes a row of several pieces, with their bounds.
+        function (callable): Takes tensors of shape `(batch, tokens, ...)`, initial states of shape `(batch, ...)`
+            (`None`: zeros), the bounds of the pieces in a row (`None`: one piece per row), and whether to return final
+            states; returns an output of shape `(batch, tokens, ...)` and the final states.
+        packed (`bool`): Whether it accepts a row of several pieces with their bounds.
     """
 
     function: Function
@@ -36,18 +36,18 @@ class Rule:
         begin: Tensor | None = None,
         ends: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Treats pieces, each by itself.
+        """Applies the function to each piece independently.
 
         Args:
-            segments ([`Segments`]): Of which they are pieces. They keep the bounds for the next layer: kernels that get
-                the same tensor again need not ask the device for its numbers.
-            rows (sequence of `torch.Tensor` of shape `(tokens, ...)`): The pieces one after another.
-            sizes (sequence of `int`): How many tokens each of them has.
-            begin (`torch.Tensor`, *optional*): The state with which each begins; zeros by default.
-            ends (`bool`, defaults to `False`): Whether the states at the end are asked for.
+            segments ([`Segments`]): The segments of the pieces. They cache the bounds for the next layer, because a
+                kernel that gets the same tensor again need not read its values from the device.
+            rows (sequence of `torch.Tensor` of shape `(tokens, ...)`): The concatenated pieces.
+            sizes (sequence of `int`): Tokens of each piece.
+            begin (`torch.Tensor`, *optional*): The initial state of every piece; zeros by default.
+            ends (`bool`, defaults to `False`): Whether to return final states.
 
         Returns:
-            The outputs, `(tokens, ...)`, and the state at the end of each piece.
+            The outputs, `(tokens, ...)`, and the final state of each piece.
         """
         states = None if begin is None else begin.expand(len(sizes), *begin.shape)
         if self.packed or len(sizes) == 1:
@@ -55,7 +55,7 @@ class Rule:
             out, last = self.function([row[None] for row in rows], states, on_device, ends)
             return out[0], [] if last is None else list(last.unbind())
         bounds, outputs, lasts = [0, *accumulate(sizes)], dict[int, Tensor](), dict[int, Tensor]()
-        for size in sorted(set(sizes)):  # pieces of one size are a batch
+        for size in sorted(set(sizes)):  # pieces of one size form a batch
             places = [index for index, own in enumerate(sizes) if own == size]
             batch = [torch.stack([row[bounds[index] :][:size] for index in places]) for row in rows]
             out, last = self.function(batch, None if states is None else states[: len(places)], None, ends)
@@ -69,15 +69,15 @@ def _bounds(_: Segments, device: torch.device, sizes: tuple[int, ...]) -> Tensor
 
 
 def joined(tensors: Sequence[Tensor], segments: Sequence[Segment]) -> list[Tensor]:
-    """The tokens of segments one after another, `(tokens, ...)`, of tensors `(batch, n, ...)`. Nothing is copied where
-    they lie so."""
+    """Concatenates the tokens of segments, `(tokens, ...)`, of tensors `(batch, n, ...)`. Copies nothing if they are
+    contiguous already."""
     spans: list[tuple[int, int]] = []
     for segment in segments:
         start = spans.pop()[0] if spans and spans[-1][1] == segment.local else segment.local
         spans.append((start, segment.local + segment.size))
     flat = [tensor.flatten(0, 1) for tensor in tensors]
     if spans == [(0, len(flat[0]))]:
-        return flat  # a slice of all would be copied in the backward pass
+        return flat  # the backward pass would copy a slice of everything
     if len(spans) == 1:
         return [tensor[slice(*spans[0])] for tensor in flat]
     return [torch.cat([tensor[start:stop] for start, stop in spans]) for tensor in flat]

@@ -1,4 +1,4 @@
-"""The shards of a layer, and what it received from other ranks, kept for when a checkpoint runs it again."""
+"""A layer's shards, and the tensors it received from other ranks, saved for recomputation by a checkpoint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,37 +12,37 @@ from ..ranks.collectives import all_gather
 from ..ranks.group import ContextGroup
 
 _Shards = tuple[Tensor, ...]
-_Entry = tuple[Any, _Shards]  # shape and dtype of what was sent, and what came
+_Entry = tuple[Any, _Shards]  # shape and dtype of the tensor sent, and the tensors received
 
 
 class ReplayBuffer:
-    """What one layer received in one forward pass, in order. Where a checkpoint runs the layer again, it sends nothing
-    forward: it takes from here what it received first. Gradients pass over the ranks as ever.
+    """The tensors that one layer received in one forward pass, in order. When a checkpoint recomputes the layer, it
+    reads them from here instead of communicating. Gradients still travel over the ranks.
 
-    It lives as long as the checkpoint that runs the layer, and keeps nothing for a layer without one.
+    It lives as long as the layer's checkpoint, and saves nothing for a layer without one.
 
     Args:
-        outer ([`ReplayBuffer`], *optional*): That of a checkpoint around the one of this layer.
-        keeps (`bool`, defaults to `True`): Whether anything is kept. Otherwise a layer that runs again receives again.
+        outer ([`ReplayBuffer`], *optional*): The buffer of a checkpoint around this layer's.
+        keeps (`bool`, defaults to `True`): Whether to save anything. Otherwise a recomputed layer communicates again.
     """
 
     def __init__(self, outer: "ReplayBuffer | None" = None, keeps: bool = True) -> None:
         self.outer, self.keeps = outer, keeps
-        self.runs = 0  # of the layer, this one included
+        self.runs = 0  # runs of the layer, including the current one
         self.kept: list[_Entry] = []
-        self.place = 0  # of the next entry where the layer runs again
+        self.place = 0  # index of the next entry in a recomputation
 
     def start(self) -> None:
-        """The layer begins to run, for the first time or again."""
+        """Starts a run of the layer, the first one or a recomputation."""
         self.runs += 1
         self.place = 0
 
     def all_gather(self, tensor: Tensor, group: ContextGroup) -> _Shards:
-        """The tensors of all ranks, see [`hf_burst.ranks.collectives.all_gather`]. A layer that runs again sends
-        nothing, and its gradients take the same way back.
+        """Gathers the tensors of all ranks, see [`hf_burst.ranks.collectives.all_gather`]. A recomputed layer sends
+        nothing forward, but its gradients travel back as usual.
 
         Raises:
-            KernelError: If the layer, run again, sends otherwise than it did first.
+            KernelError: If the recomputed layer sends something different.
         """
         if group.size == 1:
             return (tensor,)
@@ -57,7 +57,7 @@ class ReplayBuffer:
         return shards
 
     def _recall(self) -> _Entry | None:
-        """The next entry of the innermost layer that runs again; `None` if none does."""
+        """Returns the next entry of the innermost recomputed layer, or `None` if none is recomputed."""
         if self.runs < 2 or not self.keeps:
             return self.outer._recall() if self.outer is not None else None
         if self.place == len(self.kept):
@@ -69,7 +69,7 @@ class ReplayBuffer:
         return self.kept[self.place - 1]
 
     def _keep(self, entry: _Entry) -> None:
-        """Keeps them here, and in the checkpoints around, as far as these run for the first time."""
+        """Saves the entry here and in the outer checkpoints that run for the first time."""
         if self.runs == 1 and self.keeps:
             self.kept.append(entry)
             if self.outer is not None:
@@ -78,11 +78,11 @@ class ReplayBuffer:
 
 @dataclass(frozen=True)
 class Shards:
-    """Where the tokens of a batch lie, and the ranks that exchange what their layers know of them."""
+    """The segments of a batch, and the ranks whose layers exchange states."""
 
-    segments: Segments  # those of all ranks
+    segments: Segments  # of all ranks
     group: ContextGroup
-    replay: ReplayBuffer = field(default_factory=ReplayBuffer)  # of a layer that a checkpoint may run again
+    replay: ReplayBuffer = field(default_factory=ReplayBuffer)  # for a layer that a checkpoint may recompute
 
     @property
     def own(self) -> Sequence[Segment]:
@@ -91,6 +91,6 @@ class Shards:
 
     @property
     def exports(self) -> set[int]:
-        """The segments of this rank that pass something on; the first one, to nobody, if there are none. All ranks
+        """This rank's segments with a successor; if there are none, the first segment, which nobody reads. All ranks
         send, so that all join the backward pass."""
         return {index for rank, index in self.segments.slots if rank == self.group.rank} or {0}

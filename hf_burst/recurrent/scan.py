@@ -1,11 +1,11 @@
 """State-space scans over shards: Mamba2 (arXiv 2405.21060) and Mamba1 (arXiv 2312.00752).
 
-In Mamba2, a token multiplies the state of a head by one number, `exp(dt A)`, and adds `dt x B^T`. A run of tokens
-therefore does `S_out = exp(sum dt A) S_in + S_own`, and its outputs are `y = y_own + exp(cumsum dt A) S_in C`. All but
-`y_own` is found here, from what goes into the model's own function.
+In Mamba2, a token multiplies a head's state by one number, `exp(dt A)`, and adds `dt x B^T`. A run of tokens therefore
+gives `S_out = exp(sum dt A) S_in + S_own`, and outputs `y = y_own + exp(cumsum dt A) S_in C`. Everything except `y_own`
+is computed here, from the inputs of the model's own function.
 
-In Mamba1 every channel has a decay for each number of its state, and kernels take no state to begin with. Its channels
-are exchanged.
+In Mamba1 every channel has a decay for each element of its state, and kernels accept no initial state. Its channels are
+exchanged instead.
 """
 
 from collections.abc import Sequence
@@ -29,16 +29,16 @@ def scan_by_states(
     shards: Shards,
     last: LastStates | None = None,
 ) -> Tensor:
-    """The scan of Mamba2 of each document by itself; states pass from rank to rank.
+    """Applies Mamba2's scan to each document separately; states pass from rank to rank.
 
     Args:
-        rule ([`Rule`]): The scan, of `inputs`, without states.
+        rule ([`Rule`]): The scan of `inputs`, without states.
         inputs (four `torch.Tensor`): `x` of shape `(batch, n, heads, P)`, `dt` as the rule takes it `(batch, n,
             heads)`, B and C `(batch, n, groups, N)`, of this rank's tokens.
         steps (`torch.Tensor` of shape `(batch, n, heads)`): `dt` as it is applied, in fp32.
         decay (`torch.Tensor` of shape `(heads,)`): A, below 0.
-        shards ([`Shards`]): The parts of the sequences. Every rank calls it at the same time.
-        last ([`LastStates`], *optional*): Takes up the states at the end of rows.
+        shards ([`Shards`]): The parts of the sequences. All ranks call it at the same time.
+        last ([`LastStates`], *optional*): Collects the final states of rows.
 
     Returns:
         `torch.Tensor` of shape `(batch, n, heads, P)`.
@@ -55,7 +55,7 @@ def scan_by_states(
         for index, piece in enumerate(own):
             if index in exports | wanted or not piece.opens:
                 x_own, b_own, step = joined((x, b, steps), [piece])
-                log = (step * decay).double().cumsum(0)  # in fp32, differences of long sums have few digits
+                log = (step * decay).double().cumsum(0)  # differences of long sums lose digits in fp32
                 decays[index] = log.exp().to(step.dtype)
             if index in exports | wanted:
                 weighted = x_own.to(step.dtype) * (step * (log[-1] - log).exp().to(step.dtype))[..., None]
@@ -72,17 +72,17 @@ def scan_by_states(
 
 
 def scan_by_channels(rule: Rule, channels: Sequence[Tensor], shared: Sequence[Tensor], shards: Shards) -> Tensor:
-    """A scan of each document by itself; every rank has whole sequences of some channels, or heads.
+    """Applies a scan to each document separately; every rank has whole sequences of some channels, or heads.
 
     Args:
-        rule ([`Rule`]): The scan, of `channels` and then `shared`, without states, for the channels of this rank.
-        channels (sequence of `torch.Tensor` of shape `(batch, n, channels, ...)`): Those with a part for each channel;
-            the output is as large as the first one.
-        shared (sequence of `torch.Tensor` of shape `(batch, n, ...)`): Those that all channels need.
-        shards ([`Shards`]): The parts of the sequences. Every rank calls it at the same time.
+        rule ([`Rule`]): The scan of `channels` and then `shared`, without states, for this rank's channels.
+        channels (sequence of `torch.Tensor` of shape `(batch, n, channels, ...)`): Inputs with a part per channel; the
+            output has the shape of the first one.
+        shared (sequence of `torch.Tensor` of shape `(batch, n, ...)`): Inputs that all channels need.
+        shards ([`Shards`]): The parts of the sequences. All ranks call it at the same time.
 
     Returns:
-        `torch.Tensor` of the shape of the first tensor.
+        `torch.Tensor` of the shape of the first channel tensor.
     """
     like, whole = channels[0], shards.segments.whole
     spread = to_heads(channels, shards)

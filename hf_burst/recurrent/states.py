@@ -1,9 +1,9 @@
 """States that pass from segment to segment of a document.
 
-A text may go on in several ways: then all of them begin with the state that it leaves, whose gradients are summed.
+A text may have several continuations. Then all of them start from its final state, and their gradients are summed.
 
-What a run of tokens does to a state is affine: it comes out as `advance(transition, state) + own`. Transitions compose,
-so that every rank finds the states that come to its segments from what all segments hand on.
+A run of tokens maps a state affinely to `advance(transition, state) + own`. Transitions compose, so every rank computes
+the incoming states of its segments from all segments' exports.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,15 +21,14 @@ def incoming_states(
     shards: Shards,
     constant: bool = False,
 ) -> tuple[dict[int, Tensor], tuple[Tensor, ...]]:
-    """The states that come to the segments of this rank which open no document; and the slots that were gathered, for
-    [`join_backward`]. Every rank calls it at the same time.
+    """Returns the incoming states of this rank's segments that do not open a document, and the gathered slots for
+    [`join_backward`]. All ranks call it at the same time.
 
     Args:
-        handed (mapping from `int` to two `torch.Tensor`, fp32): For each segment of [`Shards.exports`], its state at
-            the end if it begins with zeros, and what it does to the state that comes in; of one that opens a document,
-            anything.
+        handed (mapping from `int` to two `torch.Tensor`, fp32): For each segment of [`Shards.exports`], its final state
+            from a zero initial state, and its transition (any value if it opens a document).
         advance (callable): Applies a transition to a state.
-        constant (`bool`, defaults to `False`): Whether transitions take no gradients, which then do not travel.
+        constant (`bool`, defaults to `False`): Whether transitions need no gradients, which are then not sent.
     """
     own, transition = next(iter(handed.values()))
     incoming = dict[int, Tensor]()
@@ -42,7 +41,7 @@ def incoming_states(
         flat = {index: torch.cat([tensor.flatten() for tensor in pair]) for index, pair in handed.items()}
         slots = gather_slots(flat, shards)
         pairs = {piece: slot.split([own.numel(), transition.numel()]) for piece, slot in slots.items()}
-    before, after = shards.segments.before, dict[tuple[int, int], Tensor]()  # the state behind each segment
+    before, after = shards.segments.before, dict[tuple[int, int], Tensor]()  # the state after each segment
     for index in range(len(shards.own)):
         piece, ahead = before.get((shards.group.rank, index)), list[tuple[int, int]]()
         while piece is not None and piece not in after:
@@ -65,7 +64,7 @@ def ends_of(
     advance: Callable[[Tensor, Tensor], Tensor],
     places: Iterable[int],
 ) -> dict[int, Tensor]:
-    """The states at the end of some segments, from what they hand on and the states that come to them."""
+    """Returns the final states of some segments, from their exports and incoming states."""
     found = {}
     for index in places:
         own, transition = handed[index]
@@ -74,16 +73,16 @@ def ends_of(
 
 
 def in_full_precision(tensor: Tensor) -> torch.autocast:
-    """A context in which products of states keep their dtype, also under autocast."""
+    """Returns a context that disables autocast, so that products of states keep their dtype."""
     return torch.autocast(tensor.device.type, enabled=False)
 
 
 def by_matrix(transition: Tensor, state: Tensor) -> Tensor:
-    """`(heads, K, K)` times `(heads, K, V)`. TF32 would lose what many transitions in a row add up to, so that they
-    compose in fp64, whatever torch is told."""
+    """Multiplies `(heads, K, K)` by `(heads, K, V)`, in fp64 whatever torch's settings, because TF32 would lose
+    precision over many consecutive transitions."""
     return (transition.double() @ state.double()).to(state.dtype)
 
 
 def by_number(transition: Tensor, state: Tensor) -> Tensor:
-    """One number for each head: `(heads,)` times `(heads, ...)`."""
+    """Multiplies each head by one number: `(heads,)` times `(heads, ...)`."""
     return transition.view(-1, *[1] * (state.ndim - 1)) * state

@@ -1,4 +1,4 @@
-"""Kernels of Triton that choose among candidates by timing them: the candidates are compiled at once, by threads."""
+"""Tuning of Triton kernels, which time their candidates: threads compile all candidates in parallel."""
 
 import logging
 import os
@@ -12,17 +12,17 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_THREADS = 16  # of a process at most
+_THREADS = 16  # most per process
 _TOLD_S = 5.0
 
 
 @contextmanager
 def tuning(what: str) -> Iterator[None]:
-    """Inside, Triton compiles all candidates of a kernel at the same time before it times them one after another. The
-    log says how long it took, if that is long. Where the GPU has no room, kernels are tuned when they first run.
+    """Lets Triton compile all candidates of a kernel in parallel before timing them one after another. Logs the time
+    if it is long. If the GPU has no room, kernels are tuned when they first run.
 
     Args:
-        what (`str`): What is tuned, for the log.
+        what (`str`): The name of the kernels, for the log.
     """
     start = time.monotonic()
     try:
@@ -46,11 +46,11 @@ def _compiling_at_once() -> Iterator[None]:
     try:
         from triton.runtime._async_compile import AsyncCompileMode
         from triton.runtime.autotuner import Autotuner
-    except ImportError:  # an older Triton compiles one after another
+    except ImportError:  # older versions compile candidates in sequence
         yield
         return
     bench = Autotuner._bench
-    compiled: dict[Any, Any] = {}  # of which call all candidates of a kernel are compiled, by the call's own arguments
+    compiled: dict[Any, Any] = {}  # by kernel, the arguments of the call whose candidates are compiled
     processes = max(1, torch.cuda.device_count())
     threads = max(1, min(_THREADS, (os.cpu_count() or 1) // processes))
 
@@ -59,7 +59,7 @@ def _compiling_at_once() -> Iterator[None]:
             compiled[tuner] = tuner.nargs
             with AsyncCompileMode(executor, ignore_errors=True):
                 for candidate in tuner.configs:
-                    with suppress(Exception):  # it is met again where the candidate is timed
+                    with suppress(Exception):  # it recurs when the candidate is timed
                         tuner.fn.run(*args, **{**settings, "warmup": True}, **candidate.all_kwargs())
         return bench(tuner, *args, config=config, **settings)
 

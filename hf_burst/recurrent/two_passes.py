@@ -1,14 +1,14 @@
-"""A gated delta rule over shards in two passes: what pieces do to a state, then outputs by the states that come.
+"""A gated delta rule over shards in two passes: first how pieces transform a state, then outputs from incoming states.
 
-The first pass goes over keys and values alone. Ranks exchange what it finds, and the second pass begins every piece
-with its true state. The backward pass is built likewise: gradients of states that nothing follows, the exchange, then
-all gradients.
+The first pass reads only keys and values. Ranks exchange its results, and the second pass starts every piece from its
+true state. The backward pass has the same structure: gradients of the initial states as if nothing followed the pieces,
+the exchange, then all gradients.
 
-    inputs -> [_Maps] -> states, transitions -> exchange -> states that come -> [_Outputs] -> outputs
+    inputs -> [_Maps] -> states, transitions -> exchange -> incoming states -> [_Outputs] -> outputs
 
-Gradients of inputs need those of the states at the end of pieces, which come last. So `_Outputs` returns gradients of
-the states that come, and leaves the rest to `_Maps`, whose backward pass runs after the exchange. Transitions take no
-gradients: those of the states at the end are whole.
+Gradients of inputs need the gradients of the pieces' final states, which arrive last. So `_Outputs` returns only the
+gradients of incoming states, and leaves the rest to `_Maps`, whose backward pass runs after the exchange. Transitions
+need no gradients, because those of the final states are complete.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from .states import by_matrix, in_full_precision, incoming_states
 
 class Inputs(NamedTuple):
     """Queries and keys `(tokens, key heads, K)`, values `(tokens, heads, V)`, logarithms of the decay and beta
-    `(tokens, heads)`, of pieces one after another."""
+    `(tokens, heads)`, for concatenated pieces."""
 
     q: Tensor
     k: Tensor
@@ -40,49 +40,49 @@ class Inputs(NamedTuple):
 
 
 class Passing(NamedTuple):
-    """The pieces of a rank whose state passes. Made once for a batch."""
+    """The pieces of a rank that receive or send a state. Made once per batch."""
 
-    places: tuple[int, ...]  # their places among the segments of the rank
-    laid: Any  # what [`DeltaKernels.lay`] makes of their bounds
+    places: tuple[int, ...]  # indices of the pieces among the rank's segments
+    laid: Any  # the result of [`DeltaKernels.lay`] for their bounds
 
 
 class DeltaKernels(Protocol):
-    """The steps of a gated delta rule, of whose queries some scale. What is `laid`, `prepared` and `begun` they alone
-    know. What is laid is kept for the next layer, if its kernels compare as equal."""
+    """The kernels of a gated delta rule. `laid`, `prepared` and `begun` are opaque to callers. Some kernels scale the
+    queries themselves. Layers whose kernels compare equal share `laid`."""
 
     def lay(self, bounds: Sequence[int], device: torch.device) -> Any:
-        """What steps have to know of where pieces begin: their cumulative bounds, in tokens, on a device."""
+        """Puts the kernels' arguments for pieces with these cumulative bounds, in tokens, on a device."""
 
     def prepare(self, inputs: Inputs, passing: Passing) -> tuple[Tensor, ...]:
-        """What is computed inside of chunks, without any state."""
+        """Computes the part inside chunks, which needs no state."""
 
     def maps(self, inputs: Inputs, prepared: tuple[Tensor, ...], passing: Passing) -> tuple[Tensor, Tensor]:
-        """The states at the end of pieces that begin with zeros, `(pieces, heads, K, V)`, and what these do to a state
-        that comes, `(pieces, heads, K, K)`. Both in fp32 or fp64."""
+        """Returns the final states of pieces that start from zeros, `(pieces, heads, K, V)`, and the pieces'
+        transitions, `(pieces, heads, K, K)`, both in fp32 or fp64."""
 
     def outputs(self, inputs: Inputs, prepared: tuple[Tensor, ...], begin: Tensor, passing: Passing) -> Tensor:
-        """The outputs `(tokens, heads, V)` of pieces that begin with these states."""
+        """Returns the outputs `(tokens, heads, V)` of pieces that start from these states."""
 
     def kept(self, prepared: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What of it the backward pass takes."""
+        """Returns the part of `prepared` that the backward pass needs."""
 
     def begin_backward(
         self, inputs: Inputs, kept: tuple[Tensor, ...], begin: Tensor, dout: Tensor, passing: Passing
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The gradients of the states at the beginning of pieces if nothing follows them, and what is begun."""
+        """Returns the gradients of the pieces' initial states as if nothing followed the pieces, and `begun`."""
 
     def end_backward(self, inputs: Inputs, begun: tuple[Tensor, ...], dend: Tensor, passing: Passing) -> Inputs:
-        """The gradients of the inputs, by those of the states at the end of pieces."""
+        """Returns the gradients of the inputs, given those of the pieces' final states."""
 
 
 def delta_rule_in_two_passes(rule: Rule, kernels: DeltaKernels, inputs: Sequence[Tensor], shards: Shards) -> Tensor:
-    """A gated delta rule of each document by itself; states pass from rank to rank.
+    """Applies a gated delta rule to each document separately; states pass from rank to rank.
 
     Args:
-        rule ([`Rule`]): The rule, for documents that one rank holds.
-        kernels ([`DeltaKernels`]): Its steps.
-        inputs (five `torch.Tensor`): As in [`delta_rule_by_states`], with one decay for each head.
-        shards ([`Shards`]): The parts of the sequences. Every rank calls it at the same time.
+        rule ([`Rule`]): The rule, for documents on a single rank.
+        kernels ([`DeltaKernels`]): The rule's kernels.
+        inputs (five `torch.Tensor`): As in [`delta_rule_by_states`], with one decay per head.
+        shards ([`Shards`]): The parts of the sequences. All ranks call it at the same time.
 
     Returns:
         `torch.Tensor` of shape `(batch, n, value heads, V)`.
@@ -115,12 +115,12 @@ def _passing(segments: Segments, device: torch.device, group: ContextGroup, kern
 
 
 class _Turn:
-    """What both functions of one call share, for a moment in either pass."""
+    """Values passed between the two autograd functions of one call, briefly in each pass."""
 
     def __init__(self, kernels: DeltaKernels, passing: Passing) -> None:
         self.kernels, self.passing = kernels, passing
-        self.forward: tuple[Any, ...] = ()  # the inputs, and what is prepared
-        self.backward: tuple[Any, ...] = ()  # the inputs, and what is begun
+        self.forward: tuple[Any, ...] = ()  # the inputs and `prepared`
+        self.backward: tuple[Any, ...] = ()  # the inputs and `begun`
 
 
 class _Maps(torch.autograd.Function):
@@ -142,7 +142,7 @@ class _Maps(torch.autograd.Function):
 
 
 class _Outputs(torch.autograd.Function):
-    """`after` is a tensor without elements, by which [`_Maps`] is behind in the backward pass."""
+    """`after` is an empty tensor that makes the backward pass of [`_Maps`] run after this one's."""
 
     @staticmethod
     def forward(ctx: Any, turn: _Turn, after: Tensor, begin: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class _Outputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        turn, saved = ctx.turn, ctx.saved_tensors  # asked for once: a checkpoint hands them out once
+        turn, saved = ctx.turn, ctx.saved_tensors  # read only once, as a checkpoint returns them once
         inputs, begin, kept = Inputs(*saved[:5]), saved[5], saved[6:]
         dbegin, begun = turn.kernels.begin_backward(inputs, kept, begin, dout.contiguous(), turn.passing)
         turn.backward = inputs, begun

@@ -1,4 +1,4 @@
-"""Finds ranks that wait for each other in vain, and waits for slow ones: a side channel next to torch.distributed."""
+"""A side channel beside torch.distributed that detects ranks waiting for each other in vain, but lets slow ones be."""
 
 from .channel import Watch, watch_of_process
 from .report import LEFT, START_ANEW, Counts, Report, Verdict, group_key, stuck

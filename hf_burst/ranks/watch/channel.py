@@ -1,8 +1,8 @@
-"""The side channel of a job: ranks that do different things end by an error, and slow ranks never do.
+"""The side channel of a job: ranks that do different things end with an error; slow ranks never do.
 
-A thread of every rank, its heart, posts once a second in the store of the job what the calls of the rank noted down. A
-rank that waits for some seconds reads what others posted. Only a proof is an error: ranks that wait for each other in a
-circle, or for one that has ended, seen twice and unchanged. Then they show their stacks, and end by one sentence.
+On every rank a thread, the heart, posts the state of the rank's calls to the job's store once a second. A rank that
+waits for some seconds reads the others' reports. It raises an error only on proof: ranks wait for each other in a
+cycle, or for one that has ended, seen twice and unchanged. Then they show their stacks and end with one message.
 """
 
 import faulthandler
@@ -31,34 +31,34 @@ logger = logging.getLogger(__name__)
 
 
 class Watch:
-    """The side channel of one process, made at its first call over ranks; it ends with the default group `world`."""
+    """The side channel of one process, from its first call over ranks until the default group `world` ends."""
 
-    patience = 3.0  # seconds that a rank waits before it looks at the others
+    patience = 3.0  # seconds that a rank waits before it checks the others
     interval = 1.0  # seconds between two beats
-    grace = 15.0  # seconds in which a rank that is stuck in code of others may be freed by an error there
+    grace = 15.0  # seconds for an error to free a rank that is stuck in other code
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.world = ref(world)
         self.rank = dist.get_rank()
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self.store: Any = dist.PrefixStore("hf_burst", store)  # type: ignore[attr-defined]
-        self.store.delete_key(f"verdict {self.rank}")  # of another default group over the same store
-        self.handled = id(sys.exc_info()[1])  # a fork inherits what its parent handles
+        self.store.delete_key(f"verdict {self.rank}")  # left by an earlier default group on the same store
+        self.handled = id(sys.exc_info()[1])  # a fork inherits the exception its parent is handling
         self.counts: WeakKeyDictionary[dist.ProcessGroup, Counts] = WeakKeyDictionary()
         self.controls: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
-        self.call = Report(self.rank)  # what this rank called last, and whether that is under way
+        self.call = Report(self.rank)  # the last call, and whether it is under way
         self.beats = 0
         self.state = ""
-        self.since = 0.0  # when it began
-        self.again = 0.0  # when to look at the others
-        self.seen: dict[tuple[int, str], int] = {}  # at which beats ranks that wait for ever were in their states
-        self.verdict: Verdict | None = None  # that names this rank
-        self.told = 0.0  # when it learned of it
+        self.since = 0.0  # when the state began
+        self.again = 0.0  # when to check the others
+        self.seen: dict[tuple[int, str], int] = {}  # the first beat at which each stuck rank was seen in its state
+        self.verdict: Verdict | None = None  # the verdict that names this rank
+        self.told = 0.0  # when this rank learned of it
         self.tasks: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._post()
         self.heart = Thread(target=self._run, name="hf_burst watch", daemon=True)
         self.heart.start()
-        # of children of multiprocessing, too. It stays when this watch has gone: its thread may still be on its way
+        # runs in multiprocessing children too, and after this watch is gone, because the thread may still be running
         multiprocessing.util.Finalize(None, _end, args=(ref(self), self.heart, self.patience), exitpriority=1)
 
     def counts_of(self, group: dist.ProcessGroup) -> Counts:
@@ -66,7 +66,7 @@ class Watch:
 
     @contextmanager
     def calling(self, group: dist.ProcessGroup, doing: str) -> Iterator["Watch"]:
-        """A call in which all ranks of a group meet; refused by a ConfigError if a pass over them was given up."""
+        """Surrounds a call in which all ranks of a group meet. Raises a ConfigError if a pass over it was given up."""
         counts = self.counts_of(group)
         if counts.broken:
             raise ConfigError(
@@ -82,7 +82,7 @@ class Watch:
 
     @contextmanager
     def messaging(self, group: dist.ProcessGroup) -> Iterator[None]:
-        """The messages of one exchange."""
+        """Surrounds the messages of one exchange."""
         counts = self.counts_of(group)
         counts.exchanges += 1
         with self._under_way(group, "messages", f"the messages after {self.call.latest}", counts.exchanges):
@@ -97,8 +97,8 @@ class Watch:
         self.call = replace(outer, kind=kind, doing=doing, group=key, members=members, number=number)
         try:
             yield
-        except BaseException as problem:  # also when the user interrupts
-            self.give_up(group, problem)  # what was sent would meet what another rank sends later
+        except BaseException as problem:  # interrupts too
+            self.give_up(group, problem)  # messages already sent would pair with another rank's later ones
             if lost(problem):
                 raise self.explain(problem, members, doing) from problem
             raise
@@ -106,16 +106,16 @@ class Watch:
             self.call = outer
 
     def give_up(self, group: dist.ProcessGroup, problem: BaseException) -> None:
-        """Tells the ranks of a group that a pass over them ended on this one by a problem, and refuses later calls."""
+        """Tells the ranks of a group that a pass over it failed on this rank, and refuses later calls."""
         counts = self.counts_of(group)
         counts.broken = counts.broken or repr(problem).splitlines()[0][:300]
         self._within(self.interval, self._post)
 
     def wait(self, ready: Callable[[], bool], limit: timedelta) -> None:
-        """Waits in the call under way until all have come, and ends with it if that is proved to be hopeless."""
+        """Waits in the current call until `ready`; raises an error once the wait is proved to be in vain."""
         last = time.monotonic() + limit.total_seconds()
         while not ready():
-            known = 0.0 < self.told < time.monotonic() - 2 * self.interval  # by the others as well
+            known = 0.0 < self.told < time.monotonic() - 2 * self.interval  # to the others as well
             if self.verdict is not None and known:
                 raise RankMismatchError(self.verdict.text)
             if time.monotonic() > last:
@@ -123,9 +123,9 @@ class Watch:
             time.sleep(0.005)
 
     def explain(self, problem: BaseException, members: Sequence[int], doing: str) -> BurstError:
-        """The error that stands for one of torch.distributed, after what others post within some seconds."""
+        """Returns the error to raise instead of torch.distributed's, after hearing the others for some seconds."""
         at_once = "hf_burst: rank %d lost another rank in %s. Look for the first error in the logs of the others."
-        logger.error(at_once, self.rank, doing)  # a launcher may end this one soon
+        logger.error(at_once, self.rank, doing)  # a launcher may kill this rank soon
         late = "imed out" in str(problem) or "timeout" in str(problem)
         limit = f"waited in {doing} until the time limit of the process group ran out"
         what = f"Rank {self.rank} {limit if late else f'lost the connection to another rank in {doing}'}."
@@ -139,8 +139,8 @@ class Watch:
         return LostRankError(f"{what} {why_lost(late, found, silent, reached)}")
 
     def _hear(self, ranks: Sequence[int], found: dict[int, Report | None], told: str) -> None:
-        """Finds what ranks post in the next seconds, `None` if they never did. If they are told something, they show
-        their stacks, and raise it in a later call."""
+        """Fills `found` with the ranks' reports of the next seconds, `None` for ranks that never posted. Ranks that are
+        `told` something show their stacks, and raise it in a later call."""
         before = {rank: self._read(rank) for rank in ranks}
         if told:
             self._tell(Verdict(told, dict.fromkeys(ranks, "")))
@@ -153,7 +153,7 @@ class Watch:
                 found[rank] = report
 
     def _run(self) -> None:
-        """The heart, which also does what the main thread asks for. It ends with the store or the default group."""
+        """Runs the heart, which also does the main thread's tasks. It ends with the store or the default group."""
         failed = False
         while dist.is_initialized() and dist.group.WORLD is self.world():
             try:
@@ -162,16 +162,16 @@ class Watch:
                 task = self._beat
             try:
                 task()
-            except dist.DistError as problem:  # the store has gone with the process that holds it
+            except dist.DistError as problem:  # the process that holds the store is gone
                 logger.debug("hf_burst no longer hears of the other ranks: %s", problem)
                 return
-            except Exception:  # it looks again: what the user changes meanwhile may be whole by then
+            except Exception:  # try again: the user may have been changing the groups
                 if not failed:
                     logger.exception("hf_burst, rank %d, failed to look where ranks wait.", self.rank)
                 failed = True
 
     def _within(self, seconds: float, task: Callable[[], object]) -> bool:
-        """Whether the heart did a task in time, since a lost connection to the store may hold it up for long."""
+        """Lets the heart do a task; returns whether it finished in time, because a lost store may block it for long."""
         done = Event()
         self.tasks.put(task)
         self.tasks.put(done.set)
@@ -190,7 +190,7 @@ class Watch:
             self._look(report.members, now)
 
     def _look(self, members: Sequence[int], now: float) -> None:
-        """Reads what the others have posted, and decides when it has seen the same proof twice."""
+        """Reads the others' reports, and posts a verdict after seeing the same proof twice."""
         read = cache(self._read)
         found = stuck(self.rank, read)
         twice = [one.ended or one.beat > self.seen.setdefault((one.rank, one.state), one.beat) + 1 for one in found]
@@ -203,12 +203,12 @@ class Watch:
             logger.warning("hf_burst: rank %d has waited for %.0f s. %s", self.rank, waited, others)
 
     def _obey(self, verdict: Verdict, own: Report, now: float) -> None:
-        """Shows the stacks of this rank. If it hangs in code of others, where nothing can be raised, it logs the
-        verdict, and ends if no error of other ranks ends it."""
+        """Shows the stacks of this rank. If it hangs in other code, where nothing can be raised, it logs the verdict,
+        and ends the process unless another rank's error does."""
         hangs = own.kind != "agree" and verdict.states.get(self.rank) == own.state
         if not self.told:
             self.told = now
-            faulthandler.dump_traceback(2)  # standard error, which notebooks replace
+            faulthandler.dump_traceback(2)  # the real stderr, which notebooks replace
             if hangs:
                 logger.error("hf_burst, rank %d: %s", self.rank, verdict.text)
         elif hangs and now > self.told + self.grace:
@@ -223,7 +223,7 @@ class Watch:
             self.store.set(f"verdict {rank}", pickle.dumps(verdict))
 
     def _post(self, ended: str = "") -> Report:
-        """Posts where this rank stands, and reads what others decided."""
+        """Posts this rank's report, and reads the others' verdict."""
         self.beats += 1
         counts = dict[str, Counts]()
         world: Any = dist.distributed_c10d._world
@@ -241,8 +241,8 @@ class Watch:
         return pickle.loads(self.store.get(f"{key}")) if self.store.check([f"{key}"]) else None
 
     def end(self) -> bool:
-        """Tells the others that this process ends, and the user what a lost connection means that ended it. Returns
-        whether the store answered: the heart waits for one whose host is gone."""
+        """Tells the others that this process ends, and explains a lost connection that ended it. Returns whether the
+        store answered; if its host is gone, the heart blocks on it."""
         answers = self._within(2.0, self._post)
         problem = _uncaught()
         ended = "ended"
@@ -258,16 +258,16 @@ class Watch:
 
 
 def _end(watch: ref["Watch"], heart: Thread, limit: float) -> None:
-    """Ends the heart before the interpreter. If it came back from torch later, it would abort the process: Python ends
-    it by unwinding its stack, which destructors of torch do not allow."""
-    own = watch() if dist.is_initialized() else None  # else it is on its way out
+    """Ends the heart before the interpreter. A thread that returns from torch later would abort the process, because
+    Python ends it by unwinding its stack, which torch's destructors do not allow."""
+    own = watch() if dist.is_initialized() else None  # else the heart is already ending
     heart.join(limit if own is None or own.end() else 0.5)
-    time.sleep(0.05)  # gloo's own threads wait for the interpreter as well, to let go of the last collective's tensors
+    time.sleep(0.05)  # gloo's threads also need the interpreter, to release the last collective's tensors
 
 
 def _uncaught() -> BaseException | None:
-    """What ends this process: raised just now in a child of multiprocessing, turned to `sys.exit(1)` by `spawn`."""
-    of_script = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # in a notebook, of an old cell
+    """Returns the exception that ends this process, also in a multiprocessing child or behind `spawn`'s `sys.exit`."""
+    of_script = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # a notebook's is from an old cell
     problem = sys.exc_info()[1] or of_script
     if isinstance(problem, SystemExit):
         return (problem.__context__ or problem) if problem.code else None
@@ -275,7 +275,7 @@ def _uncaught() -> BaseException | None:
 
 
 def begun_over(group: Any) -> int:
-    """How many collectives of a process group this rank has begun; of gloo, messages between two ranks as well."""
+    """Returns how many collectives this rank has begun over a group; for gloo, including point-to-point messages."""
     try:
         return int(group._get_sequence_number_for_group())
     except RuntimeError:  # a backend that does not count
@@ -283,7 +283,7 @@ def begun_over(group: Any) -> int:
 
 
 def lost(problem: BaseException) -> bool:
-    """Whether an error is that of a backend of torch.distributed whose messages do not come through."""
+    """Whether an error comes from a torch.distributed backend whose messages failed."""
     of_backend = isinstance(problem, dist.DistError) or "gloo/" in str(problem) or "NCCL" in str(problem)
     return of_backend and isinstance(problem, RuntimeError) and not isinstance(problem, BurstError)
 
@@ -292,7 +292,7 @@ _WATCHES: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
 
 
 def watch_of_process() -> Watch:
-    """The watch of this process; for processes that torch.distributed has joined."""
+    """Returns this process's watch, made at the first call; torch.distributed must be initialized."""
     world = dist.group.WORLD
     assert world is not None, "asked by one of several ranks"
     if world not in _WATCHES:

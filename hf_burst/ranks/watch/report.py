@@ -1,4 +1,4 @@
-"""What ranks tell each other, and the proof that some of them wait for ever: values only, without processes."""
+"""The reports that ranks post, and the proof that some of them wait forever: values only, without processes."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -21,15 +21,15 @@ _TOGETHER = "Let all ranks call the model equally often, and in one order (docs/
 
 @lru_cache(maxsize=64)
 def group_key(name: str, members: tuple[int, ...]) -> str:
-    """A name of a process group that all ranks give it, and no other group of theirs."""
+    """Returns a name for a process group that is the same on all ranks and unique among their groups."""
     return f"{name}/{zlib.crc32(repr(members).encode()):x}"
 
 
 @dataclass
 class Counts:
-    """What a rank has begun over a process group: calls in which all meet, exchanges of attention, and collectives of
-    others since the last call over any group. `exact` says that these are counted without messages between two ranks,
-    `base` what the backend had counted before, and `broken` what ended a pass midway."""
+    """A rank's counters for a process group: calls in which all ranks meet, exchanges, and collectives of other code
+    since the last call over any group. `exact` says that these exclude messages between two ranks, `base` is the
+    backend's count before, and `broken` is the problem that ended a pass midway."""
 
     agreed: int = 0
     exchanges: int = 0
@@ -41,8 +41,8 @@ class Counts:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank tells the others: the number of the report, the last call that it came through, the one under way,
-    its counts for each group, and how it ended, if it did."""
+    """A rank's report to the others: the report's number, the last completed call, the one under way, the counts for
+    each group, and how the rank ended, if it did."""
 
     rank: int
     beat: int = 0
@@ -57,8 +57,8 @@ class Report:
     ended: str = ""
 
     def needs(self, other: "Report") -> bool:
-        """Whether this rank waits for something that the other one has not begun: for a collective of others, if no
-        call of hf_burst is under way."""
+        """Whether this rank waits for something that the other one has not begun; if no call of hf_burst is under way,
+        that is a collective of other code."""
         if self.kind:
             there = other.over(self.group)
             begun = there.agreed if self.kind == "agree" else there.exchanges
@@ -70,7 +70,7 @@ class Report:
         )
 
     def has_left(self, other: "Report") -> bool:
-        """Whether this rank is in a call already, and the other one still in exchanges of the pass before."""
+        """Whether this rank is already in a call while the other is still in exchanges of the pass before."""
         ahead = self.over(self.group).exchanges < other.over(self.group).exchanges
         return self.kind == "agree" and self.needs(other) and ahead
 
@@ -83,7 +83,7 @@ class Report:
 
     @property
     def state(self) -> str:
-        """What stays the same while the rank is held up."""
+        """A string that stays the same while the rank makes no progress."""
         begun = sum(own.agreed + own.base + own.since for own in self.counts.values())
         return f"{self.kind} {self.number} of {self.group} {begun} {self.ended}"
 
@@ -100,8 +100,8 @@ class Report:
 
 
 def stuck(rank: int, read: Callable[[int], Report | None], path: tuple[Report, ...] = ()) -> tuple[Report, ...]:
-    """The reports by which `rank`, at the end of a path, waits for ever: a chain to a rank that has ended, or a circle.
-    Empty if there is no proof of one. Out of a collective of others the chain only leads back."""
+    """Returns the reports that prove that `rank`, reached by a path, waits forever: a chain to a rank that has ended,
+    or a cycle; empty without proof. From other code's collectives, the chain only leads back to earlier ranks."""
     report = read(rank)
     if report is None:
         return ()
@@ -122,14 +122,14 @@ def stuck(rank: int, read: Callable[[int], Report | None], path: tuple[Report, .
 
 @dataclass(frozen=True)
 class Verdict:
-    """The sentence on what was proved, and the ranks that it names with their states."""
+    """The message about a proof, and the ranks that it names with their states."""
 
     text: str
     states: dict[int, str]
 
     @classmethod
     def of(cls, found: Sequence[Report]) -> "Verdict":
-        """That of ranks that are [`stuck`]."""
+        """Makes the verdict on ranks that are [`stuck`]."""
         last = found[-1]
         what, advice = "Ranks wait for each other in different places, and none would ever go on.", _TOGETHER
         if last.ended:
@@ -143,9 +143,9 @@ class Verdict:
 
 
 def why_lost(late: bool, found: dict[int, Report | None], silent: Sequence[int], reached: bool) -> str:
-    """What a rank knows of the others, and advises, when messages did not come through: by the time limit if `late`.
-    `found` has what they posted, `None` if they never did; the silent ones no longer do. None was asked if the store
-    was not `reached`."""
+    """Returns what a rank knows about the others, and advice, after messages failed (`late`: at the time limit).
+    `found` has their reports, `None` for ranks that never posted; `silent` ranks stopped posting. If the store was not
+    `reached`, no rank was asked."""
     known = [] if reached else ["The store of the job cannot be reached: mostly rank 0, which holds it, has ended."]
     for rank, report in found.items():
         if report is None:
