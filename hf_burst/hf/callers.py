@@ -1,13 +1,14 @@
 """Finds who called a model from the stack of this thread. No other file walks over frames:
 
-Callers.of_now        when a pass begins: neither `Trainer` nor torch.compile tells a model that it runs it
-trainer_being_made    while accelerate is made: it is not passed the trainer
-is_within             when the decoder is called alone: an interrupted call of the model has not reported its end
+within_compiled    when a pass begins: torch.compile does not tell a model that it runs it
+trainer_among      a `Trainer` passes itself neither to the model that it runs nor to the accelerator that it makes
+is_within          when the decoder is called alone: an interrupted call of the model has not reported its end
 """
 
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from types import FrameType
 from typing import Any
 
@@ -20,36 +21,23 @@ _METRICS = ("compute_metrics", "preprocess_logits_for_metrics")
 
 @dataclass(frozen=True)
 class Callers:
-    """Who runs a pass.
+    """Who runs a pass. The trainer is looked for when it is asked for, within the pass.
 
     Args:
-        trainer (`Trainer`, *optional*): The trainer that runs this epoch or evaluation.
-        readers (`tuple[str, ...]`): Functions that the user gave to that trainer and that read logits of this pass.
         compiled (`bool`): Whether torch.compile runs it.
     """
 
-    trainer: Any | None = None
-    readers: tuple[str, ...] = ()
     compiled: bool = False
 
-    @classmethod
-    def of_now(cls, compiled: bool) -> "Callers":
-        """Returns the callers of the current call.
+    @cached_property
+    def trainer(self) -> Any | None:
+        """The `Trainer` that runs this epoch or evaluation."""
+        return trainer_among(_ROUNDS)[0]
 
-        Args:
-            compiled (`bool`): Whether a module is known to be compiled.
-        """
-        trainer, readers = None, tuple[str, ...]()
-        for frame in _frames():
-            name = frame.f_code.co_name
-            compiled |= name == "compile_wrapper"  # of torch._dynamo, whatever was compiled
-            if trainer is not None:
-                continue
-            trainer = _trainer_of(frame, _ROUNDS)
-            if name == "prediction_step" and not readers and not frame.f_locals.get("prediction_loss_only", True):
-                given = frame.f_locals.get("self")
-                readers = tuple(each for each in _METRICS if getattr(given, each, None) is not None)
-        return cls(trainer, readers, compiled)
+    @cached_property
+    def readers(self) -> tuple[str, ...]:
+        """Functions that the user gave to that trainer and that read logits of this pass."""
+        return trainer_among(_ROUNDS)[1]
 
     @property
     def multiply_losses(self) -> bool:
@@ -62,9 +50,29 @@ class Callers:
         return [name for attribute, name in names.items() if getattr(self.trainer, attribute, None) is not None]
 
 
+def within_compiled() -> bool:
+    """Returns whether torch.compile runs the caller, whatever was compiled."""
+    return any(frame.f_code.co_name == "compile_wrapper" for frame in _frames())  # of torch._dynamo
+
+
 def trainer_being_made() -> Any | None:
     """Returns the `Trainer` that is making its accelerator, or `None`."""
-    return next(filter(None, (_trainer_of(frame, _MAKING) for frame in _frames())), None)
+    return trainer_among(_MAKING)[0]
+
+
+def trainer_among(methods: tuple[str, ...]) -> tuple[Any | None, tuple[str, ...]]:
+    """Returns the innermost `Trainer` that runs one of these methods, and what the user gave it that reads logits of a
+    prediction inside."""
+    module: Any = sys.modules.get("transformers.trainer")  # no Trainer runs before this import
+    readers = tuple[str, ...]()
+    for frame in _frames() if module is not None else ():
+        name = frame.f_code.co_name
+        if name in methods and isinstance(trainer := frame.f_locals.get("self"), module.Trainer):
+            return trainer, readers
+        if name == "prediction_step" and not readers and not frame.f_locals.get("prediction_loss_only", True):
+            given = frame.f_locals.get("self")
+            readers = tuple(each for each in _METRICS if getattr(given, each, None) is not None)
+    return None, readers
 
 
 def is_within(holds: Callable[[Any], bool]) -> bool:
@@ -79,12 +87,3 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _trainer_of(frame: FrameType, methods: tuple[str, ...]) -> Any | None:
-    """Returns the `Trainer` if the frame runs one of its `methods`, else `None`."""
-    module: Any = sys.modules.get("transformers.trainer")  # no Trainer runs before this import
-    if module is None or frame.f_code.co_name not in methods:
-        return None
-    own = frame.f_locals.get("self")
-    return own if isinstance(own, module.Trainer) else None

@@ -23,7 +23,7 @@ from .admission import check_adapters, served_by
 from .batches.cutting import bound_arguments
 from .batches.documents import cache_of
 from .batches.sharded import is_sharded
-from .callers import Callers, is_within
+from .callers import Callers, is_within, within_compiled
 from .context import CALL_KEY, LayerContext, PassContext, current
 from .forward_pass import Agreement, Batch, Call, ForwardPass
 from .groups import OLD_ARGUMENTS, PATCH, check_joined, resolve_group
@@ -300,7 +300,7 @@ class _Patch:
         changed = not self.met.are(walk.modules)
         view = ModelView(module) if changed else self.view
         wants_loss = self.pooling is None and self.token_losses.asked is None
-        group, callers = resolve_group(self.group), Callers.of_now(walk.compiled)
+        group, callers = resolve_group(self.group), Callers(walk.compiled or within_compiled())
         call = Call(view, group, self.config, self.task, given, callers, self.pooling, wants_loss)
         mode = "training" if module.training else "evaluation"
         doing = f"forward pass {self.passes} of {type(module).__name__} in {mode}"

@@ -169,7 +169,7 @@ class ContextGroup:
             As [`agree`].
         """
         length, _ = self.agree({"call": "first_says"}, error, device, len(mine), doing=doing)
-        if self.size == 1:
+        if self.size == 1 or not length:
             return mine
         content = torch.frombuffer(bytearray(mine or length), dtype=torch.uint8)
         process_group, limit = self.process_group, self.time_limit(device)

@@ -152,7 +152,7 @@ class StepGraphs(Override):
 
     def __init__(self, module: nn.Module, own: Any, changing: bool) -> None:
         super().__init__(module, own)
-        update_wrapper(self, self.plain.func if isinstance(self.plain, partial) else self.plain)
+        update_wrapper(self, self.own or getattr(type(module), self.name), updated=())
         self.state = _state_of(module) if changing else lambda: None
         self.before: Any = None  # the state of the first step
         self.seen: Any = None  # the signature of the last step

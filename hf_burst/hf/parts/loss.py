@@ -105,7 +105,7 @@ class Loss(Part):
             if self.weights is not None:
                 parts = (weight * scores.index_select(0, index) for weight, index in self.weights.items())
                 scores = torch.cat([scores[:0], *parts])
-            loss = batch_loss(-scores.sum(), run, run.call.items if run.tokens else 1)  # 0 and not nan, as in TRL
+            loss = batch_loss(-scores.sum(), run, self._items(run) if run.tokens else 1)  # 0 and not nan, as in TRL
             if "aux_loss" in outputs:  # already that of the whole batch
                 factor = run.model.config.get_text_config().router_aux_loss_coef * balance_share(run)
                 loss = loss + factor * outputs["aux_loss"]
@@ -117,8 +117,10 @@ class Loss(Part):
             if outputs.get("loss") is not None:
                 raise ConfigError(_PAST_US.format(self.forward))
         elif self.targets is not None:
-            local, items = Spread.of(outputs["logits"]).loss_sum(self.targets), run.call.items
-            outputs["loss"] = batch_loss(local, run, self.items if self.averages else items)
+            outputs["loss"] = batch_loss(Spread.of(outputs["logits"]).loss_sum(self.targets), run, self._items(run))
+
+    def _items(self, run: ForwardPass) -> torch.Tensor | float | None:
+        return self.items if self.averages else run.call.items
 
     def end(self) -> None:
         self.run = self.targets = self.weights = None

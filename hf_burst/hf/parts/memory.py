@@ -85,6 +85,7 @@ class MemoryRule(Part):
     def __init__(self, config: BurstConfig) -> None:
         self.chooses = config.memory == "auto"
         self.compared = False  # whether all ranks have this config
+        self.looked: bool | None = None  # whether weights were sharded over other groups at the latest look
         self.host: float | None = None  # bytes that each rank may take on its host
         self.fixed = set[str]()  # settings that some rank cannot have, so all keep the defaults
         self.rules: dict[Any, MeasuredLevels] = {}  # by how the model is trained
@@ -178,24 +179,31 @@ class MemoryRule(Part):
         """Returns the settings of a pass, the same on all ranks."""
         self.steps = call.learns
         self.alone = call.group.size == 1 and not call.sharing
-        if self.host is None:
+        if self.looked != bool(call.sharing):  # weights are sharded over other groups by now, or no more
+            self.looked = bool(call.sharing)
             self._look(call, checkpoints)
         if self.steps and self.room is None and call.view.find(recurrent_sizes):
             self.room = RoomForKernels(call.device)
             reading = Reading.of(call.device) or reading
         weights = {id(weight): weight for module in call.view.modules for weight in module._parameters.values()}
         trained = [weight for weight in weights.values() if weight is not None and weight.requires_grad]
-        rule = self._rule(call, checkpoints, trained)
+        try:
+            rule = self._rule(call, checkpoints, trained)
+        except (AttributeError, TypeError) as problem:  # a config that names its sizes otherwise, on all ranks
+            self.chooses = False
+            logger.info("hf_burst cannot tell what memory a step takes, and leaves all as it is: %s", problem)
+            return call.config.memory_settings
         layout = batch.layout
         size = Size(layout.batch_size * layout.sharding.most_tokens, seen_in(call))
         levels = rule.sizes.levels(size.tokens, self.host or 0.0, self.fixed | _impossible(call, checkpoints))
         step = Step(rule, levels, Memory(), size, reading, any(weight.grad is not None for weight in trained))
         if not self.steps:
             level = int(call.largest([rule.choose_forward(levels, size, step.free)])[0])
-            return Memory(tiled_mlp=levels[level].tiled_mlp, head_groups=levels[level].head_groups)
+            chosen = levels[min(level, len(levels) - 1)]
+            return Memory(tiled_mlp=chosen.tiled_mlp, head_groups=chosen.head_groups)
         level, expected = rule.choose(levels, size, step.free, self._gaps, step.added)
         level = int(call.largest([level])[0])
-        step.settings = levels[level]
+        step.settings = levels[min(level, len(levels) - 1)]  # another group may have more: its layers checkpoint
         self.latest = step
         share = step.settings.attention_keep
         if 0 < share < 1 and layout.beginning(1 - share) is None:  # ranks hold unequal amounts of a part

@@ -60,6 +60,7 @@ class Recurrence(Part):
     def admit(self, call: Call, agreement: Agreement) -> None:
         for module in self.modules:
             _check_forward(module)
+            RecurrentForward.put(module)  # somebody may have removed it since, such as a model that shares the module
         if self.modules:  # with them, delta rules send other messages
             agreement.add("kernels of flash-linear-attention", fla_kernels(call.device, 1) is not None)
 

@@ -37,8 +37,8 @@ def seen_in(call: Call) -> float:
     given = call.given
     total = sum(value.nbytes for name in _RUNS if isinstance(value := given.get(name), Tensor))
     grids = [grid.prod(-1) for name in _GRIDS if isinstance(grid := given.get(name), Tensor)]
-    images = torch.cat(grids) if grids and row_of(type(call.model)).images else None
-    share = 1.0 if images is None else float(images.max() / images.sum())
+    images = torch.cat(grids) if grids and row_of(type(call.model)).images not in (None, "all") else None
+    share = 1.0 if images is None or not images.numel() else float(images.max() / images.sum())
     return total * max(share, 1 / call.group.size)
 
 

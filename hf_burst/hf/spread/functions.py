@@ -42,8 +42,16 @@ class Step(NamedTuple):
 
 
 def name_of(function: Any) -> str:
-    name = getattr(function, "__name__", str(function)).strip("_")
+    """Returns the name of an operator without its underscores; a trailing one, of functions in place, stays."""
+    name = getattr(function, "__name__", str(function))
+    name = name.strip("_") if name.startswith("__") else name
     return _NAMES.get(name, name)
+
+
+def is_in_place(function: Any) -> bool:
+    """Returns whether a function of torch changes its first argument."""
+    name = getattr(function, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
 
 
 def by_tokens(value: Any, function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from ...layers.token_values import token_values
 from ..batches.sharded import sum_of_bits
 from ..overrides import Override
 from ..view import children_of
-from .functions import SERVED, Step, by_tokens, name_of
+from .functions import SERVED, Step, by_tokens, is_in_place, name_of
 from .heads import check_head_again, is_hooked, is_partitioned, is_sharded_head, is_watched
 from .where import Where
 
@@ -27,6 +27,7 @@ _HOOKED = (
     "The head of the model has a forward hook. It is given the logits of this rank's tokens, which are all in memory: "
     "tokens x vocabulary values. Remove the hook for long sequences."
 )
+_UNWRITTEN = "Values on several ranks are not changed in place; torch.where and x = x / 2 make others of them."
 _FACTS = ("requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta")
 logger = logging.get_logger(__name__)
 Compute = Callable[[Tensor], Tensor]
@@ -305,7 +306,7 @@ class Spread:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if self.lies is not None:
-            raise TypeError("Values that lie on several ranks are not written to; torch.where makes others of them.")
+            raise TypeError(_UNWRITTEN)
         self.score()[key] = value
 
     def __getattr__(self, name: str) -> Any:
@@ -327,6 +328,8 @@ class Spread:
         options = dict(kwargs or {})
         first, *others = args or (options.pop("input", None),)
         if isinstance(first, cls):
+            if is_in_place(function) and first.lies is not None:
+                raise TypeError(_UNWRITTEN)
             found = by_tokens(first, function, others, options)
             if found is not NotImplemented:
                 return found

@@ -11,6 +11,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -36,7 +37,9 @@ class FirstRank:
         self.later: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []  # calls for after the function
         self.leads = 0  # users' functions that run on the first rank, as far as this rank knows
         self.turn = threading.Lock()  # held by the user's thread whose call all ranks run
-        self.order = asyncio.Lock()  # keeps the ends of async functions in order
+        self.orders = WeakKeyDictionary[
+            Any, asyncio.Lock
+        ]()  # of event loops: keep the ends of async functions in order
 
     def once(
         self, function: Callable[..., Any], given: Callable[[dict[str, Any]], dict[str, Any]] = dict, tool: bool = False
@@ -64,15 +67,21 @@ class FirstRank:
 
         async def call_async(*args: Any, **kwargs: Any) -> Any:
             run = functools.partial(function, *args, **given(kwargs))
+            order = self.orders.setdefault(asyncio.get_running_loop(), asyncio.Lock())
             if self.group.rank:
-                async with self.order:
+                async with order:
                     return end(run)
             self.leads += 1
-            answer = asyncio.ensure_future(run())
-            async with self.order:
-                await asyncio.wait([answer])
-                self.leads -= 1
-                return end(answer.result)
+            leading = True
+            try:
+                answer = asyncio.ensure_future(run())
+                async with order:
+                    await asyncio.wait([answer])
+                    self.leads -= 1
+                    leading = False
+                    return end(answer.result)
+            finally:
+                self.leads -= leading  # it was cancelled
 
         return functools.wraps(function)(call_async if _is_async(function) else call)
 
@@ -108,6 +117,8 @@ class FirstRank:
             try:
                 self._call(name, *content[0], **content[1])
             except BaseException as problem:  # the first rank has this error, too, and decides what follows
+                if self.group.broken:
+                    raise
                 error = None if isinstance(problem, Exception) else problem
         if self.group.rank:
             result, later, state = content

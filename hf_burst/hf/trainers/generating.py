@@ -176,7 +176,9 @@ class _StandIn:
 
     def __init__(self, first: FirstRank, factory: Callable[[], Any], real: Any = None) -> None:
         self.real = real
-        if real is None:
+        if real is None and first.leads:  # in a rollout, of which the other ranks know the result alone
+            self._make(factory)
+        elif real is None:
             first.told(partial(self._make, factory), type(self).__name__)
         for name in _public_methods(type(self)):
             method = getattr(type(self) if self.real is None else self.real, name)
@@ -186,6 +188,8 @@ class _StandIn:
         self.real = factory()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "real":
+            raise AttributeError(name)  # of a copy that is being made
         return getattr(self.real, name)
 
 

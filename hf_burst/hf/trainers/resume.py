@@ -96,7 +96,7 @@ def _look(checkpoint: Path) -> tuple[str | None, bool]:
     if not file.is_file():
         return f"{STATE} is missing, which is written last", False
     try:
-        ranks = recorded(TrainerState.load_from_json(str(file))).get("ranks", 0)
+        ranks = recorded(TrainerState.load_from_json(str(file))).get("ranks")
         for file in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
             _read_end(file)
     except UNREADABLE as problem:
@@ -104,6 +104,8 @@ def _look(checkpoint: Path) -> tuple[str | None, bool]:
     for what, patterns in NEEDED.items():
         if not any(path for pattern in patterns for path in checkpoint.rglob(pattern)):
             return f"it has no {what}", False
+    if ranks is None:  # saved without this callback
+        return None, any(checkpoint.glob("rng_state*.pth"))
     rank = ContextGroup.from_mesh(None).rank
     name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
     return None, rank >= ranks or (checkpoint / name).exists()
@@ -187,6 +189,8 @@ class BurstResume(TrainerCallback, ExportableState):
 
     def _compare(self, said: str, before: Mapping[str, Any]) -> None:
         now = self.began
+        if "sequences" not in before:
+            _warn("%s without BurstResume, or by an older one: neither batches nor data are compared.", said)
         if before.get("sequences", now["sequences"]) != now["sequences"]:
             raise ConfigError(
                 f"{said} with {before['sequences']} sequences a step ({before['factors']}), and this run has "

@@ -112,15 +112,17 @@ class Watch:
         self._within(self.interval, self._post)
 
     def wait(self, ready: Callable[[], bool], limit: timedelta) -> None:
-        """Waits in the current call until `ready`; raises an error once the wait is proved to be in vain."""
-        last = time.monotonic() + limit.total_seconds()
+        """Waits in the current call until `ready`, which is asked less and less often; raises an error once the wait is
+        proved to be in vain."""
+        last, pause = time.monotonic() + limit.total_seconds(), 0.001
         while not ready():
             known = 0.0 < self.told < time.monotonic() - 2 * self.interval  # to the others as well
             if self.verdict is not None and known:
                 raise RankMismatchError(self.verdict.text)
             if time.monotonic() > last:
                 raise dist.DistStoreError(f"timed out after {limit}")
-            time.sleep(0.005)
+            time.sleep(pause)
+            pause = min(1.2 * pause, 0.05)
 
     def explain(self, problem: BaseException, members: Sequence[int], doing: str) -> BurstError:
         """Returns the error to raise instead of torch.distributed's, after hearing the others for some seconds."""
