@@ -12,9 +12,11 @@ import hf_burst
 from hf_burst.attention import SequenceLayout
 from hf_burst.errors import BatchError, RankMismatchError
 from hf_burst.hf.batches.cutting import kept_tokens
+from hf_burst.hf.parts.head import Head
 from hf_burst.hf.spread.value import Spread
 from hf_burst.hf.spread.where import Where
 from hf_burst.ranks.group import ContextGroup
+from tests.hf.test_patch import part_of
 from tests.hf.test_token_losses import Batch, Width, batch_of, whole_gradients, wrap
 from tests.support import models
 from tests.support.gradients import Result, assert_equal
@@ -154,7 +156,7 @@ def by_all_means(rank: int, size: int) -> None:
         (torch.stack(list(logits)), plain),
     ):
         torch.testing.assert_close(found.detach(), wanted)
-    with pytest.raises(TypeError, match="not written to"):
+    with pytest.raises(TypeError, match="not changed in place"):
         logits[:, 3] = 0.0
     outputs.loss.backward()
     logits.argmax(-1)
@@ -310,3 +312,28 @@ def test_tokens_that_are_kept_are_found_by_runs(documents: tuple[int, ...], keep
         held = layout.indices(rank)
         found |= {place: int(held[row]) for place, row in enumerate(local.tolist()) if row >= 0}
     assert [found[place] for place in range(len(wanted))] == wanted
+
+
+def change_in_place(rank: int, size: int) -> None:
+    model, batch = models.patch(models.make_model("llama").train()), models.make_batch("plain")
+    logits = model(**batch).logits
+    for change in (lambda: logits.div_(2), lambda: logits.__setitem__(0, 1.0)):
+        with pytest.raises(TypeError, match="not changed in place"):
+            change()
+
+
+def test_values_of_several_ranks_are_not_changed_in_place(ranks: Ranks) -> None:
+    ranks(2).run(change_in_place)
+
+
+def test_logits_in_a_model_are_changed_in_place() -> None:
+    """A statement of a forward changes those that follow it."""
+    model = models.patch(models.make_model("llama").train())
+    model(**models.make_batch("plain"))
+    hidden = torch.randn(1, 5, model.config.hidden_size)
+    part_of(model, Head).lazy.under_way = True
+    logits = model.lm_head(hidden)
+    assert isinstance(logits, Spread)
+    logits.div_(2)
+    part_of(model, Head).lazy.under_way = False
+    torch.testing.assert_close(logits.score(), model.lm_head(hidden) / 2)

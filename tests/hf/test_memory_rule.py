@@ -261,7 +261,7 @@ def run_short(rank: int, size: int) -> tuple[list[Memory], list[str]]:
 def test_a_step_that_ran_out_is_followed_by_a_more_frugal_one(caplog: pytest.LogCaptureFixture) -> None:
     found, notes = run_short(0, 1)
     assert found[:2] == [Memory(), Memory()]
-    assert found[2] == found[4] != Memory()
+    assert Memory() not in (found[2], found[4]), "it is measured, and may be cheaper, but for what ran out"
     assert found[3] == Memory(), "of fewer tokens"
     assert f"run the step again, and it is trained with {memory.named(found[2])}" in notes[0]
     (said,) = [record.getMessage() for record in caplog.records if "ran out of memory" in record.getMessage()]

@@ -518,6 +518,7 @@ def test_what_hf_burst_measured_stays() -> None:
         for _ in range(2):
             with training_contenders.burst(job, {"memory": "auto"}) as loss:
                 loss(job).backward()
+            job.optimizer.zero_grad()
     ((rule,),) = [rules.values() for rules in job.rules.values()]
     assert [taken.size.tokens for taken in rule.known.values()] == [70]
     assert job.chosen["tiled_mlp"] == 0

@@ -62,8 +62,10 @@ def room_for(level: int, model: Any, tokens: int, ranks: int = 1, groups: int = 
     """Bytes of a GPU on which a first batch with so many tokens, shared by ranks, is given this level and no earlier
     one; of several groups of ranks, which shard weights."""
     sizes = layer_sizes(ModelView(model), model.dtype.itemsize, True, ranks)
-    weights = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad) / (ranks * groups)
-    gradients = weights if groups > 1 else weights * ranks * groups
+    learns = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    # FSDP2 has gathered those outside of layers by then
+    shards = {name: ranks * groups if groups > 1 and "layers." in name else 1 for name in learns}
+    gradients = sum(-(-len(weight) // shards[name]) * weight[0].nbytes for name, weight in learns.items())
     with mock.patch.multiple(memory_levels, SHORT_TILE=5):
         size = Size(-(-tokens // ranks))
         levels = sizes.levels(size.tokens, HOST)

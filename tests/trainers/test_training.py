@@ -364,7 +364,7 @@ def test_a_loss_that_mixes_tokens_names_what_is_served(ranks: Ranks, tmp_path: P
     with pytest.raises(RankError) as caught:
         ranks(2).run(train_otherwise, str(tmp_path), Case(), "median", 1e-9)
     for error in caught.value.errors:
-        sentence = "are gathered, and median was asked of them. Served are slices.*take hf_burst.token_losses"
+        sentence = r"are gathered, and median\(\) was asked of them. Served are slices.*take hf_burst.token_losses"
         assert pytest.RaisesExc(BatchError, match=sentence).matches(error), error
 
 

@@ -54,12 +54,18 @@ class Towers(Part):
                 yield kind, owner, (how,)
 
     def admit(self, call: Call, agreement: Agreement) -> None:
-        """Raises for noise that a model adds to sound, because each rank would draw its own.
+        """Checks that images have pixels, and that no noise is added to sound, because each rank would draw its own.
 
         Raises:
-            BatchError: If it is not switched off.
+            BatchError: If there are none, or the noise is not switched off.
         """
         config, given = call.model.config, call.given
+        for pixels in map(given.get, _PIXELS if row_of(type(call.model)).modalities else ()):
+            if isinstance(pixels, Tensor) and not len(pixels):
+                raise BatchError(
+                    f"The batch holds pixels of shape {tuple(pixels.shape)}, which are of no image. Leave them out, "
+                    "and their grids and sizes, where a batch has none."
+                )
         heard = call.group.size > 1 and any(given.get(key) is not None for key in _SOUND)
         quiet = "sample" in inspect.signature(type(call.model).forward).parameters and given.get("sample") is False
         noisy = [name for name in config.sub_configs if getattr(getattr(config, name, None), "vae_std", 0)]
@@ -187,11 +193,6 @@ class _SharedEncoder(Override):
         others = {name for name in arguments if name.startswith(("image_", "video_"))} - {*_EACH}
         if self.how == "all" or not isinstance(pixels, Tensor) or any(arguments[name] is not None for name in others):
             return None
-        if not len(pixels):
-            raise BatchError(
-                f"The batch holds pixels of shape {tuple(pixels.shape)}, which are of no image. Leave them out, and "
-                "their grids and sizes, where a batch has none."
-            )
         if self.how in _BY_GRID:
             costs: list[int] | None = None if grids is None else grids.prod(-1).tolist()
             if costs is not None and sum(costs) != len(pixels):

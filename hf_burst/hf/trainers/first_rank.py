@@ -37,9 +37,8 @@ class FirstRank:
         self.later: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []  # calls for after the function
         self.leads = 0  # users' functions that run on the first rank, as far as this rank knows
         self.turn = threading.Lock()  # held by the user's thread whose call all ranks run
-        self.orders = WeakKeyDictionary[
-            Any, asyncio.Lock
-        ]()  # of event loops: keep the ends of async functions in order
+        # a lock for each event loop, which keeps the ends of async functions in order
+        self.orders = WeakKeyDictionary[Any, asyncio.Lock]()
 
     def once(
         self, function: Callable[..., Any], given: Callable[[dict[str, Any]], dict[str, Any]] = dict, tool: bool = False
