@@ -46,7 +46,7 @@ class Callers:
 
     def ask_for_logits(self, training: bool) -> list[str]:
         """Returns the trainer's arguments that need logits."""
-        names = {**_LOSSES, **({} if training else {name: name for name in _METRICS})}
+        names = _LOSSES if training else _LOSSES | dict(zip(_METRICS, _METRICS, strict=True))
         return [name for attribute, name in names.items() if getattr(self.trainer, attribute, None) is not None]
 
 

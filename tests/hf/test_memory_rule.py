@@ -2,7 +2,9 @@
 
 import copy
 import logging
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -123,6 +125,10 @@ def test_the_allocator_is_asked_for_expandable_segments(monkeypatch: pytest.Monk
         assert expand_segments() is wanted
         assert asked == settings
         asked.clear()
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    assert not expand_segments()
+    assert not asked, "vLLM's pools cannot have them"
 
 
 def chooses(**settings: Any) -> Any:

@@ -234,7 +234,7 @@ def main() -> None:
     ):
         which.add_argument(option, action="store_const", dest="table", const=table, default=LANGUAGE, help=classes)
     parser.add_argument("--classes", nargs="+", help="by default all")
-    parser.add_argument("--write", action="store_true", help="write recipes/results/coverage*.* and served.json")
+    parser.add_argument("--write", action="store_true", help="write recipes/results/coverage*.* and admission.toml")
     arguments = parser.parse_args()
     chosen: Table = arguments.table
     names = arguments.classes or list(chosen.classes)

@@ -185,8 +185,7 @@ class MemoryRule(Part):
         if self.steps and self.room is None and call.view.find(recurrent_sizes):
             self.room = RoomForKernels(call.device)
             reading = Reading.of(call.device) or reading
-        weights = {id(weight): weight for module in call.view.modules for weight in module._parameters.values()}
-        trained = [weight for weight in weights.values() if weight is not None and weight.requires_grad]
+        trained = [weight for weight in call.model.parameters() if weight.requires_grad]
         try:
             rule = self._rule(call, checkpoints, trained)
         except (AttributeError, TypeError) as problem:  # a config that names its sizes otherwise, on all ranks
@@ -197,13 +196,14 @@ class MemoryRule(Part):
         size = Size(layout.batch_size * layout.sharding.most_tokens, seen_in(call))
         levels = rule.sizes.levels(size.tokens, self.host or 0.0, self.fixed | _impossible(call, checkpoints))
         step = Step(rule, levels, Memory(), size, reading, any(weight.grad is not None for weight in trained))
+        if self.steps:
+            level, expected = rule.choose(levels, size, step.free, self._gaps, step.added)
+        else:
+            level, expected = rule.choose_forward(levels, size, step.free), 0.0
+        level = min(int(call.largest([level])[0]), len(levels) - 1)  # groups whose layers checkpoint have more levels
+        step.settings = levels[level]
         if not self.steps:
-            level = int(call.largest([rule.choose_forward(levels, size, step.free)])[0])
-            chosen = levels[min(level, len(levels) - 1)]
-            return Memory(tiled_mlp=chosen.tiled_mlp, head_groups=chosen.head_groups)
-        level, expected = rule.choose(levels, size, step.free, self._gaps, step.added)
-        level = int(call.largest([level])[0])
-        step.settings = levels[min(level, len(levels) - 1)]  # another group may have more: its layers checkpoint
+            return Memory(tiled_mlp=step.settings.tiled_mlp, head_groups=step.settings.head_groups)
         self.latest = step
         share = step.settings.attention_keep
         if 0 < share < 1 and layout.beginning(1 - share) is None:  # ranks hold unequal amounts of a part
@@ -215,10 +215,9 @@ class MemoryRule(Part):
         return step.settings
 
     def _look(self, call: Call, checkpoints: Checkpoints) -> None:
-        """Finds out, once, what all ranks can do and how much memory their hosts have."""
-        impossible = [
-            float(name in _impossible(call, checkpoints)) for name in SETTINGS
-        ]  # if one rank cannot, none does
+        """Finds out what all ranks can do and how much memory their hosts have."""
+        own = _impossible(call, checkpoints)
+        impossible = [float(name in own) for name in SETTINGS]  # if one rank cannot, none does
         host, *impossible = call.largest([-share_of_host(call.device), *impossible])
         self.host = -host
         self.fixed = {name for name, found in zip(SETTINGS, impossible, strict=True) if found}
@@ -305,11 +304,12 @@ def _impossible(call: Call, found: Checkpoints) -> set[str]:
 
 
 def expand_segments() -> bool:
-    """Asks torch's allocator for expandable segments, unless the user has configured them: a step that needs other
-    settings has no memory to lose in gaps. Returns whether the allocator has them."""
+    """Asks torch's allocator for expandable segments, which lose less in gaps, unless the user has configured them or
+    vLLM, whose pools cannot have them (pytorch/pytorch#147851). Returns whether the allocator has them."""
     given = _asked()
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if change is None or not torch.cuda.is_initialized() or "expandable_segments" in given or "backend" in given:
+    fixed = "expandable_segments" in given or "backend" in given or "vllm" in sys.modules
+    if change is None or fixed or not torch.cuda.is_initialized():
         return _EXPAND in given
     change(f"{given},{_EXPAND}".lstrip(","))
     return True
