@@ -14,9 +14,9 @@ from ..errors import ConfigError, ShardingError
 from ..layers.host_limits import gpus_of_host, host_memory
 from ..plan import Mask, name_of
 from ..plan.memory_levels import HOST_ROOM, SETTINGS
+from ..sizing.fit import Fit, fit, longest
 from ..sizing.gpus import DATA_SHEETS, Capacity, DataSheet, capacity_of, data_sheet, gpu_named
 from ..sizing.memory import NF4
-from ..sizing.memory_rule import Fit, fit, longest
 from ..sizing.model import ModelSize, Sharded, Training, Weights, rounded
 from ..sizing.prompts import cached_bytes, longest_prompt, memory_of_prompt
 from ..sizing.seconds import StepSeconds, estimate_seconds, step_flops

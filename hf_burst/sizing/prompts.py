@@ -6,9 +6,9 @@ from typing import Any
 
 from ..plan import MaskPattern
 from ..plan.memory_levels import TILE
+from .fit import longest_that
 from .gpus import Capacity
 from .memory import MemoryEstimate, gaps_of, outside_of_torch, whole_weights
-from .memory_rule import longest_that
 from .model import ModelSize, Training
 from .spread import Spread, spread_of
 
@@ -64,7 +64,7 @@ def _rows(model: ModelSize, how: Training, spread: Spread, on_gpu: bool) -> Iter
     """Bytes of activations where a layer may have the most of them. Everywhere there are the embeddings, the input of
     the layer, and the sum or norm of it that the next module is given."""
     tokens, hidden, inputs = how.tokens, model.hidden, model.queries + 2 * model.keys
-    wide = 2 if how.wide_states else 1
+    wide = how.itemsize // 2
     held = 3 * wide * hidden + 2 * model.head_dim  # cosines and sines, too
     if model.norms and not how.fused:  # in fp32: what is normed, and the result
         yield "a norm", 2.0 * tokens * (held + 4 * hidden)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_burst.sizing.memory_rule import bucket, fit, fits, levels, longest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Qwen3_5ForCausalLM
@@ -18,7 +19,6 @@ from hf_burst.hf.view import ModelView
 from hf_burst.plan.memory_levels import GAPS_EXPANDABLE, HOST_ROOM, SETTINGS, MeasuredLevels, Size
 from hf_burst.sizing.gpus import capacity_of, gpu_named
 from hf_burst.sizing.memory import estimate_memory, memory_of_step
-from hf_burst.sizing.memory_rule import bucket, fit, fits, levels, longest
 from hf_burst.sizing.model import Training
 from hf_burst.sizing.seconds import estimate_seconds
 from hf_burst.sizing.shapes import SHAPES

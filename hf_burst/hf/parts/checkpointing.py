@@ -22,7 +22,8 @@ from ...errors import BatchError, ConfigError
 from ...layers.host_memory import HostMemory
 from ...layers.layer_runs import LayerRun, Place, first_tensor
 from ...layers.offload import SavedByLayer, detached_leaf, saved_in_place
-from ...plan.memory_levels import HOST_ROOM, keeping
+from ...plan.layer_sizes import keeping
+from ...plan.memory_levels import HOST_ROOM
 from ..context import CheckpointedRun, current
 from ..forward_pass import Agreement, Batch, Call, Checkpoints, ForwardPass
 from ..models.hybrid import attending_share, attention_shapes

@@ -1,10 +1,9 @@
-"""Which settings let a training step fit into memory, by its prediction: the levels of `BurstConfig(memory="auto")`."""
+"""Which level of `BurstConfig(memory="auto")` lets a training step fit into memory, by its prediction."""
 
 from collections.abc import Callable, Collection
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-from ..config import Memory
 from ..plan.memory_levels import HOST_ROOM, levels_for
 from .gpus import Capacity
 from .memory import MemoryEstimate, estimate_memory
@@ -84,21 +83,5 @@ def levels(
     model: ModelSize, training: Training, capacity: Capacity, fixed: Collection[str] = ()
 ) -> tuple[Training, ...]:
     """The settings of every level, see [`levels_for`]."""
-
-    def host_share(memory: Memory) -> float:
-        return _offloaded(model, replace(training, **asdict(memory)), capacity)
-
-    start = Memory(**{name: getattr(training, name) for name in fixed})
-    causal = all(pattern.causal for pattern, _ in model.patterns)  # of an encoder's attention no part can be kept
-    how = training.tokens, model.kv_heads, causal, training.checkpointing
-    return tuple(replace(training, **asdict(memory)) for memory in levels_for(*how, host_share, fixed, start))
-
-
-def _offloaded(model: ModelSize, training: Training, capacity: Capacity) -> float:
-    """The share of the layers that the host holds: all but the last one, which never leaves, if it has room."""
-    layers = model.layers
-    for count in range(layers, 0, -1):
-        how = replace(training, activation_offloading=count / layers)
-        if how.host_bytes(model) <= HOST_ROOM * capacity.host_memory:
-            return count / layers
-    return 0.0
+    how = training.tokens, training.itemsize, training.checkpointing
+    return levels_for(model, training, *how, capacity.host_memory, fixed)
