@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 from ..config import Memory
-from .layer_sizes import LayerSizes, StepEstimate
+from .layer_sizes import StepEstimate
 
 SETTINGS = tuple(setting.name for setting in fields(Memory))  # in the order of the columns of `hf-burst plan`
 HOST_ROOM = 0.85  # of a GPU's share of its host's memory; data loaders and caches need some, too
@@ -34,28 +34,12 @@ Settings = TypeVar("Settings", bound=Memory)
 
 
 def levels_for(
-    sizes: LayerSizes,
-    start: Settings,
-    tokens: int,
-    itemsize: int,
-    checkpointing: bool,
-    host: float,
-    fixed: Collection[str] = (),
+    estimate: StepEstimate, start: Settings, tokens: int, host: float, fixed: Collection[str] = ()
 ) -> tuple[Settings, ...]:
-    """The settings of every level, from none to all of them, but for those that are `fixed` as in `start`.
-
-    Levels have the same number for any length, so that ranks with other batches can agree on one; one that has nothing
-    to change is like the one before it.
-
-    Args:
-        sizes ([`LayerSizes`]): Of the model.
-        start ([`Memory`]): Settings, and whatever else it has stays as it is.
-        tokens (`int`): Those of a GPU.
-        itemsize (`int`): Bytes of an element of a hidden state.
-        checkpointing (`bool`): Whether layers checkpoint.
-        host (`float`): Bytes of the host for a GPU.
-        fixed (collection of `str`): Names of settings.
-    """
+    """The settings of every level for so many tokens of a GPU and bytes of the host, from none to all of them, but for
+    those that are `fixed` as in `start`. Levels have the same number for any length, so that ranks with other batches
+    can agree on one; one that has nothing to change is like the one before it."""
+    sizes = estimate.sizes
     hides = tokens >= COPIES_HIDE_FROM
     tile = TILE if hides else SHORT_TILE
     offloading = [{"activation_offloading": 1.0}]
@@ -63,7 +47,7 @@ def levels_for(
         {"tiled_mlp": tile if tokens > tile else 0},
         {"head_groups": min(4, max(1, sizes.kv_heads))},
     ]
-    if checkpointing:
+    if estimate.checkpointing:
         added = [*offloading, *added] if hides else [*added, *offloading]
         added += [{"layers_per_checkpoint": count} for count in (2, 4)]
         added += [{"attention_keep": share} for share in ((0.5, 0.0) if sizes.causal else (0.0,))]
@@ -72,16 +56,23 @@ def levels_for(
     for changes in ({name: getattr(Memory, name) for name in SETTINGS}, *added):
         start = replace(start, **{name: value for name, value in changes.items() if name not in fixed})
         if start.activation_offloading and "activation_offloading" not in fixed:
-            start = replace(start, activation_offloading=_share_of_host(sizes, start, itemsize, room))
+            start = replace(start, activation_offloading=_share_of_host(estimate, start, room))
         found.append(start)
     return tuple(found)
 
 
-def _share_of_host(sizes: LayerSizes, memory: Memory, itemsize: int, room: float) -> float:
+def _share_of_host(estimate: StepEstimate, memory: Memory, room: float) -> float:
     """The largest share of layers that the host has room for, in bytes of a token. The last layer never leaves."""
-    leaving = range(sizes.layers - 1, -1, -1)
-    most = next((count for count in leaving if sizes.host_bytes(memory, itemsize, count) <= room), 0)
-    return 1.0 if most == sizes.layers - 1 else most / sizes.layers
+    sizes, last = estimate.sizes, estimate.sizes.layers - 1
+    leaving = range(last, -1, -1)
+    most = next((count for count in leaving if sizes.host_bytes(memory, estimate.itemsize, count) <= room), 0)
+    return 1.0 if most == last else most / sizes.layers
+
+
+def named(settings: Memory, nothing: str = "nothing changed") -> str:
+    """The settings that differ from the defaults, as written in a config."""
+    changed = [(name, own) for name in SETTINGS if (own := getattr(settings, name)) != getattr(Memory, name)]
+    return ", ".join(f"{name}={own:g}" for name, own in changed) or nothing
 
 
 class Size(NamedTuple):
@@ -101,6 +92,10 @@ class Taken(NamedTuple):
 
     size: Size
     bytes: float
+
+    def tells_of(self, size: Size) -> bool:
+        """Whether it is of a step that is not much smaller, and that had towers if this one has."""
+        return size.growth_from(self.size) <= _REACH and (self.size.seen > 0 or not size.seen)
 
 
 class MeasuredLevels:
@@ -122,19 +117,20 @@ class MeasuredLevels:
         """The first level that fits into `free` bytes, or the one that needs the least if none does; and the bytes that
         the step is expected to take."""
         own = 0.0 if size.added else self.gradients
-        known = self._telling(size)
-        if known:
+        near = [known for known in self.known.items() if known[1].tells_of(size)]
+        if near:
             share, of_gradients = GAPS[expandable]
             factor, more = 1 + share, self.sharded * of_gradients * self.gradients
-            expected = [self._predicted(memory, size, known, own) for memory in levels]
+            expected = [self._predicted(memory, size, near, own) for memory in levels]
         else:
             factor, more = FIRST, (1 - FIRST) * own
             expected = [self._estimated(memory, size) + _TOWER * size.seen + own for memory in levels]
         needs = [
             (self._ran_out(memory, size), factor * taken + more) for memory, taken in zip(levels, expected, strict=True)
         ]
-        fitting = (level for level, (out, bytes_) in enumerate(needs) if bytes_ <= free and not out)
-        level = next(fitting, min(range(len(levels)), key=lambda level: (*needs[level], -level)))
+        order = range(len(levels))
+        least = min(order, key=lambda level: (*needs[level], -level))
+        level = next((level for level in order if needs[level] <= (False, free)), least)
         return level, expected[level]
 
     def choose_forward(self, levels: Sequence[Memory], size: Size, free: float) -> int:
@@ -163,30 +159,22 @@ class MeasuredLevels:
     def _estimated(self, memory: Memory, size: Size) -> float:
         return size.tokens * self.estimate.bytes_of_token(memory)
 
-    def _telling(self, size: Size) -> dict[Memory, Taken]:
-        """What was measured of steps that are not much smaller, and that had towers if this one has."""
-        known = [
-            (memory, taken)
-            for (memory, _), taken in self.known.items()
-            if size.growth_from(taken.size) <= _REACH and (taken.size.seen or not size.seen)
-        ]
-        return dict([entry for entry in known if entry[1].size.added == size.added] or known)
-
-    def _predicted(self, memory: Memory, size: Size, known: dict[Memory, Taken], gradients: float) -> float:
-        """What a step takes, by a step with the same settings, or else with those that are estimated to take about as
-        much."""
+    def _predicted(
+        self, memory: Memory, size: Size, near: list[tuple[tuple[Memory, bool], Taken]], own: float
+    ) -> float:
+        """What a step takes beyond its `own` gradients and with them, by a step with the same settings, or else with
+        those that are estimated to take about as much."""
         here = self._estimated(memory, size)
-        nearest = min(known, key=lambda other: (other != memory, abs(self._estimated(other, size) - here)))
-        before, taken = known[nearest]
-        estimated, growth = self._estimated(nearest, before), size.growth_from(before)
-        passing = max(0.0, taken - gradients)
-        # the most is there when layers have all that they keep, or when all gradients have come
-        measured = max(taken + passing * (growth - 1), min(taken, _RAISED * estimated) * growth)
-        dearer = here - self._estimated(nearest, size)
-        if nearest == memory:
-            return measured
+
+        def distance(known: tuple[tuple[Memory, bool], Taken]) -> tuple[bool, bool, float]:
+            other, added = known[0]
+            return added != size.added, other != memory, abs(self._estimated(other, size) - here)
+
+        (other, _), (before, taken) = min(near, key=distance)
+        growth, estimated = size.growth_from(before), self._estimated(other, before)
+        passing = max(0.0, taken - own)  # its gradients stay, however short it is
+        measured = taken * growth if growth > 1 else taken + passing * (growth - 1)
+        dearer = here - self._estimated(other, size)
         if dearer < 0:
-            return max(measured + _SAVED * min(1.0, passing / estimated) * dearer, here + min(gradients, taken))
-        # where most of it are gradients, nobody knows by how much the estimate is wrong
-        wrong = taken / estimated if passing > gradients else _RAISED
-        return measured + min(max(1.0, wrong), _RAISED) * dearer
+            return max(measured + _SAVED * min(1.0, passing / estimated) * dearer, here + min(own, taken))
+        return measured + min(max(1.0, taken / estimated), _RAISED) * dearer

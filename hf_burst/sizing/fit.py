@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import NamedTuple
 
+from ..plan.layer_sizes import StepEstimate
 from ..plan.memory_levels import HOST_ROOM, levels_for
 from .gpus import Capacity
 from .memory import MemoryEstimate, estimate_memory
@@ -83,5 +84,6 @@ def levels(
     model: ModelSize, training: Training, capacity: Capacity, fixed: Collection[str] = ()
 ) -> tuple[Training, ...]:
     """The settings of every level, see [`levels_for`]."""
-    how = training.tokens, training.itemsize, training.checkpointing
-    return levels_for(model, training, *how, capacity.host_memory, fixed)
+    exchanges = training.burst_size > 1
+    estimate = StepEstimate(model, training.itemsize, training.checkpointing, exchanges)
+    return levels_for(estimate, training, training.tokens, capacity.host_memory, fixed)
