@@ -68,10 +68,6 @@ class LayerSizes:
         """Elements of a token's keys, and of its values."""
         return self.kv_heads * (self.head_dim + self.value_dim) // 2
 
-    def offloaded(self, memory: Memory) -> int:
-        """The checkpointed layers that keep things on the host. The last one does not."""
-        return max(0, min(round(memory.activation_offloading * self.layers), self.layers - 1))
-
     def kept(self, memory: Memory, itemsize: int) -> tuple[int, float]:
         """Bytes that a checkpointed layer keeps: its input, of so many bytes an element; and of its attention the
         output and the log-sum-exp."""

@@ -130,7 +130,7 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
     most = max(max(1, min(4, _MOST_LOGITS // states)) * states, _LOGITS) if training.fused else _PLAIN_LOGITS
     # torch alone has three copies of logits in fp32, and those in bf16
     logits = (2 if training.fused else 14) * min(tokens * model.vocabulary, most)
-    layers, leaving, together = model.layers, training.leaving(model), training.layers_per_checkpoint
+    layers, leaving, together = model.layers, training.offloaded(model), training.layers_per_checkpoint
     counts = _by_layer(layers, leaving, together if training.checkpointing else 1)
     checkpointed = tokens * training.checkpointing
     kept_input, kept_attention = (checkpointed * kept for kept in model.kept(training, training.itemsize))
@@ -218,7 +218,7 @@ def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: b
     if model.routed and fused:  # Liger's experts: activations with their weights, and gradients of the copies
         inner += model.inner + model.routed
     one = 2.0 * tokens * (row - model.inner * (3 if fused else 4) + inner)
-    if training.wide_states:  # those of the layer in fp32, and its weights and their gradients cast to bf16
+    if training.itemsize == 4:  # those of the layer in fp32, and its weights and their gradients cast to bf16
         one += 2.0 * tokens * 5 * model.hidden + 4 * (model.weights - model.unused) / model.layers
     if training.in_tiles:  # a tile, the gradient of all of its input, and weights of 4 bits or gradients of others
         one -= 2 * (tokens - training.tiled_mlp) * inner - 2 * tokens * model.hidden
@@ -229,7 +229,7 @@ def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: b
             if training.lora
             else 4 * model.mlp
         )
-        if training.wide_states:  # a tile's gradients next to their sums, and casts of weights and gradients
+        if training.itemsize == 4:  # a tile's gradients next to their sums, and casts of weights and gradients
             one += 8 * model.mlp
     if model.routed and fused and training.lora:  # Liger computes gradients of experts that are frozen
         one += 2 * model.mlp

@@ -185,33 +185,29 @@ class Training(Memory):
         return self.gpus if self.sharded == "fsdp2" and self.weights != "4bit" else 1
 
     @property
-    def wide_states(self) -> bool:
-        """Whether hidden states are in fp32: under autocast, embeddings in fp32 begin a residual stream that stays so.
-        FSDP2 casts what a layer is given."""
-        return self.weights == "fp32" and not self.lora and self.shards == 1
+    def itemsize(self) -> int:
+        """Bytes of an element of a hidden state: under autocast, embeddings in fp32 begin a residual stream that stays
+        so. FSDP2 casts what a layer is given."""
+        return 4 if self.weights == "fp32" and not self.lora and self.shards == 1 else 2
 
     @property
     def in_tiles(self) -> bool:
         """Whether MLPs are computed some tokens at a time."""
         return 0 < self.tiled_mlp < self.tokens
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element of a hidden state."""
-        return 4 if self.wide_states else 2
-
     def repeated(self, model: ModelSize) -> float:
         """The share of the layers that run once more, for the input of the next one."""
         inputs = keeping(model.layers, model.layers, self.layers_per_checkpoint)
         return 1 - inputs / model.layers if self.checkpointing else 0.0
 
-    def leaving(self, model: ModelSize) -> int:
-        """The layers that keep things on the host."""
-        return model.offloaded(self) if self.checkpointing else 0
+    def offloaded(self, model: ModelSize) -> int:
+        """The layers that keep things on the host. The last one does not."""
+        layers = model.layers if self.checkpointing else 0
+        return max(0, min(round(self.activation_offloading * layers), layers - 1))
 
     def host_bytes(self, model: ModelSize) -> float:
         """Bytes of the host that offloaded layers of one GPU take."""
-        return self.tokens * model.host_bytes(self, self.itemsize, self.leaving(model))
+        return self.tokens * model.host_bytes(self, self.itemsize, self.offloaded(model))
 
     def trained(self, model: ModelSize) -> int:
         """The weights that learn."""

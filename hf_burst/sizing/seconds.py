@@ -77,7 +77,7 @@ def estimate_seconds(model: ModelSize, training: Training, sheet: DataSheet, ran
     computing = attention + recurrence + multiplying + elementwise
     exchange = _exchange(model, training, sheet, spread, attention) + _sharding(model, training, link, computing)
     copied = 2 * training.host_bytes(model) / (HOST * sheet.host)  # out in the forward pass, back in the backward pass
-    meanwhile = computing * training.leaving(model) / model.layers
+    meanwhile = computing * training.offloaded(model) / model.layers
     updated = _ADAMW * training.number * training.trained(model) / training.shards
     return StepSeconds(
         attention=attention,

@@ -124,33 +124,28 @@ class _Weights:
     def __init__(self, view: ModelView) -> None:
         model = view.root
         self.path, text = view.find(language_model_path), model.config.get_text_config()
-        self.weight = getattr(model.get_output_embeddings(), "weight", None)
-        tables = [module.weight for module in view.modules if isinstance(module, nn.Embedding)]
+        head = getattr(model.get_output_embeddings(), "weight", None)
+        tables = {id(module.weight) for module in view.modules if isinstance(module, nn.Embedding)}
         mixers = {id(weight) for module in view.find(recurrent_modules) for weight in module.parameters()}
-        experts, self.chosen = experts_of(text)
-        share = self.chosen / experts if experts else 1.0
-        self.tied = any(self.weight is table for table in tables)
-        self.head = 0 if self.weight is None else self.weight.numel()
-        self.used, self.mixing, self.unused = 0.0, 0, 0
-        self.used += self.head
         layers = [module for module in view.modules if type(module) is nn.Linear or isinstance(module, Conv1D)]
-        linear = {id(layer.weight): layer.weight.numel() for layer in layers if layer.weight is not self.weight}
-        self.linear, self.experts, self.fused = sum(linear.values()), 0, 0
+        linear = {id(layer.weight): layer.weight.numel() for layer in layers if layer.weight is not head}
+        experts, self.chosen = experts_of(text)
+        self.tied = id(head) in tables
+        self.head = 0 if head is None else head.numel()
+        self.used, self.linear = float(self.head), sum(linear.values())
+        self.mixing = self.unused = self.experts = self.fused = 0
         for path, weight in model.named_parameters(remove_duplicate=False):  # each layer uses shared weights
-            if weight is self.weight or any(weight is table for table in tables):
-                self.unused += 0 if self.reads(path) or weight is self.weight else weight.numel()
-                continue
+            count = weight.numel()
             if not self.reads(path):
-                self.unused += weight.numel()
-                continue
-            routed = ("experts." in path and not re.search("shared|router", path)) or (
-                weight.ndim == 3 and len(weight) == experts and id(weight) not in mixers
-            )
-            self.used += weight.numel() * (share if routed else 1)
-            self.experts += weight.numel() if routed else 0
-            self.fused += weight.numel() if routed and id(weight) not in linear else 0
-            mixes = "attn" in path or "attention" in path or id(weight) in mixers
-            self.mixing += weight.numel() if mixes else 0
+                self.unused += 0 if weight is head else count
+            elif weight is not head and id(weight) not in tables:
+                routed = ("experts." in path and not re.search("shared|router", path)) or (
+                    weight.ndim == 3 and len(weight) == experts and id(weight) not in mixers
+                )
+                self.used += count * (self.chosen / experts if routed and experts else 1)
+                self.experts += routed * count
+                self.fused += (routed and id(weight) not in linear) * count
+                self.mixing += ("attn" in path or "attention" in path or id(weight) in mixers) * count
 
     def reads(self, path: str) -> bool:
         """Returns whether a batch of text uses the module or weight at this path."""
