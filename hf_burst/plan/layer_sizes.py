@@ -110,9 +110,9 @@ class LayerSizes:
         sums = 4 * (self.queries + shared) / slices if on_gpu else 0.0
         return row + sums + (2 * inputs / slices if slices > 1 else 0.0)
 
-    def recurrent_backward(self) -> int:
+    def recurrent_backward(self) -> float:
         """Bytes while the backward pass of a recurrent layer runs, with its input and the gradient of its output."""
-        return max((2 * (size.backward_elements + 2 * self.hidden) for size in self.recurrent), default=0)
+        return max((2 * (size.backward_elements + 2 * self.hidden) for size in self.recurrent), default=0.0)
 
 
 @dataclass(frozen=True)
