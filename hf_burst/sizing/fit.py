@@ -1,5 +1,6 @@
 """Which level of `BurstConfig(memory="auto")` lets a training step fit into memory, by its prediction."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import NamedTuple
@@ -71,13 +72,10 @@ def longest(model: ModelSize, training: Training, capacity: Capacity, fixed: Col
 
 def longest_that(has_room: Callable[[int], bool], gpus: int) -> int:
     """The longest of lengths that there is room for, of which each GPU has 1,024 tokens more than of the one before."""
-    unit, low, high = _STEP * gpus, 0, 1
-    while high < 2**20 and has_room(high * unit):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if has_room(middle * unit) else (low, middle)
-    return low * unit
+    unit, most = _STEP * gpus, 1
+    while most < 2**20 and has_room(most * unit):
+        most *= 2
+    return unit * (bisect_left(range(most), True, most // 2 + 1, key=lambda count: not has_room(count * unit)) - 1)
 
 
 def levels(
