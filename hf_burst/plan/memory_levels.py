@@ -162,8 +162,8 @@ class MeasuredLevels:
     def _predicted(
         self, memory: Memory, size: Size, near: list[tuple[tuple[Memory, bool], Taken]], own: float
     ) -> float:
-        """What a step takes beyond its `own` gradients and with them, by a step with the same settings, or else with
-        those that are estimated to take about as much."""
+        """What a step takes, its `own` gradients among it, by a step with the same settings, or else with those that
+        are estimated to take about as much."""
         here = self._estimated(memory, size)
 
         def distance(known: tuple[tuple[Memory, bool], Taken]) -> tuple[bool, bool, float]:
@@ -172,8 +172,9 @@ class MeasuredLevels:
 
         (other, _), (before, taken) = min(near, key=distance)
         growth, estimated = size.growth_from(before), self._estimated(other, before)
-        passing = max(0.0, taken - own)  # its gradients stay, however short it is
-        measured = taken * growth if growth > 1 else taken + passing * (growth - 1)
+        passing = max(0.0, taken - own)
+        # the most is there when layers have all that they keep, or when all gradients have come
+        measured = max(taken + passing * (growth - 1), min(taken, _RAISED * estimated) * growth)
         dearer = here - self._estimated(other, size)
         if dearer < 0:
             return max(measured + _SAVED * min(1.0, passing / estimated) * dearer, here + min(own, taken))
