@@ -46,12 +46,6 @@ def attention_shapes(view: ModelView) -> Shapes | None:
     return Shapes(q_heads, kv_heads, size, getattr(first, "v_head_dim", None) or size, 2, 4)
 
 
-def attending_share(view: ModelView) -> float:
-    """Returns the share of a model's layers that have attention."""
-    layers = getattr(view.root.config.get_text_config(), "num_hidden_layers", 1)
-    return min(1.0, len(view.find(attending_layers)) / max(1, layers))
-
-
 def attending_layers(view: ModelView) -> list[tuple[PreTrainedConfig, MaskPattern]]:
     """Returns the config and mask pattern of each layer that has attention."""
     return patterns_of_layers(view.root.config, view.find(task_of)) if view.find(has_attention) else []
