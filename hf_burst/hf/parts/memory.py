@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 
@@ -84,7 +85,9 @@ class MemoryRule(Part):
         if self.steps and self.latest is not None:
             values = (value.own if isinstance(value, Spread) else value for value in outputs.values())
             states = [value for value in values if isinstance(value, Tensor)]
-            register_multi_grad_hook(states, partial(self._begin_backward, self.latest, run.device), mode="any")
+            measure = partial(self._measure, self.latest, run.device)
+            engine: Any = Variable._execution_engine
+            register_multi_grad_hook(states, lambda _: engine.queue_callback(measure), mode="any")
 
     def end(self) -> None:
         self.advise(sys.exception())
@@ -195,10 +198,6 @@ class MemoryRule(Part):
             gradients = sum(weight.nbytes for weight in local if weight.device.type == call.device.type)
             self.rules[key] = MeasuredLevels(estimate, gradients, sharded)
         return self.rules[key]
-
-    def _begin_backward(self, step: Step, device: torch.device, gradient: Tensor) -> None:
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(partial(self._measure, step, device))
 
     def _measure(self, step: Step, device: torch.device) -> None:
         """Reports to the rule what a step took, after its backward pass. If several passes came before, this is what
