@@ -13,10 +13,10 @@ from ..config import Memory
 from ..errors import ConfigError, ShardingError
 from ..layers.host_limits import gpus_of_host, host_memory
 from ..plan import Mask, name_of
-from ..plan.memory_levels import HOST_ROOM, SETTINGS
+from ..plan.memory_levels import HOST_ROOM, SETTINGS, named
+from ..sizing.fit import Fit, fit, longest
 from ..sizing.gpus import DATA_SHEETS, Capacity, DataSheet, capacity_of, data_sheet, gpu_named
 from ..sizing.memory import NF4
-from ..sizing.memory_rule import Fit, fit, longest
 from ..sizing.model import ModelSize, Sharded, Training, Weights, rounded
 from ..sizing.prompts import cached_bytes, longest_prompt, memory_of_prompt
 from ..sizing.seconds import StepSeconds, estimate_seconds, step_flops
@@ -320,18 +320,12 @@ def _table(rows: list[Division], best: Division | None, sheet: DataSheet) -> lis
                 f"{row.flops / row.seconds.total / sheet.peak:.0%}",
                 f"{row.fit.memory.total / 2**30:.1f}",
                 _schedule(row),
-                _settings(how),
+                named(how, "as it is"),
                 verdict,
             ]
         )
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join([*map(str.rjust, line[:-2], widths), *line[-2:]]).rstrip() for line in cells]
-
-
-def _settings(training: Training) -> str:
-    """Returns the settings that differ from their defaults."""
-    named, defaults = {name: getattr(training, name) for name in SETTINGS}, Memory()
-    return ", ".join(f"{name}={own:g}" for name, own in named.items() if own != getattr(defaults, name)) or "as it is"
 
 
 def _schedule(row: Division) -> str:

@@ -1,2 +1,2 @@
-"""Seconds and memory of training steps, before GPUs are rented: `seconds`, `memory`, and the `memory_rule` that
-chooses the settings of `BurstConfig(memory="auto")`. Pure Python, no torch."""
+"""Seconds and memory of training steps, before GPUs are rented: `seconds`, `memory`, and the settings
+of `BurstConfig(memory="auto")` that `fit`. Pure Python, no torch."""

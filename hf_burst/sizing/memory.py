@@ -3,7 +3,8 @@
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from ..plan.memory_levels import TUNING, keeping
+from ..plan.layer_sizes import keeping
+from ..plan.memory_levels import TUNING
 from .gpus import Capacity
 from .model import ModelSize, Training
 from .spread import Spread, buffer_bytes, spread_of, state_bytes
@@ -129,19 +130,23 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
     most = max(max(1, min(4, _MOST_LOGITS // states)) * states, _LOGITS) if training.fused else _PLAIN_LOGITS
     # torch alone has three copies of logits in fp32, and those in bf16
     logits = (2 if training.fused else 14) * min(tokens * model.vocabulary, most)
-    layers, leaving = model.layers if training.checkpointing else 0, training.offloaded(model)
-    kept_input, kept_attention = training.kept(model)
-    attending = model.attending / model.layers
+    layers, leaving, together = model.layers, training.offloaded(model), training.layers_per_checkpoint
+    counts = _by_layer(layers, leaving, together if training.checkpointing else 1)
+    checkpointed = tokens * training.checkpointing
+    kept_input, kept_attention = (checkpointed * kept for kept in model.kept(training, training.itemsize))
+    attending = model.attending / layers
     at_loss = MemoryEstimate(
         weights=whole_weights(model, training) / training.shards,
         gradients=buckets,
         optimizer=2 * gradients,
         gathered=2.0 * table if sharded else 0.0,
-        layer_inputs=(training.inputs(layers, model) - training.inputs(leaving, model)) * kept_input,
+        layer_inputs=(keeping(layers, layers, together) - keeping(leaving, layers, together)) * kept_input,
         attention=(layers - leaving) * attending * kept_attention,
         activations=every,
         loss=logits + (4 if training.fused else 10) * states + (6 * table if learns else 0),
-        states=sum((1 if layers else count) * kept for count, kept in state_bytes(model, training, spread)),
+        states=sum(
+            (1 if training.checkpointing else count) * kept for count, kept in state_bytes(model, training, spread)
+        ),
         towers=kept_by_towers(model, training),
         exchange=buffer_bytes(model, training, spread),
         host=training.host_bytes(model),
@@ -150,11 +155,10 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
     moments = [at_loss]
     first = table * number / shards if learns else 0.0
     between = gradients - first * (1 if model.tied else 2)  # those of the embeddings come behind those of all layers
-    counts = _by_layer(layers, leaving, training.layers_per_checkpoint) if layers else ((0, 0, 0),) * model.layers
-    for layer in range(model.layers, 0, -1):
-        done = (model.layers - layer) / max(1, model.layers - 1)  # of the backward pass
+    names = {layers: "of the last layer", 1: "of the first layer"}
+    for layer in range(layers, 0, -1):
+        done = (layers - layer) / max(1, layers - 1)  # of the backward pass
         inputs, attentions, again = counts[layer - 1]
-        names = {model.layers: "of the last layer", 1: "of the first layer"}
         moments.append(
             replace(
                 at_loss,
@@ -163,32 +167,23 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
                 gathered=2 * unit * (1 + learns + again) + 2 * table if sharded else 0.0,
                 layer_inputs=inputs * kept_input,
                 attention=attentions * attending * kept_attention,
-                activations=every * layer / model.layers + one,
+                activations=every * layer / layers + one,
                 loss=0.0,
                 moment=f"the backward pass {names.get(layer, f'of layer {layer}')}",
             )
         )
-    seeing = whole_embeddings(model, training) if training.images else 0.0
+    between_layers = replace(at_loss, layer_inputs=0.0, attention=0.0, loss=0.0, states=0.0)
+    late = replace(between_layers, gradients=buckets + gradients)
     if training.images:
-        early = replace(at_loss, layer_inputs=0.0, attention=0.0, loss=0.0, states=0.0)
         forward, backward = forward_of_towers(model, training), backward_of_towers(model, training)
-        moments.append(replace(early, activations=forward, moment="the forward pass of the towers"))
-        late = replace(early, gradients=buckets + gradients, activations=backward)
-        moments += [replace(late, moment="the backward pass of the towers")] if training.learns_to_see else []
+        moments.append(replace(between_layers, activations=forward, moment="the forward pass of the towers"))
+        if training.learns_to_see:
+            moments.append(replace(late, activations=backward, moment="the backward pass of the towers"))
     if learns:  # when all layers are behind
-        moments.append(
-            replace(
-                at_loss,
-                layer_inputs=0.0,
-                attention=0.0,
-                loss=0.0,
-                states=0.0,
-                gradients=buckets + gradients,
-                gathered=4.0 * table if sharded else 0.0,
-                activations=2.0 * states + seeing,
-                moment="the backward pass of the embeddings",
-            )
-        )
+        seeing = whole_embeddings(model, training) if training.images else 0.0
+        gathered = 4.0 * table if sharded else 0.0
+        moment = "the backward pass of the embeddings"
+        moments.append(replace(late, gathered=gathered, activations=2.0 * states + seeing, moment=moment))
     return moments
 
 
@@ -217,14 +212,13 @@ def _by_layer(layers: int, leaving: int, per_checkpoint: int) -> tuple[tuple[int
 def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: bool) -> tuple[float, float]:
     """Bytes of activations: those of the layer that runs backward, with their gradients; and what all layers keep."""
     tokens, fused = training.tokens, training.fused
-    elsewhere = model.queries if training.checkpointing and training.attention_keep == 1 else 0
-    mixing = max([2 * (model.queries + model.keys) - elsewhere, *(size.elements for size in model.recurrent)])
-    row = kept_by_layer(model, fused, mixing) + model.hidden
+    keep = training.attention_keep if training.checkpointing else 0.0
+    row = model.elements(fused, model.mixing(keep == 1)) + model.hidden
     inner = model.inner * (4 if fused else 6)  # of its MLP, with gradients
     if model.routed and fused:  # Liger's experts: activations with their weights, and gradients of the copies
         inner += model.inner + model.routed
     one = 2.0 * tokens * (row - model.inner * (3 if fused else 4) + inner)
-    if training.wide_states:  # those of the layer in fp32, and its weights and their gradients cast to bf16
+    if training.itemsize == 4:  # those of the layer in fp32, and its weights and their gradients cast to bf16
         one += 2.0 * tokens * 5 * model.hidden + 4 * (model.weights - model.unused) / model.layers
     if training.in_tiles:  # a tile, the gradient of all of its input, and weights of 4 bits or gradients of others
         one -= 2 * (tokens - training.tiled_mlp) * inner - 2 * tokens * model.hidden
@@ -235,48 +229,19 @@ def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: b
             if training.lora
             else 4 * model.mlp
         )
-        if training.wide_states:  # a tile's gradients next to their sums, and casts of weights and gradients
+        if training.itemsize == 4:  # a tile's gradients next to their sums, and casts of weights and gradients
             one += 8 * model.mlp
     if model.routed and fused and training.lora:  # Liger computes gradients of experts that are frozen
         one += 2 * model.mlp
     if model.norms and not fused:  # the backward pass of a norm, in fp32
         one = max(one, 2.0 * tokens * (row - 4 * model.inner + 8 * model.hidden))
+    of_mixers = [model.recurrent_backward()]
     if model.patterns:
-        one = max(one, _attention_backward(model, training, spread, on_gpu))
-    for size in model.recurrent:  # and its input and the gradient of its output
-        one = max(one, 2.0 * tokens * (size.backward_elements + 2 * model.hidden))
-    mean = kept_by_layer(model, fused) + model.hidden
+        of_mixers.append(model.attention_backward(keep, spread.slices, on_gpu))
+    one = max(one, tokens * max(of_mixers))
+    mean = model.elements(fused) + model.hidden
     mean -= model.inner * (3 if fused else 4) if training.in_tiles else 0
     return one, 0.0 if training.checkpointing else 2 * tokens * model.layers * mean
-
-
-def _attention_backward(model: ModelSize, training: Training, spread: Spread, on_gpu: bool) -> float:
-    """Bytes of activations while the backward pass of an attention runs: what is behind it in the layer is gone. On
-    GPUs, kernels add up gradients in fp32: of the queries, and of keys and values that several of these share. cuDNN,
-    which may take heads of more than 192 elements, has these for every query head in bf16. Those of a group of heads
-    are there in addition to those of all heads."""
-    inputs = model.queries + 2 * model.keys
-    keep = training.attention_keep if training.checkpointing else 0.0
-    missing = model.queries if keep < 1 else 0  # of its output; what is kept of it is copied there, too
-    row = 2 * (2 * model.hidden + 2 * inputs + missing + model.queries)
-    shared = 2 * model.keys if model.q_heads > model.kv_heads else 0
-    if shared and model.wide_heads:
-        shared = max(shared, model.queries)
-    sums = 4 * (model.queries + shared) / spread.slices if on_gpu else 0.0
-    parts = 2 * inputs / spread.slices if spread.slices > 1 else 0.0
-    return training.tokens * (row + sums + parts)
-
-
-def kept_by_layer(model: ModelSize, fused: bool, mixing: float | None = None) -> float:
-    """Elements of a token that a layer keeps for its backward pass, its input apart: what norms and products are
-    given, what its attention or recurrence keeps (`mixing`; by default the mean of all layers), and for SwiGLU both
-    halves; without Liger's kernels also its sigmoid, and norms in fp32."""
-    if mixing is None:
-        attention = 2 * (model.queries + model.keys) * model.attending
-        mixing = (attention + sum(size.layers * size.elements for size in model.recurrent)) / model.layers
-    in_fp32 = model.norms and not fused
-    norms = 3 * model.norms if in_fp32 else max(model.norms - model.hidden, model.hidden)
-    return (3 if fused else 4) * model.inner + 2 * model.hidden + norms + mixing
 
 
 def whole_weights(model: ModelSize, training: Training) -> float:

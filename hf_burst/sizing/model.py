@@ -5,8 +5,7 @@ from typing import Literal
 
 from ..config import Memory
 from ..errors import ConfigError
-from ..plan import MaskPattern, RecurrentSize
-from ..plan.memory_levels import keeping
+from ..plan.layer_sizes import LayerSizes, keeping
 
 Weights = Literal["bf16", "fp32", "4bit"]
 Sharded = Literal["fsdp2", "ddp"]
@@ -41,17 +40,12 @@ class TowerSize:
     dealt: bool
 
 
-@dataclass(frozen=True)
-class ModelSize:
-    """The sizes of a model that time and memory follow from.
+@dataclass(frozen=True, kw_only=True)
+class ModelSize(LayerSizes):
+    """The sizes of a model that time and memory follow from: those of its layers, and these.
 
     Args:
         name (`str`): What it is called.
-        layers (`int`): Its layers.
-        hidden (`int`): Elements of a hidden state.
-        inner (`int`): Elements of a token inside of its MLP, of all experts that it is sent to.
-        q_heads, kv_heads (`int`): Query and key heads.
-        head_dim, value_dim (`int`): Sizes of the heads of queries and keys, and of values (means if layers differ).
         vocabulary (`int`): Tokens that there are.
         weights (`int`): All parameters.
         used (`int`): Weights that one token is multiplied with. Tables of embeddings are left out, and so are the
@@ -60,28 +54,15 @@ class ModelSize:
         tied (`bool`): Whether the head shares its weights with the embeddings.
         linear (`int`): Weights of linear layers but the head, of which bitsandbytes makes 4 bits.
         adapted (`int`): Rows and columns of all linear layers but the head: weights of adapters of rank 1.
-        patterns (`tuple[tuple[MaskPattern, float], ...]`): How many layers see how far. A layer with heads of twice
-            the mean size counts as two. Empty for a model without attention; its heads are 0.
-        recurrent (`tuple[RecurrentSize, ...]`): Its recurrent layers.
-        unused (`int`, defaults to 0): Weights that a batch of text does not use: those of towers for images and sound.
-        norms (`float`, defaults to 0): Elements of a token that the norms of a layer are given, but torch's own norms,
-            which keep nothing in fp32.
-        routed (`int`, defaults to 0): Elements of a token's copies for the experts that it is sent to.
-        experts (`int`, defaults to 0): Weights of all experts that tokens are sent to.
-        fused (`int`, defaults to 0): Those of them that are in no linear layer, as Transformers has them.
+        unused (`int`): Weights that a batch of text does not use: those of towers for images and sound.
+        routed (`int`): Elements of a token's copies for the experts that it is sent to.
+        experts (`int`): Weights of all experts that tokens are sent to.
+        fused (`int`): Those of them that are in no linear layer, as Transformers has them.
         tower ([`TowerSize`], *optional*): Its tower for images, if it is served with them.
-        latent (`int`, defaults to 0): Elements of a token that a layer caches, and makes keys and values of; 0 if it
-            caches these.
+        latent (`int`): Elements of a token that a layer caches, and makes keys and values of; 0 if it caches these.
     """
 
     name: str
-    layers: int
-    hidden: int
-    inner: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
     vocabulary: int
     weights: int
     used: int
@@ -89,15 +70,12 @@ class ModelSize:
     tied: bool
     linear: int
     adapted: int
-    patterns: tuple[tuple[MaskPattern, float], ...]
-    recurrent: tuple[RecurrentSize, ...] = ()
-    unused: int = 0
-    norms: float = 0.0
-    routed: int = 0
-    experts: int = 0
-    fused: int = 0
-    tower: TowerSize | None = None
-    latent: int = 0
+    unused: int
+    routed: int
+    experts: int
+    fused: int
+    tower: TowerSize | None
+    latent: int
 
     def __str__(self) -> str:
         unused = f" ({rounded(self.unused)} not for text)" if self.unused else ""
@@ -107,26 +85,6 @@ class ModelSize:
             f"{self.name}: {rounded(self.weights)} weights{unused}, {self.layers} layers, {self.hidden} wide{heads}"
             f"{states}, vocabulary {self.vocabulary}"
         )
-
-    @property
-    def attending(self) -> int:
-        """Layers with attention."""
-        return round(sum(count for _, count in self.patterns)) if self.recurrent else self.layers
-
-    @property
-    def wide_heads(self) -> bool:
-        """Whether its heads are so wide that kernels compute them at other rates, and with other sums."""
-        return self.head_dim > 192
-
-    @property
-    def queries(self) -> int:
-        """Elements of a token's queries, and of what attention finds for them."""
-        return self.q_heads * (self.head_dim + self.value_dim) // 2
-
-    @property
-    def keys(self) -> int:
-        """Elements of a token's keys, and of its values."""
-        return self.kv_heads * (self.head_dim + self.value_dim) // 2
 
     @property
     def mlp(self) -> int:
@@ -154,8 +112,8 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
-class Training:
-    """How a model is trained: one sequence for each group of GPUs, by AdamW.
+class Training(Memory):
+    """How a model is trained: one sequence for each group of GPUs, by AdamW, with the settings of [`Memory`].
 
     Args:
         length (`int`): Tokens of a sequence.
@@ -172,7 +130,6 @@ class Training:
             adapters, which no GPU shards. Frozen weights are else in bf16.
         lora (`int`, defaults to 0): Rank of adapters on all linear layers but the head; 0 trains all weights.
         checkpointing (`bool`, defaults to `True`): Whether layers are computed again in the backward pass.
-        attention_keep, activation_offloading, layers_per_checkpoint, tiled_mlp, head_groups: As in [`Memory`].
         fused (`bool`, defaults to `True`): Whether norms, rotary positions and SwiGLU are kernels of their own, as
             Liger's are.
         expandable_segments (`bool`, defaults to `False`): Whether torch's allocator has them, which leave smaller gaps
@@ -193,11 +150,6 @@ class Training:
     weights: Weights = "bf16"
     lora: int = 0
     checkpointing: bool = True
-    attention_keep: float = 1.0
-    activation_offloading: float = 0.0
-    layers_per_checkpoint: int = 1
-    tiled_mlp: int = 0
-    head_groups: int = 1
     fused: bool = True
     expandable_segments: bool = False
     images: int = 0
@@ -205,6 +157,7 @@ class Training:
     frozen_towers: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         sizes = {"length": self.length, "gpus": self.gpus, "burst_size": self.burst_size, "lora": self.lora}
         if min(self.length, self.gpus, self.burst_size) < 1 or self.gpus % self.burst_size or self.lora < 0:
             raise ConfigError(f"{sizes}: sizes are at least 1, burst_size divides gpus, and lora is a rank or 0.")
@@ -213,13 +166,6 @@ class Training:
                 f"images is {self.images} and image_tokens {self.image_tokens}: give how many images a sequence has, "
                 "and how many of its tokens each of them takes, both at least 1; or neither."
             )
-        Memory(  # raises for what it does not take
-            attention_keep=self.attention_keep,
-            activation_offloading=self.activation_offloading,
-            layers_per_checkpoint=self.layers_per_checkpoint,
-            tiled_mlp=self.tiled_mlp,
-            head_groups=self.head_groups,
-        )
         if self.weights == "4bit" and not self.lora:
             raise ConfigError("Weights of 4 bits are frozen, so there is nothing to train. Add adapters (lora=16).")
 
@@ -239,38 +185,29 @@ class Training:
         return self.gpus if self.sharded == "fsdp2" and self.weights != "4bit" else 1
 
     @property
-    def wide_states(self) -> bool:
-        """Whether hidden states are in fp32: under autocast, embeddings in fp32 begin a residual stream that stays so.
-        FSDP2 casts what a layer is given."""
-        return self.weights == "fp32" and not self.lora and self.shards == 1
+    def itemsize(self) -> int:
+        """Bytes of an element of a hidden state: under autocast, embeddings in fp32 begin a residual stream that stays
+        so. FSDP2 casts what a layer is given."""
+        return 4 if self.weights == "fp32" and not self.lora and self.shards == 1 else 2
 
     @property
     def in_tiles(self) -> bool:
         """Whether MLPs are computed some tokens at a time."""
         return 0 < self.tiled_mlp < self.tokens
 
+    def repeated(self, model: ModelSize) -> float:
+        """The share of the layers that run once more, for the input of the next one."""
+        inputs = keeping(model.layers, model.layers, self.layers_per_checkpoint)
+        return 1 - inputs / model.layers if self.checkpointing else 0.0
+
     def offloaded(self, model: ModelSize) -> int:
         """The layers that keep things on the host. The last one does not."""
         layers = model.layers if self.checkpointing else 0
         return max(0, min(round(self.activation_offloading * layers), layers - 1))
 
-    def inputs(self, first: int, model: ModelSize) -> int:
-        """How many of the `first` layers keep their input. The others compute it again."""
-        return keeping(first, model.layers, self.layers_per_checkpoint) if self.checkpointing else 0
-
-    def repeated(self, model: ModelSize) -> float:
-        """The share of the layers that run once more, for the input of the next one."""
-        return 1 - self.inputs(model.layers, model) / model.layers if self.checkpointing else 0.0
-
-    def kept(self, model: ModelSize) -> tuple[float, float]:
-        """Bytes that a checkpointed layer keeps: its input; and of its attention the output and the log-sum-exp."""
-        attention = self.attention_keep * (2 * model.queries + 4 * model.q_heads)
-        return (4.0 if self.wide_states else 2.0) * self.tokens * model.hidden, self.tokens * attention
-
     def host_bytes(self, model: ModelSize) -> float:
-        """Bytes of the host that offloaded layers of one GPU take: their inputs, and attention that is kept."""
-        leaving, (kept_input, kept_attention) = self.offloaded(model), self.kept(model)
-        return self.inputs(leaving, model) * kept_input + leaving * model.attending / model.layers * kept_attention
+        """Bytes of the host that offloaded layers of one GPU take."""
+        return self.tokens * model.host_bytes(self, self.itemsize, self.offloaded(model))
 
     def trained(self, model: ModelSize) -> int:
         """The weights that learn."""

@@ -6,11 +6,11 @@ from typing import Any
 
 from ..plan import MaskPattern
 from ..plan.memory_levels import TILE
+from .fit import longest_that
 from .gpus import Capacity
 from .memory import MemoryEstimate, gaps_of, outside_of_torch, whole_weights
-from .memory_rule import longest_that
 from .model import ModelSize, Training
-from .spread import Spread, spread_of
+from .spread import Spread, buffer_bytes, spread_of
 
 
 def memory_of_prompt(model: ModelSize, training: Training, capacity: Capacity) -> MemoryEstimate:
@@ -29,7 +29,7 @@ def memory_of_prompt(model: ModelSize, training: Training, capacity: Capacity) -
     held = MemoryEstimate(
         weights=whole_weights(model, how),
         keys=sum(count * kept_tokens(pattern, how) * cached_bytes(model) for pattern, count in model.patterns),
-        exchange=_buffers(model, how, spread),
+        exchange=buffer_bytes(model, how, spread, backward=False),
     )
     rows = _rows(model, how, spread, capacity.on_gpu)
     most = max((replace(held, activations=bytes_, moment=moment) for moment, bytes_ in rows), key=lambda row: row.total)
@@ -64,7 +64,7 @@ def _rows(model: ModelSize, how: Training, spread: Spread, on_gpu: bool) -> Iter
     """Bytes of activations where a layer may have the most of them. Everywhere there are the embeddings, the input of
     the layer, and the sum or norm of it that the next module is given."""
     tokens, hidden, inputs = how.tokens, model.hidden, model.queries + 2 * model.keys
-    wide = 2 if how.wide_states else 1
+    wide = how.itemsize // 2
     held = 3 * wide * hidden + 2 * model.head_dim  # cosines and sines, too
     if model.norms and not how.fused:  # in fp32: what is normed, and the result
         yield "a norm", 2.0 * tokens * (held + 4 * hidden)
@@ -79,14 +79,3 @@ def _rows(model: ModelSize, how: Training, spread: Spread, on_gpu: bool) -> Iter
     inner = (2 if how.fused else 3) * model.inner + 2 * model.routed
     whole = wide * hidden * (2 if how.in_tiles else 1)
     yield "an MLP", 2.0 * (tokens * (held + whole) + min(tokens, how.tiled_mlp) * inner)
-
-
-def _buffers(model: ModelSize, how: Training, spread: Spread) -> float:
-    """Bytes of the buffers through which ranks exchange what an attention layer needs, see [`buffer_bytes`]: those of a
-    forward pass alone."""
-    ulysses, block, row = spread.schedule.ulysses, 2 * 2 * model.keys, 0
-    if ulysses > 1:  # two slices in turn of q, k and v, and what is found
-        row += 2 * min(2, spread.slices) * (2 * model.queries + block) + 2 * model.queries
-    if how.burst_size > ulysses:  # two blocks that come, and the one that peers read; between hosts two more
-        row += (3 if spread.hosts == 1 else 5) * block
-    return float(how.tokens * row / spread.slices) if model.patterns else 0.0

@@ -122,14 +122,17 @@ def recurrent_bytes(model: ModelSize, training: Training, spread: Spread) -> flo
     return total
 
 
-def buffer_bytes(model: ModelSize, training: Training, spread: Spread) -> float:
-    """Bytes of the buffers through which ranks exchange what a layer needs, in symmetric memory. They are the most in
-    the backward pass; those of other transports are smaller."""
-    ranks, ulysses = training.burst_size, spread.schedule.ulysses
-    inputs, row = 2 * (model.queries + 2 * model.keys), 4.0 * model.q_heads  # bytes of a token: q, k, v; and delta
-    if ulysses > 1:  # two slices in turn of dO and q, k, v, which are exchanged and packed; and one of gradients
-        row += 2 * min(2, spread.slices) * (inputs + 2 * model.queries) + inputs
-    if ranks > ulysses:
+def buffer_bytes(model: ModelSize, training: Training, spread: Spread, backward: bool = True) -> float:
+    """Bytes of the buffers through which ranks exchange what a layer needs, in symmetric memory: those of the backward
+    pass, which are the most, or of attention in a forward pass alone. Those of other transports are smaller."""
+    ranks, ulysses, found = training.burst_size, spread.schedule.ulysses, 2 * model.queries
+    block = 2 * 2 * model.keys
+    inputs, row = found + block, 0.0  # bytes of a token: q, k and v
+    if ulysses > 1:  # two slices in turn of q, k, v and dO, which are exchanged and packed; and one of what is made
+        row += 2 * min(2, spread.slices) * (inputs + backward * found) + (inputs if backward else found)
+    if ranks > ulysses and not backward:  # two blocks that come, and the one that peers read; between hosts two more
+        row += (3 if spread.hosts == 1 else 5) * block
+    elif ranks > ulysses:
         wide = 2 if ranks == 2 else 4  # gradients as the kernel made them, or sums in fp32
         rotating = 2 * model.keys * wide
         if spread.schedule.ring == "burst":
@@ -138,11 +141,12 @@ def buffer_bytes(model: ModelSize, training: Training, spread: Spread) -> float:
         row += 5 * rotating + 3 * inputs + 4 * max(model.queries, model.keys)
         if spread.hosts > 1:  # the block that is held and the one that crosses, with the sums of either
             row += 2 * 2 * model.keys * (2 + 4)
+    row += 4 * model.q_heads * backward  # delta
     attention = training.tokens * row / spread.slices if model.patterns else 0.0
     recurrent = [
         2 * training.tokens * (sum(size.exchanged(ranks)) + ranks * size.shared_bytes)
         for size in model.recurrent
-        if spread.exchanges_heads(size) and ranks > 1
+        if spread.exchanges_heads(size) and ranks > 1 and backward
     ]
     return max([attention, *recurrent])
 

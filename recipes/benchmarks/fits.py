@@ -36,8 +36,8 @@ from hf_burst.hf.parts.memory import MemoryRule
 from hf_burst.layers.host_limits import share_of_host
 from hf_burst.plan.memory_levels import SETTINGS
 from hf_burst.sizing import shapes
+from hf_burst.sizing.fit import Fit, fit, longest
 from hf_burst.sizing.gpus import Capacity, capacity_of, gpu_named
-from hf_burst.sizing.memory_rule import Fit, fit, longest
 from hf_burst.sizing.model import Training
 from recipes.benchmarks.harness import options_of, rows_in, write
 from recipes.benchmarks.provenance import environment

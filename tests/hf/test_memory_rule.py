@@ -18,8 +18,8 @@ from hf_burst.config import Memory
 from hf_burst.errors import ConfigError
 from hf_burst.hf import attention
 from hf_burst.hf.parts import memory
-from hf_burst.hf.parts.memory import MemoryRule, RoomForKernels, Step, expand_segments
-from hf_burst.plan import memory_levels
+from hf_burst.hf.parts.allocator import RoomForKernels, expand_segments
+from hf_burst.hf.parts.memory import MemoryRule, Step
 from tests.hf.test_checkpointing import counted, expected_gradients
 from tests.hf.test_patch import group_mean, part_of
 from tests.support import models
@@ -133,11 +133,7 @@ def test_the_allocator_is_asked_for_expandable_segments(monkeypatch: pytest.Monk
 
 def chooses(**settings: Any) -> Any:
     """A rule that gives every step these settings."""
-
-    def levels(sizes: Any, tokens: int, host: float, fixed: Any = ()) -> tuple[Memory, ...]:
-        return (Memory(**settings),)
-
-    return mock.patch.object(memory_levels.LayerSizes, "levels", levels)
+    return mock.patch.object(memory, "levels_for", return_value=(Memory(**settings),))
 
 
 def keep_a_part(rank: int, size: int, keep: float, chunking: str) -> list[bool]:
@@ -240,7 +236,7 @@ def test_every_way_of_training_is_known_by_itself() -> None:
             for _ in range(2):
                 model(**models.make_batch("plain", 24)).loss.backward()
     rules = list(part_of(model, MemoryRule).rules.values())
-    assert [rule.sizes.checkpointing for rule in rules] == [False, True, True]
+    assert [rule.estimate.checkpointing for rule in rules] == [False, True, True]
     table = model.get_input_embeddings().weight.nbytes
     assert [rules[0].gradients - rule.gradients for rule in rules] == [0, 0, table]
 
@@ -294,7 +290,7 @@ def test_an_evaluation_with_longer_rows_has_tiles() -> None:
         for length in (24, 80):
             model(**models.make_batch("plain", 24)).loss.backward()
             (rule,) = part_of(model, MemoryRule).rules.values()
-            gpu.room = 4.1 * 24 * rule.sizes.working(Memory())
+            gpu.room = 4.1 * 24 * rule.estimate.working(Memory())
             with torch.no_grad():
                 attend.reset_mock()
                 model(**models.make_batch("plain", length))

@@ -24,7 +24,7 @@ from hf_burst.errors import ConfigError, KernelError
 from hf_burst.hf.parts import checkpointing
 from hf_burst.hf.parts.checkpointing import Checkpointing
 from hf_burst.layers.layer_runs import LayerRun
-from hf_burst.plan.memory_levels import keeping
+from hf_burst.plan.layer_sizes import keeping
 from tests.hf.test_checkpointing import SWITCHES, counted, expected_gradients
 from tests.hf.test_patch import group_mean, part_of
 from tests.layers.test_offload import gradients

@@ -1,25 +1,45 @@
 """The level that a step takes, by what earlier ones took of a device that is simulated."""
 
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hf_burst.config import Memory
-from hf_burst.plan.memory_levels import GAPS, GAPS_EXPANDABLE, LayerSizes, MeasuredLevels, Size
+from hf_burst.plan import MaskPattern
+from hf_burst.plan.layer_sizes import LayerSizes, StepEstimate
+from hf_burst.plan.memory_levels import GAPS, MeasuredLevels, Size, levels_for
 
 GIB = 2**30
 # of an 8B Llama in bf16 under adapters
-LLAMA = LayerSizes(32, 4096, 14336, 4096, 1024, 8, 0, 2, causal=True, checkpointing=True, exchanges=False)
-HOST = 128 * GIB
+SIZES = LayerSizes(
+    layers=32,
+    hidden=4096,
+    inner=14336,
+    q_heads=32,
+    kv_heads=8,
+    head_dim=128,
+    value_dim=128,
+    patterns=((MaskPattern(), 32),),
+)
+LLAMA = StepEstimate(SIZES, 2, checkpointing=True, exchanges=False)
+
+
+def levels_of(tokens: int, estimate: StepEstimate = LLAMA, fixed: Collection[str] = ()) -> tuple[Memory, ...]:
+    """The settings of every level, with 128 GiB of host memory."""
+    return levels_for(estimate, Memory(), tokens, 128 * GIB, fixed)
 
 
 class Gpu:
     """A GPU on which steps take so many times what is estimated, and some bytes whatever their size. Of what comes and
     goes a share is lost in gaps. The optimizer has its states from the second step on."""
 
-    def __init__(self, total: float, wrong: float = 1.0, always: float = 0.0, gaps: float = GAPS[0], **how: float):
+    def __init__(
+        self, total: float, wrong: float = 1.0, always: float = 0.0, gaps: float = GAPS[False][0], **how: float
+    ):
         self.total, self.wrong, self.always, self.gaps = total, wrong, always, gaps
         self.held, self.states, self.gradients = how.get("held", 0.0), how.get("states", 0.0), how.get("gradients", 0.0)
         self.rule = MeasuredLevels(LLAMA, self.gradients, sharded=False)
@@ -30,7 +50,7 @@ class Gpu:
         return self.always + max(activations, self.gradients + activations / 2)
 
     def levels(self, size: Size) -> tuple[Memory, ...]:
-        return LLAMA.levels(size.tokens, HOST)
+        return levels_of(size.tokens)
 
     def step(self, tokens: int, seen: float = 0.0) -> int:
         """The level of a step; one that runs out is not taken again."""
@@ -49,7 +69,7 @@ class Gpu:
     def fits(self, tokens: int) -> list[bool]:
         """Of each level, whether a step has room beside the states."""
         size, free = Size(tokens), self.total - self.held - self.states
-        return [(1 + GAPS[0]) * self.takes(memory, size) <= free for memory in self.levels(size)]
+        return [(1 + GAPS[False][0]) * self.takes(memory, size) <= free for memory in self.levels(size)]
 
 
 def test_a_first_step_takes_half_of_what_is_free() -> None:
@@ -138,26 +158,27 @@ def test_images_count() -> None:
 
 def test_gradients_that_are_added_to() -> None:
     """A batch that is accumulated finds gradients, and what it takes is known by itself."""
-    rule, levels, size = MeasuredLevels(LLAMA, 10.0 * GIB, sharded=True), LLAMA.levels(32768, HOST), Size(32768)
+    rule, levels, size = MeasuredLevels(LLAMA, 10.0 * GIB, sharded=True), levels_of(32768), Size(32768)
     free = 2.1 * size.tokens * LLAMA.bytes_of_token(Memory()) + 10 * GIB
     assert rule.choose(levels, size, free)[0] == 0
     rule.measured(levels[0], size, 30.0 * GIB)
     assert rule.choose(levels, size, 38.0 * GIB)[0] == 0
-    assert rule.choose(levels, size, 37.0 * GIB, added=True)[0] > 0
-    rule.measured(levels[0], size, 20.0 * GIB, added=True)
-    assert rule.choose(levels, size, 28.0 * GIB, added=True)[0] == 0
+    added = size._replace(added=True)
+    assert rule.choose(levels, added, 37.0 * GIB)[0] > 0
+    rule.measured(levels[0], added, 20.0 * GIB)
+    assert rule.choose(levels, added, 28.0 * GIB)[0] == 0
     assert rule.choose(levels, size, 28.0 * GIB)[0] > 0
 
 
 def test_the_margin_is_smaller_with_expandable_segments() -> None:
-    rule, levels, size = MeasuredLevels(LLAMA, 0.0, sharded=False), LLAMA.levels(32768, HOST), Size(32768)
+    rule, levels, size = MeasuredLevels(LLAMA, 0.0, sharded=False), levels_of(32768), Size(32768)
     rule.measured(levels[0], size, 20.0 * GIB)
-    assert [rule.choose(levels, size, 22.5 * GIB, gaps)[0] > 0 for gaps in (GAPS, GAPS_EXPANDABLE)] == [True, False]
+    assert [rule.choose(levels, size, 22.5 * GIB, expandable)[0] > 0 for expandable in (False, True)] == [True, False]
 
 
 def test_a_bound_counts_where_nothing_else_is_known() -> None:
     """The most that was taken so far may have been taken by something else."""
-    rule, levels, size = MeasuredLevels(LLAMA, 0.0, sharded=False), LLAMA.levels(32768, HOST), Size(32768)
+    rule, levels, size = MeasuredLevels(LLAMA, 0.0, sharded=False), levels_of(32768), Size(32768)
     rule.measured(levels[0], size, 50.0, exact=False)
     rule.measured(levels[1], size, 90.0, exact=False)
     rule.measured(levels[0], Size(1), 90.0, exact=False)
@@ -168,7 +189,7 @@ def test_a_bound_counts_where_nothing_else_is_known() -> None:
 
 
 def test_a_pass_without_gradients_has_tiles() -> None:
-    rule, levels = MeasuredLevels(LLAMA, 0.0, sharded=False), LLAMA.levels(262144, HOST)
+    rule, levels = MeasuredLevels(LLAMA, 0.0, sharded=False), levels_of(262144)
     plain = 262144 * LLAMA.working(Memory())
     assert rule.choose_forward(levels, Size(262144), 2.01 * plain) == 0
     assert levels[rule.choose_forward(levels, Size(262144), 1.99 * plain)].tiled_mlp == 16384
@@ -176,11 +197,13 @@ def test_a_pass_without_gradients_has_tiles() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"checkpointing": False}, {"causal": False}, {"kv_heads": 0}, {"exchanges": True}])
-def test_levels_take_less_and_less(changes: dict[str, bool]) -> None:
-    sizes = replace(LLAMA, **changes)
+def test_levels_take_less_and_less(changes: dict[str, Any]) -> None:
+    sizes = {"causal": {"patterns": ((MaskPattern(causal=False), 32),)}, "kv_heads": {"kv_heads": 0, "q_heads": 0}}
+    own = next((sizes[name] for name in changes if name in sizes), None)
+    estimate = replace(LLAMA, sizes=replace(SIZES, **own)) if own else replace(LLAMA, **changes)
     for tokens in (32768, 524288):
-        levels = sizes.levels(tokens, HOST)
-        assert len(levels) == len(sizes.levels(77, HOST)), "as many for any length"
-        assert sizes.bytes_of_token(levels[-1]) < 0.9 * sizes.bytes_of_token(levels[0])
-    fixed = sizes.levels(524288, HOST, {"activation_offloading", "attention_keep"})
+        levels = levels_of(tokens, estimate)
+        assert len(levels) == len(levels_of(77, estimate)), "as many for any length"
+        assert estimate.bytes_of_token(levels[-1]) < 0.9 * estimate.bytes_of_token(levels[0])
+    fixed = levels_of(524288, estimate, {"activation_offloading", "attention_keep"})
     assert {(memory.activation_offloading, memory.attention_keep) for memory in fixed} == {(0.0, 1.0)}

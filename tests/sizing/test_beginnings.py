@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_burst.cli import main
 from hf_burst.cli.plan import find_model
 from hf_burst.hf.models.model_size import model_size, shape_named
+from hf_burst.sizing.fit import longest
 from hf_burst.sizing.gpus import capacity_of, gpu_named
 from hf_burst.sizing.memory import estimate_memory
-from hf_burst.sizing.memory_rule import longest
 from hf_burst.sizing.model import Training
 from hf_burst.sizing.prompts import longest_prompt, memory_of_prompt
 from hf_burst.sizing.seconds import estimate_seconds, step_flops

@@ -12,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Qwen3_5ForCausalLM
 
+from hf_burst.config import Memory
 from hf_burst.hf.models.layer_sizes import layer_sizes
 from hf_burst.hf.models.model_size import model_size, shape_named
 from hf_burst.hf.view import ModelView
-from hf_burst.plan.memory_levels import GAPS_EXPANDABLE, HOST_ROOM, SETTINGS, MeasuredLevels, Size
+from hf_burst.plan.layer_sizes import StepEstimate
+from hf_burst.plan.memory_levels import HOST_ROOM, SETTINGS, MeasuredLevels, Size, levels_for
+from hf_burst.sizing.fit import bucket, fit, fits, levels, longest
 from hf_burst.sizing.gpus import capacity_of, gpu_named
 from hf_burst.sizing.memory import estimate_memory, memory_of_step
-from hf_burst.sizing.memory_rule import bucket, fit, fits, levels, longest
 from hf_burst.sizing.model import Training
 from hf_burst.sizing.seconds import estimate_seconds
 from hf_burst.sizing.shapes import SHAPES
@@ -94,15 +96,16 @@ def test_a_run_takes_what_the_plan_promises(row: dict[str, Any]) -> None:
     model, documents = model_size(type(made), config), (*range(0, length, row["document"]), length)
     how = {"weights": "4bit" if weights == "qlora" else "fp32", "lora": 0 if weights == "all" else 16}
     training = Training(length, 1, 1, documents, expandable_segments=True, **how)
-    sizes = layer_sizes(ModelView(made), 4 if training.wide_states else 2, True, 1)
+    sizes = layer_sizes(ModelView(made))
     assert (sizes.layers, sizes.hidden, sizes.kv_heads) == (model.layers, model.hidden, model.kv_heads)
     assert (sizes.queries, sizes.keys) == (model.queries, model.keys)
-    rule = MeasuredLevels(sizes, training.trained(model) * training.number, sharded=False)
-    room, chosen, found = capacity_of(gpu_named("h100")), sizes.levels(length, host), list[int]()
+    estimate = StepEstimate(sizes, training.itemsize, True, False)
+    rule = MeasuredLevels(estimate, training.trained(model) * training.number, sharded=False)
+    room, chosen, found = capacity_of(gpu_named("h100")), levels_for(estimate, Memory(), length, host), list[int]()
     for step in range(4):
         plain = estimate_memory(model, training, room)
         held = plain.weights + (plain.optimizer if step else 0)
-        level, _ = rule.choose(chosen, Size(length), room.gpu_memory - plain.outside - held, GAPS_EXPANDABLE)
+        level, _ = rule.choose(chosen, Size(length), room.gpu_memory - plain.outside - held, expandable=True)
         memory = estimate_memory(model, replace(training, **asdict(chosen[level])), room)
         taken = memory.tensors - memory.held
         assert held + memory.outside + memory.gaps + taken <= room.gpu_memory

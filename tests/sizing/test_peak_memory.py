@@ -224,7 +224,8 @@ def kept_by_a_layer(rank: int, size: int, settings: dict[str, Any]) -> float:
 def test_a_checkpointed_layer_keeps_its_input_and_attention(ranks, size, schedule, keep):
     settings = {"attention_keep": keep, "schedule": schedule, "tiled_mlp": 256, "head_groups": 2}
     sizes = model_size(LlamaForCausalLM, LlamaConfig(**SIZES))
-    planned = sum(Training(LENGTH, size, size, attention_keep=keep).kept(sizes))
+    training = Training(LENGTH, size, size, attention_keep=keep)
+    planned = training.tokens * sum(sizes.kept(training, training.itemsize))
     for kept in ranks(size).run(kept_by_a_layer, settings):
         assert kept == pytest.approx(planned, rel=0.02)
 

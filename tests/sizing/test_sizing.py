@@ -35,11 +35,10 @@ from hf_burst.hf.parts.adapters import Adapters
 from hf_burst.hf.view import ModelView
 from hf_burst.plan import MaskPattern, RecurrentSize
 from hf_burst.sizing.gpus import DATA_SHEETS, Capacity, capacity_of, data_sheet, gpu_named
-from hf_burst.sizing.memory import _attention_backward, estimate_memory, kept_by_layer
+from hf_burst.sizing.memory import estimate_memory
 from hf_burst.sizing.model import Training, rounded
 from hf_burst.sizing.seconds import estimate_seconds, products, step_flops
 from hf_burst.sizing.shapes import NAMES, shape_name
-from hf_burst.sizing.spread import spread_of
 from tests.recurrent import test_recurrent
 from tests.support import models, predictions
 from tests.support.tiny_models import is_masked, overrides_of, tiny_config
@@ -84,10 +83,10 @@ def test_wide_heads_have_gradients_of_keys_for_every_query_head() -> None:
     taken = []
     for kv_heads, head_dim in ((4, 256), (4, 192), (24, 256)):
         sizes = {"num_attention_heads": 24, "num_key_value_heads": kv_heads, "hidden_size": 768, "head_dim": head_dim}
-        model, training = model_size(LlamaForCausalLM, LlamaConfig(**SIZES | sizes)), Training(2**15, 1, 1)
+        model = model_size(LlamaForCausalLM, LlamaConfig(**SIZES | sizes))
         inputs = model.queries + 2 * model.keys
         row = 2 * (2 * model.hidden + 2 * inputs + model.queries)
-        sums = _attention_backward(model, training, spread_of(model, training, 8), True) / training.tokens - row
+        sums = model.attention_backward(1.0, 1) - row
         taken.append(sums - 4 * model.queries - 4 * 2 * model.keys * (kv_heads < 24))
     assert taken == [pytest.approx(16304, rel=0.01), 0, 0]
 
@@ -129,7 +128,7 @@ def test_a_layer_keeps_what_autograd_keeps() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.model(input_ids=torch.randint(0, 512, (1, TOKENS)))
     measured = sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in weights)
-    elements = kept_by_layer(model_size(LlamaForCausalLM, SMALL), fused=False) + SMALL.hidden_size
+    elements = model_size(LlamaForCausalLM, SMALL).elements(fused=False) + SMALL.hidden_size
     assert 2 * TOKENS * 4 * elements == pytest.approx(measured, rel=0.05)
 
 

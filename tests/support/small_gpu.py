@@ -5,12 +5,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from hf_burst.config import Memory
 from hf_burst.hf.models.layer_sizes import layer_sizes
 from hf_burst.hf.parts import memory
-from hf_burst.hf.parts.memory import MemoryRule, Reading, Step
+from hf_burst.hf.parts.allocator import Reading
+from hf_burst.hf.parts.memory import MemoryRule, Step
 from hf_burst.hf.view import ModelView
 from hf_burst.plan import memory_levels
-from hf_burst.plan.memory_levels import FIRST, MeasuredLevels, Size
+from hf_burst.plan.layer_sizes import StepEstimate
+from hf_burst.plan.memory_levels import FIRST, MeasuredLevels, Size, levels_for
 from tests.support.trainers import small_pages
 
 HOST = 2**30
@@ -18,7 +21,7 @@ HOST = 2**30
 
 def as_estimated(step: Step) -> float:
     """What a step takes if the estimate is right."""
-    return step.rule.gradients + step.size.tokens * step.rule.sizes.bytes_of_token(step.settings)
+    return step.rule.gradients + step.size.tokens * step.rule.estimate.bytes_of_token(step.settings)
 
 
 class SmallGpu:
@@ -61,16 +64,16 @@ def small_gpu(room: float, takes: Callable[[Step], float] = as_estimated) -> Ite
 def room_for(level: int, model: Any, tokens: int, ranks: int = 1, groups: int = 1) -> float:
     """Bytes of a GPU on which a first batch with so many tokens, shared by ranks, is given this level and no earlier
     one; of several groups of ranks, which shard weights."""
-    sizes = layer_sizes(ModelView(model), model.dtype.itemsize, True, ranks)
+    estimate = StepEstimate(layer_sizes(ModelView(model)), model.dtype.itemsize, True, ranks > 1)
     learns = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     # FSDP2 has gathered those outside of layers by then
     shards = {name: ranks * groups if groups > 1 and "layers." in name else 1 for name in learns}
     gradients = sum(-(-len(weight) // shards[name]) * weight[0].nbytes for name, weight in learns.items())
     with mock.patch.multiple(memory_levels, SHORT_TILE=5):
         size = Size(-(-tokens // ranks))
-        levels = sizes.levels(size.tokens, HOST)
-    plain, need = (FIRST * size.tokens * sizes.bytes_of_token(levels[index]) for index in (0, level))
+        levels = levels_for(estimate, Memory(), size.tokens, HOST)
+    plain, need = (FIRST * size.tokens * estimate.bytes_of_token(levels[index]) for index in (0, level))
     assert level == 0 or need < plain
     room = need + gradients + 1
-    assert MeasuredLevels(sizes, gradients, groups > 1).choose(levels, size, room)[0] == level
+    assert MeasuredLevels(estimate, gradients, groups > 1).choose(levels, size, room)[0] == level
     return room

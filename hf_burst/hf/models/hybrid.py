@@ -35,7 +35,7 @@ def recurrent_sizes(view: ModelView) -> tuple[RecurrentSize, ...]:
     return () if None in sizes else tuple(replace(size, layers=count) for size, count in known.items())
 
 
-def attention_shapes(view: ModelView, itemsize: int = 2) -> Shapes | None:
+def attention_shapes(view: ModelView) -> Shapes | None:
     """Returns the head sizes of the first layer with attention; `None` if there is no such layer."""
     layers = view.find(attending_layers)
     if not layers:
@@ -43,13 +43,7 @@ def attention_shapes(view: ModelView, itemsize: int = 2) -> Shapes | None:
     first = layers[0][0]
     q_heads, size = first.num_attention_heads, head_size(first)
     kv_heads = getattr(first, "num_key_value_heads", None) or q_heads
-    return Shapes(q_heads, kv_heads, size, getattr(first, "v_head_dim", None) or size, itemsize, 4)
-
-
-def attending_share(view: ModelView) -> float:
-    """Returns the share of a model's layers that have attention."""
-    layers = getattr(view.root.config.get_text_config(), "num_hidden_layers", 1)
-    return min(1.0, len(view.find(attending_layers)) / max(1, layers))
+    return Shapes(q_heads, kv_heads, size, getattr(first, "v_head_dim", None) or size, 2, 4)
 
 
 def attending_layers(view: ModelView) -> list[tuple[PreTrainedConfig, MaskPattern]]:

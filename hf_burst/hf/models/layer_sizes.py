@@ -1,47 +1,42 @@
-"""Layer sizes from which a run estimates its first step."""
+"""Layer sizes, as configs name them."""
 
+from collections import Counter
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from ...plan.memory_levels import LayerSizes
+from ...plan import MaskPattern
+from ...plan.layer_sizes import LayerSizes
 from ..view import ModelView
-from .hybrid import attention_shapes, recurrent_sizes
-from .task import task_of
+from .hybrid import attending_layers, attention_shapes, head_size, recurrent_sizes
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
 _INNER = ("intermediate_size", "ffn_dim", "n_inner")
 
 
-def layer_sizes(view: ModelView, itemsize: int, checkpointing: bool, ranks: int) -> LayerSizes:
-    """Returns the layer sizes of the view's language model, read from its config.
-
-    Args:
-        view ([`ModelView`]): The model.
-        itemsize (`int`): Bytes per element of the hidden states.
-        checkpointing (`bool`): Whether layers are checkpointed.
-        ranks (`int`): The number of ranks that share a sequence.
-    """
-    text, shapes = view.root.config.get_text_config(), attention_shapes(view)
+def layer_sizes(view: ModelView) -> LayerSizes:
+    """Returns the layer sizes of the view's language model, read from its config."""
+    text, shapes, layers = view.root.config.get_text_config(), attention_shapes(view), view.find(attending_layers)
     _, chosen = experts_of(text)
     names = ("moe_intermediate_size", *_INNER) if chosen else _INNER
     inner = next((value for name in names if (value := getattr(text, name, None))), 4 * text.hidden_size)
     widest = max(inner) if isinstance(inner, list | tuple) else inner
-    each = 0 if shapes is None else (shapes.head_dim + shapes.value_dim) // 2
+    sizes = [head_size(layer) for layer, _ in layers]
+    patterns, mean = Counter[MaskPattern](), sum(sizes) / max(1, len(sizes))
+    for (_, pattern), size in zip(layers, sizes, strict=True):
+        patterns[pattern] += size
     return LayerSizes(
         layers=getattr(text, "num_hidden_layers", 1),
         hidden=text.hidden_size,
         inner=chosen * (widest + text.hidden_size) if chosen else widest,
-        queries=0 if shapes is None else shapes.q_heads * each,
-        keys=0 if shapes is None else shapes.kv_heads * each,
-        kv_heads=0 if shapes is None else shapes.kv_heads,
-        mixed=max((size.backward_elements for size in view.find(recurrent_sizes)), default=0),
-        itemsize=itemsize,
-        causal=view.find(task_of).causal,
-        checkpointing=checkpointing,
-        exchanges=ranks > 1,
+        q_heads=shapes.q_heads if shapes else 0,
+        kv_heads=shapes.kv_heads if shapes else 0,
+        head_dim=round(mean),
+        value_dim=(getattr(layers[0][0], "v_head_dim", None) or round(mean)) if layers else 0,
+        patterns=tuple((pattern, total / mean) for pattern, total in patterns.items()),
+        recurrent=view.find(recurrent_sizes),
     )
 
 

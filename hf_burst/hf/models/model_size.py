@@ -1,7 +1,6 @@
 """The sizes of a Transformers model, counted without its weights."""
 
 import re
-from collections import Counter
 from copy import deepcopy
 from math import prod
 from typing import Any
@@ -12,15 +11,15 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...errors import ConfigError, UnsupportedModelError
-from ...plan import MaskPattern, Shapes
+from ...plan import Shapes
 from ...sizing.gpus import data_sheet
 from ...sizing.model import ModelSize, TowerSize
 from ...sizing.shapes import SHAPES, shape_name
 from ..admission import row_of
 from ..view import ModelView
 from .cut_point import language_model_path
-from .hybrid import attending_layers, attention_shapes, head_size, recurrent_sizes
-from .layer_sizes import experts_of
+from .hybrid import attention_shapes
+from .layer_sizes import experts_of, layer_sizes
 from .recurrent import recurrent_modules
 from .support import check_model, has_attention
 
@@ -63,28 +62,20 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
     view = ModelView(model)
     check_model(view)
     text, head = model.config.get_text_config(), model.get_output_embeddings()
-    counts = _Weights(view)
-    layers = view.find(attending_layers)
-    sizes = [head_size(layer) for layer, _ in layers]
-    patterns, mean = Counter[MaskPattern](), sum(sizes) / max(1, len(sizes))
-    for (_, pattern), size in zip(layers, sizes, strict=True):
-        patterns[pattern] += size
-    shapes, recurrent = attention_shapes(view), view.find(recurrent_sizes)
+    counts, shapes = _Weights(view), attention_shapes(view)
     linear = [
         module
         for path, module in view.named
         if isinstance(module, nn.Linear | Conv1D) and module is not head and counts.reads(path)
     ]
     rows = [module.weight.shape[:: -1 if isinstance(module, nn.Linear) else 1] for module in linear]  # inputs first
+    counted: dict[str, Any] = {
+        "inner": round((counts.used - counts.head - counts.mixing) / (3 * text.hidden_size * text.num_hidden_layers)),
+        "norms": _normed(view, counts, shapes) / text.num_hidden_layers,
+    }
     return ModelSize(
+        **vars(layer_sizes(view)) | counted,
         name=name,
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        inner=round((counts.used - counts.head - counts.mixing) / (3 * text.hidden_size * text.num_hidden_layers)),
-        q_heads=shapes.q_heads if shapes else 0,
-        kv_heads=shapes.kv_heads if shapes else 0,
-        head_dim=round(mean),
-        value_dim=(getattr(layers[0][0], "v_head_dim", None) or round(mean)) if layers else 0,
         vocabulary=text.vocab_size,
         weights=sum(weight.numel() for weight in model.parameters()),
         used=round(counts.used),
@@ -92,10 +83,7 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         tied=counts.tied,
         linear=counts.linear,
         adapted=sum(inputs + outputs for inputs, outputs in rows),
-        patterns=tuple((pattern, total / mean) for pattern, total in patterns.items()),
-        recurrent=recurrent,
         unused=counts.unused,
-        norms=_normed(view, counts, shapes) / text.num_hidden_layers,
         routed=counts.chosen * text.hidden_size,
         experts=counts.experts,
         fused=counts.fused,
@@ -136,33 +124,28 @@ class _Weights:
     def __init__(self, view: ModelView) -> None:
         model = view.root
         self.path, text = view.find(language_model_path), model.config.get_text_config()
-        self.weight = getattr(model.get_output_embeddings(), "weight", None)
-        tables = [module.weight for module in view.modules if isinstance(module, nn.Embedding)]
+        head = getattr(model.get_output_embeddings(), "weight", None)
+        tables = {id(module.weight) for module in view.modules if isinstance(module, nn.Embedding)}
         mixers = {id(weight) for module in view.find(recurrent_modules) for weight in module.parameters()}
-        experts, self.chosen = experts_of(text)
-        share = self.chosen / experts if experts else 1.0
-        self.tied = any(self.weight is table for table in tables)
-        self.head = 0 if self.weight is None else self.weight.numel()
-        self.used, self.mixing, self.unused = 0.0, 0, 0
-        self.used += self.head
         layers = [module for module in view.modules if type(module) is nn.Linear or isinstance(module, Conv1D)]
-        linear = {id(layer.weight): layer.weight.numel() for layer in layers if layer.weight is not self.weight}
-        self.linear, self.experts, self.fused = sum(linear.values()), 0, 0
+        linear = {id(layer.weight): layer.weight.numel() for layer in layers if layer.weight is not head}
+        experts, self.chosen = experts_of(text)
+        self.tied = id(head) in tables
+        self.head = 0 if head is None else head.numel()
+        self.used, self.linear = float(self.head), sum(linear.values())
+        self.mixing = self.unused = self.experts = self.fused = 0
         for path, weight in model.named_parameters(remove_duplicate=False):  # each layer uses shared weights
-            if weight is self.weight or any(weight is table for table in tables):
-                self.unused += 0 if self.reads(path) or weight is self.weight else weight.numel()
-                continue
+            count = weight.numel()
             if not self.reads(path):
-                self.unused += weight.numel()
-                continue
-            routed = ("experts." in path and not re.search("shared|router", path)) or (
-                weight.ndim == 3 and len(weight) == experts and id(weight) not in mixers
-            )
-            self.used += weight.numel() * (share if routed else 1)
-            self.experts += weight.numel() if routed else 0
-            self.fused += weight.numel() if routed and id(weight) not in linear else 0
-            mixes = "attn" in path or "attention" in path or id(weight) in mixers
-            self.mixing += weight.numel() if mixes else 0
+                self.unused += 0 if weight is head else count
+            elif weight is not head and id(weight) not in tables:
+                routed = ("experts." in path and not re.search("shared|router", path)) or (
+                    weight.ndim == 3 and len(weight) == experts and id(weight) not in mixers
+                )
+                self.used += count * (self.chosen / experts if routed and experts else 1)
+                self.experts += routed * count
+                self.fused += (routed and id(weight) not in linear) * count
+                self.mixing += ("attn" in path or "attention" in path or id(weight) in mixers) * count
 
     def reads(self, path: str) -> bool:
         """Returns whether a batch of text uses the module or weight at this path."""

@@ -22,11 +22,11 @@ from ...errors import BatchError, ConfigError
 from ...layers.host_memory import HostMemory
 from ...layers.layer_runs import LayerRun, Place, first_tensor
 from ...layers.offload import SavedByLayer, detached_leaf, saved_in_place
-from ...plan.memory_levels import HOST_ROOM, keeping
+from ...plan.layer_sizes import keeping
+from ...plan.memory_levels import HOST_ROOM
 from ..context import CheckpointedRun, current
 from ..forward_pass import Agreement, Batch, Call, Checkpoints, ForwardPass
-from ..models.hybrid import attending_share, attention_shapes
-from ..models.layer_sizes import dtype_of_states
+from ..models.layer_sizes import dtype_of_states, layer_sizes
 from ..view import ModelView
 from .base import Part
 from .replicas import takes_weights_apart
@@ -232,13 +232,13 @@ def _checkpoint_all_layers(view: ModelView, functions: Sequence["_Checkpoint"]) 
 def _kept_bytes(run: ForwardPass, share: float) -> tuple[float, float]:
     """Returns the bytes that a layer saves: its input; and its attention output with the log-sum-exp of its rows, as
     a mean over layers with and without attention. GPU kernels return 16 bits, whatever the dtype of the states."""
-    width, shapes = run.model.config.get_text_config().hidden_size, attention_shapes(run.call.view)
-    itemsize = dtype_of_states(run.call.view).itemsize
+    sizes, itemsize = run.call.view.find(layer_sizes), dtype_of_states(run.call.view).itemsize
     narrow = min(itemsize, 2) if run.device.type == "cuda" else itemsize
-    attention = 0 if shapes is None else shapes.q_heads * (shapes.value_dim * narrow + shapes.accumulator_itemsize)
+    attention = sizes.q_heads * (sizes.value_dim * narrow + 4)
     rows = run.batch.layout.batch_size * run.batch.layout.sharding.most_tokens
     page = HostMemory.page_bytes  # each tensor takes whole pages
-    return rows * width * itemsize + page, attending_share(run.call.view) * (rows * share * attention + 2 * page)
+    kept_attention = sizes.attending / sizes.layers * (rows * share * attention + 2 * page)
+    return rows * sizes.hidden * itemsize + page, kept_attention
 
 
 class _Checkpoint:

@@ -1,60 +1,35 @@
 """Settings that make a training step fit into memory, chosen for `BurstConfig(memory="auto")`."""
 
 import logging
-import os
 import sys
 import zlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 
 from ...config import BurstConfig, Memory
 from ...errors import OUT_OF_MEMORY, ConfigError
 from ...layers.host_limits import share_of_host
-from ...plan.memory_levels import GAPS, GAPS_EXPANDABLE, SETTINGS, TILE, TUNING, MeasuredLevels, Size
+from ...plan.layer_sizes import StepEstimate
+from ...plan.memory_levels import SETTINGS, TILE, MeasuredLevels, Size, levels_for, named
 from ..forward_pass import Batch, Call, Checkpoints, ForwardPass
 from ..models.hybrid import recurrent_sizes
 from ..models.layer_sizes import dtype_of_states, layer_sizes
 from ..sharded_cache import ShardedCache
 from ..spread.value import Spread
 from ..view import ModelView
+from .allocator import EXPANDABLE, Reading, RoomForKernels, expand_segments
 from .base import Part
 from .replicas import takes_weights_apart
 from .towers import seen_in
 
 logger = logging.getLogger(__name__)
-
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_EXPAND = "expandable_segments:True"
-_EXPANDABLE = (
-    "Set PYTORCH_ALLOC_CONF=expandable_segments:True before Python starts: the gaps that torch's allocator leaves are "
-    "then smaller, and longer sequences fit."
-)
-
-
-class Reading(NamedTuple):
-    """The state of torch's allocator on a GPU: bytes, and how often it ran out of memory."""
-
-    held: int
-    most: int
-    room: int  # most that it may hold
-    errors: int
-
-    @classmethod
-    def of(cls, device: torch.device) -> "Reading | None":
-        """Returns the reading of a device; `None` if the device counts none."""
-        if device.type != "cuda":
-            return None
-        stats = torch.cuda.memory_stats(device)
-        free, total = torch.cuda.mem_get_info(device)
-        reserved = stats.get("reserved_bytes.all.current", 0)
-        room = min(total * torch.cuda.get_per_process_memory_fraction(device), free + reserved)
-        held, most = (stats.get(f"allocated_bytes.all.{name}", 0) for name in ("current", "peak"))
-        return cls(held, most, int(room), stats.get("num_ooms", 0))
 
 
 @dataclass
@@ -66,8 +41,7 @@ class Step:
     settings: Memory
     size: Size
     before: Reading
-    added: bool  # whether there were gradients before
-    ends: bool = False  # whether its backward pass has begun
+    alone: bool  # whether it involves no other rank
     failed: bool = False  # whether it ran out of memory
 
     @property
@@ -84,22 +58,21 @@ class MemoryRule(Part):
 
     def __init__(self, config: BurstConfig) -> None:
         self.chooses = config.memory == "auto"
-        self.compared = False  # whether all ranks have this config
         self.looked: bool | None = None  # whether weights were sharded over other groups at the latest look
-        self.host: float | None = None  # bytes that each rank may take on its host
+        self.host = 0.0  # bytes that each rank may take on its host
         self.fixed = set[str]()  # settings that some rank cannot have, so all keep the defaults
         self.rules: dict[Any, MeasuredLevels] = {}  # by how the model is trained
         self.told = set[tuple[Memory, bool]]()  # what was logged
         self.latest: Step | None = None
         self.steps = False  # whether the latest pass was a training pass
-        self.alone = True  # whether it involved no other rank
-        self.expandable = _EXPAND in _asked()  # whether the allocator has expandable segments
+        self.expandable = expand_segments(ask=False)
         self.room: RoomForKernels | None = None  # for a model with recurrent layers
 
     def choose(self, call: Call, batch: Batch, checkpoints: Checkpoints) -> Memory:
         """Returns the settings of a pass. The ranks may communicate."""
-        self._compare(call)
         memory, reading = call.config.memory_settings, Reading.of(call.device) if self.chooses else None
+        if self.looked != bool(call.sharing) and (reading is not None or call.sharing):
+            self._look(call, checkpoints)
         if reading is not None:
             self._count_errors(reading)
             memory = self._settings(call, batch, checkpoints, reading)
@@ -109,13 +82,12 @@ class MemoryRule(Part):
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         """Registers hooks that measure the step when its backward pass has ended."""
-        if not self.steps or self.latest is None:
-            return
-        hook = partial(self._begin_backward, self.latest, run.device)
-        for value in outputs.values():
-            states = value.own if isinstance(value, Spread) else value
-            if isinstance(states, Tensor) and states.requires_grad:
-                states.register_hook(hook)
+        if self.steps and self.latest is not None:
+            values = (value.own if isinstance(value, Spread) else value for value in outputs.values())
+            states = [value for value in values if isinstance(value, Tensor)]
+            measure = partial(self._measure, self.latest, run.device)
+            engine: Any = Variable._execution_engine
+            register_multi_grad_hook(states, lambda _: engine.queue_callback(measure), mode="any")
 
     def end(self) -> None:
         self.advise(sys.exception())
@@ -126,29 +98,31 @@ class MemoryRule(Part):
             return
         if any(note.startswith("hf_burst: ") for note in getattr(problem, "__notes__", ())):
             return
-        following = self._following(self.latest) if self.steps and self.latest is not None else None
-        if following is None:
+        step = self.latest if self.steps else None
+        following = None if step is None else self._following(step)
+        if step is None or following is None:
             problem.add_note(OUT_OF_MEMORY)
-        elif self.alone:
+        elif step.alone:
             problem.add_note(f"hf_burst: run the step again, and it is trained with {named(following)}.")
         else:
-            settings = ", ".join(f"{name}={value!r}" for name, value in asdict(following).items())
-            more = "" if self.expandable else f" {_EXPANDABLE}"
-            problem.add_note(f"hf_burst: start again with BurstConfig(memory=hf_burst.Memory({settings})).{more}")
+            more = "" if self.expandable else f" {EXPANDABLE}"
+            problem.add_note(f"hf_burst: start again with BurstConfig(memory=hf_burst.{following}).{more}")
 
     def remove(self, view: ModelView) -> None:
         if self.room is not None:
             self.room.end()
 
-    def _compare(self, call: Call) -> None:
-        """Raises on all ranks over which weights are sharded if their configs differ: each group would gather layers in
-        its own order, and wait for the others forever."""
-        if self.compared or not call.sharing:
-            return
-        self.compared = True
-        own = zlib.crc32(str(call.config).encode())
-        largest, smallest = call.largest([own, -own])
-        if largest != -smallest:
+    def _look(self, call: Call, checkpoints: Checkpoints) -> None:
+        """Finds out what all ranks can do and how much memory their hosts have. Raises on all ranks over which weights
+        are sharded if their configs differ: each group would gather layers in its own order, and wait for the others
+        forever."""
+        self.looked = bool(call.sharing)
+        impossible, own = _impossible(call, checkpoints), zlib.crc32(str(call.config).encode())
+        found = [float(name in impossible) for name in SETTINGS]  # if one rank cannot, none does
+        host, largest, smallest, *found = call.largest([-share_of_host(call.device), own, -own, *found])
+        self.host = -host
+        self.fixed = {name for name, holds in zip(SETTINGS, found, strict=True) if holds}
+        if call.sharing and largest != -smallest:
             raise ConfigError(
                 "Weights are sharded over ranks that were patched with different settings; this one has "
                 f"{call.config}. Layers would be gathered in different orders. Give patch_model the same BurstConfig "
@@ -172,16 +146,12 @@ class MemoryRule(Part):
         if not step.failed:
             step.failed = True
             step.rule.ran_out(step.settings, step.size, step.free)
-        level, _ = step.rule.choose(step.levels, step.size, step.free, self._gaps, step.added)
+        level, _ = step.rule.choose(step.levels, step.size, step.free, self.expandable)
         return None if step.levels[level] == step.settings else step.levels[level]
 
     def _settings(self, call: Call, batch: Batch, checkpoints: Checkpoints, reading: Reading) -> Memory:
         """Returns the settings of a pass, the same on all ranks."""
         self.steps = call.learns
-        self.alone = call.group.size == 1 and not call.sharing
-        if self.looked != bool(call.sharing):  # weights are sharded over other groups by now, or no more
-            self.looked = bool(call.sharing)
-            self._look(call, checkpoints)
         if self.steps and self.room is None and call.view.find(recurrent_sizes):
             self.room = RoomForKernels(call.device)
             reading = Reading.of(call.device) or reading
@@ -192,57 +162,41 @@ class MemoryRule(Part):
             self.chooses = False
             logger.info("hf_burst cannot tell what memory a step takes, and leaves all as it is: %s", problem)
             return call.config.memory_settings
-        layout = batch.layout
-        size = Size(layout.batch_size * layout.sharding.most_tokens, seen_in(call))
-        levels = rule.sizes.levels(size.tokens, self.host or 0.0, self.fixed | _impossible(call, checkpoints))
-        step = Step(rule, levels, Memory(), size, reading, any(weight.grad is not None for weight in trained))
+        layout, added = batch.layout, any(weight.grad is not None for weight in trained)
+        size = Size(layout.batch_size * layout.sharding.most_tokens, seen_in(call), added)
+        fixed = self.fixed | _impossible(call, checkpoints)
+        levels = levels_for(rule.estimate, Memory(), size.tokens, self.host, fixed)
+        step = Step(rule, levels, Memory(), size, reading, call.group.size == 1 and not call.sharing)
         if self.steps:
-            level, expected = rule.choose(levels, size, step.free, self._gaps, step.added)
+            level, expected = rule.choose(levels, size, step.free, self.expandable)
         else:
             level, expected = rule.choose_forward(levels, size, step.free), 0.0
         level = min(int(call.largest([level])[0]), len(levels) - 1)  # groups whose layers checkpoint have more levels
-        step.settings = levels[level]
+        chosen = levels[level]
         if not self.steps:
-            return Memory(tiled_mlp=step.settings.tiled_mlp, head_groups=step.settings.head_groups)
-        self.latest = step
-        share = step.settings.attention_keep
+            return Memory(tiled_mlp=chosen.tiled_mlp, head_groups=chosen.head_groups)
+        share = chosen.attention_keep
         if 0 < share < 1 and layout.beginning(1 - share) is None:  # ranks hold unequal amounts of a part
-            step.settings = replace(step.settings, attention_keep=0.0)
+            chosen = replace(chosen, attention_keep=0.0)
+        step.settings, self.latest = chosen, step
         if level and not self.expandable:
             self.expandable = expand_segments()
         if call.group.rank == 0:
-            self._tell(call, batch, step, expected)
-        return step.settings
-
-    def _look(self, call: Call, checkpoints: Checkpoints) -> None:
-        """Finds out what all ranks can do and how much memory their hosts have."""
-        own = _impossible(call, checkpoints)
-        impossible = [float(name in own) for name in SETTINGS]  # if one rank cannot, none does
-        host, *impossible = call.largest([-share_of_host(call.device), *impossible])
-        self.host = -host
-        self.fixed = {name for name, found in zip(SETTINGS, impossible, strict=True) if found}
+            given = f"{layout.batch_size} x {layout.length:,} tokens"
+            self._tell(given, layout.batch_size * layout.length, step, expected)
+        return chosen
 
     def _rule(self, call: Call, checkpoints: Checkpoints, trained: list[nn.Parameter]) -> MeasuredLevels:
         """Returns what is known of steps that train these weights."""
-        checkpointing = checkpoints.layers > 0
-        key = checkpointing, sum(weight.numel() for weight in trained)
+        key = checkpoints.layers > 0, sum(weight.numel() for weight in trained)
         if key not in self.rules:
             local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained]
-            sizes = layer_sizes(call.view, dtype_of_states(call.view).itemsize, checkpointing, call.group.size)
+            itemsize = dtype_of_states(call.view).itemsize
+            estimate = StepEstimate(layer_sizes(call.view), itemsize, key[0], call.group.size > 1)
             sharded = any(isinstance(weight, DTensor) for weight in trained)
             gradients = sum(weight.nbytes for weight in local if weight.device.type == call.device.type)
-            self.rules[key] = MeasuredLevels(sizes, gradients, sharded)
+            self.rules[key] = MeasuredLevels(estimate, gradients, sharded)
         return self.rules[key]
-
-    @property
-    def _gaps(self) -> tuple[float, float]:
-        return GAPS_EXPANDABLE if self.expandable else GAPS
-
-    def _begin_backward(self, step: Step, device: torch.device, gradient: Tensor) -> None:
-        if not step.ends:
-            step.ends = True
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(partial(self._measure, step, device))
 
     def _measure(self, step: Step, device: torch.device) -> None:
         """Reports to the rule what a step took, after its backward pass. If several passes came before, this is what
@@ -250,16 +204,14 @@ class MemoryRule(Part):
         reading = Reading.of(device)
         if reading is not None and step is self.latest and not step.failed:
             exact = reading.most > step.before.most  # else something took more before the step
-            step.rule.measured(step.settings, step.size, reading.most - step.before.held, exact, step.added)
+            step.rule.measured(step.settings, step.size, reading.most - step.before.held, exact)
 
-    def _tell(self, call: Call, batch: Batch, step: Step, expected: float) -> None:
+    def _tell(self, given: str, tokens: int, step: Step, expected: float) -> None:
         """Logs what was chosen, or that nothing fits."""
         short = expected > step.free
         if (step.settings, short) in self.told or not (short or step.settings != Memory()):
             return
         self.told.add((step.settings, short))
-        layout = batch.layout
-        given = f"{layout.batch_size} x {layout.length:,} tokens"
         if not short:
             logger.info("hf_burst trains %s with %s", given, named(step.settings))
             return
@@ -267,29 +219,12 @@ class MemoryRule(Part):
             "A training step of %s may run out of memory: it takes about %.1f GiB with %s, and %.1f are left of each "
             "GPU, for about %s tokens. Shard the sequence over more GPUs, train adapters (LoRA),%s or%s shorten it.",
             *(given, expected / 2**30, named(step.settings), step.free / 2**30),
-            f"{int(layout.batch_size * layout.length * step.free / expected):,}",
+            f"{int(tokens * step.free / expected):,}",
             " give fewer or smaller images," if step.size.seen else "",
-            "" if step.rule.sizes.checkpointing else " set gradient_checkpointing=True, or",
+            "" if step.rule.estimate.checkpointing else " set gradient_checkpointing=True, or",
         )
         if not self.expandable:
-            logger.info(_EXPANDABLE)
-
-
-class RoomForKernels:
-    """GPU memory that torch's allocator leaves to the driver until `end`, for Triton kernels that spill registers while
-    they are tuned. The allocator keeps what was freed, and returns nothing when others ask."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.before = device, torch.cuda.get_per_process_memory_fraction(device)
-        free, total = torch.cuda.mem_get_info(device)
-        others = total - free - torch.cuda.memory_reserved(device)
-        self.share = min(self.before, max(0.0, 1 - (others + TUNING) / total))
-        torch.cuda.set_per_process_memory_fraction(self.share, device)
-
-    def end(self) -> None:
-        """Restores the allocator's share, unless somebody has set it since."""
-        if abs(torch.cuda.get_per_process_memory_fraction(self.device) - self.share) < 1e-6:  # torch counts bytes
-            torch.cuda.set_per_process_memory_fraction(self.before, self.device)
+            logger.info(EXPANDABLE)
 
 
 def _impossible(call: Call, found: Checkpoints) -> set[str]:
@@ -301,26 +236,3 @@ def _impossible(call: Call, found: Checkpoints) -> set[str]:
         "activation_offloading": call.compiled,
     }
     return {name for name, impossible in fixed.items() if impossible}
-
-
-def expand_segments() -> bool:
-    """Asks torch's allocator for expandable segments, which lose less in gaps, unless the user has configured them or
-    vLLM, whose pools cannot have them (pytorch/pytorch#147851). Returns whether the allocator has them."""
-    given = _asked()
-    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    fixed = "expandable_segments" in given or "backend" in given or "vllm" in sys.modules
-    if change is None or fixed or not torch.cuda.is_initialized():
-        return _EXPAND in given
-    change(f"{given},{_EXPAND}".lstrip(","))
-    return True
-
-
-def _asked() -> str:
-    """Returns the allocator settings that the user has chosen."""
-    return next((os.environ[name] for name in _ALLOCATOR if name in os.environ), "")
-
-
-def named(settings: Memory) -> str:
-    """Returns the settings that differ from the defaults, as written in a config."""
-    changed = {name: value for name, value in asdict(settings).items() if value != getattr(Memory(), name)}
-    return ", ".join(f"{name}={value:g}" for name, value in changed.items()) or "nothing changed"

@@ -1,10 +1,11 @@
-"""Which settings let a training step fit into memory, by its prediction: the levels of `BurstConfig(memory="auto")`."""
+"""Which level of `BurstConfig(memory="auto")` lets a training step fit into memory, by its prediction."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-from ..config import Memory
+from ..plan.layer_sizes import StepEstimate
 from ..plan.memory_levels import HOST_ROOM, levels_for
 from .gpus import Capacity
 from .memory import MemoryEstimate, estimate_memory
@@ -71,34 +72,16 @@ def longest(model: ModelSize, training: Training, capacity: Capacity, fixed: Col
 
 def longest_that(has_room: Callable[[int], bool], gpus: int) -> int:
     """The longest of lengths that there is room for, of which each GPU has 1,024 tokens more than of the one before."""
-    unit, low, high = _STEP * gpus, 0, 1
-    while high < 2**20 and has_room(high * unit):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if has_room(middle * unit) else (low, middle)
-    return low * unit
+    unit, most = _STEP * gpus, 1
+    while most < 2**20 and has_room(most * unit):
+        most *= 2
+    return unit * (bisect_left(range(most), True, most // 2 + 1, key=lambda count: not has_room(count * unit)) - 1)
 
 
 def levels(
     model: ModelSize, training: Training, capacity: Capacity, fixed: Collection[str] = ()
 ) -> tuple[Training, ...]:
     """The settings of every level, see [`levels_for`]."""
-
-    def host_share(memory: Memory) -> float:
-        return _offloaded(model, replace(training, **asdict(memory)), capacity)
-
-    start = Memory(**{name: getattr(training, name) for name in fixed})
-    causal = all(pattern.causal for pattern, _ in model.patterns)  # of an encoder's attention no part can be kept
-    how = training.tokens, model.kv_heads, causal, training.checkpointing
-    return tuple(replace(training, **asdict(memory)) for memory in levels_for(*how, host_share, fixed, start))
-
-
-def _offloaded(model: ModelSize, training: Training, capacity: Capacity) -> float:
-    """The share of the layers that the host holds: all but the last one, which never leaves, if it has room."""
-    layers = model.layers
-    for count in range(layers, 0, -1):
-        how = replace(training, activation_offloading=count / layers)
-        if how.host_bytes(model) <= HOST_ROOM * capacity.host_memory:
-            return count / layers
-    return 0.0
+    exchanges = training.burst_size > 1
+    estimate = StepEstimate(model, training.itemsize, training.checkpointing, exchanges)
+    return levels_for(estimate, training, training.tokens, capacity.host_memory, fixed)
