@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..layers.loss import IGNORE_INDEX, token_loss_sum
 from ..numerics import accumulation_dtype, refuse_second_derivative
+from .graph import leaves_of
+from .loss import IGNORE_INDEX, token_loss_sum
 
 logger = logging.getLogger(__name__)
 
@@ -75,17 +76,7 @@ def rows_at_a_time(vocabulary: int, tensors: int = 1) -> int:
 
 def learned_by(score: Score, hidden: Tensor) -> list[Tensor]:
     """Returns the leaves of the autograd graph of a score."""
-    logits = score(hidden.detach().flatten(0, -2)[None, :1])
-    open_nodes, seen, leaves = [logits.grad_fn], set[Any](), dict[int, Tensor]()
-    while open_nodes:
-        node = open_nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves[id(node.variable)] = node.variable
-        open_nodes += [following for following, _ in node.next_functions]
-    return list(leaves.values())
+    return leaves_of(score(hidden.detach().flatten(0, -2)[None, :1]))
 
 
 class _LinearLoss(torch.autograd.Function):
