@@ -124,7 +124,7 @@ def test_memory_is_locked_until_nothing_needs_it() -> None:
     assert len(driver.locked) == 3
     left = OffloadedTensor(torch.arange(64.0), home)
     for _ in range(2):
-        with pytest.raises(KernelError, match=r"no 0 MiB more .* could not page-lock .*: out of memory\. Lower .*activation_offloading"):
+        with pytest.raises(KernelError, match=r"could not page-lock .*: out of memory\. Lower .*activation_offloading"):
             home.reserve(1024)
     waited = home.seconds
     assert 0 < waited < 5
