@@ -72,8 +72,7 @@ def judgement(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor:
     """Returns a model's loss or, for a model without one, a number that depends on all hidden states."""
     outputs = model(**batch)
     if outputs.get("loss") is not None:
-        loss: Tensor = outputs.loss
-        return loss
+        return outputs.loss
     number, weights = _weighted_sum(outputs[0], batch)
     pooled = outputs.get("pooler_output") if "position_ids" not in batch else None  # one per row, not per document
     return number + (0.0 if pooled is None else (pooled * weights[:, 3]).sum())

@@ -46,8 +46,7 @@ def adapted_linear(
     tensors = (tensor, weight, bias, down, up, dropped)
     if has_torch_function(tensors):
         factors = tensor, weight, bias, down, up, scaling
-        handled: Tensor = handle_torch_function(adapted_linear, tensors, *factors, dropped=dropped, skipped=skipped)
-        return handled
+        return handle_torch_function(adapted_linear, tensors, *factors, dropped=dropped, skipped=skipped)
     dtype = autocast_dtype(tensor, weight) or tensor.dtype
     tensor, dropped = tensor.to(dtype), None if dropped is None else dropped.to(dtype)
     frozen = plain_weight(weight, dtype)
@@ -62,8 +61,7 @@ def adapted_linear(
     state = _quant_state(weight)
     saved: Tensor = _Saved.apply(tensor, dropped, down, up, inner, frozen if state is None else weight.detach())
     call = _Call(saved.grad_fn, state, tensor.requires_grad, dropped is not None, scaling, skipped)
-    out: Tensor = _AdaptedLinear.apply(call, saved, dropped, down, up, inner, base)
-    return out
+    return _AdaptedLinear.apply(call, saved, dropped, down, up, inner, base)
 
 
 def autocast_dtype(tensor: Tensor, weight: Tensor) -> torch.dtype | None:
@@ -88,8 +86,7 @@ def _of_4_bits(weight: Tensor, state: Any) -> Tensor:
         return weight
     from bitsandbytes.functional import dequantize_4bit
 
-    numbers: Tensor = dequantize_4bit(weight, state)
-    return numbers
+    return dequantize_4bit(weight, state)
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
@@ -97,8 +94,7 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
     dtype = accumulation_dtype(left.dtype)
     if left.dtype == dtype or left.device.type != "cuda":  # products on other devices have their factors' dtype
         return left.to(dtype) @ right.to(dtype)
-    product: Tensor = torch.mm(left, right, out_dtype=dtype)
-    return product
+    return torch.mm(left, right, out_dtype=dtype)
 
 
 def _product(

@@ -88,8 +88,7 @@ class LayerRun:
             with ExitStack() as stack:
                 for surrounding in surroundings:
                     stack.enter_context(surrounding())
-                output: Tensor = first_tensor(run(*before, tensor, *behind, **named))
-                return output
+                return first_tensor(run(*before, tensor, *behind, **named))
 
         self.again = again
 

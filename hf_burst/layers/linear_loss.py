@@ -65,8 +65,7 @@ def linear_loss_sum(
         learned = [tensor for tensor in own if tensor is not None and tensor.requires_grad]
     else:
         hidden = hidden.detach()
-    total: Tensor = _LinearLoss.apply(hidden, targets, score, rows, linear, *learned)
-    return total
+    return _LinearLoss.apply(hidden, targets, score, rows, linear, *learned)
 
 
 def rows_at_a_time(vocabulary: int, tensors: int = 1) -> int:

@@ -162,8 +162,7 @@ def detached_leaf(leaf: Tensor) -> Tensor:
     """Returns a leaf that the autograd graph doesn't keep alive. Graphs normally hold their leaves until the backward
     pass ends, even if the saved copies have been offloaded."""
     number = torch.zeros((), device=leaf.device, requires_grad=True)
-    result: Tensor = _DetachedLeaf.apply(number, leaf.detach(), weakref.ref(leaf))
-    return result
+    return _DetachedLeaf.apply(number, leaf.detach(), weakref.ref(leaf))
 
 
 def saved_in_place(tensor: Tensor) -> Saved:

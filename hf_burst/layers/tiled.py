@@ -61,8 +61,7 @@ def tiled(module: nn.Module, forward: Forward, tokens: int, *inputs: Tensor) -> 
     output = [call.compute(inputs)]
     if not call.leaves and not any(call.learn):
         return output.pop()
-    out: Tensor = _Tiled.apply(call, output, *kept, *call.leaves.values())
-    return out
+    return _Tiled.apply(call, output, *kept, *call.leaves.values())
 
 
 class _Keep(torch.autograd.Function):

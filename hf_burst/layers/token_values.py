@@ -25,8 +25,7 @@ def token_values(hidden: Tensor, value: Value, rows: int, learned: list[Tensor])
         rows (`int`): Tokens at a time.
         learned (list of `torch.Tensor`): The parameters of `value` that get gradients.
     """
-    values: Tensor = _TokenValues.apply(hidden, value, rows, *learned)
-    return values
+    return _TokenValues.apply(hidden, value, rows, *learned)
 
 
 class _TokenValues(torch.autograd.Function):

@@ -45,8 +45,7 @@ def unit_norm(tensor: Tensor) -> Tensor:
     """Normalizes vectors along the last dimension, as fla's own function does with queries and keys."""
     from fla.modules.norm.l2norm import l2norm
 
-    normed: Tensor = l2norm(tensor)
-    return normed
+    return l2norm(tensor)
 
 
 def fla_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -71,8 +70,7 @@ def fla_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activati
     """
     from fla.modules.norm.fused_norm_gate import rms_norm_gated
 
-    normed: Tensor = rms_norm_gated(x, gate, weight, None, activation, eps=eps)
-    return normed
+    return rms_norm_gated(x, gate, weight, None, activation, eps=eps)
 
 
 class _Laid(NamedTuple):
@@ -238,8 +236,7 @@ def _ends(k: Tensor, w: Tensor, u: Tensor, decay: Tensor, begin: Tensor, passing
         chunk_size=_CHUNK,
         **passing.laid.for_states,
     )
-    found: Tensor = ends
-    return found
+    return ends
 
 
 def _dstates(
@@ -255,7 +252,7 @@ def _dstates(
     """Returns the gradients of the states before chunks, of the states before pieces, and of values."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu
 
-    found: tuple[Tensor, Tensor, Tensor] = chunk_gated_delta_rule_bwd_dhu(
+    return chunk_gated_delta_rule_bwd_dhu(
         q=q,
         k=k,
         w=w,
@@ -268,4 +265,3 @@ def _dstates(
         chunk_size=_CHUNK,
         **passing.laid.for_states,
     )
-    return found
