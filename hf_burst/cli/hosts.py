@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.elastic.utils.store import synchronize
 
 from ..errors import ConfigError
 from ..ranks.host import HOST_VARIABLE, SIZE_VARIABLE, host_id, misplaced
@@ -119,14 +120,16 @@ def gather(mine: Report, rank: int, size: int, store: Store) -> list[Report]:
     Raises:
         ConfigError: If a rank does not report in time.
     """
-    store = PrefixStore("hf_burst_hosts", store)
-    store.set(f"rank{rank}", json.dumps(asdict(mine)))
-    _wait(store, "rank", size)
-    reports = [Report(**json.loads(store.get(f"rank{peer}"))) for peer in range(size)]
-    store.set(f"done{rank}", "")
-    if rank == 0:
-        _wait(store, "done", size)  # this process may host the store, and exit next
-    return reports
+    store, limit = PrefixStore("hf_burst_hosts", store), _REPORTED.total_seconds()
+    try:
+        reports = synchronize(store, json.dumps(asdict(mine)).encode(), rank, size, "rank", limit)
+    except RuntimeError as problem:
+        missing = [peer for peer in range(size) if not store.check([f"rank{peer}"])]
+        raise ConfigError(
+            f"Ranks {missing} of {size} did not report within {limit:.0f} s. Start hf-burst doctor on all hosts at the "
+            "same time, with the same MASTER_ADDR and MASTER_PORT."
+        ) from problem
+    return [Report(**json.loads(one)) for one in reports]
 
 
 def describe(reports: Sequence[Report]) -> str:
@@ -208,18 +211,6 @@ def _by_rank(reports: Sequence[Report]) -> list[Report]:
 
 def _counted(hosts: Sequence[str], word: str) -> str:
     return ", ".join(f"{count} {word} {host}" for host, count in Counter(hosts).items())
-
-
-def _wait(store: Store, kind: str, size: int) -> None:
-    """Waits until all ranks have set their key of this kind. Raises a [`ConfigError`] that names the missing ranks."""
-    try:
-        store.wait([f"{kind}{rank}" for rank in range(size)], _REPORTED)
-    except RuntimeError as problem:
-        missing = [rank for rank in range(size) if not store.check([f"{kind}{rank}"])]
-        raise ConfigError(
-            f"Ranks {missing} of {size} did not report within {_REPORTED.total_seconds():.0f} s. Start hf-burst doctor "
-            "on all hosts at the same time, with the same MASTER_ADDR and MASTER_PORT."
-        ) from problem
 
 
 def _own_address() -> str:

@@ -85,6 +85,12 @@ class Sharding:
             local += stop - start
         return tuple(runs)
 
+    @property
+    def places(self) -> list[tuple[Run, int]]:
+        """The runs of all ranks, each with its rank, in sequence order."""
+        places = ((run, rank) for rank in range(self.ranks) for run in self.runs(rank))
+        return sorted(places, key=lambda place: place[0].start)
+
     @lru_cache(maxsize=256)  # noqa: B019, since shardings are values
     def joined(self, neighbours: int) -> "Sharding":
         """The sharding over `ranks / neighbours` ring ranks, each of which stands for `neighbours` ranks."""
