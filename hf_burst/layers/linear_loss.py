@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..numerics import accumulation_dtype, refuse_second_derivative
+from .by_parts import gradients_by_parts
 from .graph import leaves_of
 from .loss import IGNORE_INDEX, token_loss_sum
 
@@ -107,22 +108,14 @@ def _by_chunks(
     hidden: Tensor, targets: Tensor, score: Score, rows: int, parameters: Sequence[Tensor], wanted: bool
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Returns the loss and the gradients (of hidden states if `wanted`), with autograd over `rows` tokens at a time."""
-    sums = [torch.zeros_like(parameter, dtype=accumulation_dtype(parameter.dtype)) for parameter in parameters]
-    dhidden = torch.empty_like(hidden) if wanted else None
     total = torch.zeros((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
-    for start in range(0, len(hidden), rows):
-        chunk = slice(start, start + rows)
-        with torch.set_grad_enabled(wanted or bool(parameters)):
-            states = hidden[None, chunk].requires_grad_(wanted)
-            loss = token_loss_sum(score(states), targets[None, chunk])
-        total += loss.detach()
-        if loss.requires_grad:
-            gradients = list(torch.autograd.grad(loss, [states, *parameters] if wanted else parameters))
-            if dhidden is not None:
-                dhidden[chunk] = gradients.pop(0)[0]
-            for so_far, gradient in zip(sums, gradients, strict=True):
-                so_far += gradient
-    return total, [dhidden, *(so_far.to(p.dtype) for so_far, p in zip(sums, parameters, strict=True))]
+
+    def compute(states: Tensor, chunk: slice) -> tuple[Tensor, None]:
+        loss = token_loss_sum(score(states), targets[None, chunk])
+        total.add_(loss.detach())
+        return loss, None
+
+    return total, gradients_by_parts(hidden, rows, compute, parameters, wanted)
 
 
 def _by_liger(
