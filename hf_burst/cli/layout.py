@@ -142,10 +142,9 @@ def who_computes(plan: Plan, tokens: Sequence[int]) -> np.ndarray:
         tokens (sequence of `int`): Ascending tokens; the result has queries in dimension 0 and keys in dimension 1.
     """
     positions, owners, rows = np.asarray(tokens), np.full(len(tokens), _NOBODY), np.full(len(tokens), _NOBODY)
-    for rank in range(plan.ranks):
-        for piece in plan.queries.runs(rank):
-            inside = (positions >= piece.start) & (positions < piece.stop)
-            owners[inside], rows[inside] = rank, positions[inside] - piece.start + piece.local
+    for piece, rank in plan.queries.places:
+        inside = (positions >= piece.start) & (positions < piece.stop)
+        owners[inside], rows[inside] = rank, positions[inside] - piece.start + piece.local
     ranks = np.full((len(tokens), len(tokens)), _NOBODY)
     for rank in range(plan.ranks):
         steps = [step for crossing in plan.crossings(rank, "kv") for step in plan.steps(rank, "kv", crossing.order)]
