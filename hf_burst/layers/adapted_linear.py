@@ -49,7 +49,8 @@ def adapted_linear(
         return handle_torch_function(adapted_linear, tensors, *factors, dropped=dropped, skipped=skipped)
     dtype = autocast_dtype(tensor, weight) or tensor.dtype
     tensor, dropped = tensor.to(dtype), None if dropped is None else dropped.to(dtype)
-    frozen = plain_weight(weight, dtype)
+    state = getattr(weight, "quant_state", None)  # of a 4-bit weight of bitsandbytes
+    frozen = _of_4_bits(weight.detach(), state).to(dtype)
     base = frozen, None if bias is None else bias.detach().to(dtype)
     with torch.no_grad():
         inner = functional.linear(tensor if dropped is None else dropped, down.to(dtype))
@@ -58,7 +59,6 @@ def adapted_linear(
     )
     if not learn:
         return _product(tensor, base, inner, up.to(dtype), scaling)
-    state = _quant_state(weight)
     saved: Tensor = _Saved.apply(tensor, dropped, down, up, inner, frozen if state is None else weight.detach())
     call = _Call(saved.grad_fn, state, tensor.requires_grad, dropped is not None, scaling, skipped)
     return _AdaptedLinear.apply(call, saved, dropped, down, up, inner, base)
@@ -69,16 +69,6 @@ def autocast_dtype(tensor: Tensor, weight: Tensor) -> torch.dtype | None:
     kind = tensor.device.type
     casts = torch.is_autocast_enabled(kind) and torch.float64 not in (weight.dtype, tensor.dtype)
     return torch.get_autocast_dtype(kind) if casts else None
-
-
-def plain_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the weight dequantized if needed, in `dtype`."""
-    return _of_4_bits(weight.detach(), _quant_state(weight)).to(dtype)
-
-
-def _quant_state(weight: Tensor) -> Any:
-    """Returns the quantization state of a bitsandbytes 4-bit weight, or `None` for other weights."""
-    return getattr(weight, "quant_state", None)
 
 
 def _of_4_bits(weight: Tensor, state: Any) -> Tensor:
