@@ -85,6 +85,8 @@ class _Laid(NamedTuple):
 class _FlaKernels:
     """Kernels on tensors `(1, tokens, heads, ...)`. Decays are cumulative sums inside chunks, as powers of 2."""
 
+    kept = 2
+
     def lay(self, bounds: Sequence[int], device: torch.device) -> _Laid:
         counts = [-((start - stop) // _CHUNK) for start, stop in pairwise(bounds)]
         offsets = from_host([0, *accumulate(counts)], torch.int64, device)
@@ -123,9 +125,6 @@ class _FlaKernels:
         chunks = passing.laid.for_chunks
         out = chunk_fwd_o(q=q, k=k, v=values, h=states, g=decay, scale=_scale(q), chunk_size=_CHUNK, **chunks)
         return out[0].to(v.dtype)
-
-    def kept(self, prepared: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return prepared[:2]
 
     def begin_backward(
         self, inputs: Inputs, kept: tuple[Tensor, ...], begin: Tensor, dout: Tensor, passing: Passing
@@ -198,7 +197,7 @@ def _choose_variants(device: torch.device, forms: tuple[tuple[torch.Size, torch.
             prepared = kernels.prepare(inputs, passing)
             states, _ = kernels.maps(inputs, prepared, passing)
             out = kernels.outputs(inputs, prepared, states, passing)
-            dbegin, begun = kernels.begin_backward(inputs, kernels.kept(prepared), states, out, passing)
+            dbegin, begun = kernels.begin_backward(inputs, prepared[: kernels.kept], states, out, passing)
             kernels.end_backward(inputs, begun, dbegin, passing)
 
 
