@@ -23,7 +23,6 @@ _ELSEWHERE = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
     parser.add_argument("--head-dim", type=int, default=128, help="head size for the kernels (default %(default)s)")
     parser.epilog = "Start it under torchrun or accelerate launch to check the hosts of a launch."
 

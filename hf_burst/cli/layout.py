@@ -18,7 +18,6 @@ _NAMES = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
     parser.add_argument("--mask", choices=("causal", "full"), default="causal", help="(default %(default)s)")
     parser.add_argument("--window", type=tokens, help="earlier tokens that a query sees (default all)")
     add_sequence(parser, f" (default {_LENGTH}, or those of the documents)")

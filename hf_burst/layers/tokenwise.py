@@ -4,7 +4,7 @@ Two parts of these tokens must have the same results and gradients together as e
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,13 +55,14 @@ def obstacle_to_tiles(module: nn.Module, forward: Forward, inputs: Sequence[Tens
     )
     trial, notes = _Trial(module, forward, inputs), _Notes(module)
     try:
-        with ExitStack() as stack:
-            stack.enter_context(_disable_current_modes())
-            stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(trial.draws())
-            stack.enter_context(autocast_as_now(inputs[0].device.type, cache=False)())
-            stack.enter_context(_without_zeros(module))
+        with (
+            _disable_current_modes(),
+            saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+            torch.no_grad(),
+            trial.draws(),
+            autocast_as_now(inputs[0].device.type, cache=False)(),
+            _without_zeros(module),
+        ):
             trial.run(whole)
             trial.compare(sample)
     except _NoTiles as obstacle:
