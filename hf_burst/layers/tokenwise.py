@@ -194,9 +194,9 @@ class _Notes:
         for own, before in self.attributes:
             own.clear()
             own.update(before)
-        for buffer, before in self.buffers:
-            if not torch.equal(buffer, before):
-                buffer.copy_(before)
+        for buffer, value in self.buffers:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
 
 
 def _mark(value: Any) -> Any:
