@@ -4,11 +4,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import BatchError, BurstError, UnsupportedModelError
@@ -18,19 +17,17 @@ from ..hf.batches.modalities import values_besides_text
 from ..hf.models.cut_point import modalities_of
 from ..hf.models.recurrent import recurrent_modules
 from ..hf.models.support import check_model
-from ..hf.models.task import task_of
 from ..hf.patch import patch_under_check, unpatch_model
 from ..hf.view import ModelView
 from ..layers.loss import IGNORE_INDEX
 from .differences import gradients, worst_error
-from .heads import judged, judgement, kinds_of, padded_on_right, prepared
+from .heads import TOKEN_KINDS, judged, judgement, judgement_apart, kinds_of, model_task, padded_on_right, prepared
 from .sizes import VOCABULARY
 from .tiny import Double, first_position, note
 
 KINDS = ("one sequence", "packed", "padded")
 TOLERANCE = 1e-9
 BATCH_TOLERANCE = 1e-4
-_TOKEN_KINDS = "mm_token_type_ids"
 _LENGTH, _TILE = 37, 7  # tokens per sequence, and per tile
 _DOCUMENTS = (1, 7, 17, 12)
 _BOUNDS = (0, *accumulate(_DOCUMENTS))
@@ -85,7 +82,7 @@ def compare(make: Maker) -> Verdict:
             return Verdict("not buildable", note=f"{type(problem).__name__}: {next(filter(None, lines), '')}")
         try:
             check_model(ModelView(model))  # before further copies are built
-            if modalities_of(model.config) or task_of(ModelView(model)).reads:
+            if modalities_of(model.config) or model_task(model).reads:
                 _check_text(prepared(model))
             errors = {kind: _worst_error(make, make_batch(kind, model)) for kind in kinds_of(model, KINDS)}
         except BurstError as problem:
@@ -110,8 +107,9 @@ def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchCompar
     patch_under_check(model, tile=max(1, batch["labels"].numel() // (3 * dist.get_world_size())))
     over_ranks = _loss_and_norm(model, model(**batch).loss, dist.get_world_size())
     unpatch_model(model)
-    counted = batch["labels"][:, 1:] if task_of(ModelView(model)).causal else batch["labels"]
-    documents = documents_of(batch, task_of(ModelView(model)))
+    task = model_task(model)
+    counted = batch["labels"][:, 1:] if task.causal else batch["labels"]
+    documents = documents_of(batch, task)
     count = sum(len(cuts) - 1 for cuts in documents)
     sees = next(values_besides_text(batch), None) is not None
     results = []
@@ -131,7 +129,7 @@ def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchCompar
 
 def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Returns two sequences of odd length, two padded at either end, or one row of packed documents."""
-    generator = torch.Generator().manual_seed(0)
+    generator, task = torch.Generator().manual_seed(0), model_task(model)
     ids = torch.randint(3, VOCABULARY, (1 if kind == "packed" else 2, _LENGTH), generator=generator)
     if kind == "padded":
         mask = torch.ones_like(ids)
@@ -139,7 +137,7 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         mask[1, -7:] = 0
         batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORE_INDEX)}
         # in eager attention, padding on the left sees all tokens
-        if task_of(ModelView(model)).causal and model.config.get_text_config()._attn_implementation == "eager":
+        if task.causal and model.config.get_text_config()._attn_implementation == "eager":
             batch["labels"][0, 6] = IGNORE_INDEX
     else:
         batch = {"input_ids": ids, "labels": ids.clone()}
@@ -147,14 +145,14 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     if kind == "packed":
         positions = torch.cat([torch.arange(size) for size in _DOCUMENTS])[None]
         batch["position_ids"] = positions + first_position(model)
-    if _TOKEN_KINDS in inspect.signature(model.forward).parameters:  # processors mark text with 0
-        batch[_TOKEN_KINDS] = torch.zeros_like(ids)
+    if TOKEN_KINDS in inspect.signature(model.forward).parameters:  # processors mark text with 0
+        batch[TOKEN_KINDS] = torch.zeros_like(ids)
     text = model.config.get_text_config()
     if text is not model.config and getattr(text, "use_bidirectional_attention", None) is True:
         batch["token_type_ids"] = torch.ones_like(ids)  # PaliGemma: no token sees later ones
-    if not task_of(ModelView(model)).reads:
+    if not task.reads:
         return batch
-    first = not task_of(ModelView(model)).causal and getattr(model.config, "classifier_pooling", "cls") != "mean"
+    first = not task.causal and getattr(model.config, "classifier_pooling", "cls") != "mean"
     return judged(padded_on_right(batch) if kind == "padded" and first else batch, model)
 
 
@@ -162,8 +160,7 @@ def _check_text(model: PreTrainedModel) -> None:
     """Raises if a multimodal model or a classifier cannot run on a batch of text in one process."""
     try:
         with torch.no_grad():
-            batch = make_batch("one sequence", model)
-            judgement(model, batch) if task_of(ModelView(model)).reads else model(**batch)
+            judgement(model, make_batch("one sequence", model))
     except Exception as problem:  # the model may need further inputs
         line = next(filter(None, str(problem).split("\n")), type(problem).__name__)
         raise UnsupportedModelError(f"{type(model).__name__} takes no batch of text: {line}") from problem
@@ -187,15 +184,7 @@ def _worst_error(make: Maker, batch: dict[str, torch.Tensor]) -> float:
     """Returns the largest error of the loss or a gradient on a batch of text."""
     patched, plain = patch_under_check(prepared(make()), _TILE), prepared(make())
     documents = [_BOUNDS] if "position_ids" in batch else None
-    return worst_error(patched, _loss(patched, batch), plain, _plain_loss(plain, batch, documents))
-
-
-def _loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Returns a patched model's loss, or its [`judgement`]."""
-    if task_of(ModelView(model)).reads:
-        return judgement(model, batch)
-    loss: torch.Tensor = model(**batch).loss
-    return loss
+    return worst_error(patched, judgement(patched, batch), plain, _plain_loss(plain, batch, documents))
 
 
 def _loss_and_norm(model: PreTrainedModel, loss: torch.Tensor, ranks: int = 1) -> tuple[float, float]:
@@ -207,24 +196,6 @@ def _plain_loss(
     model: PreTrainedModel, batch: Mapping[str, torch.Tensor], documents: list[tuple[int, ...]] | None
 ) -> torch.Tensor:
     """Returns the unpatched model's loss in one process; if `documents` is given, it runs them one by one."""
-    if task_of(ModelView(model)).reads:
-        return judgement(model, batch, None if documents is None else documents[0])
-    options = {"use_cache": False} if task_of(ModelView(model)).causal else {}
-    if documents is None:
-        whole: torch.Tensor = model(**batch, **options).loss
-        return whole
-    takes = inspect.signature(model.forward).parameters
-    of_tokens = ("input_ids", "inputs_embeds", "token_type_ids", _TOKEN_KINDS, "position_ids")
-    keys = [key for key in of_tokens if key in {*batch} & {*takes}]
-    rows = []
-    for row, cuts in enumerate(documents):
-        pieces = [
-            {key: batch[key][min(row, len(batch[key]) - 1)][None, start:stop] for key in keys}
-            for start, stop in pairwise(cuts)
-        ]
-        rows.append(torch.cat([model(**piece, **options).logits for piece in pieces], dim=1))
-    logits, labels = torch.cat(rows), batch["labels"]
-    if task_of(ModelView(model)).causal:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
-    return loss / batch.get("num_items_in_batch", (labels != IGNORE_INDEX).sum())
+    if documents is not None:
+        return judgement_apart(model, batch, documents)
+    return judgement(model, {**batch, "use_cache": False} if model_task(model).generates else batch)

@@ -1,31 +1,36 @@
 """Checks of models without a language-model head: their batches, and the number that is compared."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..hf.models.cut_point import reader_of
-from ..hf.models.task import CAUSAL_READER, task_of
+from ..hf.models.task import CAUSAL_READER, Task, task_of
 from ..hf.view import ModelView
 from ..layers.loss import IGNORE_INDEX
 
+TOKEN_KINDS = "mm_token_type_ids"
+_OF_TOKENS = ("input_ids", "inputs_embeds", "token_type_ids", TOKEN_KINDS, "position_ids")
 Batch = dict[str, Tensor]
+
+
+def model_task(model: PreTrainedModel) -> Task:
+    """Returns a model's task."""
+    return task_of(ModelView(model))
 
 
 def kinds_of(model: PreTrainedModel, kinds: Sequence[str]) -> list[str]:
     """Returns the kinds of batches that a model takes. Rows with one label are not packed, and rows are not padded if
     any token may be selected as an answer."""
-    name = type(model).__name__
-    if (
-        not task_of(ModelView(model)).reads
-        or reader_of(ModelView(model)).root is model
-        or "ForTokenClassification" in name
-    ):
+    name, by_token = type(model).__name__, not model_task(model).reads or reader_of(ModelView(model)).root is model
+    if by_token or "ForTokenClassification" in name:
         return list(kinds)
-    return [kind for kind in kinds if kind == "one sequence" or (kind == "padded" and "QuestionAnswering" not in name)]
+    return ["one sequence"] if "QuestionAnswering" in name else ["one sequence", "padded"]
 
 
 def judged(batch: Batch, model: PreTrainedModel) -> Batch:
@@ -46,7 +51,7 @@ def judged(batch: Batch, model: PreTrainedModel) -> Batch:
 
 def prepared(model: PreTrainedModel) -> PreTrainedModel:
     """Sets the padding token to 0, so that a decoder's head finds the last token of a row, and returns the model."""
-    if task_of(ModelView(model)) == CAUSAL_READER:
+    if model_task(model) == CAUSAL_READER:
         model.config.get_text_config().pad_token_id = 0
     return model
 
@@ -63,29 +68,43 @@ def padded_on_right(batch: Batch) -> Batch:
     }
 
 
-def judgement(model: PreTrainedModel, batch: Mapping[str, Tensor], bounds: Sequence[int] | None = None) -> Tensor:
-    """Returns the loss of a model's head or, for a model without one, a number that depends on all hidden states.
+def judgement(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor:
+    """Returns a model's loss or, for a model without one, a number that depends on all hidden states."""
+    outputs = model(**batch)
+    if outputs.get("loss") is not None:
+        return outputs.loss
+    number, weights = _weighted_sum(outputs[0], batch)
+    pooled = outputs.get("pooler_output") if "position_ids" not in batch else None  # one per row, not per document
+    return number + (0.0 if pooled is None else (pooled * weights[:, 3]).sum())
 
-    Args:
-        model (`PreTrainedModel`): The model, patched or not.
-        batch (mapping): Its inputs.
-        bounds (sequence of `int`, *optional*): Document boundaries; documents then run one by one.
-    """
-    inputs = {key: value for key, value in batch.items() if key not in ("labels", "position_ids")}
-    if bounds is None:
-        outputs = model(**batch)
-        if outputs.get("loss") is not None:
-            loss: Tensor = outputs.loss
-            return loss
-        values = outputs[0]
-    else:
-        parts = [model(**{key: value[:, a:b] for key, value in inputs.items()}) for a, b in pairwise(bounds)]
-        values = torch.cat([part[0] for part in parts], dim=1)
-        if "labels" in batch:
-            return nn.functional.cross_entropy(values.flatten(0, 1), batch["labels"].flatten())
+
+def judgement_apart(model: PreTrainedModel, batch: Mapping[str, Tensor], documents: Sequence[Sequence[int]]) -> Tensor:
+    """Returns the [`judgement`] of a model in one process that gets the documents of each row, between these bounds,
+    one by one."""
+    task, takes = model_task(model), inspect.signature(model.forward).parameters
+    options = {"use_cache": False} if task.generates else {}
+    keys = [key for key in _OF_TOKENS if key in batch and key in takes]
+    rows = []
+    for row, bounds in enumerate(documents):
+        pieces = [
+            {key: batch[key][min(row, len(batch[key]) - 1)][None, start:stop] for key in keys}
+            for start, stop in pairwise(bounds)
+        ]
+        outputs = [model(**piece, **options) for piece in pieces]
+        rows.append(torch.cat([output.get("logits", output[0]) for output in outputs], dim=1))
+    values, labels = torch.cat(rows), batch.get("labels")
+    if labels is None:
+        return _weighted_sum(values, batch)[0]
+    if task.generates:
+        values, labels = values[:, :-1], labels[:, 1:]
+    loss = nn.functional.cross_entropy(values.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+    return loss / batch.get("num_items_in_batch", (labels != IGNORE_INDEX).sum())
+
+
+def _weighted_sum(values: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns a sum of hidden states by random weights, which are 0 for padding, and the weights."""
     generator = torch.Generator().manual_seed(2)
     weights = torch.randn(values.shape, generator=generator, dtype=torch.float64).to(values)
     if batch.get("attention_mask") is not None:
         weights = weights * batch["attention_mask"][..., None]
-    pooled = outputs.get("pooler_output") if "position_ids" not in batch else None  # one per row, not per document
-    return (values * weights).sum() + (0.0 if pooled is None else (pooled * weights[:, 3]).sum())
+    return (values * weights).sum(), weights

@@ -16,58 +16,44 @@ HEAD_COUNTS = (
     *("num_attention_heads", "num_heads", "n_head", "n_heads", "attention_heads", "decoder_attention_heads"),
     "encoder_attention_heads",
 )
-_OF_STATES: dict[str, int] = {  # sizes of recurrent layers; hidden sizes expand to 64
-    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 8),
-    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size", "linear_head_dim", "linear_key_head_dim"), 8),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads", "adapter_rank"), 4),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "attention_head_dim", "router_hidden_size"), 16),
-    **dict.fromkeys(("mamba_n_groups", "mamba_ngroups", "n_groups", "n_mamba_heads"), 2),
-    **dict.fromkeys(("mamba_dt_rank", "time_step_rank", "linear_num_heads", "linear_num_key_heads"), 2),
-    **dict.fromkeys(("mamba_d_ssm", "attention_hidden_size"), 64),
-    **dict.fromkeys(("mamba_headdim", "lru_width"), 32),
-    **dict.fromkeys(("num_experts_per_token", "num_expert_group"), 2),
-    "linear_value_head_dim": 6,
-}
-# config attributes with the same meaning in every family, and their sizes
-SIZES: dict[str, int] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "dim"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "dff", "hidden_dim"), 48),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 24),
-    **dict.fromkeys((*LAYER_COUNTS, *HEAD_COUNTS, "num_decoder_attention_heads"), 4),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim"), 12),
-    **dict.fromkeys(POSITION_COUNTS, POSITIONS),
-    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size"), WINDOW),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "qk_rope_head_dim"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "type_vocab_size"), 2),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "bos_token_id"), 1),
-    **dict.fromkeys(("topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
-    **dict.fromkeys(("head_dim", "qk_nope_head_dim"), 8),
-    **dict.fromkeys(("num_key_value_heads", "max_window_layers", "eos_token_id"), 2),
-    "vocab_size": VOCABULARY,
-    "v_head_dim": 6,
-    "pad_token_id": 0,
-    # attributes of single families, and of towers
-    **dict.fromkeys(("embed_dim", "out_hidden_size", "text_hidden_size", "output_dim"), 32),
-    **dict.fromkeys(("image_token_embed_dim", "projection_dim"), 32),
-    **dict.fromkeys(("adapter_in_dim", "adapter_input_size", "adapter_out_dim"), 32),
-    **dict.fromkeys(("encoder_ffn_dim", "projector_hidden_size"), 48),
-    **dict.fromkeys(("d_inner", "dim_ff", "ffn_hidden_size", "intermediate_size_mlp"), 48),
-    **dict.fromkeys(("expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 24),
-    **dict.fromkeys(("dim_head", "global_head_dim", "swa_head_dim", "kv_channels", "attention_head_size"), 8),
-    **dict.fromkeys(("swa_num_attention_heads", "num_attention_heads_per_layer", "rotary_dim"), 4),
-    **dict.fromkeys(("swa_num_key_value_heads", "kv_n_heads", "moe_top_k", "zero_expert_num"), 2),
-    **dict.fromkeys(("mask_token_id", "sep_token_id", "cls_token_id"), VOCABULARY - 1),
-    **dict.fromkeys(("num_kv_shared_layers", "num_layers_per_stack", "n_group"), 2),
-    **dict.fromkeys(("word_embed_proj_dim", "prediction_head_size"), 32),
-    **dict.fromkeys(("floor_scale", "laurel_rank"), 8),
-    "original_max_position_embeddings": EXTENDED,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "hidden_size_per_layer_input": 6,
-    "local_attention": 2 * WINDOW,
-    **_OF_STATES,
-}
 _AT_MOST = {"num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "type_vocab_size", "n_group"} | {
     *("mamba_n_groups", "mamba_ngroups", "n_groups", "n_mamba_heads", "num_experts_per_token", "num_expert_group"),
+}
+# small sizes, and the attributes of configs that get them, in every family; hidden sizes of recurrent layers become 64
+_NAMES = {
+    1: "n_shared_experts num_shared_experts moe_num_shared_experts bos_token_id topk_group first_k_dense_replace "
+    "num_dense_layers",
+    2: "num_key_value_heads max_window_layers eos_token_id swa_num_key_value_heads kv_n_heads zero_expert_num "
+    "num_kv_shared_layers num_layers_per_stack mamba_dt_rank time_step_rank linear_num_heads linear_num_key_heads",
+    4: "num_decoder_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim "
+    "swa_num_attention_heads num_attention_heads_per_layer rotary_dim mamba_n_heads mamba_num_heads "
+    "linear_num_value_heads adapter_rank",
+    6: "v_head_dim hidden_size_per_layer_input linear_value_head_dim",
+    8: "head_dim qk_nope_head_dim dim_head global_head_dim swa_head_dim kv_channels attention_head_size floor_scale "
+    "laurel_rank mamba_d_state ssm_state_size state_size mamba_chunk_size chunk_size block_size linear_head_dim "
+    "linear_key_head_dim",
+    12: "q_lora_rank kv_lora_rank qk_head_dim",
+    16: "mamba_d_head mamba_head_dim attention_head_dim router_hidden_size",
+    24: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size "
+    "moe_shared_expert_intermediate_size",
+    32: "hidden_size d_model n_embd emb_dim embedding_size dim embed_dim out_hidden_size text_hidden_size output_dim "
+    "image_token_embed_dim projection_dim adapter_in_dim adapter_input_size adapter_out_dim word_embed_proj_dim "
+    "prediction_head_size mamba_headdim lru_width",
+    48: "intermediate_size ffn_dim decoder_ffn_dim dff hidden_dim encoder_ffn_dim projector_hidden_size d_inner dim_ff "
+    "ffn_hidden_size intermediate_size_mlp",
+    64: "mamba_d_ssm attention_hidden_size",
+    VOCABULARY: "vocab_size vocab_size_per_layer_input",
+    VOCABULARY - 1: "mask_token_id sep_token_id cls_token_id",
+    WINDOW: "sliding_window sliding_window_size attention_chunk_size",
+    2 * WINDOW: "local_attention",
+    EXTENDED: "original_max_position_embeddings",
+    0: "pad_token_id",
+}
+SIZES: dict[str, int] = {
+    **dict.fromkeys((*LAYER_COUNTS, *HEAD_COUNTS), 4),
+    **dict.fromkeys(POSITION_COUNTS, POSITIONS),
+    **dict.fromkeys(_AT_MOST, 2),
+    **{name: size for size, names in _NAMES.items() for name in names.split()},
 }
 _WINDOW = re.compile(r"window(?!.*layers)|att\w*_chunk")  # under any name
 _NO_TEXT = re.compile(r"(image|video|vision|audio|sound|speech|media)\w*_token_(id|index)$")

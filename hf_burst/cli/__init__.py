@@ -26,14 +26,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         `int`: The exit code: 0 for success, 1 for a failure with a printed reason, 130 for an interrupt. For `plan`, 1
         is a training that does not fit, and 2 an error. (argparse exits with 2 for unknown arguments.)
     """
+    words = list(sys.argv[1:] if argv is None else argv)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that no command needs
     try:
-        status = _run(argv)
+        status = _run(words)
         sys.stdout.flush()  # detects a closed pipe here rather than at exit
         return status
     except BurstError as problem:
         print(f"hf-burst: {problem}", file=sys.stderr)
-        return 2 if list(sys.argv[1:] if argv is None else argv)[:1] == ["plan"] else 1
+        return 2 if words[:1] == ["plan"] else 1
     except KeyboardInterrupt:
         print("hf-burst: interrupted", file=sys.stderr)
         return 130
@@ -42,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
+def _run(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="hf-burst", description="Exact attention over sequences that span GPUs.")
     commands = parser.add_subparsers(metavar="command", required=True)
     for name, purpose in _COMMANDS.items():

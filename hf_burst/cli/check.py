@@ -15,7 +15,6 @@ _WHY = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
     parser.add_argument("model", help="a name on the hub, a folder or config.json, or a class of Transformers")
     parser.add_argument(
         "--batch", type=Path, metavar="FILE", help="compare the loss of this saved output of a collator"

@@ -23,7 +23,6 @@ _ELSEWHERE = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
     parser.add_argument("--head-dim", type=int, default=128, help="head size for the kernels (default %(default)s)")
     parser.epilog = "Start it under torchrun or accelerate launch to check the hosts of a launch."
 
@@ -37,9 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     if size > 1:
         mine = hosts.report("nccl" if device.type == "cuda" else "gloo")
         reports = hosts.gather(mine, rank, size, next(rendezvous("env://"))[0])
-        found = hosts.findings(reports)
-        problems += [finding.text for finding in found if finding.blocks]
-        lines += [hosts.describe(reports), *(f"Check: {finding.text}" for finding in found if not finding.blocks), ""]
+        problems += hosts.obstacles(reports)
+        lines += [hosts.describe(reports), *(f"Check: {remark}" for remark in hosts.remarks(reports)), ""]
     lines += _describe_place(size, device)
     kernels, problem = _kernels(arguments.head_dim, device)
     lines += kernels

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.elastic.utils.store import synchronize
 
 from ..errors import ConfigError
 from ..ranks.host import HOST_VARIABLE, SIZE_VARIABLE, host_id, misplaced
@@ -66,14 +67,6 @@ class Report:
     address: str
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A problem and its solution; if it `blocks`, ranks cannot connect."""
-
-    text: str
-    blocks: bool = False
-
-
 def report(backend: str) -> Report:
     """Returns the report of this rank."""
     told = versions()
@@ -119,14 +112,16 @@ def gather(mine: Report, rank: int, size: int, store: Store) -> list[Report]:
     Raises:
         ConfigError: If a rank does not report in time.
     """
-    store = PrefixStore("hf_burst_hosts", store)
-    store.set(f"rank{rank}", json.dumps(asdict(mine)))
-    _wait(store, "rank", size)
-    reports = [Report(**json.loads(store.get(f"rank{peer}"))) for peer in range(size)]
-    store.set(f"done{rank}", "")
-    if rank == 0:
-        _wait(store, "done", size)  # this process may host the store, and exit next
-    return reports
+    store, limit = PrefixStore("hf_burst_hosts", store), _REPORTED.total_seconds()
+    try:
+        reports = synchronize(store, json.dumps(asdict(mine)).encode(), rank, size, "rank", limit)
+    except RuntimeError as problem:
+        missing = [peer for peer in range(size) if not store.check([f"rank{peer}"])]
+        raise ConfigError(
+            f"Ranks {missing} of {size} did not report within {limit:.0f} s. Start hf-burst doctor on all hosts at the "
+            "same time, with the same MASTER_ADDR and MASTER_PORT."
+        ) from problem
+    return [Report(**json.loads(one)) for one in reports]
 
 
 def describe(reports: Sequence[Report]) -> str:
@@ -135,11 +130,16 @@ def describe(reports: Sequence[Report]) -> str:
     return f"hosts: {len(set(hosts))}, {_counted(hosts, 'ranks on')}"
 
 
-def findings(reports: Sequence[Report]) -> list[Finding]:
-    """Returns the problems, with those that prevent a connection first. The first rank of a host represents it."""
+def obstacles(reports: Sequence[Report]) -> list[str]:
+    """Returns the problems that prevent a connection. The first rank of a host represents it."""
+    hosts = _hosts(_by_rank(reports))
+    return list(_interfaces(hosts)) if len(hosts) > 1 else []
+
+
+def remarks(reports: Sequence[Report]) -> list[str]:
+    """Returns the other problems, likewise."""
     by_rank = _by_rank(reports)
-    hosts = list({first.name: first for first in by_rank}.values())
-    return [*_interfaces(hosts), *_places(by_rank), *_differences(hosts)]
+    return [*_places(by_rank), *_differences(_hosts(by_rank))]
 
 
 def chosen(variable: str, names: Sequence[str], backend: str) -> list[str]:
@@ -151,9 +151,9 @@ def chosen(variable: str, names: Sequence[str], backend: str) -> list[str]:
     return [name for name in names if name not in meant] if variable.startswith("^") else meant
 
 
-def _interfaces(hosts: Sequence[Report]) -> Iterator[Finding]:
+def _interfaces(hosts: Sequence[Report]) -> Iterator[str]:
     """Yields hosts that would connect through a missing interface or through loopback."""
-    for host in hosts if len(hosts) > 1 else ():
+    for host in hosts:
         variable = "NCCL_SOCKET_IFNAME" if host.backend == "nccl" else "GLOO_SOCKET_IFNAME"
         wanted, problem = host.environment.get(variable), ""
         if wanted:
@@ -167,23 +167,22 @@ def _interfaces(hosts: Sequence[Report]) -> Iterator[Finding]:
             problem = f"The name of {host.name} {known} there, so gloo listens where no other host reaches it."
         if problem:
             has = ", ".join(host.interfaces) or "none"
-            advice = f"Set {variable} to the interface by which the other hosts reach it (it has {has})."
-            yield Finding(f"{problem} {advice}", blocks=True)
+            yield f"{problem} Set {variable} to the interface by which the other hosts reach it (it has {has})."
 
 
-def _places(by_rank: Sequence[Report]) -> Iterator[Finding]:
+def _places(by_rank: Sequence[Report]) -> Iterator[str]:
     """Yields unequal numbers of ranks per host, and groups that span more hosts than necessary."""
     size, hosts = by_rank[0].environment.get(SIZE_VARIABLE, ""), [first.name for first in by_rank]
     if len(set(Counter(hosts).values())) > 1:
         held = _counted(hosts, "on")
-        yield Finding(f"Hosts have different numbers of ranks: {held}. Start the same number on each, one a GPU.")
+        yield f"Hosts have different numbers of ranks: {held}. Start the same number on each, one a GPU."
     if size and not (size.isdecimal() and int(size) > 0 and len(hosts) % int(size) == 0):
-        yield Finding(f"{SIZE_VARIABLE} is {size}, which does not divide {len(hosts)} ranks. Set a divisor.")
+        yield f"{SIZE_VARIABLE} is {size}, which does not divide {len(hosts)} ranks. Set a divisor."
     elif problem := misplaced(hosts, int(size or len(hosts))):
-        yield Finding(problem)
+        yield problem
 
 
-def _differences(hosts: Sequence[Report]) -> Iterator[Finding]:
+def _differences(hosts: Sequence[Report]) -> Iterator[str]:
     """Yields versions and environment variables that differ between hosts."""
     advice = {"GPU": "Use GPUs of one kind.", _LINKED: "All wait for the host with the fewest: see ibstat."}
     kinds = (("versions", "Install the same on all hosts."), ("environment", "Launch with the same on all hosts."))
@@ -195,7 +194,7 @@ def _differences(hosts: Sequence[Report]) -> Iterator[Finding]:
                 places.setdefault(own.get(name) or "nothing", []).append(host)
             if len(places) > 1:
                 values = "; ".join(f"{value} on {', '.join(where)}" for value, where in places.items())
-                yield Finding(f"{name} differs: {values}. {advice.get(name, otherwise)}")
+                yield f"{name} differs: {values}. {advice.get(name, otherwise)}"
 
 
 def _by_rank(reports: Sequence[Report]) -> list[Report]:
@@ -206,20 +205,12 @@ def _by_rank(reports: Sequence[Report]) -> list[Report]:
     return [one if names[one.name] == 1 else replace(one, name=f"{one.name} (rank {first})") for one, first in firsts]
 
 
+def _hosts(by_rank: Sequence[Report]) -> list[Report]:
+    return list({first.name: first for first in by_rank}.values())
+
+
 def _counted(hosts: Sequence[str], word: str) -> str:
     return ", ".join(f"{count} {word} {host}" for host, count in Counter(hosts).items())
-
-
-def _wait(store: Store, kind: str, size: int) -> None:
-    """Waits until all ranks have set their key of this kind. Raises a [`ConfigError`] that names the missing ranks."""
-    try:
-        store.wait([f"{kind}{rank}" for rank in range(size)], _REPORTED)
-    except RuntimeError as problem:
-        missing = [rank for rank in range(size) if not store.check([f"{kind}{rank}"])]
-        raise ConfigError(
-            f"Ranks {missing} of {size} did not report within {_REPORTED.total_seconds():.0f} s. Start hf-burst doctor "
-            "on all hosts at the same time, with the same MASTER_ADDR and MASTER_PORT."
-        ) from problem
 
 
 def _own_address() -> str:

@@ -1,10 +1,7 @@
 """`hf-burst layout`: shows which rank holds and computes which part of an attention layer, as a table and a picture."""
 
 import argparse
-from collections.abc import Sequence
 from typing import get_args
-
-import numpy as np
 
 from ..config import Chunking, Schedule
 from ..errors import ConfigError
@@ -15,14 +12,12 @@ from .sequence import add_sequence, named_sequence, tokens
 
 _LENGTH = 4096  # default number of tokens
 _POINTS = 32  # points per side of the picture
-_NOBODY = -1
 _MAX_RANKS = 256  # takes seconds
 _MAX_RUNS = 4  # per rank in a line of the table
 _NAMES = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
     parser.add_argument("--mask", choices=("causal", "full"), default="causal", help="(default %(default)s)")
     parser.add_argument("--window", type=tokens, help="earlier tokens that a query sees (default all)")
     add_sequence(parser, f" (default {_LENGTH}, or those of the documents)")
@@ -121,38 +116,13 @@ def steps_of(plan: Plan) -> list[list[int]]:
 
 
 def picture(plan: Plan) -> str:
-    """Returns the mask, drawn with the names of the ring ranks that compute it."""
-    length = plan.queries.length
-    points = min(length, _POINTS)
-    at = [(2 * index + 1) * length // (2 * points) for index in range(points)]
-    rows = [
-        " ".join("." if rank == _NOBODY else _NAMES[rank % len(_NAMES)] for rank in row)
-        for row in who_computes(plan, at).tolist()
-    ]
-    title = "who computes what, by ranks of the ring (0-9, a-z, and again); queries down, keys to the right:"
-    return "\n".join([title, *(f"  {row}" for row in rows)])
-
-
-def who_computes(plan: Plan, tokens: Sequence[int]) -> np.ndarray:
-    """Returns the ring rank that computes each pair of some tokens, in the first row of a batch; -1 if none does. It
-    reads the plan's tiles, not the mask.
-
-    Args:
-        plan ([`Plan`]): The plan.
-        tokens (sequence of `int`): Ascending tokens; the result has queries in dimension 0 and keys in dimension 1.
-    """
-    positions, owners, rows = np.asarray(tokens), np.full(len(tokens), _NOBODY), np.full(len(tokens), _NOBODY)
-    for rank in range(plan.ranks):
-        for piece in plan.queries.runs(rank):
-            inside = (positions >= piece.start) & (positions < piece.stop)
-            owners[inside], rows[inside] = rank, positions[inside] - piece.start + piece.local
-    ranks = np.full((len(tokens), len(tokens)), _NOBODY)
-    for rank in range(plan.ranks):
-        steps = [step for crossing in plan.crossings(rank, "kv") for step in plan.steps(rank, "kv", crossing.order)]
-        for source, tile in ((step.source, tile) for step in steps for tile in step.tiles):
-            if tile.batch[0] > 0:
-                continue
-            for query in np.flatnonzero((owners == rank) & (rows >= tile.q[0]) & (rows < tile.q[1])):
-                start, stop = (tile.k[0] + column for column in tile.columns(int(rows[query]) - tile.q[0]))
-                ranks[query, np.flatnonzero((owners == source) & (rows >= start) & (rows < stop))] = rank
-    return ranks
+    """Returns the mask, drawn with the names of the ring ranks that compute it: those that hold the queries."""
+    mask = plan.masks[0]
+    points = min(mask.length, _POINTS)
+    tokens = [(2 * index + 1) * mask.length // (2 * points) for index in range(points)]
+    lines = ["who computes what, by ranks of the ring (0-9, a-z, and again); queries down, keys to the right:"]
+    for query in tokens:
+        name, seen = _NAMES[plan.queries.owner(query) % len(_NAMES)], mask.intervals(query)
+        row = (name if any(start <= key < stop for start, stop in seen) else "." for key in tokens)
+        lines.append(f"  {' '.join(row)}")
+    return "\n".join(lines)

@@ -46,11 +46,11 @@ def adapted_linear(
     tensors = (tensor, weight, bias, down, up, dropped)
     if has_torch_function(tensors):
         factors = tensor, weight, bias, down, up, scaling
-        handled: Tensor = handle_torch_function(adapted_linear, tensors, *factors, dropped=dropped, skipped=skipped)
-        return handled
+        return handle_torch_function(adapted_linear, tensors, *factors, dropped=dropped, skipped=skipped)
     dtype = autocast_dtype(tensor, weight) or tensor.dtype
     tensor, dropped = tensor.to(dtype), None if dropped is None else dropped.to(dtype)
-    frozen = plain_weight(weight, dtype)
+    state = getattr(weight, "quant_state", None)  # of a 4-bit weight of bitsandbytes
+    frozen = _of_4_bits(weight.detach(), state).to(dtype)
     base = frozen, None if bias is None else bias.detach().to(dtype)
     with torch.no_grad():
         inner = functional.linear(tensor if dropped is None else dropped, down.to(dtype))
@@ -59,11 +59,9 @@ def adapted_linear(
     )
     if not learn:
         return _product(tensor, base, inner, up.to(dtype), scaling)
-    state = _quant_state(weight)
     saved: Tensor = _Saved.apply(tensor, dropped, down, up, inner, frozen if state is None else weight.detach())
     call = _Call(saved.grad_fn, state, tensor.requires_grad, dropped is not None, scaling, skipped)
-    out: Tensor = _AdaptedLinear.apply(call, saved, dropped, down, up, inner, base)
-    return out
+    return _AdaptedLinear.apply(call, saved, dropped, down, up, inner, base)
 
 
 def autocast_dtype(tensor: Tensor, weight: Tensor) -> torch.dtype | None:
@@ -73,23 +71,12 @@ def autocast_dtype(tensor: Tensor, weight: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if casts else None
 
 
-def plain_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the weight dequantized if needed, in `dtype`."""
-    return _of_4_bits(weight.detach(), _quant_state(weight)).to(dtype)
-
-
-def _quant_state(weight: Tensor) -> Any:
-    """Returns the quantization state of a bitsandbytes 4-bit weight, or `None` for other weights."""
-    return getattr(weight, "quant_state", None)
-
-
 def _of_4_bits(weight: Tensor, state: Any) -> Tensor:
     if state is None:
         return weight
     from bitsandbytes.functional import dequantize_4bit
 
-    numbers: Tensor = dequantize_4bit(weight, state)
-    return numbers
+    return dequantize_4bit(weight, state)
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
@@ -97,8 +84,7 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
     dtype = accumulation_dtype(left.dtype)
     if left.dtype == dtype or left.device.type != "cuda":  # products on other devices have their factors' dtype
         return left.to(dtype) @ right.to(dtype)
-    product: Tensor = torch.mm(left, right, out_dtype=dtype)
-    return product
+    return torch.mm(left, right, out_dtype=dtype)
 
 
 def _product(

@@ -12,7 +12,7 @@ import sys
 import time
 import weakref
 from queue import Empty, SimpleQueue
-from threading import RLock, Thread, main_thread
+from threading import Thread, main_thread
 from typing import Any
 
 import torch
@@ -115,7 +115,7 @@ class HostMemory:
     def _begin_anew(self) -> None:
         """Resets to a state where no blocks are requested or made."""
         self._ahead = _Ahead(self.block_bytes, self.device)
-        weakref.finalize(self, self._ahead.end)
+        self._end_ahead = weakref.finalize(self, self._ahead.end)
 
     def _lock(self, blocks: int) -> None:
         """Waits for requested blocks and adds their pages to the free ones."""
@@ -123,11 +123,10 @@ class HostMemory:
         try:
             for _ in range(blocks):
                 memory = self._ahead.take()
-                weakref.finalize(self, _unlock, memory, self.device).atexit = False
                 self.free.extend(Page(page) for page in memory.split(self.page_bytes))
                 self.size += len(memory)
         except BaseException:
-            self._ahead.end()
+            self._end_ahead()
             self._begin_anew()
             raise
         finally:
@@ -135,20 +134,19 @@ class HostMemory:
 
 
 class _Ahead:
-    """Blocks of host memory that threads make in the background, because making them is slow.
+    """Blocks of host memory for one device that threads make ahead. If no thread has, whoever takes a block makes it.
 
     Args:
         size (`int`): Bytes of a block.
-        device (`torch.device`): The device that copies from and to them.
+        device (`torch.device`): The device whose copies read and write them.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size, self.device = size, device
-        self.pending = 0  # blocks requested and not yet taken
-        self._waiting = 0  # requested blocks that no thread has started
-        self._threads, self._ended = 0, False
-        # reentrant, because garbage collection may take it in a thread that already holds it
-        self._lock, self._made = RLock(), SimpleQueue[Tensor | Exception]()
+        self.pending = 0  # requested blocks that nobody has taken
+        self._threads: list[Thread] = []
+        self._waiting = SimpleQueue[None]()  # one entry for each block that nobody has begun
+        self._made = SimpleQueue[Tensor | Exception]()
 
     @property
     def unmade(self) -> int:
@@ -157,20 +155,16 @@ class _Ahead:
 
     def ask(self, blocks: int) -> None:
         """Requests blocks, and starts threads to make them."""
-        if blocks <= 0:
-            return
+        self.pending += max(0, blocks)
+        for _ in range(blocks):
+            self._waiting.put(None)
         most = max(1, min(_MAKERS, _cores() // processes())) if _locks(self.device) else 0
-        with self._lock:
-            self.pending += blocks
-            self._waiting += blocks
-            starting = max(0, min(self._waiting, most - self._threads))
-            self._threads += starting
-        for _ in range(starting):
-            try:
-                Thread(target=self._make_all, name="hf_burst host memory").start()
-            except RuntimeError:  # no more threads allowed: whoever takes a block makes it
-                with self._lock:
-                    self._threads -= 1
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        for _ in range(min(self._waiting.qsize(), most - len(self._threads))):
+            thread = Thread(target=self._make_all, name="hf_burst host memory")
+            with contextlib.suppress(RuntimeError):  # no more threads allowed: whoever takes a block makes it
+                thread.start()
+                self._threads.append(thread)
 
     def take(self) -> Tensor:
         """Waits for the next block, or makes it.
@@ -185,8 +179,6 @@ class _Ahead:
             self._make_next()
         made = self._made.get()
         self.pending -= 1
-        if isinstance(made, KernelError):
-            raise made
         if isinstance(made, Exception):
             raise KernelError(
                 f"There are no {self.size / 2**20:.0f} MiB more of host memory for offloading: {made}. Lower "
@@ -195,38 +187,48 @@ class _Ahead:
         return made
 
     def end(self) -> None:
-        """Stops making blocks, and gives back those that nobody took."""
-        with self._lock:
-            self._ended = True
+        """Stops making blocks."""
         with contextlib.suppress(Empty):
             while True:
-                _unlock(self._made.get_nowait(), self.device)
+                self._waiting.get_nowait()
 
     def _make_all(self) -> None:
         """Runs in a thread. The interpreter joins it at exit, so it stops when the main thread has ended."""
         while main_thread().is_alive() and self._make_next():
             pass
-        with self._lock:
-            self._threads -= 1
 
     def _make_next(self) -> bool:
         """Makes one waiting block; returns whether there was one."""
-        with self._lock:
-            if self._ended or not self._waiting:
-                return False
-            self._waiting -= 1
-        made: Tensor | Exception
         try:
-            made = _new_block(self.size, self.device)
-            _page_lock(made, self.device)
+            self._waiting.get_nowait()
+        except Empty:
+            return False
+        try:
+            self._made.put(_new_block(self.size, self.device))
         except Exception as problem:  # raised in whoever takes it
-            made = problem
-        with self._lock:
-            if not self._ended:
-                self._made.put(made)
-                return True
-        _unlock(made, self.device)
-        return False
+            self._made.put(problem)
+        return True
+
+
+class _LockedMemory(mmap.mmap):
+    """Host memory that may be page-locked, and then is until it is freed."""
+
+    device: torch.device | None = None  # for which it is page-locked
+
+    def lock(self, memory: Tensor, device: torch.device) -> None:
+        """Page-locks this memory, of which `memory` is the tensor; raises a `MemoryError` if the driver refuses."""
+        driver: Any = torch.cuda.cudart()
+        with torch.cuda.device(device):
+            status = driver.cudaHostRegister(memory.data_ptr(), len(memory), 0)
+        if int(status):
+            raise MemoryError(f"the driver could not page-lock them: {driver.cudaGetErrorString(status)}")
+        self.device, self.address = device, memory.data_ptr()
+
+    def __del__(self) -> None:
+        if self.device is not None and main_thread().is_alive():  # at exit the driver frees everything
+            torch.cuda.synchronize(self.device)  # copies may be pending
+            driver: Any = torch.cuda.cudart()
+            driver.cudaHostUnregister(self.address)
 
 
 def check_unchanged(tensor: Tensor, version: int) -> None:
@@ -239,45 +241,18 @@ def check_unchanged(tensor: Tensor, version: int) -> None:
 
 
 def _new_block(size: int, device: torch.device) -> Tensor:
-    """Returns new host memory for a device. Writes every page of memory that will be page-locked here."""
+    """Returns new page-locked host memory for a device; for a CPU, memory that is not locked."""
     if not _locks(device):
         return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = _LockedMemory(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_DONTFORK)  # else the first write after a fork would go to a copy
     with contextlib.suppress(OSError):  # kernels without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
-    for piece in memory.split(_PIECE):
+    for piece in memory.split(_PIECE):  # writes every page, which is faster here than in the driver
         piece[:: mmap.PAGESIZE].zero_()
+    pages.lock(memory, device)
     return memory
-
-
-def _page_lock(memory: Tensor, device: torch.device) -> None:
-    """Page-locks host memory for a device, until [`_unlock`].
-
-    Raises:
-        KernelError: If the driver refuses.
-    """
-    if not _locks(device):
-        return
-    driver: Any = torch.cuda.cudart()
-    with torch.cuda.device(device):
-        status = driver.cudaHostRegister(memory.data_ptr(), len(memory), 0)
-    if int(status):
-        raise KernelError(
-            f"The driver could not page-lock {len(memory) / 2**20:.0f} MiB of host memory for offloading: "
-            f"{driver.cudaGetErrorString(status)}. Lower Memory(activation_offloading=...), or give the container "
-            "more memory."
-        )
-
-
-def _unlock(memory: Tensor | Exception, device: torch.device) -> None:
-    """Unlocks page-locked memory after pending copies; does nothing for an error."""
-    if not _locks(device) or isinstance(memory, Exception):
-        return
-    torch.cuda.synchronize(device)
-    driver: Any = torch.cuda.cudart()
-    driver.cudaHostUnregister(memory.data_ptr())
 
 
 def _locks(device: torch.device) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,19 +12,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from .offload import Saved, SavedByLayer, saved_in_place
 from .surroundings import autocast_as_now, draws_as_now, function_modes_as_now
 
+Place = tuple[Any, ...]
 
-class Place(NamedTuple):
-    """A tensor's identity by memory, because hooks and wrappers pass on other objects with the same data."""
 
-    address: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Place":
-        return cls(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+def place_of(tensor: Tensor) -> Place:
+    """Identifies a tensor by its memory, because hooks and wrappers pass on other objects with the same data."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
 
 
 class LayerRun:
@@ -42,7 +35,7 @@ class LayerRun:
         self.saved = saved
         tensors = (at for at, value in enumerate(inputs) if type(value) is Tensor and value.requires_grad)
         self.position = next(tensors, None)
-        self.place = None if self.position is None else Place.of(inputs[self.position])
+        self.place = None if self.position is None else place_of(inputs[self.position])
         self.before: LayerRun | None = None  # the run whose output is this run's input, if this one does not keep it
         self.again: Callable[[Tensor], Tensor] | None = None  # computes the output from the input, without a graph
         self.input: Saved | None = None
@@ -88,8 +81,7 @@ class LayerRun:
             with ExitStack() as stack:
                 for surrounding in surroundings:
                     stack.enter_context(surrounding())
-                output: Tensor = first_tensor(run(*before, tensor, *behind, **named))
-                return output
+                return first_tensor(run(*before, tensor, *behind, **named))
 
         self.again = again
 
@@ -121,7 +113,7 @@ class LayerRun:
                 following.ready = saved_in_place(run.again(given()))
 
     def _keep(self, tensor: Tensor) -> Saved:
-        if self.place is None or Place.of(tensor) != self.place:
+        if self.place is None or place_of(tensor) != self.place:
             return self.saved.save(tensor) if tensor.requires_grad else saved_in_place(tensor)
         if self.before is None:
             self.input = self.saved.save(tensor)

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..layers.loss import IGNORE_INDEX, token_loss_sum
 from ..numerics import accumulation_dtype, refuse_second_derivative
+from .by_parts import gradients_by_parts
+from .graph import leaves_of
+from .loss import IGNORE_INDEX, token_loss_sum
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +66,7 @@ def linear_loss_sum(
         learned = [tensor for tensor in own if tensor is not None and tensor.requires_grad]
     else:
         hidden = hidden.detach()
-    total: Tensor = _LinearLoss.apply(hidden, targets, score, rows, linear, *learned)
-    return total
+    return _LinearLoss.apply(hidden, targets, score, rows, linear, *learned)
 
 
 def rows_at_a_time(vocabulary: int, tensors: int = 1) -> int:
@@ -75,17 +76,7 @@ def rows_at_a_time(vocabulary: int, tensors: int = 1) -> int:
 
 def learned_by(score: Score, hidden: Tensor) -> list[Tensor]:
     """Returns the leaves of the autograd graph of a score."""
-    logits = score(hidden.detach().flatten(0, -2)[None, :1])
-    open_nodes, seen, leaves = [logits.grad_fn], set[Any](), dict[int, Tensor]()
-    while open_nodes:
-        node = open_nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves[id(node.variable)] = node.variable
-        open_nodes += [following for following, _ in node.next_functions]
-    return list(leaves.values())
+    return leaves_of(score(hidden.detach().flatten(0, -2)[None, :1]))
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -117,22 +108,14 @@ def _by_chunks(
     hidden: Tensor, targets: Tensor, score: Score, rows: int, parameters: Sequence[Tensor], wanted: bool
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Returns the loss and the gradients (of hidden states if `wanted`), with autograd over `rows` tokens at a time."""
-    sums = [torch.zeros_like(parameter, dtype=accumulation_dtype(parameter.dtype)) for parameter in parameters]
-    dhidden = torch.empty_like(hidden) if wanted else None
     total = torch.zeros((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
-    for start in range(0, len(hidden), rows):
-        chunk = slice(start, start + rows)
-        with torch.set_grad_enabled(wanted or bool(parameters)):
-            states = hidden[None, chunk].requires_grad_(wanted)
-            loss = token_loss_sum(score(states), targets[None, chunk])
-        total += loss.detach()
-        if loss.requires_grad:
-            gradients = list(torch.autograd.grad(loss, [states, *parameters] if wanted else parameters))
-            if dhidden is not None:
-                dhidden[chunk] = gradients.pop(0)[0]
-            for so_far, gradient in zip(sums, gradients, strict=True):
-                so_far += gradient
-    return total, [dhidden, *(so_far.to(p.dtype) for so_far, p in zip(sums, parameters, strict=True))]
+
+    def compute(states: Tensor, chunk: slice) -> tuple[Tensor, None]:
+        loss = token_loss_sum(score(states), targets[None, chunk])
+        total.add_(loss.detach())
+        return loss, None
+
+    return total, gradients_by_parts(hidden, rows, compute, parameters, wanted)
 
 
 def _by_liger(

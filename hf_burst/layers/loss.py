@@ -24,19 +24,19 @@ def token_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
         logits (`torch.Tensor` of shape `(batch, n, vocabulary)`): Scores.
         targets (`torch.LongTensor` of shape `(batch, n)`): Shifted labels of the same tokens; -100 does not count.
     """
-    wide, labels = logits.to(accumulation_dtype(logits.dtype)).flatten(0, -2), targets.flatten().to(logits.device)
-    return functional.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return token_losses(logits.flatten(0, -2), targets.flatten(), "sum")
 
 
-def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+def token_losses(logits: Tensor, targets: Tensor, reduction: str = "none") -> Tensor:
     """Returns the cross-entropy of each token, `(m,)`, which [`token_loss_sum`] sums; 0 for targets of -100.
 
     Args:
         logits (`torch.Tensor` of shape `(m, vocabulary)`): Scores.
         targets (`torch.LongTensor` of shape `(m,)`): Shifted labels of the same tokens.
+        reduction (`str`, defaults to `"none"`): As torch's; `"sum"` for one number.
     """
     wide = logits.to(accumulation_dtype(logits.dtype))
-    return functional.cross_entropy(wide, targets.to(logits.device), ignore_index=IGNORE_INDEX, reduction="none")
+    return functional.cross_entropy(wide, targets.to(logits.device), ignore_index=IGNORE_INDEX, reduction=reduction)
 
 
 def token_divergences(

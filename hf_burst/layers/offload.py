@@ -8,7 +8,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,16 +99,15 @@ class SavedByLayer:
 
     def save(self, tensor: Tensor) -> Saved:
         """Saves a tensor, on the host if the layer offloads, the tensor is not small, and the host has room."""
-        if not self.offloads or tensor.nbytes < _SMALL or tensor.device != self.host.device:
-            return _Fetched(self, saved_in_place(tensor))
-        if self.host.refused is None:
+        fits = tensor.nbytes >= _SMALL and tensor.device == self.host.device
+        if self.offloads and fits and self.host.refused is None:
             try:
                 self.offloaded.append(OffloadedTensor(tensor, self.host))
-                return _Fetched(self, self.offloaded[-1].fetch)
+                return partial(self._fetch, self.offloaded[-1].fetch)
             except KernelError as problem:  # raising mid-step would leave the other ranks waiting
                 self.host.refused = problem.with_traceback(None)  # its frames would hold tensors
                 logger.warning("hf_burst keeps tensors on the GPU until this step ends: %s", problem)
-        return _Fetched(self, saved_in_place(tensor))
+        return partial(self._fetch, saved_in_place(tensor))
 
     def prefetch(self) -> None:
         """Starts copying everything back, once."""
@@ -126,20 +125,13 @@ class SavedByLayer:
         finally:
             self.following, self.comes = following, False
 
-
-@dataclass(frozen=True)
-class _Fetched:
-    """Returns a tensor saved by [`SavedByLayer`] when the layer is recomputed."""
-
-    layer: SavedByLayer
-    fetch: Saved
-
-    def __call__(self) -> Tensor:
-        self.layer.host.settle()
-        self.layer.prefetch()
-        tensor = self.fetch()
-        if self.layer.following is not None:
-            self.layer.following.prefetch()
+    def _fetch(self, fetch: Saved) -> Tensor:
+        """Returns a saved tensor when the layer is recomputed, and starts copying back what is needed next."""
+        self.host.settle()
+        self.prefetch()
+        tensor = fetch()
+        if self.following is not None:
+            self.following.prefetch()
         return tensor
 
 
@@ -162,8 +154,7 @@ def detached_leaf(leaf: Tensor) -> Tensor:
     """Returns a leaf that the autograd graph doesn't keep alive. Graphs normally hold their leaves until the backward
     pass ends, even if the saved copies have been offloaded."""
     number = torch.zeros((), device=leaf.device, requires_grad=True)
-    result: Tensor = _DetachedLeaf.apply(number, leaf.detach(), weakref.ref(leaf))
-    return result
+    return _DetachedLeaf.apply(number, leaf.detach(), weakref.ref(leaf))
 
 
 def saved_in_place(tensor: Tensor) -> Saved:

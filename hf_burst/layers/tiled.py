@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import KernelError
 from ..numerics import accumulation_dtype, refuse_second_derivative
 from .adapted_linear import adapted_linear
+from .graph import leaves_behind, new_node
 from .surroundings import Surrounding, autocast_as_now, draws_as_now, function_modes_as_now, training_as_now
 
 Forward = Callable[..., Tensor]
@@ -60,8 +61,7 @@ def tiled(module: nn.Module, forward: Forward, tokens: int, *inputs: Tensor) -> 
     output = [call.compute(inputs)]
     if not call.leaves and not any(call.learn):
         return output.pop()
-    out: Tensor = _Tiled.apply(call, output, *kept, *call.leaves.values())
-    return out
+    return _Tiled.apply(call, output, *kept, *call.leaves.values())
 
 
 class _Keep(torch.autograd.Function):
@@ -232,29 +232,6 @@ class _Uncomputed(TorchDispatchMode):
         if factors is None or types:  # tensor subclasses
             return function(*args, **(kwargs or {}))
         return factors[0].new_empty(factors[0].shape[0], factors[1].shape[1])
-
-
-def new_node() -> Any:
-    """Returns a new autograd node, to mark the start of a graph."""
-    return torch.empty(0, requires_grad=True).view(0).grad_fn
-
-
-def leaves_behind(out: Tensor, begun: Any, inputs: Sequence[Tensor]) -> dict[int, Tensor] | None:
-    """Returns, by id, the leaves other than inputs that a result depends on; `None` if it depends on a tensor computed
-    before the node `begun`, other than weights that autocast cast earlier."""
-    leaves, seen, nodes = dict[int, Tensor](), set[Any](), [out.grad_fn]
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::AccumulateGrad":
-            leaves[id(node.variable)] = node.variable
-        elif node._sequence_nr() < begun._sequence_nr() and node.name() != "ToCopyBackward0":
-            return None
-        else:
-            nodes += [following for following, _ in node.next_functions]
-    return {key: leaf for key, leaf in leaves.items() if all(leaf is not tensor for tensor in inputs)}
 
 
 def _differentiate(run: _Run, dout: Tensor, parts: Sequence[Tensor | None], sums: dict[int, Tensor]) -> None:

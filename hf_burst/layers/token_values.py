@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..numerics import accumulation_dtype, refuse_second_derivative
+from ..numerics import refuse_second_derivative
+from .by_parts import gradients_by_parts, parts_of
 
 # maps hidden states of some tokens, `(1, m, hidden)`, and their slice of the flattened batch to values `(m,)`
 Value = Callable[[Tensor, slice], Tensor]
@@ -25,8 +26,7 @@ def token_values(hidden: Tensor, value: Value, rows: int, learned: list[Tensor])
         rows (`int`): Tokens at a time.
         learned (list of `torch.Tensor`): The parameters of `value` that get gradients.
     """
-    values: Tensor = _TokenValues.apply(hidden, value, rows, *learned)
-    return values
+    return _TokenValues.apply(hidden, value, rows, *learned)
 
 
 class _TokenValues(torch.autograd.Function):
@@ -35,27 +35,14 @@ class _TokenValues(torch.autograd.Function):
         ctx.save_for_backward(hidden)
         ctx.value, ctx.rows, ctx.learned = value, rows, learned
         flat = hidden.detach().flatten(0, -2)
-        return torch.cat([value(flat[None, part], part) for part in _parts(len(flat), rows)]).view(hidden.shape[:-1])
+        return torch.cat([value(flat[None, part], part) for part in parts_of(len(flat), rows)]).view(hidden.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         refuse_second_derivative()
-        (hidden,) = ctx.saved_tensors
-        flat, upstream = hidden.detach().flatten(0, -2), gradient.flatten()
-        sums = [torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype)) for weight in ctx.learned]
-        dhidden = torch.empty_like(flat)
-        for part in _parts(len(flat), ctx.rows):
-            with torch.enable_grad():
-                states = flat[None, part].requires_grad_()
-                values = ctx.value(states, part)
-            found = torch.autograd.grad(values, [states, *ctx.learned], upstream[part], allow_unused=True)
-            dhidden[part] = 0 if found[0] is None else found[0][0]
-            for so_far, own in zip(sums, found[1:], strict=True):
-                if own is not None:
-                    so_far += own
-        gradients = [total.to(weight.dtype) for total, weight in zip(sums, ctx.learned, strict=True)]
-        return dhidden.view(hidden.shape), None, None, *gradients
-
-
-def _parts(tokens: int, rows: int) -> list[slice]:
-    return [slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
+        (hidden,), upstream, value = ctx.saved_tensors, gradient.flatten(), ctx.value
+        flat = hidden.detach().flatten(0, -2)
+        dhidden, *found = gradients_by_parts(
+            flat, ctx.rows, lambda states, part: (value(states, part), upstream[part]), ctx.learned
+        )
+        return dhidden.view(hidden.shape), None, None, *found

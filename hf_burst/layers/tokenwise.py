@@ -1,11 +1,10 @@
 """Tests whether a module treats every token by itself, by running it on a few tokens.
 
-After half of the tokens are replaced, the results and gradients of the other half must stay the same. They must also
-match a run on that half alone, as in a tile.
+Two parts of these tokens must have the same results and gradients together as each part alone, as in a tile.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .graph import leaves_behind, new_node
 from .surroundings import autocast_as_now, draws_as_now
-from .tiled import Forward, leaves_behind, new_node
+from .tiled import Forward
 
 _TOKENS = 64
 _MANY_ZEROS = 0.1  # share of a weight's entries
@@ -55,15 +55,16 @@ def obstacle_to_tiles(module: nn.Module, forward: Forward, inputs: Sequence[Tens
     )
     trial, notes = _Trial(module, forward, inputs), _Notes(module)
     try:
-        with ExitStack() as stack:
-            stack.enter_context(_disable_current_modes())
-            stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(trial.draws())
-            stack.enter_context(autocast_as_now(inputs[0].device.type, cache=False)())
-            stack.enter_context(_without_zeros(module))
+        with (
+            _disable_current_modes(),
+            saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+            torch.no_grad(),
+            trial.draws(),
+            autocast_as_now(inputs[0].device.type, cache=False)(),
+            _without_zeros(module),
+        ):
             trial.run(whole)
-            trial.compare(sample, count)
+            trial.compare(sample)
     except _NoTiles as obstacle:
         return str(obstacle)
     except torch.OutOfMemoryError:  # says nothing about the module
@@ -89,22 +90,25 @@ class _Trial:
         if torch.is_autocast_enabled(kind):
             self.dtypes.add(torch.get_autocast_dtype(kind))
 
-    def compare(self, tokens: Sequence[Tensor], count: int) -> None:
-        """Raises `_NoTiles` if the module does not treat each token by itself."""
-        expected = self.run(tokens)
-        notes = _Notes(self.module)
+    def compare(self, tokens: Sequence[Tensor]) -> None:
+        """Raises `_NoTiles` if the module does not treat each token by itself. The second part of the tokens gets
+        random values, because tokens of a batch may all be the same, which would hide a mean of them."""
+        count = tokens[0].shape[-2]
         size = (count // 2 - 1) | 1  # 31 and 33 of 64 tokens, so that groups of tokens straddle both parts
-        parts = (0, size), (size, count - size)
-        for some, others in (parts, parts[::-1]):
-            found = self.run(_with_others(tokens, *others))
-            if not self.close(_part(found, *some), _part(expected, *some)):
-                raise _NoTiles("what it returns for a token depends on others")
-            if torch.equal(found[0].narrow(-2, *others), expected[0].narrow(-2, *others)):
-                raise _NoTiles("what it returns for a token does not depend on it")
-            if not notes.hold():
-                raise _NoTiles("it changes its attributes or buffers")
-            if not self.close(self.run(_part(tokens, *some)), _part(expected, *some)):
+        for tensor in filter(torch.is_floating_point, tokens):
+            scale = tensor.double().square().mean().sqrt().clamp(min=1e-3).to(tensor.dtype)
+            others = tensor.narrow(-2, size, count - size)
+            others.copy_(torch.randn_like(others) * scale)
+        together = self.run(tokens)
+        if torch.equal(together[0].narrow(-2, 0, size), together[0].narrow(-2, size, size)):
+            raise _NoTiles("what it returns for a token does not depend on it")
+        notes = _Notes(self.module)
+        for part in ((0, size), (size, count - size)):
+            alone = self.run([tensor.narrow(-2, *part) for tensor in tokens])
+            if not self.close(alone, [tensor.narrow(-2, *part) for tensor in together]):
                 raise _NoTiles("some tokens alone have other results or gradients than among others")
+        if not notes.hold():
+            raise _NoTiles("it changes its attributes or buffers")
 
     def run(self, tokens: Sequence[Tensor]) -> _Results:
         """Returns the output and gradients; raises `_NoTiles` if a tile's run could not be repeated for gradients."""
@@ -135,22 +139,6 @@ class _Trial:
         return all(bool((one - other).norm() <= tolerance * other.norm()) for one, other in pairs)
 
 
-def _part(tensors: Sequence[Tensor], start: int, size: int) -> list[Tensor]:
-    return [tensor.narrow(-2, start, size) for tensor in tensors]
-
-
-def _with_others(tokens: Sequence[Tensor], start: int, size: int) -> list[Tensor]:
-    """Returns copies with some tokens replaced. Integers, such as expert indices, are taken from an unchanged token."""
-    copies, stays = [tensor.clone() for tensor in tokens], 0 if start else size
-    for copy in copies:
-        part, one = copy.narrow(-2, start, size), copy.narrow(-2, stays, 1)
-        if copy.is_floating_point():
-            part.copy_(torch.randn_like(part) * copy.double().square().mean().sqrt().clamp(min=1e-3).to(copy.dtype))
-        else:
-            part.copy_(one.expand_as(part))
-    return copies
-
-
 def _is_wide(weight: Tensor) -> bool:
     return weight.is_floating_point() and weight.dtype.itemsize > 1
 
@@ -166,15 +154,19 @@ class _NoDropout(TorchFunctionMode):
 def _without_zeros(module: nn.Module) -> Iterator[None]:
     """Replaces the zeros of weights that have many, and small vectors, because such gates hide what they will let
     through."""
-    weights = [weight for weight in module.parameters() if type(weight) is nn.Parameter and _is_wide(weight)]
-    zeros = [(weight, weight.data) for weight in weights if (weight == 0).sum() > _MANY_ZEROS * weight.numel()]
-    small = [(weight, weight.data) for weight in weights if weight.dim() < 2 and weight.abs().max() < _SMALL_GATE]
-    before = [*zeros, *small]
+    before = list[tuple[nn.Parameter, Tensor]]()
     try:
-        for weight, data in zeros:
-            weight.data = torch.where(data == 0, torch.randn_like(data) * (data.shape or (1,))[-1] ** -0.5, data)
-        for weight, data in small:
-            weight.data = torch.randn_like(data)
+        for weight in module.parameters():
+            if type(weight) is nn.Parameter and _is_wide(weight):
+                data, zeros = weight.data, weight.data == 0
+                if data.dim() < 2 and data.abs().max() < _SMALL_GATE:
+                    others = torch.randn_like(data)
+                elif zeros.sum() > _MANY_ZEROS * data.numel():
+                    others = torch.where(zeros, torch.randn_like(data) * data.shape[-1] ** -0.5, data)
+                else:
+                    continue
+                before.append((weight, data))
+                weight.data = others
         yield
     finally:
         for weight, data in before:
@@ -185,39 +177,32 @@ class _Notes:
     """A snapshot of a module's attributes and buffers."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.attributes = [(inner, dict(vars(inner))) for inner in module.modules()]
-        self.lengths = [_length(value) for _, own in self.attributes for value in own.values()]
-        self.buffers = list(module.buffers())
-        self.values = [buffer.clone() if buffer.numel() <= _SMALL else buffer for buffer in self.buffers]
-        # versions of the tensors that are not copied
-        attributes = [value for _, own in self.attributes for value in own.values() if isinstance(value, Tensor)]
-        large = [buffer for buffer in self.buffers if buffer.numel() > _SMALL]
-        self.versions = [-1 if tensor.is_inference() else tensor._version for tensor in (*attributes, *large)]
         self.module = module
+        self.attributes = [(vars(inner), dict(vars(inner))) for inner in module.modules()]
+        self.buffers = [(each, each.clone() if each.numel() <= _SMALL else each) for each in module.buffers()]
+        self.marks = [(name, _mark(value)) for _, own in self.attributes for name, value in own.items()]
+        self.marks += [("", _mark(buffer)) for buffer, copy in self.buffers if copy is buffer]
 
     def hold(self) -> bool:
         """Whether they are unchanged."""
         now = _Notes(self.module)
-        same = [own.keys() == then.keys() for (_, own), (_, then) in zip(now.attributes, self.attributes, strict=True)]
-        same += [now.lengths == self.lengths, now.versions == self.versions]
-        if not all(same) or len(now.buffers) != len(self.buffers):
-            return False
-        for (_, own), (_, then) in zip(now.attributes, self.attributes, strict=True):
-            for name, value in own.items():
-                if value is not then[name] and not (isinstance(value, int | float | str) and value == then[name]):
-                    return False
-        return all(map(torch.equal, now.values, self.values))
+        pairs = zip(now.buffers, self.buffers, strict=True)
+        return now.marks == self.marks and all(torch.equal(one, other) for (_, one), (_, other) in pairs)
 
     def restore(self) -> None:
-        """Restores them."""
-        for inner, own in self.attributes:
-            for name in vars(inner).keys() - own.keys():
-                del vars(inner)[name]
-            vars(inner).update(own)
-        for buffer, value in zip(self.buffers, self.values, strict=True):
-            if buffer is not value and not torch.equal(buffer, value):
+        """Restores them, except large buffers."""
+        for own, before in self.attributes:
+            own.clear()
+            own.update(before)
+        for buffer, value in self.buffers:
+            if not torch.equal(buffer, value):
                 buffer.copy_(value)
 
 
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, list | dict | set) else 0
+def _mark(value: Any) -> Any:
+    """Returns what changes with the value of an attribute, or with the attribute itself."""
+    if isinstance(value, int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        return id(value), -1 if value.is_inference() else value._version
+    return id(value), len(value) if isinstance(value, list | dict | set) else 0

@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from .mask import Mask
-from .sharding import Run, Sharding
+from .sharding import Sharding
 
 Rows = tuple[tuple[int, int], ...]  # [start, stop) of some things, one after the other
 LocalSpan = tuple[int, int, int]  # a row of the batch, and rows [start, stop) of a shard
@@ -79,9 +79,8 @@ def _side(
     pieces: Sequence[tuple[int, int, int]], sharding: Sharding, ahead: int
 ) -> tuple[Sharding, tuple[tuple[LocalSpan, ...], ...]]:
     """Who holds the queries of blocks, or with `ahead` of 1 the keys, in reversed order, and which rows these are."""
-    places = sorted(((run, rank) for rank in range(sharding.ranks) for run in sharding.runs(rank)), key=_start)
     spans: list[list[LocalSpan]] = [[] for _ in range(sharding.ranks)]
-    boundaries, owners = [0], list[int]()
+    boundaries, owners, places = [0], list[int](), sharding.places
     for row, start, stop in pieces:
         first, last = start + ahead, stop - 1 + ahead
         held = ((run, rank) for run, rank in reversed(places) if run.start < last and first < run.stop)
@@ -95,7 +94,3 @@ def _side(
         owners.append(rank)
         boundaries.append(boundaries[-1] + 1)
     return Sharding(tuple(boundaries), tuple(owners), sharding.ranks), tuple(tuple(own) for own in spans)
-
-
-def _start(place: tuple[Run, int]) -> int:
-    return place[0].start

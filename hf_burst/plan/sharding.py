@@ -9,7 +9,7 @@ from typing import Literal
 from ..errors import ShardingError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Run:
     """Tokens `[start, stop)` of the sequence that lie together in a shard, from row `local` on."""
 
@@ -84,6 +84,11 @@ class Sharding:
                 runs.append(Run(start, stop, local))
             local += stop - start
         return tuple(runs)
+
+    @property
+    def places(self) -> list[tuple[Run, int]]:
+        """The runs of all ranks, each with its rank, in sequence order."""
+        return sorted((run, rank) for rank in range(self.ranks) for run in self.runs(rank))
 
     @lru_cache(maxsize=256)  # noqa: B019, since shardings are values
     def joined(self, neighbours: int) -> "Sharding":

@@ -246,8 +246,7 @@ class SequenceLayout:
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """Joins the shards of all ranks, in rank order, to the whole batch without padding."""
-        runs = sorted((run.start, rank, run) for rank in range(len(shards)) for run in self.sharding.runs(rank))
-        pieces = [shards[rank][:, run.local : run.local + run.size] for _, rank, run in runs]
+        pieces = [shards[rank][:, run.local : run.local + run.size] for run, rank in self.sharding.places]
         return torch.cat(pieces, dim=1)[:, : self.length - self.padding]
 
     @lru_cache(maxsize=64)  # noqa: B019, since layouts are values

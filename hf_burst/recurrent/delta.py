@@ -37,13 +37,13 @@ def delta_rule_by_states(
     Returns:
         `torch.Tensor` of shape `(batch, n, value heads, V)`.
     """
-    wanted = set() if last is None else last.own
+    last = last or LastStates((), shards.group)
+    wanted = last.own
     value, keys = inputs[2], inputs[1].shape[-1]
     segments, own, (heads, width) = shards.segments, shards.own, value.shape[2:]
     if not segments.slots:
         out, lasts = rule(segments, joined(inputs, own), [piece.size for piece in own], ends=bool(wanted))
-        if last is not None:
-            last.states |= {index: lasts[index] for index in wanted}
+        last.states |= {index: lasts[index] for index in wanted}
         return out.view(value.shape)
     zeros = value.new_zeros(heads, keys, width, dtype=accumulation_dtype(value.dtype))
     identity = torch.eye(keys, dtype=zeros.dtype, device=zeros.device).expand(heads, -1, -1)
@@ -69,8 +69,7 @@ def delta_rule_by_states(
         for index, state in incoming.items():
             out, read = outputs[index].split([width, keys], dim=-1)
             outputs[index] = out + torch.einsum("nhk,hkv->nhv", read, state.to(read.dtype))
-        if last is not None:
-            last.states |= ends_of(handed, incoming, by_matrix, wanted)
+        last.states |= ends_of(handed, incoming, by_matrix, wanted)
     return join_backward(torch.cat([outputs[index] for index in range(len(own))]).view(value.shape), slots)
 
 

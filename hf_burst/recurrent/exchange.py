@@ -36,6 +36,5 @@ def own_heads(x: Tensor, group: ContextGroup) -> Tensor:
 
 def whole_tokens(x: Tensor, shards: Shards) -> Tensor:
     """Gathers all tokens, `(batch, length, ...)`, from each rank's, `(batch, n, ...)`."""
-    parts, sharding = all_gather(x, shards.group), shards.segments.sharding
-    runs = sorted((run.start, rank, run) for rank in range(shards.group.size) for run in sharding.runs(rank))
-    return torch.cat([parts[rank][:, run.local : run.local + run.size] for _, rank, run in runs], dim=1)
+    parts, places = all_gather(x, shards.group), shards.segments.sharding.places
+    return torch.cat([parts[rank][:, run.local : run.local + run.size] for run, rank in places], dim=1)

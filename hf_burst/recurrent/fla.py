@@ -45,8 +45,7 @@ def unit_norm(tensor: Tensor) -> Tensor:
     """Normalizes vectors along the last dimension, as fla's own function does with queries and keys."""
     from fla.modules.norm.l2norm import l2norm
 
-    normed: Tensor = l2norm(tensor)
-    return normed
+    return l2norm(tensor)
 
 
 def fla_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -71,8 +70,7 @@ def fla_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activati
     """
     from fla.modules.norm.fused_norm_gate import rms_norm_gated
 
-    normed: Tensor = rms_norm_gated(x, gate, weight, None, activation, eps=eps)
-    return normed
+    return rms_norm_gated(x, gate, weight, None, activation, eps=eps)
 
 
 class _Laid(NamedTuple):
@@ -86,6 +84,8 @@ class _Laid(NamedTuple):
 @dataclass(frozen=True)  # all instances are equal, so that layers share laid tensors
 class _FlaKernels:
     """Kernels on tensors `(1, tokens, heads, ...)`. Decays are cumulative sums inside chunks, as powers of 2."""
+
+    kept = 2
 
     def lay(self, bounds: Sequence[int], device: torch.device) -> _Laid:
         counts = [-((start - stop) // _CHUNK) for start, stop in pairwise(bounds)]
@@ -113,22 +113,18 @@ class _FlaKernels:
         k, keys, (heads, width) = inputs.k[None], inputs.k.shape[-1], u.shape[2:]
         nothing = k.new_zeros(len(passing.places), heads, keys, width, dtype=torch.float32)
         identity = torch.eye(keys, device=k.device).expand(*nothing.shape[:2], -1, -1).contiguous()
-        states = _ends(k, w, u, decay, nothing, passing)
-        return states, _ends(k, w, u.new_zeros(*u.shape[:3], keys), decay, identity, passing)
+        states = _states(k, w, u, decay, nothing, passing, ends=True)[2]
+        return states, _states(k, w, u.new_zeros(*u.shape[:3], keys), decay, identity, passing, ends=True)[2]
 
     def outputs(self, inputs: Inputs, prepared: tuple[Tensor, ...], begin: Tensor, passing: Passing) -> Tensor:
         from fla.ops.common.chunk_o import chunk_fwd_o
 
         decay, _, w, u = prepared
         q, k, v, *_ = _rows(inputs)
-        states, values = _states(k, w, u, decay, begin, passing)
-        out: Tensor = chunk_fwd_o(
-            q=q, k=k, v=values, h=states, g=decay, scale=_scale(q), chunk_size=_CHUNK, **passing.laid.for_chunks
-        )
+        states, values, _ = _states(k, w, u, decay, begin, passing)
+        chunks = passing.laid.for_chunks
+        out = chunk_fwd_o(q=q, k=k, v=values, h=states, g=decay, scale=_scale(q), chunk_size=_CHUNK, **chunks)
         return out[0].to(v.dtype)
-
-    def kept(self, prepared: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return prepared[:2]
 
     def begin_backward(
         self, inputs: Inputs, kept: tuple[Tensor, ...], begin: Tensor, dout: Tensor, passing: Passing
@@ -139,7 +135,7 @@ class _FlaKernels:
         decay, inverse = kept
         q, k, v, _, beta = _rows(inputs)
         w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=inverse, g=decay, **passing.laid.for_chunks)
-        states, values = _states(k, w, u, decay, begin, passing)
+        states, values, _ = _states(k, w, u, decay, begin, passing)
         dvalues = chunk_bwd_dv_local(
             q=q, k=k, g=decay, do=dout[None], scale=_scale(q), chunk_size=_CHUNK, **passing.laid.for_chunks
         )
@@ -201,7 +197,7 @@ def _choose_variants(device: torch.device, forms: tuple[tuple[torch.Size, torch.
             prepared = kernels.prepare(inputs, passing)
             states, _ = kernels.maps(inputs, prepared, passing)
             out = kernels.outputs(inputs, prepared, states, passing)
-            dbegin, begun = kernels.begin_backward(inputs, kernels.kept(prepared), states, out, passing)
+            dbegin, begun = kernels.begin_backward(inputs, prepared[: kernels.kept], states, out, passing)
             kernels.end_backward(inputs, begun, dbegin, passing)
 
 
@@ -213,33 +209,24 @@ def _scale(q: Tensor) -> float:
     return float(q.shape[-1] ** -0.5)
 
 
-def _states(k: Tensor, w: Tensor, u: Tensor, decay: Tensor, begin: Tensor, passing: Passing) -> tuple[Tensor, Tensor]:
-    """Returns the state before each chunk, and the values minus the state's predictions of them."""
+def _states(
+    k: Tensor, w: Tensor, u: Tensor, decay: Tensor, begin: Tensor, passing: Passing, ends: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the state before each chunk, and the values minus the state's predictions of them; or, if `ends`, the
+    final states of pieces as the third, by the same kernel variant, because tuning takes minutes."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
 
-    states, values, _ = chunk_gated_delta_rule_fwd_h(
-        k=k, w=w, u=u, g=decay, initial_state=begin, chunk_size=_CHUNK, **passing.laid.for_states
-    )
-    return states, values
-
-
-def _ends(k: Tensor, w: Tensor, u: Tensor, decay: Tensor, begin: Tensor, passing: Passing) -> Tensor:
-    """Returns the final states of pieces. Uses the same kernel variant as other calls, because tuning takes minutes."""
-    from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
-
-    _, _, ends = chunk_gated_delta_rule_fwd_h(
+    return chunk_gated_delta_rule_fwd_h(
         k=k,
         w=w,
         u=u,
         g=decay,
         initial_state=begin,
-        output_final_state=True,
-        save_new_value=False,
+        output_final_state=ends,
+        save_new_value=not ends,
         chunk_size=_CHUNK,
         **passing.laid.for_states,
     )
-    found: Tensor = ends
-    return found
 
 
 def _dstates(
@@ -255,7 +242,7 @@ def _dstates(
     """Returns the gradients of the states before chunks, of the states before pieces, and of values."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu
 
-    found: tuple[Tensor, Tensor, Tensor] = chunk_gated_delta_rule_bwd_dhu(
+    return chunk_gated_delta_rule_bwd_dhu(
         q=q,
         k=k,
         w=w,
@@ -268,4 +255,3 @@ def _dstates(
         chunk_size=_CHUNK,
         **passing.laid.for_states,
     )
-    return found

@@ -45,8 +45,7 @@ def causal_convolution(convolution: Callable[[Tensor], Tensor], x: Tensor, reach
     pieces = torch.cat([part.view(-1, reach, channels) for part in (halos, firsts)], dim=1)
     anew = convolution(pieces.transpose(1, 2)).transpose(1, 2)[:, reach:]
     right = anew.reshape(-1, channels).index_select(0, edges.kept)
-    replaced: Tensor = _Replaced.apply(convolution(x), right, *edges.replaced)
-    return replaced
+    return _Replaced.apply(convolution(x), right, *edges.replaced)
 
 
 class _Taken(torch.autograd.Function):

@@ -43,11 +43,12 @@ def scan_by_states(
     Returns:
         `torch.Tensor` of shape `(batch, n, heads, P)`.
     """
-    wanted = set() if last is None else last.own
+    last = last or LastStates((), shards.group)
+    wanted = last.own
     x, _, b, _ = inputs
     segments, own, exports, groups = shards.segments, shards.own, shards.exports, b.shape[2]
     out, _ = rule(segments, joined(inputs, own), [piece.size for piece in own])
-    if not segments.slots and last is None:
+    if not segments.slots and not last.places:
         return out.view(x.shape)
     outputs = list(out.split([piece.size for piece in own]))
     handed, decays = dict[int, tuple[Tensor, Tensor]](), dict[int, Tensor]()
@@ -62,8 +63,7 @@ def scan_by_states(
                 end = torch.einsum("tghp,tgn->ghpn", weighted.unflatten(1, (groups, -1)), b_own.to(step.dtype))
                 handed[index] = end.flatten(0, 1), decays[index][-1]
         incoming, slots = incoming_states(handed, by_number, shards) if segments.slots else ({}, ())
-        if last is not None:
-            last.states |= ends_of(handed, incoming, by_number, wanted)
+        last.states |= ends_of(handed, incoming, by_number, wanted)
         for index, state in incoming.items():
             (c_own,) = joined(inputs[3:], [own[index]])
             read = torch.einsum("ghpn,tgn->tghp", state.to(c_own.dtype).unflatten(0, (groups, -1)), c_own)

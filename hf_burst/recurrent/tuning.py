@@ -24,35 +24,12 @@ def tuning(what: str) -> Iterator[None]:
     Args:
         what (`str`): The name of the kernels, for the log.
     """
-    start = time.monotonic()
-    try:
-        with _compiling_at_once():
-            yield
-    except torch.OutOfMemoryError as problem:
-        logger.info("%s are tuned within the step, since the GPU has no room before it: %s", what, problem)
-        return
-    seconds = time.monotonic() - start
-    if seconds > _TOLD_S:
-        logger.info(
-            "Triton tuned %s in %.0f s. It keeps what it compiled for other runs, in TRITON_CACHE_DIR or "
-            "~/.triton/cache.",
-            what,
-            seconds,
-        )
+    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime.autotuner import Autotuner
 
-
-@contextmanager
-def _compiling_at_once() -> Iterator[None]:
-    try:
-        from triton.runtime._async_compile import AsyncCompileMode
-        from triton.runtime.autotuner import Autotuner
-    except ImportError:  # older versions compile candidates in sequence
-        yield
-        return
-    bench = Autotuner._bench
+    start, bench = time.monotonic(), Autotuner._bench
     compiled: dict[Any, Any] = {}  # by kernel, the arguments of the call whose candidates are compiled
-    processes = max(1, torch.cuda.device_count())
-    threads = max(1, min(_THREADS, (os.cpu_count() or 1) // processes))
+    threads = max(1, min(_THREADS, (os.cpu_count() or 1) // max(1, torch.cuda.device_count())))
 
     def compile_first(tuner: Any, *args: Any, config: Any, **settings: Any) -> Any:
         if compiled.get(tuner) is not tuner.nargs:
@@ -63,9 +40,16 @@ def _compiling_at_once() -> Iterator[None]:
                         tuner.fn.run(*args, **{**settings, "warmup": True}, **candidate.all_kwargs())
         return bench(tuner, *args, config=config, **settings)
 
-    with ThreadPoolExecutor(threads) as executor:
-        Autotuner._bench = compile_first
-        try:
+    try:
+        with ThreadPoolExecutor(threads) as executor:
+            Autotuner._bench = compile_first
             yield
-        finally:
-            Autotuner._bench = bench
+    except torch.OutOfMemoryError as problem:
+        logger.info("%s are tuned within the step, since the GPU has no room before it: %s", what, problem)
+        return
+    finally:
+        Autotuner._bench = bench
+    seconds = time.monotonic() - start
+    if seconds > _TOLD_S:
+        where = "TRITON_CACHE_DIR or ~/.triton/cache"
+        logger.info("Triton tuned %s in %.0f s. It keeps what it compiled for other runs, in %s.", what, seconds, where)

@@ -50,6 +50,8 @@ class DeltaKernels(Protocol):
     """The kernels of a gated delta rule. `laid`, `prepared` and `begun` are opaque to callers. Some kernels scale the
     queries themselves. Layers whose kernels compare equal share `laid`."""
 
+    kept: int  # the first tensors of `prepared`, which the backward pass needs
+
     def lay(self, bounds: Sequence[int], device: torch.device) -> Any:
         """Puts the kernels' arguments for pieces with these cumulative bounds, in tokens, on a device."""
 
@@ -62,9 +64,6 @@ class DeltaKernels(Protocol):
 
     def outputs(self, inputs: Inputs, prepared: tuple[Tensor, ...], begin: Tensor, passing: Passing) -> Tensor:
         """Returns the outputs `(tokens, heads, V)` of pieces that start from these states."""
-
-    def kept(self, prepared: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Returns the part of `prepared` that the backward pass needs."""
 
     def begin_backward(
         self, inputs: Inputs, kept: tuple[Tensor, ...], begin: Tensor, dout: Tensor, passing: Passing
@@ -148,7 +147,7 @@ class _Outputs(torch.autograd.Function):
     def forward(ctx: Any, turn: _Turn, after: Tensor, begin: Tensor) -> Tensor:
         (inputs, prepared), turn.forward = turn.forward, ()
         ctx.turn = turn
-        ctx.save_for_backward(*inputs, begin, *turn.kernels.kept(prepared))
+        ctx.save_for_backward(*inputs, begin, *prepared[: turn.kernels.kept])
         return turn.kernels.outputs(inputs, prepared, begin, turn.passing)
 
     @staticmethod

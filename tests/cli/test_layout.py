@@ -5,8 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from hf_burst.cli import main
-from hf_burst.cli.layout import steps_of, who_computes
+from hf_burst.cli import layout, main
 from hf_burst.plan import Mask, make_plan, make_sharding
 from tests.support.oracle import admitted_pairs
 
@@ -17,15 +16,16 @@ from tests.support.oracle import admitted_pairs
     ("causal", "window", "documents"),
     [(True, None, ()), (False, None, (0, 5, 47)), (True, 6, ()), (True, None, (0, 1, 2, 20, 33, 47)), (False, 3, ())],
 )
-def test_the_picture_of_a_plan_is_its_mask(causal, window, documents, chunking, ranks, hosts):
+def test_the_picture_of_a_plan_is_its_mask(monkeypatch, causal, window, documents, chunking, ranks, hosts):
     """Each admitted pair is that of the rank that holds its query."""
     sharding = make_sharding(47, ranks, chunking)
     plan = make_plan((Mask(47, causal, window, documents),), sharding, hosts=hosts)
-    found = who_computes(plan, range(47))
+    monkeypatch.setattr(layout, "_POINTS", 47)
+    found = np.array([line.split() for line in layout.picture(plan).splitlines()[1:]])
     admitted = np.array(admitted_pairs(47, causal, window, documents or (0, 47)))
-    owners = np.array([sharding.owner(token) for token in range(47)])
-    assert np.array_equal(found, np.where(admitted, owners[:, None], -1))
-    assert [sum(own) for own in steps_of(plan)] == [int((found == rank).sum()) for rank in range(ranks)]
+    owners = np.array([str(sharding.owner(token)) for token in range(47)])
+    assert np.array_equal(found, np.where(admitted, owners[:, None], "."))
+    assert [sum(own) for own in layout.steps_of(plan)] == [int((found == str(rank)).sum()) for rank in range(ranks)]
 
 
 def test_a_layout_is_told_and_drawn(capsys):

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_burst.cli import hosts
-from hf_burst.cli.hosts import Report, chosen, findings
+from hf_burst.cli.hosts import Report, chosen, obstacles, remarks
 from hf_burst.errors import ConfigError
 from tests.support.hosts import Network, refusal
 
@@ -38,7 +38,7 @@ def place(host: str, backend: str = "nccl", **changes: object) -> Report:
 
 
 def texts(*reports: Report) -> list[str]:
-    return [finding.text for finding in findings(reports)]
+    return [*obstacles(reports), *remarks(reports)]
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
@@ -66,10 +66,9 @@ def test_nothing_is_said_of_hosts_that_fit(backend):
     ],
 )
 def test_interfaces_that_no_other_host_reaches(backend, changes, words):
-    (found,) = findings([place("a", backend), place("b", backend, **changes)])
-    assert words in found.text
-    assert "Set " in found.text
-    assert found.blocks
+    (found,) = obstacles([place("a", backend), place("b", backend, **changes)])
+    assert words in found
+    assert "Set " in found
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
@@ -86,9 +85,9 @@ def test_hosts_that_have_only_ipv6(backend):
         one = hosts.report(backend)
     assert one.interfaces == ["eth0", "lo"]
     assert one.address == "2001:db8::7"
-    assert findings([replace(one, host=host, name=host) for host in "ab"]) == []
+    assert texts(*(replace(one, host=host, name=host) for host in "ab")) == []
     named = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
-    assert findings([replace(one, host=host, name=host, environment=named) for host in "ab"]) == []
+    assert texts(*(replace(one, host=host, name=host, environment=named) for host in "ab")) == []
 
 
 @pytest.mark.parametrize(
@@ -109,9 +108,8 @@ def test_hosts_that_have_only_ipv6(backend):
     ],
 )
 def test_what_differs_between_hosts(changes, words):
-    (found,) = findings([place("a"), place("a"), place("b", **changes), place("b", **changes)])
-    assert words in found.text
-    assert not found.blocks
+    (found,) = remarks([place("a"), place("a"), place("b", **changes), place("b", **changes)])
+    assert words in found
 
 
 @pytest.mark.parametrize(
@@ -189,7 +187,7 @@ def test_ranks_meet_in_a_store():
         thread.join()
     assert answers[0] == answers[1]
     assert [one.host for one in answers[0]] == ["a", "b"]
-    assert findings(answers[0]) == []
+    assert texts(*answers[0]) == []
 
 
 def test_a_rank_that_is_missing_is_named():

@@ -1,6 +1,7 @@
 """On GPUs: what lets long sequences fit. Offloading changes no bit, also under load. Tiles and groups of heads are as
 exact as the whole. Memory falls by about what the plan says."""
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -121,12 +122,14 @@ def train_under_load(rank: int, size: int, device: str, settings: Settings, hidd
 
 
 def lock_and_unlock(rank: int, size: int) -> list[bool]:
+    """Whether pages are page-locked, and whether the driver still knows a block that nothing needs."""
     home = HostMemory(gpu_of(rank))
     home.reserve(2**30)
     pages = [page.memory for page in home.take(2**29)]
-    before = all(page.is_pinned() for page in pages)
-    del home
-    return [before, any(page.is_pinned() for page in pages)]
+    before, block = all(page.is_pinned() for page in pages), min(page.data_ptr() for page in pages)
+    del home, pages
+    gc.collect()
+    return [before, int(torch.cuda.cudart().cudaHostUnregister(block)) == 0]
 
 
 def test_host_memory_is_locked_and_given_back(gpus: Ranks) -> None:  # noqa: F811

@@ -124,7 +124,7 @@ def test_memory_is_locked_until_nothing_needs_it() -> None:
     assert len(driver.locked) == 3
     left = OffloadedTensor(torch.arange(64.0), home)
     for _ in range(2):
-        with pytest.raises(KernelError, match=r"page-lock 0 MiB .*: out of memory\. Lower .*activation_offloading"):
+        with pytest.raises(KernelError, match=r"could not page-lock .*: out of memory\. Lower .*activation_offloading"):
             home.reserve(1024)
     waited = home.seconds
     assert 0 < waited < 5
@@ -252,7 +252,7 @@ def test_memory_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     home = HostMemory(CPU)
     with monkeypatch.context() as patch:
-        patch.setattr(mmap, "mmap", refuse)
+        patch.setattr(host_memory, "_LockedMemory", refuse)
         with pytest.raises(KernelError, match=r"no 0 MiB more .*: .*Cannot allocate memory\. Lower"):
             home.reserve(10 * 256)
         with pytest.raises(KernelError, match="Cannot allocate memory"):
@@ -282,7 +282,8 @@ def test_room_is_that_of_all_processes(tiny_pages: None, monkeypatch: pytest.Mon
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_pages_are_there_and_no_fork_copies_them() -> None:
     before = psutil.Process().memory_info().rss
-    with mock.patch.object(host_memory, "_locks", return_value=True):
+    unlocked = mock.patch.object(host_memory._LockedMemory, "lock")
+    with mock.patch.object(host_memory, "_locks", return_value=True), unlocked:
         memory = host_memory._new_block(2**26, CPU)
     assert psutil.Process().memory_info().rss - before > 2**26 * 0.9
     flags = None
@@ -299,7 +300,7 @@ ENDS = """
 import time, torch
 from hf_burst.layers import host_memory
 make = host_memory._new_block
-host_memory._locks, host_memory._page_lock = lambda device: True, lambda *options: None
+host_memory._locks, host_memory._LockedMemory.lock = lambda device: True, lambda *options: None
 host_memory._new_block = lambda *options: [time.sleep(0.2), make(*options)][1]
 host_memory.HostMemory.block_bytes = 4096
 home = host_memory.HostMemory(torch.device("cpu"))

@@ -24,6 +24,8 @@ def token_by_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, sta
 class DeltaSteps:
     """The delta rule in steps, token by token."""
 
+    kept = 1
+
     def __init__(self, scaled: bool = False) -> None:
         self.scaled, self.runs = scaled, 0
 
@@ -47,9 +49,6 @@ class DeltaSteps:
     def outputs(self, inputs: Inputs, prepared: tuple[Tensor, ...], begin: Tensor, passing: Passing) -> Tensor:
         assert torch.equal(prepared[0], inputs.g.exp())
         return torch.cat([out for out, _ in self.run(inputs, begin, passing)])
-
-    def kept(self, prepared: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return prepared
 
     def begin_backward(
         self, inputs: Inputs, kept: tuple[Tensor, ...], begin: Tensor, dout: Tensor, passing: Passing

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...attention import AttentionCache
 from ...errors import BatchError, ConfigError
 from ...layers.host_memory import HostMemory
-from ...layers.layer_runs import LayerRun, Place, first_tensor
+from ...layers.layer_runs import LayerRun, Place, first_tensor, place_of
 from ...layers.offload import SavedByLayer, detached_leaf, saved_in_place
 from ...plan.layer_sizes import keeping
 from ...plan.memory_levels import HOST_ROOM
@@ -276,7 +276,7 @@ class _Checkpoint:
         with layer.hooks():
             output = self.function(again, *args, **kwargs)
         if self.part.per_checkpoint > 1 and type(hidden := first_tensor(output)) is torch.Tensor:
-            self.part.output = hidden, Place.of(hidden)
+            self.part.output = hidden, place_of(hidden)
         return output
 
     def _gathered(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
