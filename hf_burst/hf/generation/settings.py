@@ -20,7 +20,7 @@ from ..groups import PATCH, resolve_group
 from ..models.recurrent import functions_of, recurrent_modules
 from ..parts.expert_ranks import check_same_passes
 from ..sharded_cache import ShardedCache
-from ..spread.heads import is_partitioned
+from ..spread.heads import refuse_partitioned
 from ..view import ModelView, find_inside, inner_modules
 
 _SETTINGS = frozenset(vars(GenerationConfig()))  # settings that may be tensors, such as eos_token_id
@@ -87,10 +87,7 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
             f"{type(model).__name__} has layers with a state, which cannot go back to before tokens that were refused. "
             "Leave prompt_lookup_num_tokens out."
         )
-    if is_partitioned(model):
-        raise UnsupportedModelError(
-            "DeepSpeed ZeRO-3 shards the weights, and would gather them for each token. Take FSDP2, or a smaller stage."
-        )
+    refuse_partitioned(model, "Generation would gather weights for each token")
     check_same_passes(model, resolve_group(getattr(model, PATCH).group))
     for name, why in _REFUSED.items():
         given = kwargs.get(name)

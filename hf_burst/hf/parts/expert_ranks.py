@@ -27,20 +27,24 @@ class ExpertRanks(Part):
         experts = dict(weights_of_experts(call.model))
         if not experts:
             return
-        if call.compiled:
-            raise UnsupportedModelError(
+        adapted = [name for name in experts if _ADAPTED in name]
+        UnsupportedModelError.refuse(
+            (
+                call.compiled,
                 "The model is compiled, and its experts lie on several ranks. Tokens that travel to them were not "
-                "compared with one process under torch.compile. Leave it out."
-            )
+                "compared with one process under torch.compile. Leave it out.",
+            ),
+            (
+                adapted,
+                f"An adapter of peft is on experts that lie on several ranks: {', '.join(adapted[:1])}. It would be "
+                "added to those of one rank as if they were all. Train adapters of other layers, or load the model "
+                "without ep_size.",
+            ),
+        )
         if torch.is_inference_mode_enabled():
             raise ConfigError(
                 "The experts of the model lie on several ranks, and FSDP2 cannot gather their weights within "
                 "torch.inference_mode(). Use torch.no_grad() instead."
-            )
-        if adapted := next((name for name in experts if _ADAPTED in name), ""):
-            raise UnsupportedModelError(
-                f"An adapter of peft is on experts that lie on several ranks: {adapted}. It would be added to those of "
-                "one rank as if they were all. Train adapters of other layers, or load the model without ep_size."
             )
         if call.config.gradients != "manual" and call.learns:
             for name, weight in experts.items():
@@ -55,11 +59,7 @@ def weights_of_experts(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
 
 
 def check_same_passes(model: nn.Module, group: ContextGroup) -> None:
-    """Raises if experts are spread over several groups of ranks, which generate different numbers of tokens.
-
-    Raises:
-        ConfigError: With the ranks of both.
-    """
+    """Raises if experts are spread over several groups of ranks, which generate different numbers of tokens."""
     members = set(group.members) or {dist.get_rank() if dist.is_initialized() else 0}
     for _, weight in weights_of_experts(model):
         ranks = dist.get_process_group_ranks(weight.device_mesh.get_group(_EXPERTS_DIM))
