@@ -95,8 +95,8 @@ class Checkpointing(Part):
             ),
             (
                 (again or memory.tiled_mlp) and takes_weights_apart(call.view),
-                f"Memory({settings}) runs modules again in the backward pass, where DeepSpeed ZeRO-3 or FSDP1 has taken "
-                "their weights apart. Train by FSDP2 or ZeRO-2, or set tiled_mlp=0 and layers_per_checkpoint=1.",
+                f"Memory({settings}) runs modules again in the backward pass, where DeepSpeed ZeRO-3 or FSDP1 has "
+                "taken their weights apart. Train by FSDP2 or ZeRO-2, or set tiled_mlp=0 and layers_per_checkpoint=1.",
             ),
             (
                 again and not repeatable and trains,

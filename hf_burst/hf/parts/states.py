@@ -111,23 +111,18 @@ class States(Part):
     def _check_documents(self, call: Call, batch: Batch, pooling: str) -> None:
         """Raises for a model, a pooling or a batch without an embedding of each document."""
         lengths = batch.given.get("cu_seq_lens_q")
-        ConfigError.refuse(
-            (pooling not in POOLINGS, f"embeddings was given pooling={pooling!r}; it is one of {POOLINGS}.")
-        )
-        UnsupportedModelError.refuse(
-            (
-                not call.task.reads and call.model.base_model is call.model,
+        if pooling not in POOLINGS:
+            raise ConfigError(f"embeddings was given pooling={pooling!r}; it is one of {POOLINGS}.")
+        if not call.task.reads and call.model.base_model is call.model:
+            raise UnsupportedModelError(
                 f"{type(call.model).__name__} has a head and no base model, of whose hidden states embeddings are "
-                "made. Load the model by AutoModel.from_pretrained.",
+                "made. Load the model by AutoModel.from_pretrained."
             )
-        )
         batch.lies.check_texts()
-        BatchError.refuse(
-            (
-                lengths is not None and (torch.as_tensor(lengths).flatten().diff() == 0).any(),
-                "cu_seq_lens_q has a document of no tokens, which has no embedding. Drop empty texts from the batch.",
+        if lengths is not None and (torch.as_tensor(lengths).flatten().diff() == 0).any():
+            raise BatchError(
+                "cu_seq_lens_q has a document of no tokens, which has no embedding. Drop empty texts from the batch."
             )
-        )
 
     def _check_rows(self, call: Call, batch: Batch) -> None:
         """Raises for a shard, for documents that a head would judge as one, and for a result that depends on states of
@@ -135,7 +130,7 @@ class States(Part):
         name, judges, bare = type(call.model).__name__, _judges(call.model), reader_of(call.view) is call.view
         each, spans = _EACH_TOKEN in judges, _SPAN in judges
         layout, labels = batch.layout, batch.given.get("labels")
-        mask = batch.given.get("attention_mask") if layout.real else None
+        mask: Any = batch.given.get("attention_mask") if layout.real else None
         padded = mask is not None and not batch.sharded
         first = padded and not (each or spans or call.task.causal) and _reads_first(call, bare)
         last = padded and not (each or spans or bare) and call.task.causal

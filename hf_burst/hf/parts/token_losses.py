@@ -78,7 +78,7 @@ class TokenLosses(Part):
         check_weights(weights, batch.lies.shape)
         head = call.model.get_output_embeddings()
         if torch.is_grad_enabled() and head is not None:
-            refuse_partitioned(head, "Losses of tokens need the head once more in the backward pass,")
+            refuse_partitioned(head, "Losses of tokens are not trained")
         agreement.facts |= self.asked.facts
         summed = None if weights is None else sum_of_bits(weights.to(call.device))
         agreement.add("weights of tokens (checksum)", summed)
