@@ -143,18 +143,23 @@ class Memory:
     attention_keep: float = 1.0
 
     def __post_init__(self) -> None:
-        share = self.activation_offloading
-        if not (isinstance(share, int | float) and 0 <= share <= 1):
-            raise ConfigError(f"Memory.activation_offloading is {share!r}; it must be a share from 0.0 to 1.0.")
-        if type(self.tiled_mlp) is not int or self.tiled_mlp < 0:
-            raise ConfigError(f"Memory.tiled_mlp is {self.tiled_mlp!r}; give tokens of a tile, or 0 for none.")
-        for name in ("head_groups", "layers_per_checkpoint"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"Memory.{name} is {value!r}; give a number of at least 1.")
-        if self.attention_keep not in _KEEP:
-            keeps = ", ".join(map(str, _KEEP))
-            raise ConfigError(f"Memory.attention_keep is {self.attention_keep!r}; it must be one of {keeps}.")
+        share, tile = self.activation_offloading, self.tiled_mlp
+        counts = {"head_groups": self.head_groups, "layers_per_checkpoint": self.layers_per_checkpoint}
+        ConfigError.refuse(
+            (
+                not (isinstance(share, int | float) and 0 <= share <= 1),
+                f"Memory.activation_offloading is {share!r}; it must be a share from 0.0 to 1.0.",
+            ),
+            (type(tile) is not int or tile < 0, f"Memory.tiled_mlp is {tile!r}; give tokens of a tile, or 0 for none."),
+            *(
+                (type(count) is not int or count < 1, f"Memory.{name} is {count!r}; give a number of at least 1.")
+                for name, count in counts.items()
+            ),
+            (
+                self.attention_keep not in _KEEP,
+                f"Memory.attention_keep is {self.attention_keep!r}; it must be one of {', '.join(map(str, _KEEP))}.",
+            ),
+        )
 
     @property
     def stretches(self) -> int:
@@ -243,40 +248,43 @@ class BurstConfig:
     share_prefixes: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.schedule, str):
-            raise ConfigError(
-                f"BurstConfig.schedule is {self.schedule!r}; give its name, such as 'auto', 'kv_ring' or "
-                "'ulysses_2+kv_ring'."
-            )
-        if self.schedule != "auto":
-            Schedule.parse(self.schedule)
         choices: dict[str, Any] = {
             "kernel": KernelName,
             "transport": Transport,
             "chunking": Chunking,
             "gradients": Gradients,
         }
-        for name, kind in choices.items():
-            value, allowed = getattr(self, name), get_args(kind)
-            if value not in allowed:
-                raise ConfigError(
-                    f"BurstConfig.{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}."
-                    + _OLD_VALUES.get(str(value), "")
+        ConfigError.refuse(
+            (
+                not isinstance(self.schedule, str),
+                f"BurstConfig.schedule is {self.schedule!r}; give its name, such as 'auto', 'kv_ring' or "
+                "'ulysses_2+kv_ring'.",
+            ),
+            *(
+                (
+                    (value := getattr(self, name)) not in get_args(kind),
+                    f"BurstConfig.{name} is {value!r}; it must be one of {', '.join(map(repr, get_args(kind)))}."
+                    + _OLD_VALUES.get(str(value), ""),
                 )
-        if not isinstance(self.memory, Memory) and self.memory not in ("auto", "manual"):
-            raise ConfigError(
+                for name, kind in choices.items()
+            ),
+            (
+                not isinstance(self.memory, Memory) and self.memory not in ("auto", "manual"),
                 f"BurstConfig.memory is {self.memory!r}; it must be 'auto', 'manual', or an hf_burst.Memory such as "
-                "hf_burst.Memory(tiled_mlp=8192)." + _OLD_VALUES.get(str(self.memory), "")
-            )
-        if not isinstance(self.share_prefixes, bool) and self.share_prefixes != "auto":
-            raise ConfigError(
-                f"BurstConfig.share_prefixes is {self.share_prefixes!r}; it must be 'auto', True or False."
-            )
-        if self.chunking == "documents" and self.memory_settings.stretches > 1:
-            raise ConfigError(
+                "hf_burst.Memory(tiled_mlp=8192)." + _OLD_VALUES.get(str(self.memory), ""),
+            ),
+            (
+                not isinstance(self.share_prefixes, bool) and self.share_prefixes != "auto",
+                f"BurstConfig.share_prefixes is {self.share_prefixes!r}; it must be 'auto', True or False.",
+            ),
+            (
+                self.chunking == "documents" and self.memory_settings.stretches > 1,
                 f"BurstConfig(chunking='documents', memory={self.memory!r}): attention is kept in parts of chunks of "
-                "one size. Take attention_keep 1.0 or 0.0, or another chunking."
-            )
+                "one size. Take attention_keep 1.0 or 0.0, or another chunking.",
+            ),
+        )
+        if self.schedule != "auto":
+            Schedule.parse(self.schedule)
 
     @property
     def memory_settings(self) -> Memory:

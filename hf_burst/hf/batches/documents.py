@@ -129,18 +129,25 @@ def real_tokens(batch: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     if bool((mask == 1).all()):
         return ()
     visible = mask.cpu() != 0
-    if not torch.equal(visible.to(mask.dtype), mask.cpu()):
-        raise BatchError("attention_mask holds other values than 0 and 1. Pack documents by position_ids instead.")
-    spans = []
-    for row in range(rows):
-        tokens = visible[row].nonzero().flatten()
-        if len(tokens) == 0:
-            raise BatchError(f"attention_mask hides all of row {row}. Drop empty sequences from the batch.")
-        first, last = int(tokens[0]), int(tokens[-1])
-        if last - first + 1 != len(tokens):
-            raise BatchError(f"attention_mask of row {row} has holes; only padding at an end of a sequence is served.")
-        spans.append((first, last + 1))
-    return tuple(spans)
+    counts, starts = visible.sum(1).tolist(), visible.int().argmax(1).tolist()
+    stops = (length - visible.flip(1).int().argmax(1)).tolist()
+    torn = [row for row, count in enumerate(counts) if stops[row] - starts[row] != count]
+    BatchError.refuse(
+        (
+            not torch.equal(visible.to(mask.dtype), mask.cpu()),
+            "attention_mask holds other values than 0 and 1. Pack documents by position_ids instead.",
+        ),
+        (
+            0 in counts,
+            f"attention_mask hides all of row {counts.index(0) if 0 in counts else None}. Drop empty sequences from the "
+            "batch.",
+        ),
+        (
+            torn,
+            f"attention_mask of row {next(iter(torn), None)} has holes; only padding at an end of a sequence is served.",
+        ),
+    )
+    return tuple(zip(starts, stops, strict=True))
 
 
 def texts_of(batch: Mapping[str, Any]) -> list[Text]:

@@ -88,30 +88,33 @@ class Document:
             self._compare(about(model), group)
 
     def _compare(self, now: Mapping[str, Any], group: ContextGroup) -> None:
-        if self.about["model"] != now["model"]:
-            raise ConfigError(
-                f"A {self.about['model']} has read the document, and the model is a {now['model']}. {_REMEMBER_ANEW}"
-            )
-        before, config = self.about.get("config"), now["config"]
-        if before is None:
-            raise ConfigError(f"The document was saved by an older hf_burst, without a config. {_REMEMBER_ANEW}")
-        for name in sorted(before.keys() & config.keys()):  # releases of Transformers add entries
-            if before[name] != config[name]:
-                raise ConfigError(
-                    f"config.{name} is {config[name]}, and was {before[name]} when the model read the "
-                    f"document: its keys would be others. Set it back, or call hf_burst.remember anew."
+        before, config, others = self.about.get("config"), now["config"], "its keys would be others"
+        known = sorted((before or {}).keys() & config.keys())  # releases of Transformers add entries
+        ConfigError.refuse(
+            (
+                self.about["model"] != now["model"],
+                f"A {self.about['model']} has read the document, and the model is a {now['model']}. {_REMEMBER_ANEW}",
+            ),
+            (before is None, f"The document was saved by an older hf_burst, without a config. {_REMEMBER_ANEW}"),
+            *(
+                (
+                    before[name] != config[name],
+                    f"config.{name} is {config[name]}, and was {before[name]} when the model read the document: "
+                    f"{others}. Set it back, or call hf_burst.remember anew.",
                 )
-        if self.about["weights"] != now["weights"]:
-            raise ConfigError(
+                for name in known
+            ),
+            (
+                self.about["weights"] != now["weights"],
                 "The weights of the model have changed since it read the document (a step of the optimizer, an adapter "
-                f"that was switched or scaled, other rotary positions, autocast): its keys would be others. "
-                f"{_REMEMBER_ANEW}"
-            )
-        if self.group.members != group.members:
-            raise ConfigError(
+                f"that was switched or scaled, other rotary positions, autocast): {others}. {_REMEMBER_ANEW}",
+            ),
+            (
+                self.group.members != group.members,
                 f"The document lies on the ranks {self.group.members or (0,)}, the model on {group.members or (0,)}. "
-                f"Save it, and load it on these ranks. {_REMEMBER_ANEW}"
-            )
+                f"Save it, and load it on these ranks. {_REMEMBER_ANEW}",
+            ),
+        )
 
     def save(self, folder: str | Path) -> None:
         """Writes the document to a folder that all ranks reach. All ranks of the group call it.
@@ -223,21 +226,23 @@ def remember(model: nn.Module, input_ids: Tensor) -> Document:
 def _check_positions(view: ModelView) -> None:
     """Raises if a model would read a question after a document otherwise than in one prompt with it."""
     name = type(view.root).__name__
-    why = ""
-    if recurrent_modules(view):
-        why = f"{name} has layers with a state, which questions of different lengths would not begin alike"
-    elif any(map(follows_length, view.modules)):
-        why = (
+    one = "Generate with document and question as one prompt."
+    UnsupportedModelError.refuse(
+        (
+            recurrent_modules(view),
+            f"{name} has layers with a state, which questions of different lengths would not begin alike. {one}",
+        ),
+        (
+            any(map(follows_length, view.modules)),
             f"Rotary positions of this {name} depend on the longest one, so keys of a document would be others beside "
-            "a question"
-        )
-    elif any(map(numbers_tokens, view.modules)):
-        why = (
+            f"a question. {one}",
+        ),
+        (
+            any(map(numbers_tokens, view.modules)),
             f"{name} counts positions from padding_idx + 1 where it reads a document, and generate counts a question "
-            "behind it from 0"
-        )
-    if why:
-        raise UnsupportedModelError(f"{why}. Generate with document and question as one prompt.")
+            f"behind it from 0. {one}",
+        ),
+    )
 
 
 def with_document(document: Document, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
