@@ -131,20 +131,17 @@ def real_tokens(batch: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     visible = mask.cpu() != 0
     counts, starts = visible.sum(1).tolist(), visible.int().argmax(1).tolist()
     stops = (length - visible.flip(1).int().argmax(1)).tolist()
+    hidden = [row for row, count in enumerate(counts) if not count]
     torn = [row for row, count in enumerate(counts) if stops[row] - starts[row] != count]
     BatchError.refuse(
         (
             not torch.equal(visible.to(mask.dtype), mask.cpu()),
             "attention_mask holds other values than 0 and 1. Pack documents by position_ids instead.",
         ),
-        (
-            0 in counts,
-            f"attention_mask hides all of row {counts.index(0) if 0 in counts else None}. Drop empty sequences from the "
-            "batch.",
-        ),
-        (
-            torn,
-            f"attention_mask of row {next(iter(torn), None)} has holes; only padding at an end of a sequence is served.",
+        *((True, f"attention_mask hides all of row {row}. Drop empty sequences from the batch.") for row in hidden),
+        *(
+            (True, f"attention_mask of row {row} has holes; only padding at an end of a sequence is served.")
+            for row in torn
         ),
     )
     return tuple(zip(starts, stops, strict=True))
