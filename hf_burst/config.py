@@ -144,22 +144,21 @@ class Memory:
 
     def __post_init__(self) -> None:
         share, tile = self.activation_offloading, self.tiled_mlp
-        counts = {"head_groups": self.head_groups, "layers_per_checkpoint": self.layers_per_checkpoint}
-        ConfigError.refuse(
-            (
-                not (isinstance(share, int | float) and 0 <= share <= 1),
-                f"Memory.activation_offloading is {share!r}; it must be a share from 0.0 to 1.0.",
-            ),
-            (type(tile) is not int or tile < 0, f"Memory.tiled_mlp is {tile!r}; give tokens of a tile, or 0 for none."),
-            *(
-                (type(count) is not int or count < 1, f"Memory.{name} is {count!r}; give a number of at least 1.")
-                for name, count in counts.items()
-            ),
-            (
-                self.attention_keep not in _KEEP,
-                f"Memory.attention_keep is {self.attention_keep!r}; it must be one of {', '.join(map(str, _KEEP))}.",
-            ),
-        )
+        numbers = {name: getattr(self, name) for name in ("head_groups", "layers_per_checkpoint")}
+        wanted = {
+            "activation_offloading": "it must be a share from 0.0 to 1.0",
+            "tiled_mlp": "give tokens of a tile, or 0 for none",
+            **dict.fromkeys(numbers, "give a number of at least 1"),
+            "attention_keep": f"it must be one of {', '.join(map(str, _KEEP))}",
+        }
+        fits = {
+            "activation_offloading": isinstance(share, int | float) and 0 <= share <= 1,
+            "tiled_mlp": type(tile) is int and tile >= 0,
+            **{name: type(number) is int and number >= 1 for name, number in numbers.items()},
+            "attention_keep": self.attention_keep in _KEEP,
+        }
+        for name in (name for name, allowed in fits.items() if not allowed):
+            raise ConfigError(f"Memory.{name} is {getattr(self, name)!r}; {wanted[name]}.")
 
     @property
     def stretches(self) -> int:
@@ -248,34 +247,33 @@ class BurstConfig:
     share_prefixes: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        choices: dict[str, Any] = {
-            "kernel": KernelName,
-            "transport": Transport,
-            "chunking": Chunking,
-            "gradients": Gradients,
+        allowed = {
+            "kernel": get_args(KernelName),
+            "transport": get_args(Transport),
+            "chunking": get_args(Chunking),
+            "gradients": get_args(Gradients),
+            "share_prefixes": ("auto", True, False),
         }
+        choices = {name: [*map(repr, values)] for name, values in allowed.items()}
+        given = {name: getattr(self, name) for name in choices}
         ConfigError.refuse(
             (
                 not isinstance(self.schedule, str),
                 f"BurstConfig.schedule is {self.schedule!r}; give its name, such as 'auto', 'kv_ring' or "
                 "'ulysses_2+kv_ring'.",
             ),
-            *(
-                (
-                    (value := getattr(self, name)) not in get_args(kind),
-                    f"BurstConfig.{name} is {value!r}; it must be one of {', '.join(map(repr, get_args(kind)))}."
-                    + _OLD_VALUES.get(str(value), ""),
-                )
-                for name, kind in choices.items()
-            ),
             (
                 not isinstance(self.memory, Memory) and self.memory not in ("auto", "manual"),
                 f"BurstConfig.memory is {self.memory!r}; it must be 'auto', 'manual', or an hf_burst.Memory such as "
                 "hf_burst.Memory(tiled_mlp=8192)." + _OLD_VALUES.get(str(self.memory), ""),
             ),
-            (
-                not isinstance(self.share_prefixes, bool) and self.share_prefixes != "auto",
-                f"BurstConfig.share_prefixes is {self.share_prefixes!r}; it must be 'auto', True or False.",
+            *(
+                (
+                    repr(given[name]) not in values,  # 1 is not True
+                    f"BurstConfig.{name} is {given[name]!r}; it must be one of {', '.join(values)}."
+                    + _OLD_VALUES.get(str(given[name]), ""),
+                )
+                for name, values in choices.items()
             ),
             (
                 self.chunking == "documents" and self.memory_settings.stretches > 1,

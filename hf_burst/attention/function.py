@@ -141,7 +141,7 @@ def _check(
     places = [f"{tensor.dtype} on {tensor.device}" for tensor in (q, k, v)]
     fit = q.shape[:2] == k.shape[:2] and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
     size, softcap = request.pattern.attention_chunk_size, 0.0 if request.scores is None else request.scores.softcap
-    scores = q.new_zeros(q.shape[2]) if sinks is None else sinks
+    shape, device = (q.shape[2:3], q.device) if sinks is None else (sinks.shape, sinks.device)
     BatchError.refuse(
         (len({*places}) > 1, f"q, k and v need one dtype and one device, got {', '.join(places)}."),
         (
@@ -158,9 +158,9 @@ def _check(
         ),
         (not 0 <= softcap < math.inf, f"softcap is {softcap}; give a positive number, or 0 for none."),
         (
-            scores.shape != q.shape[2:3] or scores.device != q.device,
-            f"sinks are of shape {tuple(scores.shape)} on {scores.device}; give one score a query head, "
-            f"({q.shape[2]},), on {q.device}.",
+            (shape, device) != (q.shape[2:3], q.device),
+            f"sinks are of shape {tuple(shape)} on {device}; give one score a query head, ({q.shape[2]},), on "
+            f"{q.device}.",
         ),
     )
     if q.shape[2] % k.shape[2]:

@@ -88,19 +88,18 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     cache_key(model)
     refuse_partitioned(model, "Generation would gather weights for each token")
     check_same_passes(model, resolve_group(getattr(model, PATCH).group))
-    given = [key for key in _REFUSED if (kwargs.get(key) is not None if key in CACHE_KEYS else kwargs.get(key))]
+    refused = {key: why for key, why in _REFUSED.items() if key in kwargs and kwargs[key] is not None}
+    refused = {key: why for key, why in refused.items() if key in CACHE_KEYS or kwargs[key]}  # empty caches are falsy
+    if _short(kwargs.get("use_cache")) not in ("None", "True", "1"):  # it may be a tensor
+        refused["use_cache"] = "It needs its cache."
     tokens = {key: asked(model, kwargs, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     floats = [key for key, token in tokens.items() if isinstance(token, Tensor) and token.is_floating_point()]
-    use_cache, criteria = _short(kwargs.get("use_cache")), kwargs.get("stopping_criteria")  # the first may be a tensor
+    criteria = kwargs.get("stopping_criteria")
     ConfigError.refuse(
         (model.training, "The model is in training, where dropout would change its answers. Call model.eval() first."),
         *(
-            (True, f"generate over ranks was given {key}={_short(kwargs[key])}. {_REFUSED[key]} Leave it out.")
-            for key in given  # an empty cache is falsy
-        ),
-        (
-            use_cache not in ("None", "True", "1"),
-            f"generate over ranks was given use_cache={use_cache}. It needs its cache: leave that out.",
+            (True, f"generate over ranks was given {key}={_short(kwargs[key])}. {why} Leave it out.")
+            for key, why in refused.items()
         ),
         *((True, f"{key} is {_short(tokens[key])}, in {tokens[key].dtype}. Give integers.") for key in floats),
         (
