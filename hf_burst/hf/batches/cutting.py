@@ -17,7 +17,16 @@ from ...plan import Hybrid, MaskPattern
 from ...ranks.layout import SequenceLayout
 from ..models.cut_point import TOKEN_INPUTS, MaskedRows, TokenInput
 from ..models.task import CAUSAL, Task
-from .documents import BOUNDARY_KEYS, TOKEN_KEYS, batch_shape, documents_of, real_tokens, tensors_in, tokens_of
+from .documents import (
+    BOUNDARY_KEYS,
+    TOKEN_KEYS,
+    batch_shape,
+    check_shape,
+    documents_of,
+    real_tokens,
+    tensors_in,
+    tokens_of,
+)
 
 _TARGETS = ("labels", "shift_labels")
 _EMBEDDINGS = ("inputs_embeds", "per_layer_inputs")
@@ -83,6 +92,15 @@ def layout_of(
     )
 
 
+def check_padding(labelled: torch.Tensor) -> None:
+    """Raises if tokens of padding have labels; `labelled` marks them."""
+    if labelled.any():
+        raise BatchError(
+            f"{int(labelled.sum())} tokens of padding that attention_mask hides have labels to predict. Set the labels "
+            f"of padding to {IGNORE_INDEX}."
+        )
+
+
 def cut_targets(batch: Mapping[str, Any], layout: SequenceLayout, rank: int, task: Task) -> dict[str, torch.Tensor]:
     """Returns one rank's shard of the labels and prediction targets; empty for a batch without labels.
 
@@ -92,9 +110,7 @@ def cut_targets(batch: Mapping[str, Any], layout: SequenceLayout, rank: int, tas
     labels = batch.get("labels")
     if labels is None or task.reads:
         return {}
-    rows, length = batch_shape(batch)
-    if tuple(labels.shape) != (rows, length):
-        raise BatchError(f"labels have shape {tuple(labels.shape)}; they must be ({rows}, {length}).")
+    check_shape("labels", labels, batch_shape(batch))
     targets = task.targets_of(labels)
     mask = batch.get("attention_mask")
     if mask is not None:
@@ -102,11 +118,7 @@ def cut_targets(batch: Mapping[str, Any], layout: SequenceLayout, rank: int, tas
         counted = (targets[task.targets] != IGNORE_INDEX) & (mask == 0)
         for row, start in enumerate(task.isolated_padding(layout.real)):
             counted[row, :start] = False
-        if counted.any():
-            raise BatchError(
-                f"{int(counted.sum())} tokens of padding that attention_mask hides have labels to predict. Set the "
-                f"labels of padding to {IGNORE_INDEX}."
-            )
+        check_padding(counted)
     return {name: layout.shard(value, rank, IGNORE_INDEX) for name, value in targets.items()}
 
 

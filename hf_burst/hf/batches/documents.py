@@ -75,6 +75,14 @@ def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     return rows, length
 
 
+def check_shape(name: str, value: Any, shape: tuple[int, ...], advice: str = "") -> None:
+    """Raises if a value of a batch is not a tensor of this shape."""
+    found = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    if found != f"of shape {shape}":
+        found = "missing" if value is None else found
+        raise BatchError(f"{name} is {found}; for this batch it must be a tensor of shape {shape}{advice}.")
+
+
 def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[int, ...]]:
     """Returns the document boundaries of each row of a full batch, cumulative from 0 to the number of tokens.
 
@@ -93,10 +101,7 @@ def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[in
         # multimodal RoPE: three rows jump at images; a row of text positions may precede them
         positions = positions[0] if len(positions) == 4 else None
     if positions is not None:
-        if positions.ndim != 2 or positions.shape[1] != length or positions.shape[0] not in (1, rows):
-            raise BatchError(
-                f"position_ids have shape {tuple(positions.shape)}; for this batch they must be ({rows}, {length})."
-            )
+        check_shape("position_ids", positions, (1 if positions.shape[:1] == (1,) else rows, length))
         positions = positions.expand(rows, length)
     starts = _explicit_starts(batch, rows, length)
     if starts is None and positions is not None and batch.get("attention_mask") is None:
@@ -120,12 +125,8 @@ def real_tokens(batch: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     mask = batch.get("attention_mask")
     if mask is None:
         return ()
-    if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (rows, length):
-        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise BatchError(
-            f"attention_mask is {shape}; over several ranks it must be ({rows}, {length}) and mark padding only. Pack "
-            "documents by position_ids that start anew at 0."
-        )
+    hint = " and mark padding only. Pack documents by position_ids that start anew at 0"
+    check_shape("attention_mask", mask, (rows, length), hint)
     if bool((mask == 1).all()):
         return ()
     visible = mask.cpu() != 0
@@ -171,11 +172,7 @@ def _explicit_starts(batch: Mapping[str, Any], rows: int, length: int) -> list[s
         return [set(bounds)]
     if numbers is None:
         return None
-    if not isinstance(numbers, torch.Tensor) or tuple(numbers.shape) != (rows, length) or numbers.is_floating_point():
-        shape = tuple(numbers.shape) if isinstance(numbers, torch.Tensor) else type(numbers).__name__
-        raise BatchError(
-            f"seq_idx is {shape}; for this batch it must hold integers of shape ({rows}, {length}), one a document."
-        )
+    check_shape("seq_idx", numbers, (rows, length), ", with one number a document")
     return _changes(numbers[:, 1:] != numbers[:, :-1])
 
 

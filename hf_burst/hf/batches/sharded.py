@@ -14,7 +14,7 @@ from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
 from ..models.cut_point import TOKEN_INPUTS, TokenInput
 from ..models.task import CAUSAL, Task
-from .documents import batch_shape, real_tokens
+from .documents import batch_shape, check_shape, real_tokens
 
 LAYOUT_KEY = "burst_batch"
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -93,22 +93,11 @@ def layout_of_shard(batch: Mapping[str, Any], config: BurstConfig, group: Contex
 def _check_shard(batch: Mapping[str, Any], about: ShardedBatch | None, task: Task, size: tuple[int, int]) -> None:
     """Raises for a shard for another task, and for one with missing or forbidden tensors."""
     made_for = CAUSAL if about is None else about.task
-    needed = ["position_ids"]
-    if about is None or batch.get(task.targets) is not None:  # else of a batch that had no labels
-        needed.append(task.targets)
-    shapes = {key: "missing" if batch.get(key) is None else f"of shape {tuple(batch[key].shape)}" for key in needed}
-    wrong = next((key for key in needed if shapes[key] != f"of shape {size}"), "")
     BatchError.refuse(
         (
             made_for != task,
             f"The batch was cut for a {made_for.kind} language model, and this is a {task.kind} one, whose labels are "
             f"{'' if task.causal else 'not '}shifted. Give shard_batch or BurstCollator causal={task.causal}.",
-        ),
-        (
-            wrong,
-            f"The batch carries {LAYOUT_KEY} or shift_labels, so it counts as sharded, but its {wrong} are "
-            f"{shapes.get(wrong)}; they must be {size} like the tokens of this rank. Make it with "
-            "hf_burst.shard_batch or BurstCollator.",
         ),
         (
             batch.get("attention_mask") is not None,
@@ -120,6 +109,10 @@ def _check_shard(batch: Mapping[str, Any], about: ShardedBatch | None, task: Tas
             "Give the model full batches instead (no BurstCollator): their logits are gathered.",
         ),
     )
+    advice = f", because it carries {LAYOUT_KEY} or shift_labels. Make it with hf_burst.shard_batch or BurstCollator"
+    check_shape("position_ids of a sharded batch", batch.get("position_ids"), size, advice)
+    if about is None or batch.get(task.targets) is not None:  # else of a batch that had no labels
+        check_shape(f"{task.targets} of a sharded batch", batch.get(task.targets), size, advice)
 
 
 def _layout_by_positions(positions: torch.Tensor, config: BurstConfig, group: ContextGroup) -> SequenceLayout:

@@ -17,6 +17,7 @@ from ...layers.loss import IGNORE_INDEX
 from ...numerics import accumulation_dtype
 from ...ranks.collectives import group_sum
 from ...ranks.layout import SequenceLayout
+from ..batches.cutting import check_padding
 from ..forward_pass import Agreement, Batch, Call, ForwardPass
 from ..models.cut_point import reader_of
 from ..spread.heads import refuse_partitioned
@@ -129,14 +130,14 @@ class States(Part):
         padding, which sees other tokens than in the unpatched model."""
         name, judges, bare = type(call.model).__name__, _judges(call.model), reader_of(call.view) is call.view
         each, spans = _EACH_TOKEN in judges, _SPAN in judges
-        layout, labels = batch.layout, batch.given.get("labels")
-        mask: Any = batch.given.get("attention_mask") if layout.real else None
+        labels, pad = batch.given.get("labels"), call.model.config.get_text_config().pad_token_id
+        mask: Any = batch.given.get("attention_mask") if batch.layout.real else None
         padded = mask is not None and not batch.sharded
         first = padded and not (each or spans or call.task.causal) and _reads_first(call, bare)
         last = padded and not (each or spans or bare) and call.task.causal
         BatchError.refuse(
             (
-                not (bare or each) and any(len(bounds) > 2 for bounds in documents_in(layout)),
+                not (bare or each) and any(len(bounds) > 2 for bounds in documents_in(batch.layout)),
                 f"The batch packs documents, and {name} judges a row as one. Give every document a row of its own "
                 "(packing=False, no DataCollatorWithFlattening).",
             ),
@@ -147,19 +148,17 @@ class States(Part):
                 "unpatched model. Give rows of one length, such as one row a batch, without padding.",
             ),
             (
-                padded and each and labels is not None and ((labels != IGNORE_INDEX) & (mask == 0)).any(),
-                f"Tokens of padding that attention_mask hides have labels. Set them to {IGNORE_INDEX}.",
-            ),
-            (
                 last and not _shows_last(call, mask),
-                f"{name} judges the last token that is not config.pad_token_id, and attention_mask hides it. Pad with "
-                "this token, or set config.pad_token_id to the token that pads.",
+                f"{name} judges the last token that is not config.pad_token_id ({pad}), and attention_mask hides it. "
+                "Pad with this token, or set config.pad_token_id to the token that pads.",
             ),
             (
                 first and not mask[:, 0].all(),
                 f"{name} judges the first token of a row, which is padding. Pad on the right.",
             ),
         )
+        if padded and each and labels is not None:
+            check_padding((labels != IGNORE_INDEX) & (mask == 0))
 
     def begin(self, run: ForwardPass) -> None:
         self.run, self.pooled = run if run.call.task.reads else None, False

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...errors import BatchError
+from ..batches.documents import check_shape
 from ..batches.sharded import sum_of_bits
 from ..forward_pass import Agreement, Batch, Call, ForwardPass
 from ..spread.heads import check_head_again, refuse_partitioned
@@ -37,14 +38,11 @@ def check_weights(weights: Tensor | None, shape: tuple[int, ...]) -> None:
     """Raises for weights that do not fit the labels of a whole batch."""
     if weights is None:
         return
-    BatchError.refuse(
-        (
-            tuple(weights.shape) != shape or not weights.is_floating_point(),
-            f"The weights are {weights.dtype} of shape {tuple(weights.shape)}; for this batch they must be floating "
-            f"point numbers of shape {shape}, one for every label of the whole batch.",
-        ),
-        (not weights.isfinite().all(), "The weights of tokens hold numbers that are not finite."),
-    )
+    check_shape("The tensor of weights", weights, shape, ", one for every label of the whole batch")
+    if not weights.is_floating_point() or not weights.isfinite().all():
+        raise BatchError(
+            f"The weights of tokens ({weights.dtype}) hold numbers that are not finite, or no floating point."
+        )
 
 
 class TokenLosses(Part):
