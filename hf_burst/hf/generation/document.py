@@ -88,33 +88,30 @@ class Document:
             self._compare(about(model), group)
 
     def _compare(self, now: Mapping[str, Any], group: ContextGroup) -> None:
-        before, config, others = self.about.get("config"), now["config"], "its keys would be others"
-        known = sorted((before or {}).keys() & config.keys())  # releases of Transformers add entries
-        ConfigError.refuse(
-            (
-                self.about["model"] != now["model"],
-                f"A {self.about['model']} has read the document, and the model is a {now['model']}. {_REMEMBER_ANEW}",
-            ),
-            (before is None, f"The document was saved by an older hf_burst, without a config. {_REMEMBER_ANEW}"),
-            *(
-                (
-                    before[name] != config[name],
-                    f"config.{name} is {config[name]}, and was {before[name]} when the model read the document: "
-                    f"{others}. Set it back, or call hf_burst.remember anew.",
+        if self.about["model"] != now["model"]:
+            raise ConfigError(
+                f"A {self.about['model']} has read the document, and the model is a {now['model']}. {_REMEMBER_ANEW}"
+            )
+        before, config = self.about.get("config"), now["config"]
+        if before is None:
+            raise ConfigError(f"The document was saved by an older hf_burst, without a config. {_REMEMBER_ANEW}")
+        for name in sorted(before.keys() & config.keys()):  # releases of Transformers add entries
+            if before[name] != config[name]:
+                raise ConfigError(
+                    f"config.{name} is {config[name]}, and was {before[name]} when the model read the "
+                    f"document: its keys would be others. Set it back, or call hf_burst.remember anew."
                 )
-                for name in known
-            ),
-            (
-                self.about["weights"] != now["weights"],
+        if self.about["weights"] != now["weights"]:
+            raise ConfigError(
                 "The weights of the model have changed since it read the document (a step of the optimizer, an adapter "
-                f"that was switched or scaled, other rotary positions, autocast): {others}. {_REMEMBER_ANEW}",
-            ),
-            (
-                self.group.members != group.members,
+                f"that was switched or scaled, other rotary positions, autocast): its keys would be others. "
+                f"{_REMEMBER_ANEW}"
+            )
+        if self.group.members != group.members:
+            raise ConfigError(
                 f"The document lies on the ranks {self.group.members or (0,)}, the model on {group.members or (0,)}. "
-                f"Save it, and load it on these ranks. {_REMEMBER_ANEW}",
-            ),
-        )
+                f"Save it, and load it on these ranks. {_REMEMBER_ANEW}"
+            )
 
     def save(self, folder: str | Path) -> None:
         """Writes the document to a folder that all ranks reach. All ranks of the group call it.

@@ -20,7 +20,7 @@ from ..groups import PATCH, resolve_group
 from ..models.recurrent import functions_of, recurrent_modules
 from ..parts.expert_ranks import check_same_passes
 from ..sharded_cache import ShardedCache
-from ..spread.heads import refuse_partitioned
+from ..spread.heads import is_partitioned
 from ..view import ModelView, find_inside, inner_modules
 
 _SETTINGS = frozenset(vars(GenerationConfig()))  # settings that may be tensors, such as eos_token_id
@@ -65,52 +65,49 @@ def agreed(group: ContextGroup, device: torch.device, doing: str) -> Iterator[Ag
 
 def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     """Raises for unsupported models and arguments."""
-    name, whole = type(model).__name__, "model.generate holds the whole prompt on each rank."
+    if not getattr(model, PATCH).task.generates:
+        raise UnsupportedModelError(f"{type(model).__name__} predicts masked tokens and generates none.")
+    if model.training:
+        raise ConfigError("The model is in training, where dropout would change its answers. Call model.eval() first.")
     recurrent = recurrent_modules(ModelView(model))
     scans = {type(each).__name__ for each in recurrent if "mamba_selective_scan" in functions_of(type(each))}
-    UnsupportedModelError.refuse(
-        (not getattr(model, PATCH).task.generates, f"{name} predicts masked tokens and generates none."),
-        (
-            scans,
-            f"{name} has {', '.join(sorted(scans))}, whose kernels return no state behind a prompt that lies over "
-            f"ranks. {whole}",
-        ),
-        (
-            getattr(model.config.get_text_config(), "n_recurrent_loops", 1) > 1,  # Dory's
-            f"{name} runs layers in loops, each of which would need a cache of its own over the ranks. {whole}",
-        ),
-        (
-            recurrent and asked(model, kwargs, "prompt_lookup_num_tokens"),
-            f"{name} has layers with a state, which cannot go back to before tokens that were refused. Leave "
-            "prompt_lookup_num_tokens out.",
-        ),
-    )
+    if scans:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {', '.join(sorted(scans))}, whose kernels return no state behind a prompt "
+            "that lies over ranks. model.generate holds the whole prompt on each rank."
+        )
     cache_key(model)
-    refuse_partitioned(model, "Generation would gather weights for each token")
+    if getattr(model.config.get_text_config(), "n_recurrent_loops", 1) > 1:  # Dory's
+        raise UnsupportedModelError(
+            f"{type(model).__name__} runs layers in loops, each of which would need a cache of its own over the ranks. "
+            "model.generate holds the whole prompt on each rank."
+        )
+    if asked(model, kwargs, "prompt_lookup_num_tokens") and recurrent:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers with a state, which cannot go back to before tokens that were refused. "
+            "Leave prompt_lookup_num_tokens out."
+        )
+    if is_partitioned(model):
+        raise UnsupportedModelError(
+            "DeepSpeed ZeRO-3 shards the weights, and would gather them for each token. Take FSDP2, or a smaller stage."
+        )
     check_same_passes(model, resolve_group(getattr(model, PATCH).group))
-    refused = {key: why for key, why in _REFUSED.items() if key in kwargs and kwargs[key] is not None}
-    refused = {key: why for key, why in refused.items() if key in CACHE_KEYS or kwargs[key]}  # empty caches are falsy
-    if _short(kwargs.get("use_cache")) not in ("None", "True", "1"):  # it may be a tensor
-        refused["use_cache"] = "It needs its cache."
-    tokens = {key: asked(model, kwargs, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    floats = [key for key, token in tokens.items() if isinstance(token, Tensor) and token.is_floating_point()]
-    criteria = kwargs.get("stopping_criteria")
-    ConfigError.refuse(
-        (model.training, "The model is in training, where dropout would change its answers. Call model.eval() first."),
-        *(
-            (True, f"generate over ranks was given {key}={_short(kwargs[key])}. {why} Leave it out.")
-            for key, why in refused.items()
-        ),
-        *((True, f"{key} is {_short(tokens[key])}, in {tokens[key].dtype}. Give integers.") for key in floats),
-        (
-            kwargs.get("streamer") is not None and int(asked(model, kwargs, "num_beams") or 1) > 1,
-            "generate was given a streamer and beams, whose tokens are known at the end. Leave one out.",
-        ),
-        (
-            not isinstance(criteria or [], list | tuple),
-            f"stopping_criteria is a {_short(criteria)}; give a list of them.",
-        ),
-    )
+    for name, why in _REFUSED.items():
+        given = kwargs.get(name)
+        if given is not None if name in CACHE_KEYS else given:  # an empty cache is falsy
+            raise ConfigError(f"generate over ranks was given {name}={_short(kwargs[name])}. {why} Leave it out.")
+    use_cache = kwargs.get("use_cache")
+    if use_cache is not None and _short(use_cache) not in ("True", "1"):  # it may be a tensor
+        said = f"generate over ranks was given use_cache={_short(use_cache)}"
+        raise ConfigError(f"{said}. It needs its cache: leave that out.")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        token = asked(model, kwargs, name)
+        if isinstance(token, Tensor) and token.is_floating_point():
+            raise ConfigError(f"{name} is {_short(token)}, in {token.dtype}. Give integers.")
+    if kwargs.get("streamer") is not None and int(asked(model, kwargs, "num_beams") or 1) > 1:
+        raise ConfigError("generate was given a streamer and beams, whose tokens are known at the end. Leave one out.")
+    if not isinstance(kwargs.get("stopping_criteria") or [], list | tuple):
+        raise ConfigError(f"stopping_criteria is a {_short(kwargs['stopping_criteria'])}; give a list of them.")
     others = [name for name in prompt_tensors(kwargs) if name not in _TEXT]
     if others:
         raise BatchError(f"generate over ranks takes text, and was given {', '.join(others)}. Use model.generate.")
