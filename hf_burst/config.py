@@ -254,8 +254,7 @@ class BurstConfig:
             "gradients": get_args(Gradients),
             "share_prefixes": ("auto", True, False),
         }
-        choices = {name: [*map(repr, values)] for name, values in allowed.items()}
-        given = {name: getattr(self, name) for name in choices}
+        given = {name: getattr(self, name) for name in allowed}
         ConfigError.refuse(
             (
                 not isinstance(self.schedule, str),
@@ -269,11 +268,11 @@ class BurstConfig:
             ),
             *(
                 (
-                    repr(given[name]) not in values,  # 1 is not True
-                    f"BurstConfig.{name} is {given[name]!r}; it must be one of {', '.join(values)}."
+                    given[name] not in values or not isinstance(given[name], str | bool),  # 1 is no True
+                    f"BurstConfig.{name} is {given[name]!r}; it must be one of {', '.join(map(repr, values))}."
                     + _OLD_VALUES.get(str(given[name]), ""),
                 )
-                for name, values in choices.items()
+                for name, values in allowed.items()
             ),
             (
                 self.chunking == "documents" and self.memory_settings.stretches > 1,

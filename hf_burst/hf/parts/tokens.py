@@ -187,6 +187,9 @@ class Tokens(Part):
         layout = layout_of_shard(call.given, call.config, call.group, made_for)
         by_place = "queries are scaled by places that count padding" if self.by_place and about and about.padded else ""
         why = by_place if self.recurrence.forks else NO_FORKS
+        from_mask = self.learned.from_mask and any(start for start, _ in layout.real)
+        begins = "the first token after the padding" if from_mask else ""
+        begins = begins if self.learned.padding_idx is None else "its padding_idx + 1"
         BatchError.refuse(
             (
                 layout.parents and why,
@@ -194,14 +197,9 @@ class Tokens(Part):
                 "of BurstCollator.",
             ),
             (
-                self.learned.padding_idx is not None,
-                f"{name} counts positions from its padding_idx + 1, which was not known when the batch was sharded. "
-                "Give full batches (no BurstCollator).",
-            ),
-            (
-                self.learned.from_mask and any(start for start, _ in layout.real),
-                f"{name} counts positions from the first token after the padding, which was not known when the batch "
-                "was sharded. Pad on the right, or give full batches (no BurstCollator).",
+                begins,
+                f"{name} counts positions from {begins}, which was not known when the batch was sharded. Give full "
+                "batches (no BurstCollator).",
             ),
         )
         agreement.add(CONTENT, about.fingerprint if about else None)

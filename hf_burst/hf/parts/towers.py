@@ -57,7 +57,7 @@ class Towers(Part):
         """Checks that images have pixels, and that no noise is added to sound, because each rank would draw its own."""
         name, config, given = type(call.model).__name__, call.model.config, call.given
         pixels = [given.get(key) for key in _PIXELS if row_of(type(call.model)).modalities]
-        shapes = [tuple(value.shape) for value in pixels if isinstance(value, Tensor) and not len(value)]
+        shapes = ", ".join(str(tuple(value.shape)) for value in pixels if isinstance(value, Tensor) and not len(value))
         heard = call.group.size > 1 and any(given.get(key) is not None for key in _SOUND)
         quiet = "sample" in inspect.signature(type(call.model).forward).parameters and given.get("sample") is False
         noisy = [name for name in config.sub_configs if getattr(getattr(config, name, None), "vae_std", 0)]
