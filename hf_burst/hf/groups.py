@@ -54,13 +54,7 @@ def tells_of_launch(variable: str) -> bool:
 def resolve_group(named: ContextGroup | None) -> ContextGroup:
     """Returns the ranks that share a sequence: those of the user's group, else of accelerate's state, else all.
 
-    The user's group is looked up anew, because torch.distributed reuses the names of destroyed groups.
-
-    Raises:
-        ConfigError: If the user's group and accelerate's differ, the user's group is gone or has other members by now,
-            accelerate itself shards sequences, or processes that were launched together do not know of each other, see
-            [`check_processes`].
-    """
+    The user's group is looked up anew, because torch.distributed reuses the names of destroyed groups."""
     check_processes()
     named = named and named.renewed()
     state = AcceleratorState._shared_state

@@ -586,3 +586,9 @@ def test_a_single_process_in_the_place_of_several_is_told_of_the_launcher() -> N
 def test_errors_are_value_errors() -> None:
     assert issubclass(BurstError, ValueError)
     assert not issubclass(nn.Module, BurstError)
+
+
+def test_the_first_case_that_holds_is_refused() -> None:
+    ConfigError.refuse((False, "no"), (0, "none"), ("", "empty"))
+    with pytest.raises(ConfigError, match=r"^What: why\. Instead\.$"):
+        ConfigError.refuse((None, "no"), (3, "What", "why", "Instead"), (True, "later"))

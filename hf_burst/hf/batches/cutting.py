@@ -50,11 +50,7 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def kept_tokens(keep: int | torch.Tensor, length: int) -> Sequence[int]:
-    """Returns the token indices that `logits_to_keep` means in a sequence of this length.
-
-    Raises:
-        BatchError: If it is neither a number of tokens nor a tensor of indices.
-    """
+    """Returns the token indices that `logits_to_keep` means in a sequence of this length."""
     if isinstance(keep, torch.Tensor):
         bad = keep.dtype == torch.bool or keep.ndim != 1 or not len(keep)
         bad = bad or bool(((keep < -length) | (keep >= length)).any())
@@ -102,11 +98,7 @@ def check_padding(labelled: torch.Tensor) -> None:
 
 
 def cut_targets(batch: Mapping[str, Any], layout: SequenceLayout, rank: int, task: Task) -> dict[str, torch.Tensor]:
-    """Returns one rank's shard of the labels and prediction targets; empty for a batch without labels.
-
-    Raises:
-        BatchError: If labels and tokens differ in shape, or padding has labels.
-    """
+    """Returns one rank's shard of the labels and prediction targets; empty for a batch without labels."""
     labels = batch.get("labels")
     if labels is None or task.reads:
         return {}
@@ -133,11 +125,7 @@ def cut_inputs(
     """Returns one rank's shard of a cut point's inputs, by name. Targets and inputs in `done` are sharded already.
 
     If the inputs have no position ids, `positions` of shape `(batch, tokens)` are added, by default from 0. The padding
-    mask and document boundaries are left out, because the layout has them.
-
-    Raises:
-        BatchError: For an unknown tensor that may have a token dimension.
-    """
+    mask and document boundaries are left out, because the layout has them."""
     whole = {name: value for name, value in inputs.items() if name not in (*BOUNDARY_KEYS, "attention_mask")}
     tokens = tokens_of(whole)
     rows, length = tokens.shape[:2]

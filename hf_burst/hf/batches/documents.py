@@ -30,11 +30,7 @@ class Text(NamedTuple):
 
 
 def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Returns the `input_ids` of a batch, `(batch, tokens)`, or else its `inputs_embeds`, `(batch, tokens, hidden)`.
-
-    Raises:
-        BatchError: If both are missing, or the tensor is empty.
-    """
+    """Returns the `input_ids` of a batch, `(batch, tokens)`, or else its `inputs_embeds`, `(batch, tokens, hidden)`."""
     for key in TOKEN_KEYS:
         tensor = batch.get(key)
         if tensor is None:
@@ -88,12 +84,8 @@ def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[in
 
     Explicit boundaries come first: `cu_seq_lens_q`, or else `seq_idx`. Without both, and without an `attention_mask`,
     a document begins where position ids do not increase by one, as in Transformers. Padding is its own document,
-    see [`Task.padding_bounds`].
-
-    Raises:
-        BatchError: For shapes that do not fit the batch, masks that are not padding, and positions that restart
-            beside a mask, because only some kernels of Transformers treat these as packed documents.
-    """
+    see [`Task.padding_bounds`]. Raises for positions that restart beside a mask, because only some kernels of
+    Transformers treat these as packed documents."""
     rows, length = batch_shape(batch)
     real = real_tokens(batch)
     positions = batch.get("position_ids")
@@ -116,11 +108,7 @@ def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[in
 
 
 def real_tokens(batch: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-    """Returns the tokens `[start, stop)` of each row that `attention_mask` shows; `()` if it hides none.
-
-    Raises:
-        BatchError: For masks that are not padding: 4 dimensions, holes, or values other than 0 and 1.
-    """
+    """Returns the tokens `[start, stop)` of each row that `attention_mask` shows; `()` if it hides none."""
     rows, length = batch_shape(batch)
     mask = batch.get("attention_mask")
     if mask is None:

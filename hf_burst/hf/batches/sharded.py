@@ -58,11 +58,7 @@ def longest_position(full: Mapping[str, Any]) -> int:
 
 
 def layout_of_shard(batch: Mapping[str, Any], config: BurstConfig, group: ContextGroup, task: Task) -> SequenceLayout:
-    """Returns the layout of a batch that arrived sharded, checked against the model's config, group and task.
-
-    Raises:
-        BatchError: If it was sharded for another rank, group or task, or if its position ids do not match.
-    """
+    """Returns the layout of a batch that arrived sharded, checked against the model's config, group and task."""
     about: ShardedBatch | None = batch.get(LAYOUT_KEY)
     rows, own = batch_shape(batch)
     _check_shard(batch, about, task, (rows, own))

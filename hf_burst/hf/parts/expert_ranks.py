@@ -41,14 +41,24 @@ class ExpertRanks(Part):
                 "without ep_size.",
             ),
         )
-        if torch.is_inference_mode_enabled():
-            raise ConfigError(
+        learns = call.config.gradients != "manual" and call.learns
+        twice = [name for name, weight in experts.items() if learns and _is_divided_twice(weight)]
+        ConfigError.refuse(
+            (
+                torch.is_inference_mode_enabled(),
                 "The experts of the model lie on several ranks, and FSDP2 cannot gather their weights within "
-                "torch.inference_mode(). Use torch.no_grad() instead."
-            )
-        if call.config.gradients != "manual" and call.learns:
-            for name, weight in experts.items():
-                _check_division(name, weight)
+                "torch.inference_mode(). Use torch.no_grad() instead.",
+            ),
+            *(
+                (
+                    True,
+                    f"{name} is in {experts[name].dtype}, and one rank alone has its experts: FSDP2 then divides their "
+                    "gradients by the number of ranks twice (torch 2.11 to 2.13). Load the model in torch.float32 or "
+                    "torch.bfloat16, or with an ep_size of which fsdp_size is a multiple.",
+                )
+                for name in twice
+            ),
+        )
 
 
 def weights_of_experts(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
@@ -70,13 +80,8 @@ def check_same_passes(model: nn.Module, group: ContextGroup) -> None:
             )
 
 
-def _check_division(name: str, weight: DTensor) -> None:
-    """Raises if torch divides the gradients of experts by the number of ranks twice."""
+def _is_divided_twice(weight: DTensor) -> bool:
+    """Returns whether torch divides the gradients of experts by the number of ranks twice."""
     mesh = weight.device_mesh
     alone = _COPIES_DIM in (mesh.mesh_dim_names or ()) and mesh[_COPIES_DIM].size() == 1
-    if alone and weight.requires_grad and weight.dtype not in (torch.float32, torch.bfloat16):
-        raise ConfigError(
-            f"{name} is in {weight.dtype}, and one rank alone has its experts: FSDP2 then divides their gradients by "
-            "the number of ranks twice (torch 2.11 to 2.13). Load the model in torch.float32 or torch.bfloat16, or "
-            "with an ep_size of which fsdp_size is a multiple."
-        )
+    return alone and weight.requires_grad and weight.dtype not in (torch.float32, torch.bfloat16)

@@ -173,11 +173,7 @@ class _SharedEncoder(Override):
         return any(other.running for other in vars(self.module).values() if isinstance(other, _SharedEncoder))
 
     def _costs(self, arguments: dict[str, Any]) -> list[int] | None:
-        """Returns the rows of pixels, or the area, of each image; `None` if it is unknown what belongs to which image.
-
-        Raises:
-            BatchError: If the grids count another number of rows of pixels than there are.
-        """
+        """Returns the rows of pixels, or the area, of each image; `None` if nothing says what belongs to which."""
         pixels, grids = _first(arguments, _PIXELS), _first(arguments, _GRIDS)
         others = {name for name in arguments if name.startswith(("image_", "video_"))} - {*_EACH}
         if self.how == "all" or not isinstance(pixels, Tensor) or any(arguments[name] is not None for name in others):
