@@ -73,10 +73,9 @@ def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
 
 def check_shape(name: str, value: Any, shape: tuple[int, ...], advice: str = "") -> None:
     """Raises if a value of a batch is not a tensor of this shape."""
-    found = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-    if found != f"of shape {shape}":
-        found = "missing" if value is None else found
-        raise BatchError(f"{name} is {found}; for this batch it must be a tensor of shape {shape}{advice}.")
+    given = tuple(value.shape) if isinstance(value, torch.Tensor) else "missing" if value is None else type(value)
+    if given != shape:
+        raise BatchError(f"{name} is {given}; for this batch it must be a tensor of shape {shape}{advice}.")
 
 
 def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[int, ...]]:
@@ -120,18 +119,15 @@ def real_tokens(batch: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     visible = mask.cpu() != 0
     counts, starts = visible.sum(1).tolist(), visible.int().argmax(1).tolist()
     stops = (length - visible.flip(1).int().argmax(1)).tolist()
-    hidden = [row for row, count in enumerate(counts) if not count]
-    torn = [row for row, count in enumerate(counts) if stops[row] - starts[row] != count]
+    hidden = ", ".join(str(row) for row, count in enumerate(counts) if not count)
+    torn = ", ".join(str(row) for row, count in enumerate(counts) if stops[row] - starts[row] != count)
     BatchError.refuse(
         (
             not torch.equal(visible.to(mask.dtype), mask.cpu()),
             "attention_mask holds other values than 0 and 1. Pack documents by position_ids instead.",
         ),
-        *((True, f"attention_mask hides all of row {row}. Drop empty sequences from the batch.") for row in hidden),
-        *(
-            (True, f"attention_mask of row {row} has holes; only padding at an end of a sequence is served.")
-            for row in torn
-        ),
+        (hidden, f"attention_mask hides all of row {hidden}. Drop empty sequences from the batch."),
+        (torn, f"attention_mask of row {torn} has holes; only padding at an end of a sequence is served."),
     )
     return tuple(zip(starts, stops, strict=True))
 

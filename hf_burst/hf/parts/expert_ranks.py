@@ -42,21 +42,19 @@ class ExpertRanks(Part):
             ),
         )
         learns = call.config.gradients != "manual" and call.learns
-        twice = [name for name, weight in experts.items() if learns and _is_divided_twice(weight)]
+        found = [(name, weight.dtype) for name, weight in experts.items() if learns and _is_divided_twice(weight)]
+        twice = ", ".join(f"{name} is in {dtype}" for name, dtype in found[:1])
         ConfigError.refuse(
             (
                 torch.is_inference_mode_enabled(),
                 "The experts of the model lie on several ranks, and FSDP2 cannot gather their weights within "
                 "torch.inference_mode(). Use torch.no_grad() instead.",
             ),
-            *(
-                (
-                    True,
-                    f"{name} is in {experts[name].dtype}, and one rank alone has its experts: FSDP2 then divides their "
-                    "gradients by the number of ranks twice (torch 2.11 to 2.13). Load the model in torch.float32 or "
-                    "torch.bfloat16, or with an ep_size of which fsdp_size is a multiple.",
-                )
-                for name in twice
+            (
+                twice,
+                f"{twice}, and one rank alone has its experts: FSDP2 then divides their gradients by the number of "
+                "ranks twice (torch 2.11 to 2.13). Load the model in torch.float32 or torch.bfloat16, or with an "
+                "ep_size of which fsdp_size is a multiple.",
             ),
         )
 
