@@ -77,7 +77,7 @@ class Schedule:
             return cls(name)  # type: ignore[arg-type]
         if name == "ulysses":
             return cls("kv_ring", ranks or 1)
-        match = re.fullmatch(r"ulysses_([1-9]\d*)\+(\w+)", name)
+        match = re.fullmatch(r"ulysses_([1-9]\d*)\+(\w+)", name) if isinstance(name, str) else None
         if match is None or match[2] not in get_args(RingKind):
             raise ConfigError(
                 f"There is no schedule {name!r}; it must be one of 'auto', 'kv_ring', 'burst', 'ulysses', or "
@@ -145,20 +145,15 @@ class Memory:
     def __post_init__(self) -> None:
         share, tile = self.activation_offloading, self.tiled_mlp
         numbers = {name: getattr(self, name) for name in ("head_groups", "layers_per_checkpoint")}
-        wanted = {
-            "activation_offloading": "it must be a share from 0.0 to 1.0",
-            "tiled_mlp": "give tokens of a tile, or 0 for none",
-            **dict.fromkeys(numbers, "give a number of at least 1"),
-            "attention_keep": f"it must be one of {', '.join(map(str, _KEEP))}",
+        rules = {
+            "activation_offloading": (isinstance(share, int | float) and 0 <= share <= 1, "a share from 0.0 to 1.0"),
+            "tiled_mlp": (type(tile) is int and tile >= 0, "the tokens of a tile, or 0 for none"),
+            **{name: (type(own) is int and own >= 1, "a number of at least 1") for name, own in numbers.items()},
+            "attention_keep": (self.attention_keep in _KEEP, f"one of {', '.join(map(str, _KEEP))}"),
         }
-        fits = {
-            "activation_offloading": isinstance(share, int | float) and 0 <= share <= 1,
-            "tiled_mlp": type(tile) is int and tile >= 0,
-            **{name: type(number) is int and number >= 1 for name, number in numbers.items()},
-            "attention_keep": self.attention_keep in _KEEP,
-        }
-        for name in (name for name, allowed in fits.items() if not allowed):
-            raise ConfigError(f"Memory.{name} is {getattr(self, name)!r}; {wanted[name]}.")
+        for name, (fits, wanted) in rules.items():
+            if not fits:
+                raise ConfigError(f"Memory.{name} is {getattr(self, name)!r}; it must be {wanted}.")
 
     @property
     def stretches(self) -> int:
@@ -247,41 +242,32 @@ class BurstConfig:
     share_prefixes: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        allowed = {
+        if self.schedule != "auto":
+            Schedule.parse(self.schedule)
+        choices = {
             "kernel": get_args(KernelName),
             "transport": get_args(Transport),
             "chunking": get_args(Chunking),
             "gradients": get_args(Gradients),
             "share_prefixes": ("auto", True, False),
         }
-        given = {name: getattr(self, name) for name in allowed}
-        ConfigError.refuse(
-            (
-                not isinstance(self.schedule, str),
-                f"BurstConfig.schedule is {self.schedule!r}; give its name, such as 'auto', 'kv_ring' or "
-                "'ulysses_2+kv_ring'.",
-            ),
-            (
-                not isinstance(self.memory, Memory) and self.memory not in ("auto", "manual"),
-                f"BurstConfig.memory is {self.memory!r}; it must be 'auto', 'manual', or an hf_burst.Memory such as "
-                "hf_burst.Memory(tiled_mlp=8192)." + _OLD_VALUES.get(str(self.memory), ""),
-            ),
-            *(
-                (
-                    given[name] not in values or not isinstance(given[name], str | bool),  # 1 is no True
-                    f"BurstConfig.{name} is {given[name]!r}; it must be one of {', '.join(map(repr, values))}."
-                    + _OLD_VALUES.get(str(given[name]), ""),
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value not in allowed or not isinstance(value, str | bool):  # 1 is no True
+                raise ConfigError(
+                    f"BurstConfig.{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}."
+                    + _OLD_VALUES.get(str(value), "")
                 )
-                for name, values in allowed.items()
-            ),
-            (
-                self.chunking == "documents" and self.memory_settings.stretches > 1,
+        if not isinstance(self.memory, Memory) and self.memory not in ("auto", "manual"):
+            raise ConfigError(
+                f"BurstConfig.memory is {self.memory!r}; it must be 'auto', 'manual', or an hf_burst.Memory such as "
+                "hf_burst.Memory(tiled_mlp=8192)." + _OLD_VALUES.get(str(self.memory), "")
+            )
+        if self.chunking == "documents" and self.memory_settings.stretches > 1:
+            raise ConfigError(
                 f"BurstConfig(chunking='documents', memory={self.memory!r}): attention is kept in parts of chunks of "
-                "one size. Take attention_keep 1.0 or 0.0, or another chunking.",
-            ),
-        )
-        if self.schedule != "auto":
-            Schedule.parse(self.schedule)
+                "one size. Take attention_keep 1.0 or 0.0, or another chunking."
+            )
 
     @property
     def memory_settings(self) -> Memory:

@@ -1,7 +1,5 @@
 """The exceptions of hf_burst. All are `ValueError`s that say what was given, what is allowed and what to do."""
 
-from typing import Any
-
 OUT_OF_MEMORY = (
     "hf_burst: what helps, at rising cost of time: gradient_checkpointing=True; memory='auto' in BurstConfig, or "
     "hf_burst.Memory(tiled_mlp=16384, head_groups=4, activation_offloading=1.0, layers_per_checkpoint=4, "
@@ -18,7 +16,7 @@ class BurstError(ValueError):
         super().__init__(f"{what}: {why}. {instead}." if why else what)
 
     @classmethod
-    def refuse(cls, *cases: tuple[Any, ...]) -> None:
+    def refuse(cls, *cases: tuple[object, *tuple[str, ...]]) -> None:
         """Raises the first case that holds. A case is a condition, followed by the parts of its message."""
         for holds, *parts in cases:
             if holds:

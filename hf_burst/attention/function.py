@@ -177,17 +177,13 @@ def _check_layout(q: Tensor, layout: SequenceLayout, group: ContextGroup) -> Non
             f"The layout is for {layout.ranks} ranks, the group has {group.size}. Shard the batch for the group that "
             "the attention runs on."
         )
+    sizes = {layout.sharding.tokens(rank) for rank in range(layout.ranks)}
     rows, own = layout.batch_size, layout.sharding.tokens(group.rank)
     ShardingError.refuse(
         (
-            not layout.boundaries and layout.length % len(layout.owners),
-            f"The layout has {layout.length} tokens in {len(layout.owners)} chunks, which are not equal. Make it by "
-            "SequenceLayout.for_batch, which pads.",
-        ),
-        (
-            len({layout.sharding.tokens(rank) for rank in range(layout.ranks)}) > 1,
-            f"The layout's chunks have owners {layout.owners}: every rank must hold as many tokens. Make it by "
-            "SequenceLayout.for_batch.",
+            (not layout.boundaries and layout.length % len(layout.owners)) or len(sizes) > 1,
+            f"The layout has {layout.length} tokens in chunks with owners {layout.owners}, which are not equal, or not as "
+            "many for every rank. Make it by SequenceLayout.for_batch, which pads.",
         ),
         (
             q.shape[:2] != (rows, own),

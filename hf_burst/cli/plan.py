@@ -147,19 +147,16 @@ def _mask(length: int, documents: tuple[int, ...], endings: list[int]) -> Mask:
 def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: dict[str, Any]) -> Training:
     """Returns the requested training, with sequences that all GPUs share."""
     rank = arguments.lora if arguments.qlora is None else arguments.qlora
-    option = "--lora" if arguments.qlora is None else "--qlora"
-    ConfigError.refuse(
-        (rank is not None and rank < 1, f"{option} is {rank}; give the rank of the adapters, at least 1."),
-        (
-            arguments.qlora is not None and arguments.weights == "bf16",
-            "--qlora has adapters in fp32. Leave out --weights bf16.",
-        ),
-        (
-            arguments.images * arguments.image_tokens > mask.length,
+    if rank is not None and rank < 1:
+        option = "--lora" if arguments.qlora is None else "--qlora"
+        raise ConfigError(f"{option} is {rank}; give the rank of the adapters, at least 1.")
+    if arguments.qlora is not None and arguments.weights == "bf16":
+        raise ConfigError("--qlora has adapters in fp32. Leave out --weights bf16.")
+    if arguments.images * arguments.image_tokens > mask.length:
+        raise ConfigError(
             f"{arguments.images} images of {arguments.image_tokens} tokens are more than the {mask.length} tokens of "
-            "the sequence, which has them among its own. Give a length that has room for them and the text.",
-        ),
-    )
+            "the sequence, which has them among its own. Give a length that has room for them and the text."
+        )
     weights: Weights = "4bit" if arguments.qlora else arguments.weights or ("fp32" if rank else "bf16")
     names = ("sharded", "checkpointing", "fused", "expandable_segments", "images", "image_tokens", "frozen_towers")
     options = {name: getattr(arguments, name) for name in (*names, "reference")}

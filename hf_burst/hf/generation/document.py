@@ -223,23 +223,21 @@ def remember(model: nn.Module, input_ids: Tensor) -> Document:
 def _check_positions(view: ModelView) -> None:
     """Raises if a model would read a question after a document otherwise than in one prompt with it."""
     name = type(view.root).__name__
-    one = "Generate with document and question as one prompt."
-    UnsupportedModelError.refuse(
-        (
-            recurrent_modules(view),
-            f"{name} has layers with a state, which questions of different lengths would not begin alike. {one}",
-        ),
-        (
-            any(map(follows_length, view.modules)),
+    why = ""
+    if recurrent_modules(view):
+        why = f"{name} has layers with a state, which questions of different lengths would not begin alike"
+    elif any(map(follows_length, view.modules)):
+        why = (
             f"Rotary positions of this {name} depend on the longest one, so keys of a document would be others beside "
-            f"a question. {one}",
-        ),
-        (
-            any(map(numbers_tokens, view.modules)),
+            "a question"
+        )
+    elif any(map(numbers_tokens, view.modules)):
+        why = (
             f"{name} counts positions from padding_idx + 1 where it reads a document, and generate counts a question "
-            f"behind it from 0. {one}",
-        ),
-    )
+            "behind it from 0"
+        )
+    if why:
+        raise UnsupportedModelError(f"{why}. Generate with document and question as one prompt.")
 
 
 def with_document(document: Document, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -108,28 +108,25 @@ def token_divergences(
     if bad or kind not in _WIDE:
         raise ConfigError(f"token_divergences was given {bad or f'kind={kind!r}; it is one of {tuple(_WIDE)}'}.")
     student, known = _with_head(model), _with_head(teacher)
-    head, both = known.get_output_embeddings(), (student, known)
-    vocabularies = [module.config.get_text_config().vocab_size for module in both]
-    tasks = [getattr(module, PATCH).task.kind for module in both]
-    ConfigError.refuse(
-        *(
-            (
-                first != second,
-                f"The {name} of model and teacher differ: {first} and {second}. Take a teacher with the tokenizer of "
-                "the model.",
+    for name, read in (
+        ("vocabularies", lambda module: module.config.get_text_config().vocab_size),
+        ("tasks", lambda module: getattr(module, PATCH).task.kind),
+    ):
+        if read(student) != read(known):
+            raise ConfigError(
+                f"The {name} of model and teacher differ: {read(student)} and {read(known)}. Take a teacher with the "
+                "tokenizer of the model."
             )
-            for name, (first, second) in (("vocabularies", vocabularies), ("tasks", tasks))
-        ),
-        (
-            len({resolve_group(getattr(module, PATCH).group) for module in both}) > 1,
-            "The teacher was patched for another group of ranks than the model. Patch both with the same group.",
-        ),
-        (
-            head is not None and (is_partitioned(head) or is_sharded_head(head)),
+    if len({resolve_group(getattr(module, PATCH).group) for module in (student, known)}) > 1:
+        raise ConfigError(
+            "The teacher was patched for another group of ranks than the model. Patch both with the same group."
+        )
+    head = known.get_output_embeddings()
+    if head is not None and (is_partitioned(head) or is_sharded_head(head)):
+        raise ConfigError(
             "The head of the teacher is sharded by FSDP2 or ZeRO-3, which gather it in its own passes alone. Leave the "
-            "teacher out of accelerator.prepare, so that every rank holds it.",
-        ),
-    )
+            "teacher out of accelerator.prepare, so that every rank holds it."
+        )
     kept: list[Spread] = []
     facts = {"token divergences": [kind, top_k, temperature, beta]}
     training = [module for module in inner_modules(teacher) if module.training]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ...config import BurstConfig
-from ...errors import ConfigError
+from ...errors import ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..batches.sharded import sum_of_octets
 from ..forward_pass import Agreement, Call, ForwardPass
@@ -167,6 +167,12 @@ def has_fsdp1(view: ModelView) -> bool:
     if state.get("distributed_type") == DistributedType.FSDP and state["fsdp_plugin"].fsdp_version == 1:
         return True
     return view.has_fsdp1
+
+
+def refuse_partitioned(module: nn.Module, asked: str) -> None:
+    """Raises if DeepSpeed ZeRO-3 divides weights that something needs outside of their own module's call."""
+    if is_partitioned(module):
+        raise UnsupportedModelError(f"{asked} over DeepSpeed ZeRO-3, which divides weights. Use FSDP2, DDP or ZeRO-2.")
 
 
 def takes_weights_apart(view: ModelView) -> bool:

@@ -20,21 +20,16 @@ from ...ranks.layout import SequenceLayout
 from ..batches.cutting import check_padding
 from ..forward_pass import Agreement, Batch, Call, ForwardPass
 from ..models.cut_point import reader_of
-from ..spread.heads import refuse_partitioned
 from ..spread.value import Spread
 from ..spread.where import Where
 from ..view import ModelView
 from .base import Handles, Part
 from .dropout import DropoutStreams
+from .replicas import refuse_partitioned
 
 _EACH_TOKEN = "ForTokenClassification"  # in names of classes that classify each token
 _SPAN = "ForQuestionAnswering"  # in names of classes that choose among all tokens
 POOLINGS = ("first", "last", "mean")  # of embeddings
-
-
-def _judges(model: PreTrainedModel) -> str:
-    """Returns the names of a model's class and its bases, which say what its head judges."""
-    return " ".join(base.__name__ for base in type(model).__mro__)
 
 
 def _reads_first(call: Call, bare: bool) -> bool:
@@ -128,7 +123,8 @@ class States(Part):
     def _check_rows(self, call: Call, batch: Batch) -> None:
         """Raises for a shard, for documents that a head would judge as one, and for a result that depends on states of
         padding, which sees other tokens than in the unpatched model."""
-        name, judges, bare = type(call.model).__name__, _judges(call.model), reader_of(call.view) is call.view
+        name, bare = type(call.model).__name__, reader_of(call.view) is call.view
+        judges = " ".join(base.__name__ for base in type(call.model).__mro__)
         each, spans = _EACH_TOKEN in judges, _SPAN in judges
         labels, pad = batch.given.get("labels"), call.model.config.get_text_config().pad_token_id
         mask: Any = batch.given.get("attention_mask") if batch.layout.real else None

@@ -12,9 +12,10 @@ from ...errors import BatchError
 from ..batches.documents import check_shape
 from ..batches.sharded import sum_of_bits
 from ..forward_pass import Agreement, Batch, Call, ForwardPass
-from ..spread.heads import check_head_again, refuse_partitioned
+from ..spread.heads import check_head_again
 from ..spread.value import Spread
 from .base import Part
+from .replicas import refuse_partitioned
 
 
 @dataclass(frozen=True)

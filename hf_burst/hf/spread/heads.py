@@ -37,24 +37,14 @@ def is_partitioned(module: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
-def refuse_partitioned(module: nn.Module, asked: str) -> None:
-    """Raises if DeepSpeed ZeRO-3 shards the weights that something needs outside their own module's call."""
-    if is_partitioned(module):
-        raise UnsupportedModelError(
-            f"{asked} over DeepSpeed ZeRO-3", "it divides the weights of the model", "Use FSDP2, DDP or ZeRO-2"
-        )
-
-
 def is_sharded_head(head: nn.Module | None) -> bool:
     """Returns whether FSDP2 shards a head."""
     return head is not None and any(isinstance(weight, DTensor) for weight in head.parameters())
 
 
 def check_head_again(head: nn.Module | None) -> None:
-    """Raises if FSDP2 has resharded the head before the backward pass."""
     if torch.is_grad_enabled() and is_sharded_head(head):
         raise UnsupportedModelError(
-            "FSDP2 has sharded the head again after its pass",
-            "losses of tokens need it once more in the backward pass",
-            "Wrap it together with the last norm, with reshard_after_forward=False, or leave it to the whole model",
+            "FSDP2 has sharded the head again after its pass, and losses of tokens need it in the backward pass. Wrap it "
+            "together with the last norm, with reshard_after_forward=False, or leave it to the whole model."
         )

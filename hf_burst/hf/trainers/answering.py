@@ -34,19 +34,17 @@ def check_steps(trainer: Any, accelerator: Accelerator, steps: Sequence[str], in
     """Raises for a trainer that was not compared with one process: under DeepSpeed, or if methods to wrap are missing.
     `instead` ends the advice."""
     name = type(trainer).__name__
-    missing = ", ".join(step for step in steps if not hasattr(trainer, step))
-    ConfigError.refuse(
-        (
-            accelerator.distributed_type is DistributedType.DEEPSPEED,
+    if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        raise ConfigError(
             f"{name} over ranks that share sequences was not compared with one process under DeepSpeed. Launch it with "
-            "DDP, or with FSDP2, which shards weights as ZeRO-3 does.",
-        ),
-        (
-            missing,
-            f"{name} has no {missing}: its steps are not those of TRL 1.16, with which groups of ranks were compared. "
-            f"Install trl==1.16.0{instead}.",
-        ),
-    )
+            "DDP, or with FSDP2, which shards weights as ZeRO-3 does."
+        )
+    missing = [step for step in steps if not hasattr(trainer, step)]
+    if missing:
+        raise ConfigError(
+            f"{name} has no {', '.join(missing)}: its steps are not those of TRL 1.16, with which groups of ranks were "
+            f"compared. Install trl==1.16.0{instead}."
+        )
 
 
 class Answers(FirstRank):

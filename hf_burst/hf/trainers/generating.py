@@ -220,35 +220,32 @@ class _Judge(nn.Module):
 def _check(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -> None:
     """Raises for settings with which a group of ranks cannot act as one process."""
     check_steps(trainer, accelerator, _STEPS + (_STEPS_WITH_TOOLS if hasattr(trainer, "tools") else ()))
-    parts, colocated = trainer.vllm_tensor_parallel_size, trainer.use_vllm and trainer.vllm_mode == "colocate"
-    rows = settings.per_device_train_batch_size * settings.steps_per_generation
-    evaluated = settings.per_device_eval_batch_size if settings.eval_strategy != "no" else 0
-    ConfigError.refuse(
-        (
-            trainer.use_transformers_continuous_batching,
+    if trainer.use_transformers_continuous_batching:
+        raise ConfigError(
             "use_transformers_continuous_batching=True generates by paged attention, which does not reach over the "
-            "ranks that share a sequence. Leave it out: completions are then generated over the ranks.",
-        ),
-        (
-            colocated and size % parts,
+            "ranks that share a sequence. Leave it out: completions are then generated over the ranks."
+        )
+    parts = trainer.vllm_tensor_parallel_size
+    if trainer.use_vllm and trainer.vllm_mode == "colocate" and size % parts:
+        raise ConfigError(
             f"vllm_tensor_parallel_size={parts} beside burst_size={size}: an engine that lies over several groups "
-            f"would mix up their prompts. Set it to {size}, by which all ranks of a group generate, or to a divisor.",
-        ),
-        (
-            colocated and parts > 1 and getattr(trainer, "rollout_func", None) is not None,  # RLOO has none
+            f"would mix up their prompts. Set it to {size}, by which all ranks of a group generate, or to a divisor."
+        )
+    rollouts = getattr(trainer, "rollout_func", None) is not None  # RLOO has none
+    if rollouts and trainer.use_vllm and trainer.vllm_mode == "colocate" and parts > 1:
+        raise ConfigError(
             f"rollout_func beside vllm_tensor_parallel_size={parts}: it runs on the first rank of a group, and the "
             "other ranks would not take part in what it asks the engine. Leave vllm_tensor_parallel_size at 1, or take "
-            "vllm_mode='server'.",
-        ),
-        *(
-            (
-                number % wanted,
+            "vllm_mode='server'."
+        )
+    rows = settings.per_device_train_batch_size * settings.steps_per_generation
+    evaluated = settings.per_device_eval_batch_size if settings.eval_strategy != "no" else 0
+    for number, names, wanted in (
+        (rows, "per_device_train_batch_size x steps_per_generation", trainer.num_generations),
+        (evaluated, "per_device_eval_batch_size", trainer.num_generations_eval),
+    ):
+        if number % wanted:
+            raise ConfigError(
                 f"{names} is {number} rows, and a prompt has {wanted} completions. The ranks that share sequences hold "
-                f"the same rows, so these must be whole groups: a multiple of {wanted}.",
+                f"the same rows, so these must be whole groups: a multiple of {wanted}."
             )
-            for number, names, wanted in (
-                (rows, "per_device_train_batch_size x steps_per_generation", trainer.num_generations),
-                (evaluated, "per_device_eval_batch_size", trainer.num_generations_eval),
-            )
-        ),
-    )
