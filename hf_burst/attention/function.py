@@ -182,8 +182,8 @@ def _check_layout(q: Tensor, layout: SequenceLayout, group: ContextGroup) -> Non
     ShardingError.refuse(
         (
             (not layout.boundaries and layout.length % len(layout.owners)) or len(sizes) > 1,
-            f"The layout has {layout.length} tokens in chunks with owners {layout.owners}, which are not equal, or not as "
-            "many for every rank. Make it by SequenceLayout.for_batch, which pads.",
+            f"The layout has {layout.length} tokens in chunks with owners {layout.owners}, which are not equal, or not "
+            "as many for every rank. Make it by SequenceLayout.for_batch, which pads.",
         ),
         (
             q.shape[:2] != (rows, own),

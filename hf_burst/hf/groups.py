@@ -14,10 +14,8 @@ OLD_ARGUMENTS = {"mesh": "The argument mesh is called group now: group=mesh. It 
 
 
 def check_processes() -> None:
-    """Raises a ConfigError if the launcher, torch.distributed and accelerate count different processes.
-
-    Without a GPU, accelerate takes every process for the only one unless it is told to use CPUs.
-    """
+    """Raises a ConfigError if the launcher, torch.distributed and accelerate count different processes, as accelerate
+    does without a GPU unless it is told to use CPUs."""
     joined = dist.get_world_size() if dist.is_initialized() else 1
     launched = max(_launched(), joined)
     counted = PartialState._shared_state.get("num_processes")

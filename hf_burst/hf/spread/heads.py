@@ -45,6 +45,6 @@ def is_sharded_head(head: nn.Module | None) -> bool:
 def check_head_again(head: nn.Module | None) -> None:
     if torch.is_grad_enabled() and is_sharded_head(head):
         raise UnsupportedModelError(
-            "FSDP2 has sharded the head again after its pass, and losses of tokens need it in the backward pass. Wrap it "
-            "together with the last norm, with reshard_after_forward=False, or leave it to the whole model."
+            "FSDP2 has sharded the head again after its pass, and losses of tokens need it in the backward pass. Wrap "
+            "it together with the last norm, with reshard_after_forward=False, or leave it to the whole model."
         )
