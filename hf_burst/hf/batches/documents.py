@@ -31,16 +31,20 @@ class Text(NamedTuple):
 
 def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
     """Returns the `input_ids` of a batch, `(batch, tokens)`, or else its `inputs_embeds`, `(batch, tokens, hidden)`."""
-    for key in TOKEN_KEYS:
-        tensor = batch.get(key)
-        if tensor is None:
-            continue
-        if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2 or tensor.numel() == 0:
-            shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise BatchError(f"{key} is {shape}; it must be a tensor of shape (batch, tokens), neither of them 0.")
-        return tensor
-    raise BatchError(
-        f"The batch holds {sorted(batch)}; it needs input_ids (or inputs_embeds) of shape (batch, tokens)."
+    key = next((key for key in TOKEN_KEYS if batch.get(key) is not None), TOKEN_KEYS[0])
+    tensor = batch.get(key)
+    if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2 or tensor.numel() == 0:
+        raise BatchError(
+            f"The batch holds {sorted(batch)}, and {key} is {_described(tensor)}; it needs input_ids (or inputs_embeds), "
+            "a tensor of shape (batch, tokens), neither of them 0."
+        )
+    return tensor
+
+
+def _described(value: Any) -> Any:
+    """Returns the shape of a tensor, and the kind of anything else."""
+    return (
+        tuple(value.shape) if isinstance(value, torch.Tensor) else "missing" if value is None else type(value).__name__
     )
 
 
@@ -73,9 +77,8 @@ def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
 
 def check_shape(name: str, value: Any, shape: tuple[int, ...], advice: str = "") -> None:
     """Raises if a value of a batch is not a tensor of this shape."""
-    given = tuple(value.shape) if isinstance(value, torch.Tensor) else "missing" if value is None else type(value)
-    if given != shape:
-        raise BatchError(f"{name} is {given}; for this batch it must be a tensor of shape {shape}{advice}.")
+    if _described(value) != shape:
+        raise BatchError(f"{name} is {_described(value)}; for this batch it must be a tensor of shape {shape}{advice}.")
 
 
 def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[int, ...]]:
