@@ -35,17 +35,17 @@ def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
     tensor = batch.get(key)
     if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2 or tensor.numel() == 0:
         raise BatchError(
-            f"The batch holds {sorted(batch)}, and {key} is {_described(tensor)}; it needs input_ids (or inputs_embeds), "
-            "a tensor of shape (batch, tokens), neither of them 0."
+            f"The batch holds {sorted(batch)}, and {key} is {_described(tensor)}; it needs input_ids (or "
+            "inputs_embeds), a tensor of shape (batch, tokens), neither of them 0."
         )
     return tensor
 
 
 def _described(value: Any) -> Any:
     """Returns the shape of a tensor, and the kind of anything else."""
-    return (
-        tuple(value.shape) if isinstance(value, torch.Tensor) else "missing" if value is None else type(value).__name__
-    )
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    return "missing" if value is None else type(value).__name__
 
 
 def cache_of(batch: Mapping[str, Any]) -> Any:
