@@ -223,7 +223,7 @@ def sharded_without_its_labels(rank: int) -> dict[str, Any]:
 
 
 def not_a_tensor_on_one_rank(rank: int) -> dict[str, Any]:
-    return {**good(rank), "labels": "none"} if rank == 0 else good(rank)
+    return {**good(rank), "position_ids": "none"} if rank == 0 else good(rank)
 
 
 CASES: dict[Callable[[int], dict[str, Any]], tuple[type[BurstError], str]] = {
