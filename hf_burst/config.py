@@ -77,7 +77,7 @@ class Schedule:
             return cls(name)  # type: ignore[arg-type]
         if name == "ulysses":
             return cls("kv_ring", ranks or 1)
-        match = re.fullmatch(r"ulysses_([1-9]\d*)\+(\w+)", name)
+        match = re.fullmatch(r"ulysses_([1-9]\d*)\+(\w+)", name) if isinstance(name, str) else None
         if match is None or match[2] not in get_args(RingKind):
             raise ConfigError(
                 f"There is no schedule {name!r}; it must be one of 'auto', 'kv_ring', 'burst', 'ulysses', or "
@@ -143,18 +143,17 @@ class Memory:
     attention_keep: float = 1.0
 
     def __post_init__(self) -> None:
-        share = self.activation_offloading
-        if not (isinstance(share, int | float) and 0 <= share <= 1):
-            raise ConfigError(f"Memory.activation_offloading is {share!r}; it must be a share from 0.0 to 1.0.")
-        if type(self.tiled_mlp) is not int or self.tiled_mlp < 0:
-            raise ConfigError(f"Memory.tiled_mlp is {self.tiled_mlp!r}; give tokens of a tile, or 0 for none.")
-        for name in ("head_groups", "layers_per_checkpoint"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"Memory.{name} is {value!r}; give a number of at least 1.")
-        if self.attention_keep not in _KEEP:
-            keeps = ", ".join(map(str, _KEEP))
-            raise ConfigError(f"Memory.attention_keep is {self.attention_keep!r}; it must be one of {keeps}.")
+        share, tile = self.activation_offloading, self.tiled_mlp
+        numbers = {name: getattr(self, name) for name in ("head_groups", "layers_per_checkpoint")}
+        rules = {
+            "activation_offloading": (isinstance(share, int | float) and 0 <= share <= 1, "a share from 0.0 to 1.0"),
+            "tiled_mlp": (type(tile) is int and tile >= 0, "the tokens of a tile, or 0 for none"),
+            **{name: (type(own) is int and own >= 1, "a number of at least 1") for name, own in numbers.items()},
+            "attention_keep": (self.attention_keep in _KEEP, f"one of {', '.join(map(str, _KEEP))}"),
+        }
+        for name, (fits, wanted) in rules.items():
+            if not fits:
+                raise ConfigError(f"Memory.{name} is {getattr(self, name)!r}; it must be {wanted}.")
 
     @property
     def stretches(self) -> int:
@@ -243,22 +242,18 @@ class BurstConfig:
     share_prefixes: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.schedule, str):
-            raise ConfigError(
-                f"BurstConfig.schedule is {self.schedule!r}; give its name, such as 'auto', 'kv_ring' or "
-                "'ulysses_2+kv_ring'."
-            )
         if self.schedule != "auto":
             Schedule.parse(self.schedule)
-        choices: dict[str, Any] = {
-            "kernel": KernelName,
-            "transport": Transport,
-            "chunking": Chunking,
-            "gradients": Gradients,
+        choices = {
+            "kernel": get_args(KernelName),
+            "transport": get_args(Transport),
+            "chunking": get_args(Chunking),
+            "gradients": get_args(Gradients),
+            "share_prefixes": ("auto", True, False),
         }
-        for name, kind in choices.items():
-            value, allowed = getattr(self, name), get_args(kind)
-            if value not in allowed:
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value not in allowed or not isinstance(value, str | bool):  # 1 is no True
                 raise ConfigError(
                     f"BurstConfig.{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}."
                     + _OLD_VALUES.get(str(value), "")
@@ -267,10 +262,6 @@ class BurstConfig:
             raise ConfigError(
                 f"BurstConfig.memory is {self.memory!r}; it must be 'auto', 'manual', or an hf_burst.Memory such as "
                 "hf_burst.Memory(tiled_mlp=8192)." + _OLD_VALUES.get(str(self.memory), "")
-            )
-        if not isinstance(self.share_prefixes, bool) and self.share_prefixes != "auto":
-            raise ConfigError(
-                f"BurstConfig.share_prefixes is {self.share_prefixes!r}; it must be 'auto', True or False."
             )
         if self.chunking == "documents" and self.memory_settings.stretches > 1:
             raise ConfigError(

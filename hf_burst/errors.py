@@ -15,6 +15,13 @@ class BurstError(ValueError):
         """Joins the three parts of a refusal into its message, or takes a complete message."""
         super().__init__(f"{what}: {why}. {instead}." if why else what)
 
+    @classmethod
+    def refuse(cls, *cases: tuple[object, *tuple[str, ...]]) -> None:
+        """Raises the first case that holds. A case is a condition, followed by the parts of its message."""
+        for holds, *parts in cases:
+            if holds:
+                raise cls(*parts)
+
 
 class ConfigError(BurstError):
     """A setting, a mesh or a group that cannot be used."""

@@ -57,7 +57,8 @@ def burst_attention(
     error: Exception | None = None
     facts: dict[str, Any] = {}
     try:
-        facts = _checked_facts(q, k, v, layout, request, sinks)
+        _check(q, k, v, layout, request, sinks)
+        facts = _facts(q, k, v, layout, request.with_scale(q.shape[-1]), sinks)
     except Exception as problem:  # whatever it is, the other ranks must not be left waiting
         error = problem
     if check:
@@ -94,28 +95,20 @@ def attend(
     return out
 
 
-def _checked_facts(
+def _facts(
     q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, request: AttentionRequest, sinks: Tensor | None
 ) -> dict[str, Any]:
-    """Checks this rank's inputs, and returns the facts that must be equal on all ranks."""
-    if not all(isinstance(tensor, Tensor) for tensor in (q, k, v)) or not isinstance(layout, SequenceLayout):
-        kinds = ", ".join(type(value).__name__ for value in (q, k, v, layout))
-        raise BatchError(f"Attention takes three tensors and a SequenceLayout, got {kinds}.")
-    _check_tensors(q, k, v)
-    _check_layout(q, layout, request.group)
-    _check_request(request, q, sinks)
-    _check_blocks(layout, request)
-    pattern, request = request.pattern, request.with_scale(q.shape[-1])
-    layout.masks(pattern)
+    """Returns the facts that must be equal on all ranks. Raises for an impossible mask, schedule or kernel."""
+    layout.masks(request.pattern)
     inputs = InputKind.of(q, k, v)
     if request.schedule != "auto":
         asked_schedule(request, inputs.sizes)  # raises if it is impossible
-    kernel = kernel_for(request, inputs, pattern.window is not None, deterministic())
+    kernel = kernel_for(request, inputs, request.pattern.window is not None, deterministic())
     return {
         "shapes of q, k, v": [list(tensor.shape) for tensor in (q, k, v)],
         "dtype": str(q.dtype),
         "layout": str(layout.encode().tolist()),
-        "mask pattern": str(pattern),
+        "mask pattern": str(request.pattern),
         "scores": str(request.scores),
         "sinks": sinks is not None,
         "kernel": [request.kernel, kernel.capabilities.name],
@@ -135,19 +128,46 @@ def _device_of(q: Any, group: ContextGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises an error if the tensors do not match."""
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, request: AttentionRequest, sinks: Tensor | None
+) -> None:
+    """Raises an error if the inputs of this rank do not fit each other or the group."""
+    if not all(isinstance(tensor, Tensor) for tensor in (q, k, v)) or not isinstance(layout, SequenceLayout):
+        kinds = ", ".join(type(value).__name__ for value in (q, k, v, layout))
+        raise BatchError(f"Attention takes three tensors and a SequenceLayout, got {kinds}.")
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip("qkv", (q, k, v), strict=True))
     if any(tensor.ndim != 4 for tensor in (q, k, v)):
         raise BatchError(f"q, k and v are (batch, tokens, heads, head size), got {shapes}.")
-    if len({(tensor.dtype, tensor.device) for tensor in (q, k, v)}) > 1:
-        kinds = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in (q, k, v))
-        raise BatchError(f"q, k and v need one dtype and one device, got {kinds}.")
+    places = [f"{tensor.dtype} on {tensor.device}" for tensor in (q, k, v)]
     fit = q.shape[:2] == k.shape[:2] and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
-    if 0 in (*q.shape, *v.shape) or not fit:
-        raise BatchError(f"q, k and v do not belong together: {shapes}. Batch, tokens and head sizes must agree.")
+    size, softcap = request.pattern.attention_chunk_size, 0.0 if request.scores is None else request.scores.softcap
+    shape, device = (q.shape[2:3], q.device) if sinks is None else (sinks.shape, sinks.device)
+    BatchError.refuse(
+        (len({*places}) > 1, f"q, k and v need one dtype and one device, got {', '.join(places)}."),
+        (
+            0 in (*q.shape, *v.shape) or not fit,
+            f"q, k and v do not belong together: {shapes}. Batch, tokens and head sizes must agree.",
+        ),
+        (
+            size is not None and size < 1,
+            f"attention_chunk_size is {size}; give tokens, at least 1, or None for whole documents.",
+        ),
+        (
+            type(request.head_groups) is not int or request.head_groups < 1,
+            f"head_groups is {request.head_groups!r}; give a number of at least 1.",
+        ),
+        (not 0 <= softcap < math.inf, f"softcap is {softcap}; give a positive number, or 0 for none."),
+        (
+            (shape, device) != (q.shape[2:3], q.device),
+            f"sinks are of shape {tuple(shape)} on {device}; give one score a query head, ({q.shape[2]},), on "
+            f"{q.device}.",
+        ),
+    )
     if q.shape[2] % k.shape[2]:
         raise KernelError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key heads: it must be a whole multiple.")
+    _check_layout(q, layout, request.group)
+    if layout.blocks:
+        _check_blocks(layout, request.pattern.causal)
 
 
 def _check_layout(q: Tensor, layout: SequenceLayout, group: ContextGroup) -> None:
@@ -157,52 +177,31 @@ def _check_layout(q: Tensor, layout: SequenceLayout, group: ContextGroup) -> Non
             f"The layout is for {layout.ranks} ranks, the group has {group.size}. Shard the batch for the group that "
             "the attention runs on."
         )
-    if not layout.boundaries and layout.length % len(layout.owners):
-        raise ShardingError(
-            f"The layout has {layout.length} tokens in {len(layout.owners)} chunks, which are not equal. Make "
-            "it by SequenceLayout.for_batch, which pads."
-        )
-    if len({layout.sharding.tokens(rank) for rank in range(layout.ranks)}) > 1:
-        raise ShardingError(
-            f"The layout's chunks have owners {layout.owners}: every rank must hold as many tokens. Make it by "
-            "SequenceLayout.for_batch."
-        )
-    own = layout.sharding.tokens(group.rank)
-    if q.shape[1] != own or q.shape[0] != layout.batch_size:
-        raise ShardingError(
-            f"Rank {group.rank} of {group.size} should hold {layout.batch_size} x {own} tokens of a batch of "
-            f"{layout.batch_size} x {layout.length}, q has {q.shape[0]} x {q.shape[1]}. Shard the batch with "
-            "hf_burst.shard_batch."
-        )
+    sizes = {layout.sharding.tokens(rank) for rank in range(layout.ranks)}
+    rows, own = layout.batch_size, layout.sharding.tokens(group.rank)
+    ShardingError.refuse(
+        (
+            (not layout.boundaries and layout.length % len(layout.owners)) or len(sizes) > 1,
+            f"The layout has {layout.length} tokens in chunks with owners {layout.owners}, which are not equal, or not "
+            "as many for every rank. Make it by SequenceLayout.for_batch, which pads.",
+        ),
+        (
+            q.shape[:2] != (rows, own),
+            f"Rank {group.rank} of {group.size} should hold {rows} x {own} tokens of a batch of {rows} x "
+            f"{layout.length}, q has {q.shape[0]} x {q.shape[1]}. Shard the batch with hf_burst.shard_batch.",
+        ),
+    )
 
 
-def _check_blocks(layout: SequenceLayout, request: AttentionRequest) -> None:
-    """Raises a BatchError if causal attention cannot use the blocks."""
-    if not layout.blocks:
-        return
-    if not request.pattern.causal:
-        raise BatchError("Blocks of tokens that see each other are for causal attention: leave them out of the layout.")
+def _check_blocks(layout: SequenceLayout, causal: bool) -> None:
+    """Raises a BatchError if attention cannot use the blocks."""
     tokens = [[token for block in row for token in block] for row in layout.blocks]
-    if len(tokens) != layout.batch_size or any(
-        row != sorted(row) or any(token < 0 or token > layout.length for token in row) for row in tokens
-    ):
-        raise BatchError(
+    ordered = all(row == sorted(row) and all(0 <= token <= layout.length for token in row) for row in tokens)
+    BatchError.refuse(
+        (not causal, "Blocks of tokens that see each other are for causal attention: leave them out of the layout."),
+        (
+            len(tokens) != layout.batch_size or not ordered,
             f"The blocks {str(layout.blocks)[:80]} do not fit {layout.batch_size} rows of {layout.length} tokens: give "
-            "for each row pairs (start, stop) in rising order."
-        )
-
-
-def _check_request(request: AttentionRequest, q: Tensor, sinks: Tensor | None) -> None:
-    """Raises a BatchError for an invalid chunk size, head groups, soft-capping or sinks."""
-    size, softcap = request.pattern.attention_chunk_size, 0.0 if request.scores is None else request.scores.softcap
-    if size is not None and size < 1:
-        raise BatchError(f"attention_chunk_size is {size}; give tokens, at least 1, or None for whole documents.")
-    if type(request.head_groups) is not int or request.head_groups < 1:
-        raise BatchError(f"head_groups is {request.head_groups!r}; give a number of at least 1.")
-    if not 0 <= softcap < math.inf:
-        raise BatchError(f"softcap is {softcap}; give a positive number, or 0 for none.")
-    if sinks is not None and (sinks.shape != q.shape[2:3] or sinks.device != q.device):
-        raise BatchError(
-            f"sinks are of shape {tuple(sinks.shape)} on {sinks.device}; give one score a query head, ({q.shape[2]},), "
-            f"on {q.device}."
-        )
+            "for each row pairs (start, stop) in rising order.",
+        ),
+    )

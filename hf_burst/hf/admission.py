@@ -318,11 +318,7 @@ def _remembered(found_for: str) -> Path:
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raises for peft adapters that are not served exactly, whether they came before or after the patch.
-
-    Raises:
-        UnsupportedModelError: With the method, or its option, that is not served.
-    """
+    """Raises for peft adapters that are not served exactly, whether they came before or after the patch."""
     why = "it has not been found exact where every rank holds a part of the tokens"
     for name, config in getattr(model, "peft_config", {}).items():
         method = getattr(config.peft_type, "value", config.peft_type)

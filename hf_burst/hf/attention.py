@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -245,10 +245,7 @@ def masks_with_blocks(given: Any, layout: SequenceLayout) -> tuple[LazyMask, ...
     masks = tuple(given.values()) if isinstance(given, dict) else (given,)
     built = next((mask for mask in masks if isinstance(mask, torch.Tensor) and mask.ndim > 2), None)
     if built is not None:
-        raise UnsupportedModelError(
-            f"The model hands its language model a mask of shape {tuple(built.shape)}, which over ranks would be lost. "
-            "Masks must come from Transformers' masking_utils, and attention_mask mark padding alone."
-        )
+        _refuse_tensor("The language model", built)
     known = tuple(mask for mask in masks if isinstance(mask, LazyMask))
     for mask in known:
         mask.pattern  # noqa: B018 (raises for one that is not served)
@@ -284,10 +281,7 @@ def _pattern(
     elif mask is None:
         pattern = MaskPattern(causal is not False, None if sliding_window is None else sliding_window - 1)
     else:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} is given a mask tensor of shape {tuple(mask.shape)}, made from the tokens of one "
-            "shard. Over several ranks masks must come from Transformers' masking_utils."
-        )
+        _refuse_tensor(type(module).__name__, mask)
     if pattern.causal != expected:
         kinds = {True: "causal", False: "that of an encoder"}
         raise UnsupportedModelError(
@@ -295,6 +289,13 @@ def _pattern(
             f"{kinds[expected]}. Layers of both kinds in one model are not served."
         )
     return pattern
+
+
+def _refuse_tensor(who: str, mask: torch.Tensor) -> NoReturn:
+    raise UnsupportedModelError(
+        f"{who} is given a mask of shape {tuple(mask.shape)}, which over ranks would be lost, or hold one shard alone. "
+        "Masks must come from Transformers' masking_utils, and attention_mask mark padding alone."
+    )
 
 
 def _masks_prefixes(module: nn.Module) -> bool:

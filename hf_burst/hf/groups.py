@@ -14,10 +14,8 @@ OLD_ARGUMENTS = {"mesh": "The argument mesh is called group now: group=mesh. It 
 
 
 def check_processes() -> None:
-    """Raises a ConfigError if the launcher, torch.distributed and accelerate count different processes.
-
-    Without a GPU, accelerate takes every process for the only one unless it is told to use CPUs.
-    """
+    """Raises a ConfigError if the launcher, torch.distributed and accelerate count different processes, as accelerate
+    does without a GPU unless it is told to use CPUs."""
     joined = dist.get_world_size() if dist.is_initialized() else 1
     launched = max(_launched(), joined)
     counted = PartialState._shared_state.get("num_processes")
@@ -54,13 +52,7 @@ def tells_of_launch(variable: str) -> bool:
 def resolve_group(named: ContextGroup | None) -> ContextGroup:
     """Returns the ranks that share a sequence: those of the user's group, else of accelerate's state, else all.
 
-    The user's group is looked up anew, because torch.distributed reuses the names of destroyed groups.
-
-    Raises:
-        ConfigError: If the user's group and accelerate's differ, the user's group is gone or has other members by now,
-            accelerate itself shards sequences, or processes that were launched together do not know of each other, see
-            [`check_processes`].
-    """
+    The user's group is looked up anew, because torch.distributed reuses the names of destroyed groups."""
     check_processes()
     named = named and named.renewed()
     state = AcceleratorState._shared_state

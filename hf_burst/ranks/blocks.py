@@ -55,16 +55,8 @@ def longer_than(blocks: Blocks, tokens: int) -> Iterator[tuple[int, int, int]]:
 
 
 def check_prefixes(types: torch.Tensor, layout: SequenceLayout, config: Any) -> None:
-    """Checks PaliGemma prefixes, whose tokens of type 0 see each other, before any rank sends anything.
-
-    Args:
-        types (`torch.LongTensor` of shape `(batch, tokens)`): The model's `token_type_ids`.
-        layout ([`SequenceLayout`]): The layout of the batch.
-        config (`PreTrainedConfig`): The language model's config.
-
-    Raises:
-        UnsupportedModelError: If a prefix is not contiguous, or is longer than a sliding window.
-    """
+    """Raises for PaliGemma prefixes, whose tokens of type 0 see each other, if they are not contiguous, or longer than
+    the sliding window of the language model's config. No rank has sent anything yet."""
     blocks = blocks_of(torch.where(types == 0, 0, -1), layout)
     window: int | None = getattr(config, "sliding_window", None)
     if window is not None:

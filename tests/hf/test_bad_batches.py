@@ -223,7 +223,7 @@ def sharded_without_its_labels(rank: int) -> dict[str, Any]:
 
 
 def not_a_tensor_on_one_rank(rank: int) -> dict[str, Any]:
-    return {**good(rank), "labels": "none"} if rank == 0 else good(rank)
+    return {**good(rank), "position_ids": "none"} if rank == 0 else good(rank)
 
 
 CASES: dict[Callable[[int], dict[str, Any]], tuple[type[BurstError], str]] = {
@@ -240,8 +240,8 @@ CASES: dict[Callable[[int], dict[str, Any]], tuple[type[BurstError], str]] = {
     mask_of_four_dimensions: (BatchError, r"\(2, 1, 24, 24\)"),
     mask_that_hides_a_row: (BatchError, "hides all of row 1"),
     labels_on_padding: (BatchError, "4 tokens.*have labels|3 tokens.*have labels"),
-    positions_of_another_shape: (BatchError, r"position_ids have shape \(1, 20\)"),
-    labels_of_another_shape: (BatchError, r"labels have shape \(2, 23\)"),
+    positions_of_another_shape: (BatchError, r"position_ids is \(1, 20\)"),
+    labels_of_another_shape: (BatchError, r"labels is \(2, 23\)"),
     unknown_token_values: (BatchError, "token_weights.*looks like values of tokens"),
     packed_lengths_that_do_not_fit: (BatchError, "cu_seq_lens_q is .*must rise from 0 to 24"),
     weights_of_attention: (BatchError, "output_attentions"),
@@ -250,7 +250,7 @@ CASES: dict[Callable[[int], dict[str, Any]], tuple[type[BurstError], str]] = {
     sharded_otherwise_on_one_rank: (RankMismatchError, "chunks: rank 0 has 4 .*, rank 1 has 2 "),
     sharded_from_different_batches: (RankMismatchError, "content"),
     sharded_by_hand_contiguously: (BatchError, "do not match balanced sharding"),
-    sharded_without_positions: (BatchError, "position_ids are missing"),
+    sharded_without_positions: (BatchError, "position_ids of a sharded batch is missing"),
     sharded_with_a_mask: (BatchError, "attention_mask"),
     sharded_twice: (BatchError, "Shard it once"),
     sharded_without_its_labels: (BatchError, "labels were taken out of a sharded batch"),
@@ -586,3 +586,9 @@ def test_a_single_process_in_the_place_of_several_is_told_of_the_launcher() -> N
 def test_errors_are_value_errors() -> None:
     assert issubclass(BurstError, ValueError)
     assert not issubclass(nn.Module, BurstError)
+
+
+def test_the_first_case_that_holds_is_refused() -> None:
+    ConfigError.refuse((False, "no"), (0, "none"), ("", "empty"))
+    with pytest.raises(ConfigError, match=r"^What: why\. Instead\.$"):
+        ConfigError.refuse((None, "no"), (3, "What", "why", "Instead"), (True, "later"))

@@ -582,7 +582,7 @@ def learn_prompts(rank: int, size: int) -> None:
         assert len(other) > 0
         for name, gradient in other.items():
             torch.testing.assert_close(mine[name], gradient, rtol=1e-5, atol=1e-7)
-        with pytest.raises(BatchError, match="position_ids are missing"):
+        with pytest.raises(BatchError, match="position_ids of a sharded batch is missing"):
             model(**hf_burst.shard_batch(batch))
     model = get_peft_model(
         models.patch(models.make_model("llama")),

@@ -17,7 +17,16 @@ from ...plan import Hybrid, MaskPattern
 from ...ranks.layout import SequenceLayout
 from ..models.cut_point import TOKEN_INPUTS, MaskedRows, TokenInput
 from ..models.task import CAUSAL, Task
-from .documents import BOUNDARY_KEYS, TOKEN_KEYS, batch_shape, documents_of, real_tokens, tensors_in, tokens_of
+from .documents import (
+    BOUNDARY_KEYS,
+    TOKEN_KEYS,
+    batch_shape,
+    check_shape,
+    documents_of,
+    real_tokens,
+    tensors_in,
+    tokens_of,
+)
 
 _TARGETS = ("labels", "shift_labels")
 _EMBEDDINGS = ("inputs_embeds", "per_layer_inputs")
@@ -41,11 +50,7 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def kept_tokens(keep: int | torch.Tensor, length: int) -> Sequence[int]:
-    """Returns the token indices that `logits_to_keep` means in a sequence of this length.
-
-    Raises:
-        BatchError: If it is neither a number of tokens nor a tensor of indices.
-    """
+    """Returns the token indices that `logits_to_keep` means in a sequence of this length."""
     if isinstance(keep, torch.Tensor):
         bad = keep.dtype == torch.bool or keep.ndim != 1 or not len(keep)
         bad = bad or bool(((keep < -length) | (keep >= length)).any())
@@ -83,18 +88,21 @@ def layout_of(
     )
 
 
-def cut_targets(batch: Mapping[str, Any], layout: SequenceLayout, rank: int, task: Task) -> dict[str, torch.Tensor]:
-    """Returns one rank's shard of the labels and prediction targets; empty for a batch without labels.
+def check_padding(labelled: torch.Tensor) -> None:
+    """Raises if tokens of padding have labels; `labelled` marks them."""
+    if labelled.any():
+        raise BatchError(
+            f"{int(labelled.sum())} tokens of padding that attention_mask hides have labels to predict. Set the labels "
+            f"of padding to {IGNORE_INDEX}."
+        )
 
-    Raises:
-        BatchError: If labels and tokens differ in shape, or padding has labels.
-    """
+
+def cut_targets(batch: Mapping[str, Any], layout: SequenceLayout, rank: int, task: Task) -> dict[str, torch.Tensor]:
+    """Returns one rank's shard of the labels and prediction targets; empty for a batch without labels."""
     labels = batch.get("labels")
     if labels is None or task.reads:
         return {}
-    rows, length = batch_shape(batch)
-    if tuple(labels.shape) != (rows, length):
-        raise BatchError(f"labels have shape {tuple(labels.shape)}; they must be ({rows}, {length}).")
+    check_shape("labels", labels, batch_shape(batch))
     targets = task.targets_of(labels)
     mask = batch.get("attention_mask")
     if mask is not None:
@@ -102,11 +110,7 @@ def cut_targets(batch: Mapping[str, Any], layout: SequenceLayout, rank: int, tas
         counted = (targets[task.targets] != IGNORE_INDEX) & (mask == 0)
         for row, start in enumerate(task.isolated_padding(layout.real)):
             counted[row, :start] = False
-        if counted.any():
-            raise BatchError(
-                f"{int(counted.sum())} tokens of padding that attention_mask hides have labels to predict. Set the "
-                f"labels of padding to {IGNORE_INDEX}."
-            )
+        check_padding(counted)
     return {name: layout.shard(value, rank, IGNORE_INDEX) for name, value in targets.items()}
 
 
@@ -121,11 +125,7 @@ def cut_inputs(
     """Returns one rank's shard of a cut point's inputs, by name. Targets and inputs in `done` are sharded already.
 
     If the inputs have no position ids, `positions` of shape `(batch, tokens)` are added, by default from 0. The padding
-    mask and document boundaries are left out, because the layout has them.
-
-    Raises:
-        BatchError: For an unknown tensor that may have a token dimension.
-    """
+    mask and document boundaries are left out, because the layout has them."""
     whole = {name: value for name, value in inputs.items() if name not in (*BOUNDARY_KEYS, "attention_mask")}
     tokens = tokens_of(whole)
     rows, length = tokens.shape[:2]

@@ -30,22 +30,22 @@ class Text(NamedTuple):
 
 
 def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Returns the `input_ids` of a batch, `(batch, tokens)`, or else its `inputs_embeds`, `(batch, tokens, hidden)`.
+    """Returns the `input_ids` of a batch, `(batch, tokens)`, or else its `inputs_embeds`, `(batch, tokens, hidden)`."""
+    key = next((key for key in TOKEN_KEYS if batch.get(key) is not None), TOKEN_KEYS[0])
+    tensor = batch.get(key)
+    if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2 or tensor.numel() == 0:
+        raise BatchError(
+            f"The batch holds {sorted(batch)}, and {key} is {_described(tensor)}; it needs input_ids (or "
+            "inputs_embeds), a tensor of shape (batch, tokens), neither of them 0."
+        )
+    return tensor
 
-    Raises:
-        BatchError: If both are missing, or the tensor is empty.
-    """
-    for key in TOKEN_KEYS:
-        tensor = batch.get(key)
-        if tensor is None:
-            continue
-        if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2 or tensor.numel() == 0:
-            shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise BatchError(f"{key} is {shape}; it must be a tensor of shape (batch, tokens), neither of them 0.")
-        return tensor
-    raise BatchError(
-        f"The batch holds {sorted(batch)}; it needs input_ids (or inputs_embeds) of shape (batch, tokens)."
-    )
+
+def _described(value: Any) -> Any:
+    """Returns the shape of a tensor, and the kind of anything else."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    return "missing" if value is None else type(value).__name__
 
 
 def cache_of(batch: Mapping[str, Any]) -> Any:
@@ -75,17 +75,19 @@ def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     return rows, length
 
 
+def check_shape(name: str, value: Any, shape: tuple[int, ...], advice: str = "") -> None:
+    """Raises if a value of a batch is not a tensor of this shape."""
+    if _described(value) != shape:
+        raise BatchError(f"{name} is {_described(value)}; for this batch it must be a tensor of shape {shape}{advice}.")
+
+
 def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[int, ...]]:
     """Returns the document boundaries of each row of a full batch, cumulative from 0 to the number of tokens.
 
     Explicit boundaries come first: `cu_seq_lens_q`, or else `seq_idx`. Without both, and without an `attention_mask`,
     a document begins where position ids do not increase by one, as in Transformers. Padding is its own document,
-    see [`Task.padding_bounds`].
-
-    Raises:
-        BatchError: For shapes that do not fit the batch, masks that are not padding, and positions that restart
-            beside a mask, because only some kernels of Transformers treat these as packed documents.
-    """
+    see [`Task.padding_bounds`]. Raises for positions that restart beside a mask, because only some kernels of
+    Transformers treat these as packed documents."""
     rows, length = batch_shape(batch)
     real = real_tokens(batch)
     positions = batch.get("position_ids")
@@ -93,10 +95,7 @@ def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[in
         # multimodal RoPE: three rows jump at images; a row of text positions may precede them
         positions = positions[0] if len(positions) == 4 else None
     if positions is not None:
-        if positions.ndim != 2 or positions.shape[1] != length or positions.shape[0] not in (1, rows):
-            raise BatchError(
-                f"position_ids have shape {tuple(positions.shape)}; for this batch they must be ({rows}, {length})."
-            )
+        check_shape("position_ids", positions, (1 if positions.shape[:1] == (1,) else rows, length))
         positions = positions.expand(rows, length)
     starts = _explicit_starts(batch, rows, length)
     if starts is None and positions is not None and batch.get("attention_mask") is None:
@@ -111,36 +110,29 @@ def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[in
 
 
 def real_tokens(batch: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-    """Returns the tokens `[start, stop)` of each row that `attention_mask` shows; `()` if it hides none.
-
-    Raises:
-        BatchError: For masks that are not padding: 4 dimensions, holes, or values other than 0 and 1.
-    """
+    """Returns the tokens `[start, stop)` of each row that `attention_mask` shows; `()` if it hides none."""
     rows, length = batch_shape(batch)
     mask = batch.get("attention_mask")
     if mask is None:
         return ()
-    if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (rows, length):
-        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise BatchError(
-            f"attention_mask is {shape}; over several ranks it must be ({rows}, {length}) and mark padding only. Pack "
-            "documents by position_ids that start anew at 0."
-        )
+    hint = " and mark padding only. Pack documents by position_ids that start anew at 0"
+    check_shape("attention_mask", mask, (rows, length), hint)
     if bool((mask == 1).all()):
         return ()
     visible = mask.cpu() != 0
-    if not torch.equal(visible.to(mask.dtype), mask.cpu()):
-        raise BatchError("attention_mask holds other values than 0 and 1. Pack documents by position_ids instead.")
-    spans = []
-    for row in range(rows):
-        tokens = visible[row].nonzero().flatten()
-        if len(tokens) == 0:
-            raise BatchError(f"attention_mask hides all of row {row}. Drop empty sequences from the batch.")
-        first, last = int(tokens[0]), int(tokens[-1])
-        if last - first + 1 != len(tokens):
-            raise BatchError(f"attention_mask of row {row} has holes; only padding at an end of a sequence is served.")
-        spans.append((first, last + 1))
-    return tuple(spans)
+    counts, starts = visible.sum(1).tolist(), visible.int().argmax(1).tolist()
+    stops = (length - visible.flip(1).int().argmax(1)).tolist()
+    hidden = ", ".join(str(row) for row, count in enumerate(counts) if not count)
+    torn = ", ".join(str(row) for row, count in enumerate(counts) if stops[row] - starts[row] != count)
+    BatchError.refuse(
+        (
+            not torch.equal(visible.to(mask.dtype), mask.cpu()),
+            "attention_mask holds other values than 0 and 1. Pack documents by position_ids instead.",
+        ),
+        (hidden, f"attention_mask hides all of row {hidden}. Drop empty sequences from the batch."),
+        (torn, f"attention_mask of row {torn} has holes; only padding at an end of a sequence is served."),
+    )
+    return tuple(zip(starts, stops, strict=True))
 
 
 def texts_of(batch: Mapping[str, Any]) -> list[Text]:
@@ -167,11 +159,7 @@ def _explicit_starts(batch: Mapping[str, Any], rows: int, length: int) -> list[s
         return [set(bounds)]
     if numbers is None:
         return None
-    if not isinstance(numbers, torch.Tensor) or tuple(numbers.shape) != (rows, length) or numbers.is_floating_point():
-        shape = tuple(numbers.shape) if isinstance(numbers, torch.Tensor) else type(numbers).__name__
-        raise BatchError(
-            f"seq_idx is {shape}; for this batch it must hold integers of shape ({rows}, {length}), one a document."
-        )
+    check_shape("seq_idx", numbers, (rows, length), ", with one number a document")
     return _changes(numbers[:, 1:] != numbers[:, :-1])
 
 

@@ -65,11 +65,7 @@ class Joined:
     def inputs(
         self, whole: Mapping[str, Any], known: Sequence[TokenInput], masked: Sequence[MaskedRows]
     ) -> dict[str, Any]:
-        """Returns the row's inputs of a cut point, from those of all texts.
-
-        Raises:
-            BatchError: If the model gives texts with a common prefix different positions.
-        """
+        """Returns the row's inputs of a cut point, from those of all texts."""
         row = select_rows(whole, masked, lambda values: values.flatten()[self.sources.to(values.device)])
         for each in known:
             if whole.get(each.name) is not None:

@@ -22,41 +22,34 @@ _TEXT = {*(known.name for known in TOKEN_INPUTS), *BOUNDARY_KEYS, *_TOKEN_TYPES,
 
 
 def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -> str:
-    """Returns a description of the inputs besides text in a multimodal model's batch, to be equal on all ranks.
-
-    Args:
-        batch (mapping): The model's arguments.
-        kind (`type`): The model's class.
-        text_type (`int`, defaults to 0): The type of text tokens in `token_type_ids`.
-
-    Returns:
-        `str`: Names and shapes; empty for plain text.
-
-    Raises:
-        BatchError: If it holds images, videos or sound that the class was not compared on.
-    """
+    """Returns a description of the inputs besides text in a batch of a multimodal model, to be equal on all ranks:
+    names and shapes. Raises for those that its class was not compared on. `text_type` is the type of text tokens in
+    `token_type_ids`."""
     name, held = kind.__name__, {key: value for key, value in batch.items() if holds_values(key, value)}
     marked = {key: text_type if key == "token_type_ids" else 0 for key in _TOKEN_TYPES}
     others = [key for key in held if key not in _TEXT]
     others += [key for key in _TOKEN_TYPES if key in held and (held[key] != marked[key]).any()]
     served = row_of(kind).modalities
     asked = {modality for key in others for modality in _modalities_of(key, held[key], marked.get(key))}
-    if not asked <= {*served}:
-        *first, last = "text", *served
-        known = f"{', '.join(first)} and {last} are" if first else "text is"
-        raise BatchError(
-            f"The batch holds {', '.join(others)}. Of {name} {known} served: "
-            "more was not compared over several ranks. Give batches without the rest."
-        )
-    if text_type and "token_type_ids" not in held:
-        raise BatchError(
-            f"In {name} tokens see later ones unless token_type_ids say that they do not. Give token_type_ids of 1."
-        )
-    if others and row_of(kind).positions == "row" and "cu_seq_lens_q" in held and "position_ids" not in held:
-        raise BatchError(
+    *first, last = "text", *served
+    known = f"{', '.join(first)} and {last} are" if first else "text is"
+    packed = "cu_seq_lens_q" in held and "position_ids" not in held
+    BatchError.refuse(
+        (
+            not asked <= {*served},
+            f"The batch holds {', '.join(others)}. Of {name} {known} served: more was not compared over several ranks. "
+            "Give batches without the rest.",
+        ),
+        (
+            text_type and "token_type_ids" not in held,
+            f"In {name} tokens see later ones unless token_type_ids say that they do not. Give token_type_ids of 1.",
+        ),
+        (
+            others and row_of(kind).positions == "row" and packed,
             f"The documents of a packed row have images, and {name} counts positions through the whole row. Give "
-            "position_ids that begin anew in each document, or one document a row."
-        )
+            "position_ids that begin anew in each document, or one document a row.",
+        ),
+    )
     shapes = {key: tuple(held[key].shape) if isinstance(held[key], torch.Tensor) else "" for key in sorted(others)}
     return ", ".join(f"{key} {shape}" for key, shape in shapes.items())
 

@@ -14,7 +14,7 @@ from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
 from ..models.cut_point import TOKEN_INPUTS, TokenInput
 from ..models.task import CAUSAL, Task
-from .documents import batch_shape, real_tokens
+from .documents import batch_shape, check_shape, real_tokens
 
 LAYOUT_KEY = "burst_batch"
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -58,64 +58,57 @@ def longest_position(full: Mapping[str, Any]) -> int:
 
 
 def layout_of_shard(batch: Mapping[str, Any], config: BurstConfig, group: ContextGroup, task: Task) -> SequenceLayout:
-    """Returns the layout of a batch that arrived sharded, checked against the model's config, group and task.
-
-    Raises:
-        BatchError: If it was sharded for another rank, group or task, or if its position ids do not match.
-    """
+    """Returns the layout of a batch that arrived sharded, checked against the model's config, group and task."""
     about: ShardedBatch | None = batch.get(LAYOUT_KEY)
-    _check_shard(batch, about, task)
     rows, own = batch_shape(batch)
+    _check_shard(batch, about, task, (rows, own))
     if about is None:
         return _layout_by_positions(batch["position_ids"], config, group)
     layout = about.layout
-    if (about.rank, layout.ranks) != (group.rank, group.size):
-        raise BatchError(
+    there = layout.batch_size, layout.sharding.tokens(about.rank)
+    BatchError.refuse(
+        (
+            (about.rank, layout.ranks) != (group.rank, group.size),
             f"The batch was sharded as part {about.rank} of {layout.ranks}, this process is rank {group.rank} of "
-            f"{group.size}. Give the collator the same group as patch_model."
-        )
-    if (layout.batch_size, layout.sharding.tokens(group.rank)) != (rows, own):
-        raise BatchError(
-            f"The shard holds {rows} x {own} tokens, its layout says {layout.batch_size} x "
-            f"{layout.sharding.tokens(group.rank)}. Do not cut or pad a batch after it was sharded."
-        )
-    if int(checksum({"position_ids": batch["position_ids"]})) != about.positions:
-        raise BatchError(
+            f"{group.size}. Give the collator the same group as patch_model.",
+        ),
+        (
+            there != (rows, own),
+            f"The shard holds {rows} x {own} tokens, its layout says {there[0]} x {there[1]}. Do not cut or pad a "
+            "batch after it was sharded.",
+        ),
+        (
+            int(checksum({"position_ids": batch["position_ids"]})) != about.positions,
             "The position_ids do not match the sharding: they were changed after the batch was sharded. Leave them as "
-            "hf_burst.shard_batch made them."
-        )
+            "hf_burst.shard_batch made them.",
+        ),
+    )
     return layout
 
 
-def _check_shard(batch: Mapping[str, Any], about: ShardedBatch | None, task: Task) -> None:
+def _check_shard(batch: Mapping[str, Any], about: ShardedBatch | None, task: Task, size: tuple[int, int]) -> None:
     """Raises for a shard for another task, and for one with missing or forbidden tensors."""
-    rows, own = batch_shape(batch)
     made_for = CAUSAL if about is None else about.task
-    if made_for != task:
-        raise BatchError(
+    BatchError.refuse(
+        (
+            made_for != task,
             f"The batch was cut for a {made_for.kind} language model, and this is a {task.kind} one, whose labels are "
-            f"{'' if task.causal else 'not '}shifted. Give shard_batch or BurstCollator causal={task.causal}."
-        )
-    for key in ("position_ids", task.targets):
-        value = batch.get(key)
-        if key == task.targets and value is None and about is not None:
-            continue  # a batch that had no labels
-        if value is None or tuple(value.shape) != (rows, own):
-            shape = "missing" if value is None else f"of shape {tuple(value.shape)}"
-            raise BatchError(
-                f"The batch carries {LAYOUT_KEY} or shift_labels, so it counts as sharded, but its {key} are {shape}; "
-                f"they must be ({rows}, {own}) like the tokens of this rank. Make it with hf_burst.shard_batch or "
-                "BurstCollator."
-            )
-    if batch.get("attention_mask") is not None:
-        raise BatchError(
-            "A sharded batch carries an attention_mask. shard_batch folds it into the layout; leave it out."
-        )
-    if about is not None and about.labelled and batch.get("labels") is None:
-        raise BatchError(
+            f"{'' if task.causal else 'not '}shifted. Give shard_batch or BurstCollator causal={task.causal}.",
+        ),
+        (
+            batch.get("attention_mask") is not None,
+            "A sharded batch carries an attention_mask. shard_batch folds it into the layout; leave it out.",
+        ),
+        (
+            about is not None and about.labelled and batch.get("labels") is None,
             "The labels were taken out of a sharded batch, as Trainer does for label smoothing and compute_loss_func. "
-            "Give the model full batches instead (no BurstCollator): their logits are gathered."
-        )
+            "Give the model full batches instead (no BurstCollator): their logits are gathered.",
+        ),
+    )
+    advice = f", because it carries {LAYOUT_KEY} or shift_labels. Make it with hf_burst.shard_batch or BurstCollator"
+    check_shape("position_ids of a sharded batch", batch.get("position_ids"), size, advice)
+    if about is None or batch.get(task.targets) is not None:  # else of a batch that had no labels
+        check_shape(f"{task.targets} of a sharded batch", batch.get(task.targets), size, advice)
 
 
 def _layout_by_positions(positions: torch.Tensor, config: BurstConfig, group: ContextGroup) -> SequenceLayout:

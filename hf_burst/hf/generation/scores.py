@@ -11,7 +11,7 @@ from torch.nn import functional
 from ...config import still_called
 from ...errors import BatchError, ConfigError
 from ...layers import loss
-from ..batches.documents import batch_shape
+from ..batches.documents import batch_shape, check_shape
 from ..batches.sharded import checksum, sum_of_bits
 from ..groups import PATCH, resolve_group
 from ..parts.token_losses import Question, TokenLosses, check_weights
@@ -196,9 +196,7 @@ def _behind(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None, 
         if others := sorted(set(batch) - {"input_ids", "attention_mask", "labels"}):
             raise BatchError(f"Behind a document a batch is input_ids and labels; leave out {', '.join(others)}.")
         check(base, {"input_ids": ids, "use_cache": True})
-        if labels is None or labels.shape != ids.shape:
-            shape = "missing" if labels is None else f"of shape {tuple(labels.shape)}"
-            raise BatchError(f"The labels are {shape}; token_losses needs labels of shape {batch_shape(batch)}.")
+        check_shape("labels", labels, batch_shape(batch))
         check_weights(weights, tuple(labels.shape))
         check_ranges({"input_ids": ids, "labels": labels}, base.config.get_text_config().vocab_size, None, None)
         whole, shown = with_document(document, ids, mask)

@@ -46,11 +46,7 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def check_model(view: ModelView) -> None:
-    """Raises for layers and settings that are never supported.
-
-    Raises:
-        UnsupportedModelError: Names the unsupported setting.
-    """
+    """Raises an UnsupportedModelError for layers and settings that are never supported."""
     for reason in _reasons(view):
         raise UnsupportedModelError(*reason)
 

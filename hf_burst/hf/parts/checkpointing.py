@@ -77,33 +77,34 @@ class Checkpointing(Part):
                 f"part of the sequence, and this one was cut into {len(batch.layout.owners)} chunks by another "
                 "BurstConfig. Give the BurstCollator (or shard_batch) the config of the model."
             )
-        if offloading and not wrapped and trains:
-            raise ConfigError(
-                f"Memory(activation_offloading={offloading}) offloads what checkpointed layers keep, and no "
-                "layer checkpoints. Set TrainingArguments(gradient_checkpointing=True), or call "
-                "model.gradient_checkpointing_enable()."
-            )
-        if offloading and call.compiled and trains:
-            raise ConfigError(
-                f"Memory(activation_offloading={offloading}) offloads nothing of compiled layers: torch.compile "
-                "decides what these keep. Leave out one of the two."
-            )
-        again = memory.layers_per_checkpoint > 1
-        if again and takes_weights_apart(call.view):
-            raise ConfigError(
-                f"Memory(layers_per_checkpoint={memory.layers_per_checkpoint}) runs layers again in the "
-                "backward pass, where DeepSpeed ZeRO-3 or FSDP1 has taken their weights apart. Train by FSDP2 or "
-                "ZeRO-2, or leave it at 1."
-            )
         repeatable = bool(wrapped) and not call.compiled and all(function.repeatable for function in wrapped)
         repeatable = repeatable and _checkpoint_all_layers(call.view, wrapped)
         self.found = Checkpoints(len(wrapped), repeatable, self.selective)
-        if again and not repeatable and trains:
-            raise ConfigError(
-                f"Memory(layers_per_checkpoint={memory.layers_per_checkpoint}) is for layers that all "
-                "checkpoint, with use_reentrant=False, no context_fn, and no torch.compile. Set TrainingArguments("
-                "gradient_checkpointing=True, gradient_checkpointing_kwargs={'use_reentrant': False})."
-            )
+        again = memory.layers_per_checkpoint > 1
+        offloads = f"Memory(activation_offloading={offloading}) offloads"
+        settings = f"tiled_mlp={memory.tiled_mlp}, layers_per_checkpoint={memory.layers_per_checkpoint}"
+        ConfigError.refuse(
+            (
+                offloading and not wrapped and trains,
+                f"{offloads} what checkpointed layers keep, and no layer checkpoints. Set TrainingArguments("
+                "gradient_checkpointing=True), or call model.gradient_checkpointing_enable().",
+            ),
+            (
+                offloading and call.compiled and trains,
+                f"{offloads} nothing of compiled layers: torch.compile decides what these keep. Leave out one of both.",
+            ),
+            (
+                (again or memory.tiled_mlp) and takes_weights_apart(call.view),
+                f"Memory({settings}) runs modules again in the backward pass, where DeepSpeed ZeRO-3 or FSDP1 has "
+                "taken their weights apart. Train by FSDP2 or ZeRO-2, or set tiled_mlp=0 and layers_per_checkpoint=1.",
+            ),
+            (
+                again and not repeatable and trains,
+                f"Memory({settings}) is for layers that all checkpoint, with use_reentrant=False, no context_fn, and "
+                "no torch.compile. Set TrainingArguments(gradient_checkpointing=True, gradient_checkpointing_kwargs="
+                "{'use_reentrant': False}).",
+            ),
+        )
         keep = [function.options.get("use_reentrant") is False for function in wrapped if share]
         described = f"{len(wrapped)} modules, {sum(keep)} of them keep attention"
         agreement.add("activation checkpointing", described if wrapped else None)

@@ -27,24 +27,36 @@ class ExpertRanks(Part):
         experts = dict(weights_of_experts(call.model))
         if not experts:
             return
-        if call.compiled:
-            raise UnsupportedModelError(
+        adapted = [name for name in experts if _ADAPTED in name]
+        UnsupportedModelError.refuse(
+            (
+                call.compiled,
                 "The model is compiled, and its experts lie on several ranks. Tokens that travel to them were not "
-                "compared with one process under torch.compile. Leave it out."
-            )
-        if torch.is_inference_mode_enabled():
-            raise ConfigError(
+                "compared with one process under torch.compile. Leave it out.",
+            ),
+            (
+                adapted,
+                f"An adapter of peft is on experts that lie on several ranks: {', '.join(adapted[:1])}. It would be "
+                "added to those of one rank as if they were all. Train adapters of other layers, or load the model "
+                "without ep_size.",
+            ),
+        )
+        learns = call.config.gradients != "manual" and call.learns
+        found = [(name, weight.dtype) for name, weight in experts.items() if learns and _is_divided_twice(weight)]
+        twice = ", ".join(f"{name} is in {dtype}" for name, dtype in found[:1])
+        ConfigError.refuse(
+            (
+                torch.is_inference_mode_enabled(),
                 "The experts of the model lie on several ranks, and FSDP2 cannot gather their weights within "
-                "torch.inference_mode(). Use torch.no_grad() instead."
-            )
-        if adapted := next((name for name in experts if _ADAPTED in name), ""):
-            raise UnsupportedModelError(
-                f"An adapter of peft is on experts that lie on several ranks: {adapted}. It would be added to those of "
-                "one rank as if they were all. Train adapters of other layers, or load the model without ep_size."
-            )
-        if call.config.gradients != "manual" and call.learns:
-            for name, weight in experts.items():
-                _check_division(name, weight)
+                "torch.inference_mode(). Use torch.no_grad() instead.",
+            ),
+            (
+                twice,
+                f"{twice}, and one rank alone has its experts: FSDP2 then divides their gradients by the number of "
+                "ranks twice (torch 2.11 to 2.13). Load the model in torch.float32 or torch.bfloat16, or with an "
+                "ep_size of which fsdp_size is a multiple.",
+            ),
+        )
 
 
 def weights_of_experts(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
@@ -55,11 +67,7 @@ def weights_of_experts(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
 
 
 def check_same_passes(model: nn.Module, group: ContextGroup) -> None:
-    """Raises if experts are spread over several groups of ranks, which generate different numbers of tokens.
-
-    Raises:
-        ConfigError: With the ranks of both.
-    """
+    """Raises if experts are spread over several groups of ranks, which generate different numbers of tokens."""
     members = set(group.members) or {dist.get_rank() if dist.is_initialized() else 0}
     for _, weight in weights_of_experts(model):
         ranks = dist.get_process_group_ranks(weight.device_mesh.get_group(_EXPERTS_DIM))
@@ -70,13 +78,8 @@ def check_same_passes(model: nn.Module, group: ContextGroup) -> None:
             )
 
 
-def _check_division(name: str, weight: DTensor) -> None:
-    """Raises if torch divides the gradients of experts by the number of ranks twice."""
+def _is_divided_twice(weight: DTensor) -> bool:
+    """Returns whether torch divides the gradients of experts by the number of ranks twice."""
     mesh = weight.device_mesh
     alone = _COPIES_DIM in (mesh.mesh_dim_names or ()) and mesh[_COPIES_DIM].size() == 1
-    if alone and weight.requires_grad and weight.dtype not in (torch.float32, torch.bfloat16):
-        raise ConfigError(
-            f"{name} is in {weight.dtype}, and one rank alone has its experts: FSDP2 then divides their gradients by "
-            "the number of ranks twice (torch 2.11 to 2.13). Load the model in torch.float32 or torch.bfloat16, or "
-            "with an ep_size of which fsdp_size is a multiple."
-        )
+    return alone and weight.requires_grad and weight.dtype not in (torch.float32, torch.bfloat16)

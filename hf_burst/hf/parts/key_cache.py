@@ -45,16 +45,11 @@ def repeated(values: torch.Tensor, cache: Any) -> torch.Tensor:
 
 
 def each_once(cache: ShardedCache, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the batch with each prompt once, where `generate` made consecutive copies.
-
-    Raises:
-        BatchError: If copies are missing, or a tensor may not have one row per prompt.
-    """
-    rows, copies = batch_shape(batch)[0], cache.copies
+    """Returns the batch with each prompt once, where `generate` made consecutive copies. Raises for a tensor that may
+    not have one row per prompt."""
+    copies = cache.copies
     if copies == 1:
         return dict(batch)
-    if rows % copies:
-        raise BatchError(f"A batch of {rows} rows does not hold {copies} copies of each prompt.")
     part = {}
     for name, value in batch.items():
         if not isinstance(value, torch.Tensor) or not value.ndim:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ...config import BurstConfig
-from ...errors import ConfigError
+from ...errors import ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..batches.sharded import sum_of_octets
 from ..forward_pass import Agreement, Call, ForwardPass
@@ -85,34 +85,30 @@ class Replicas(Part):
 
 
 def check_averaged(view: ModelView, trained: list[nn.Parameter], group: ContextGroup) -> None:
-    """Raises a ConfigError if nothing averages the gradients of a model over the ranks of a group.
-
-    Args:
-        view ([`ModelView`]): The model, in its forward pass.
-        trained (`list[torch.nn.Parameter]`): Its trained parameters.
-        group ([`ContextGroup`]): The ranks that share a sequence.
-    """
+    """Raises a ConfigError if nothing averages the gradients of trained parameters over the ranks of a group. The
+    model is in its forward pass."""
     members, wrapper = set(group.members), DistributedDataParallel._get_active_ddp_module()
     averaged = [] if wrapper is None else [dist.get_process_group_ranks(wrapper.process_group)]
     meshes = {parameter.device_mesh for parameter in trained if isinstance(parameter, DTensor)}
     averaged += [mesh.mesh.flatten().tolist() for mesh in meshes]
-    for ranks in averaged:
-        if not members <= set(ranks):
-            raise ConfigError(
-                f"The ranks {sorted(members)} share a sequence, and gradients are averaged over {sorted(ranks)} only. "
-                "Wrap the model for all of them: pass hf_burst.BurstParallelismConfig to the Accelerator, or a mesh to "
-                "the wrapper that has these ranks."
-            )
     # DeepSpeed's ZeRO hooks parameters, too
-    if averaged or any(map(_is_hooked, trained)) or _leaves_no_mark() or has_fsdp1(view):
-        return
-    if not view.units_of_fsdp2:
-        raise ConfigError(
+    known = averaged or any(map(_is_hooked, trained)) or _leaves_no_mark() or has_fsdp1(view) or view.units_of_fsdp2
+    few = next((ranks for ranks in averaged if not members <= set(ranks)), [])
+    ConfigError.refuse(
+        (
+            few,
+            f"The ranks {sorted(members)} share a sequence, and gradients are averaged over {sorted(few)} only. Wrap "
+            "the model for all of them: pass hf_burst.BurstParallelismConfig to the Accelerator, or a mesh to the "
+            "wrapper that has these ranks.",
+        ),
+        (
+            not known,
             f"Nothing averages the gradients of the {group.size} ranks that share a sequence, so each would train "
             "weights of its own: the model runs outside of DDP, FSDP and DeepSpeed, and no parameter has a hook. Train "
             "what accelerator.prepare(model, optimizer) returns, as Trainer does. If you average gradients yourself, "
-            "say so: patch_model(model, hf_burst.BurstConfig(gradients='manual'))."
-        )
+            "say so: patch_model(model, hf_burst.BurstConfig(gradients='manual')).",
+        ),
+    )
 
 
 def check_known_to_ddp(model: nn.Module) -> None:
@@ -171,6 +167,12 @@ def has_fsdp1(view: ModelView) -> bool:
     if state.get("distributed_type") == DistributedType.FSDP and state["fsdp_plugin"].fsdp_version == 1:
         return True
     return view.has_fsdp1
+
+
+def refuse_partitioned(module: nn.Module, asked: str) -> None:
+    """Raises if DeepSpeed ZeRO-3 divides weights that something needs outside of their own module's call."""
+    if is_partitioned(module):
+        raise UnsupportedModelError(f"{asked} over DeepSpeed ZeRO-3, which divides weights. Use FSDP2, DDP or ZeRO-2.")
 
 
 def takes_weights_apart(view: ModelView) -> bool:

@@ -10,30 +10,39 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX
 from ...numerics import accumulation_dtype
 from ...ranks.collectives import group_sum
 from ...ranks.layout import SequenceLayout
+from ..batches.cutting import check_padding
 from ..forward_pass import Agreement, Batch, Call, ForwardPass
 from ..models.cut_point import reader_of
-from ..spread.heads import is_partitioned
 from ..spread.value import Spread
 from ..spread.where import Where
 from ..view import ModelView
 from .base import Handles, Part
 from .dropout import DropoutStreams
+from .replicas import refuse_partitioned
 
 _EACH_TOKEN = "ForTokenClassification"  # in names of classes that classify each token
 _SPAN = "ForQuestionAnswering"  # in names of classes that choose among all tokens
 POOLINGS = ("first", "last", "mean")  # of embeddings
 
 
-def _judges(model: PreTrainedModel) -> str:
-    """Returns the names of a model's class and its bases, which say what its head judges."""
-    return " ".join(base.__name__ for base in type(model).__mro__)
+def _reads_first(call: Call, bare: bool) -> bool:
+    """Returns whether an encoder's head or pooler reads the first token of a row."""
+    by_mean = getattr(call.model.config.get_text_config(), "classifier_pooling", "cls") == "mean"
+    return not by_mean and (not bare or getattr(call.model, "pooler", None) is not None)
+
+
+def _shows_last(call: Call, mask: Tensor) -> bool:
+    """Returns whether a mask shows the last token of each row that is not `pad_token_id`."""
+    pad, ids = call.model.config.get_text_config().pad_token_id, call.given.get("input_ids")
+    seen = torch.ones_like(mask) if pad is None or ids is None else (ids != pad).to(mask)
+    judged = (torch.arange(mask.shape[1], device=mask.device) * seen).argmax(-1)
+    return bool(mask.gather(1, judged[:, None].to(mask.device)).all())
 
 
 def documents_in(layout: SequenceLayout) -> list[tuple[int, ...]]:
@@ -85,40 +94,24 @@ class States(Part):
 
     def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
         agreement.add("pooling of embeddings", call.pooling)
-        asked = call.task.reads or call.pooling is not None
-        if asked and call.group.size > 1 and is_partitioned(call.model):
-            raise UnsupportedModelError(
-                f"{type(call.model).__name__} is asked for hidden states, or has no language-model head, which is not "
-                "served over DeepSpeed ZeRO-3: it divides the weights of heads. Use FSDP2, DDP or ZeRO-2."
-            )
-        if call.pooling is not None:
+        if not call.task.reads and call.pooling is None:
+            return
+        if call.group.size > 1:
+            refuse_partitioned(call.model, "Hidden states, or a model without a language-model head, are not served")
+        if call.pooling is None:
+            self._check_rows(call, batch)
+        else:
             self._check_documents(call, batch, call.pooling)
-            return
-        if not call.task.reads:
-            return
-        name, given, judges = type(call.model).__name__, batch.given, _judges(call.model)
-        layout, labels = batch.layout, given.get("labels")
-        pools = reader_of(call.view) is not call.view and _EACH_TOKEN not in judges
-        if pools and any(len(bounds) > 2 for bounds in documents_in(layout)):
-            raise BatchError(
-                f"The batch packs documents, and {name} judges a row as one. Give every document a row of its own "
-                "(packing=False, no DataCollatorWithFlattening)."
-            )
-        if batch.sharded:
-            raise BatchError(f"{name} needs the labels of whole rows. Give full batches (no BurstCollator).")
-        mask = given.get("attention_mask")
-        if layout.real and mask is not None:
-            self._check_padding(call, name, mask, labels)
 
     def _check_documents(self, call: Call, batch: Batch, pooling: str) -> None:
         """Raises for a model, a pooling or a batch without an embedding of each document."""
-        name, lengths = type(call.model).__name__, batch.given.get("cu_seq_lens_q")
+        lengths = batch.given.get("cu_seq_lens_q")
         if pooling not in POOLINGS:
             raise ConfigError(f"embeddings was given pooling={pooling!r}; it is one of {POOLINGS}.")
         if not call.task.reads and call.model.base_model is call.model:
             raise UnsupportedModelError(
-                f"{name} has a head and no base model, of whose hidden states embeddings are made. Load the model by "
-                "AutoModel.from_pretrained."
+                f"{type(call.model).__name__} has a head and no base model, of whose hidden states embeddings are "
+                "made. Load the model by AutoModel.from_pretrained."
             )
         batch.lies.check_texts()
         if lengths is not None and (torch.as_tensor(lengths).flatten().diff() == 0).any():
@@ -126,35 +119,41 @@ class States(Part):
                 "cu_seq_lens_q has a document of no tokens, which has no embedding. Drop empty texts from the batch."
             )
 
-    def _check_padding(self, call: Call, name: str, mask: Tensor, labels: Any) -> None:
-        """Raises if a result depends on the states of padding, which sees other tokens than in the unpatched model."""
-        judges = _judges(call.model)
-        if _SPAN in judges:
-            raise BatchError(
+    def _check_rows(self, call: Call, batch: Batch) -> None:
+        """Raises for a shard, for documents that a head would judge as one, and for a result that depends on states of
+        padding, which sees other tokens than in the unpatched model."""
+        name, bare = type(call.model).__name__, reader_of(call.view) is call.view
+        judges = " ".join(base.__name__ for base in type(call.model).__mro__)
+        each, spans = _EACH_TOKEN in judges, _SPAN in judges
+        labels, pad = batch.given.get("labels"), call.model.config.get_text_config().pad_token_id
+        mask: Any = batch.given.get("attention_mask") if batch.layout.real else None
+        padded = mask is not None and not batch.sharded
+        first = padded and not (each or spans or call.task.causal) and _reads_first(call, bare)
+        last = padded and not (each or spans or bare) and call.task.causal
+        BatchError.refuse(
+            (
+                not (bare or each) and any(len(bounds) > 2 for bounds in documents_in(batch.layout)),
+                f"The batch packs documents, and {name} judges a row as one. Give every document a row of its own "
+                "(packing=False, no DataCollatorWithFlattening).",
+            ),
+            (batch.sharded, f"{name} needs the labels of whole rows. Give full batches (no BurstCollator)."),
+            (
+                padded and spans,
                 f"{name} chooses among all tokens, those of padding too, whose states differ from those of an "
-                "unpatched model. Give rows of one length, such as one row a batch, without padding."
-            )
-        if _EACH_TOKEN in judges:
-            counted = labels is not None and ((labels != IGNORE_INDEX) & (mask == 0)).any()
-            if counted:
-                raise BatchError(
-                    f"Tokens of padding that attention_mask hides have labels. Set them to {IGNORE_INDEX}."
-                )
-            return
-        config, ids = call.model.config.get_text_config(), call.given.get("input_ids")
-        if call.task.causal and reader_of(call.view) is not call.view:
-            pad, last = config.pad_token_id, torch.arange(mask.shape[1], device=mask.device)
-            seen = torch.ones_like(mask) if pad is None or ids is None else (ids != pad).to(mask)
-            judged = (last * seen).argmax(-1)
-            if not mask.gather(1, judged[:, None].to(mask.device)).all():
-                raise BatchError(
-                    f"{name} judges the last token that is not config.pad_token_id ({pad}), and attention_mask hides "
-                    "it. Pad with this token, or set config.pad_token_id to the token that pads."
-                )
-        elif not call.task.causal and getattr(config, "classifier_pooling", "cls") != "mean":
-            reads_first = reader_of(call.view) is not call.view or getattr(call.model, "pooler", None) is not None
-            if reads_first and not mask[:, 0].all():
-                raise BatchError(f"{name} judges the first token of a row, which is padding. Pad on the right.")
+                "unpatched model. Give rows of one length, such as one row a batch, without padding.",
+            ),
+            (
+                last and not _shows_last(call, mask),
+                f"{name} judges the last token that is not config.pad_token_id ({pad}), and attention_mask hides it. "
+                "Pad with this token, or set config.pad_token_id to the token that pads.",
+            ),
+            (
+                first and not mask[:, 0].all(),
+                f"{name} judges the first token of a row, which is padding. Pad on the right.",
+            ),
+        )
+        if padded and each and labels is not None:
+            check_padding((labels != IGNORE_INDEX) & (mask == 0))
 
     def begin(self, run: ForwardPass) -> None:
         self.run, self.pooled = run if run.call.task.reads else None, False

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...errors import ConfigError
 from ...layers.tiled import tiled
 from ...layers.tokenwise import obstacle_to_tiles
 from ..context import LayerContext, current, entered
-from ..forward_pass import Agreement, Call, ForwardPass
+from ..forward_pass import ForwardPass
 from ..models.cut_point import reader_of
 from ..models.recurrent import recurrent_modules
 from ..models.support import is_attention
@@ -21,7 +20,6 @@ from ..overrides import Override
 from ..view import ModelView, children_of, inner_modules
 from .base import Part
 from .expert_ranks import weights_of_experts
-from .replicas import takes_weights_apart
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +34,6 @@ class TiledMLP(Part):
     def __init__(self) -> None:
         self.obstacles: dict[str, str] = {}  # of the latest pass
         self.logged = {""}
-
-    def admit(self, call: Call, agreement: Agreement) -> None:
-        tile = call.config.memory_settings.tiled_mlp
-        if tile and takes_weights_apart(call.view):
-            raise ConfigError(
-                f"Memory(tiled_mlp={tile}) runs MLPs again in the backward pass, where DeepSpeed "
-                "ZeRO-3 or FSDP1 has taken their weights apart. Train by FSDP2 or ZeRO-2, or set tiled_mlp=0."
-            )
 
     def begin(self, run: ForwardPass) -> None:
         self.obstacles = {}

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...errors import BatchError, UnsupportedModelError
+from ...errors import BatchError
+from ..batches.documents import check_shape
 from ..batches.sharded import sum_of_bits
 from ..forward_pass import Agreement, Batch, Call, ForwardPass
-from ..spread.heads import AGAIN, check_head_again, is_partitioned
+from ..spread.heads import check_head_again
 from ..spread.value import Spread
 from .base import Part
+from .replicas import refuse_partitioned
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,11 @@ def check_weights(weights: Tensor | None, shape: tuple[int, ...]) -> None:
     """Raises for weights that do not fit the labels of a whole batch."""
     if weights is None:
         return
-    if tuple(weights.shape) != shape or not weights.is_floating_point():
+    check_shape("The tensor of weights", weights, shape, ", one for every label of the whole batch")
+    if not weights.is_floating_point() or not weights.isfinite().all():
         raise BatchError(
-            f"The weights are {weights.dtype} of shape {tuple(weights.shape)}; for this batch they must be "
-            f"floating point numbers of shape {shape}, one for every label of the whole batch."
+            f"The weights of tokens ({weights.dtype}) hold numbers that are not finite, or no floating point."
         )
-    if not bool(weights.isfinite().all()):
-        raise BatchError("The weights of tokens hold numbers that are not finite.")
 
 
 class TokenLosses(Part):
@@ -56,24 +56,28 @@ class TokenLosses(Part):
         if self.asked is None:
             return
         weights, teacher = self.asked.weights, self.asked.teacher
-        if batch.given.get("logits_to_keep"):
-            raise BatchError("token_losses and token_divergences score all tokens. Leave logits_to_keep out.")
-        if batch.targets is None:
-            raise BatchError(
+        BatchError.refuse(
+            (
+                batch.given.get("logits_to_keep"),
+                "token_losses and token_divergences score all tokens. Leave logits_to_keep out.",
+            ),
+            (
+                batch.targets is None,
                 "The labels are missing; token_losses and token_divergences need labels of the shape of input_ids, in "
-                "which -100 is not predicted."
-            )
-        batch.lies.check_texts()
-        check_weights(weights, batch.lies.shape)
-        if teacher is not None and not (teacher.lies and teacher.lies.fits(batch.lies)):
-            raise BatchError(
+                "which -100 is not predicted.",
+            ),
+            (
+                teacher is not None and not (teacher.lies and teacher.lies.fits(batch.lies)),
                 "The layers of the teacher see otherwise far than those of the model, or share other beginnings, so "
                 "each would cut the batch in its own way. Give both the same shards: batches of hf_burst.shard_batch "
-                "or BurstCollator."
-            )
+                "or BurstCollator.",
+            ),
+        )
+        batch.lies.check_texts()
+        check_weights(weights, batch.lies.shape)
         head = call.model.get_output_embeddings()
-        if torch.is_grad_enabled() and head is not None and is_partitioned(head):
-            raise UnsupportedModelError(AGAIN.format("ZeRO-3 shards the head", "Use ZeRO-2"))
+        if torch.is_grad_enabled() and head is not None:
+            refuse_partitioned(head, "Losses of tokens are not trained")
         agreement.facts |= self.asked.facts
         summed = None if weights is None else sum_of_bits(weights.to(call.device))
         agreement.add("weights of tokens (checksum)", summed)

@@ -185,23 +185,23 @@ class Tokens(Part):
             raise BatchError(f"{name} reads whole sequences before they are cut. Give full batches (no BurstCollator).")
         made_for = task_named(call.task.causal)  # models without a head have no shards of their own
         layout = layout_of_shard(call.given, call.config, call.group, made_for)
-        why = "queries are scaled by places that count padding" if self.by_place and about and about.padded else ""
-        why = why if self.recurrence.forks else NO_FORKS
-        if layout.parents and why:
-            raise BatchError(
-                f"The texts of the batch were joined, and in {name} {why}. Leave share_prefixes=True out of the "
-                "config of BurstCollator."
-            )
-        if self.learned.padding_idx is not None:
-            raise BatchError(
-                f"{name} counts positions from its padding_idx + 1, which was not known when the batch was sharded. "
-                "Give full batches (no BurstCollator)."
-            )
-        if self.learned.from_mask and any(start for start, _ in layout.real):
-            raise BatchError(
-                f"{name} counts positions from the first token after the padding, which was not known when the batch "
-                "was sharded. Pad on the right, or give full batches (no BurstCollator)."
-            )
+        by_place = "queries are scaled by places that count padding" if self.by_place and about and about.padded else ""
+        why = by_place if self.recurrence.forks else NO_FORKS
+        from_mask = self.learned.from_mask and any(start for start, _ in layout.real)
+        begins = "the first token after the padding" if from_mask else ""
+        begins = begins if self.learned.padding_idx is None else "its padding_idx + 1"
+        BatchError.refuse(
+            (
+                layout.parents and why,
+                f"The texts of the batch were joined, and in {name} {why}. Leave share_prefixes=True out of the config "
+                "of BurstCollator.",
+            ),
+            (
+                begins,
+                f"{name} counts positions from {begins}, which was not known when the batch was sharded. Give full "
+                "batches (no BurstCollator).",
+            ),
+        )
         agreement.add(CONTENT, about.fingerprint if about else None)
         targets = call.given.get(call.task.targets)
         inputs = {key: value for key, value in call.given.items() if key != LAYOUT_KEY} | {"labels": targets}

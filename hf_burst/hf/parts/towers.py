@@ -54,33 +54,28 @@ class Towers(Part):
                 yield kind, owner, (how,)
 
     def admit(self, call: Call, agreement: Agreement) -> None:
-        """Checks that images have pixels, and that no noise is added to sound, because each rank would draw its own.
-
-        Raises:
-            BatchError: If there are none, or the noise is not switched off.
-        """
-        config, given = call.model.config, call.given
-        for pixels in map(given.get, _PIXELS if row_of(type(call.model)).modalities else ()):
-            if isinstance(pixels, Tensor) and not len(pixels):
-                raise BatchError(
-                    f"The batch holds pixels of shape {tuple(pixels.shape)}, which are of no image. Leave them out, "
-                    "and their grids and sizes, where a batch has none."
-                )
+        """Checks that images have pixels, and that no noise is added to sound, because each rank would draw its own."""
+        name, config, given = type(call.model).__name__, call.model.config, call.given
+        pixels = [given.get(key) for key in _PIXELS if row_of(type(call.model)).modalities]
+        shapes = ", ".join(str(tuple(value.shape)) for value in pixels if isinstance(value, Tensor) and not len(value))
         heard = call.group.size > 1 and any(given.get(key) is not None for key in _SOUND)
         quiet = "sample" in inspect.signature(type(call.model).forward).parameters and given.get("sample") is False
         noisy = [name for name in config.sub_configs if getattr(getattr(config, name, None), "vae_std", 0)]
-        if heard and noisy and not quiet:
-            raise BatchError(
-                f"{type(call.model).__name__} adds noise to sound, and each rank would add another one. Give batches "
-                f"sample=False, where the class takes it, or set config.{noisy[0]}.vae_std to 0."
-            )
+        BatchError.refuse(
+            (
+                shapes,
+                f"The batch holds pixels of shape {shapes}, which are of no image. Leave them out, and their grids and "
+                "sizes, where a batch has none.",
+            ),
+            (
+                heard and noisy and not quiet,
+                f"{name} adds noise to sound, and each rank would add another one. Give batches sample=False, where "
+                f"the class takes it, or set vae_std to 0: {', '.join(f'config.{own}.vae_std' for own in noisy)}.",
+            ),
+        )
 
     def begin(self, run: ForwardPass) -> None:
-        """Checks that towers run equally often in all groups, over which FSDP2 gathers their weights.
-
-        Raises:
-            BatchError: On all ranks, if one group has images, videos or sound, and another one has none.
-        """
+        """Checks that towers run equally often in all groups, over which FSDP2 gathers their weights."""
         if not row_of(type(run.model)).modalities or not run.call.sharing:
             return
         held = [float(run.batch.given.get(key) is not None) for key in _RUNS]
@@ -94,14 +89,8 @@ class Towers(Part):
 
 
 def refuse_draws(owner: nn.Module) -> None:
-    """Raises if a tower that every rank runs is random in training: each rank would compute other features.
-
-    Args:
-        owner (`torch.nn.Module`): The module that holds the tower and the language model.
-
-    Raises:
-        UnsupportedModelError: With the rates.
-    """
+    """Raises if a tower that every rank runs is random in training: each rank would compute other features. The
+    `owner` holds the tower and the language model."""
     reader = {id(module) for module in inner_modules(owner.get_decoder())}  # type: ignore[operator]
     beside = (module for module in inner_modules(owner) if id(module) not in reader)
     rates = {f"{name}={rate}" for name, rate in random_rates(beside)}
@@ -184,11 +173,7 @@ class _SharedEncoder(Override):
         return any(other.running for other in vars(self.module).values() if isinstance(other, _SharedEncoder))
 
     def _costs(self, arguments: dict[str, Any]) -> list[int] | None:
-        """Returns the rows of pixels, or the area, of each image; `None` if it is unknown what belongs to which image.
-
-        Raises:
-            BatchError: If the grids count another number of rows of pixels than there are.
-        """
+        """Returns the rows of pixels, or the area, of each image; `None` if nothing says what belongs to which."""
         pixels, grids = _first(arguments, _PIXELS), _first(arguments, _GRIDS)
         others = {name for name in arguments if name.startswith(("image_", "video_"))} - {*_EACH}
         if self.how == "all" or not isinstance(pixels, Tensor) or any(arguments[name] is not None for name in others):

@@ -8,8 +8,6 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from ...errors import UnsupportedModelError
 from ..view import inner_modules
 
-AGAIN = "{}, and losses of tokens need it once more in the backward pass. {}."
-_TAIL = "Wrap it together with the last norm, with reshard_after_forward=False, or leave it to the whole model"
 _WRAPPERS = ("torch.distributed.", "deepspeed.", "accelerate.", "trl.")  # their hooks manage weights and memory
 
 
@@ -45,6 +43,8 @@ def is_sharded_head(head: nn.Module | None) -> bool:
 
 
 def check_head_again(head: nn.Module | None) -> None:
-    """Raises if FSDP2 has resharded the head before the backward pass."""
     if torch.is_grad_enabled() and is_sharded_head(head):
-        raise UnsupportedModelError(AGAIN.format("FSDP2 has sharded the head again after its pass", _TAIL))
+        raise UnsupportedModelError(
+            "FSDP2 has sharded the head again after its pass, and losses of tokens need it in the backward pass. Wrap "
+            "it together with the last norm, with reshard_after_forward=False, or leave it to the whole model."
+        )

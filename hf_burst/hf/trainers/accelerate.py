@@ -3,7 +3,7 @@
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,12 +67,7 @@ class BurstParallelismConfig(ParallelismConfig):
             raise ConfigError(
                 f"burst_size is {self.burst_size!r}; it must be an int of at least 1, or None for all ranks."
             )
-        for name in ("tp_size", "cp_size", "sp_size"):
-            if getattr(self, name) > 1:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} beside burst_size={self.burst_size}: a sequence is sharded by "
-                    f"burst_size alone, and tensor parallelism is not combined with it. Leave {name} at 1."
-                )
+        _refuse_other_sizes({name: getattr(self, name) for name in ("tp_size", "cp_size", "sp_size")})
 
     @classmethod
     def from_env(cls) -> "BurstParallelismConfig":
@@ -183,7 +178,10 @@ class _Shared:
         for name in ("prepare", "prepare_model", "prepare_data_loader", "prepare_scheduler", "gather_for_metrics"):
             setattr(accelerator, name, getattr(self, name))
         if accelerator.distributed_type is DistributedType.DEEPSPEED:
-            _check_deepspeed(accelerator.deepspeed_plugin.deepspeed_config)
+            config = accelerator.deepspeed_plugin.deepspeed_config
+            tensors = config.get("tensor_parallel", {}).get("autotp_size", 1)
+            sequences = config.get("sequence_parallel_size", 1)
+            _refuse_other_sizes({"sequence_parallel_size": sequences, "tensor_parallel.autotp_size": tensors})
             accelerator._prepare_deepspeed = self._prepare_deepspeed
             members = accelerator.torch_device_mesh[CP_DIM].get_group()  # the only dimension that data loaders know
             mesh = DeviceMesh.from_group(members, accelerator.device.type, mesh_dim_names=("tp",))
@@ -354,19 +352,21 @@ def _check_patched(item: Any, size: int, evaluates: bool = False) -> None:
 def _check_placed(model: nn.Module, evaluates: bool, generates: bool) -> None:
     """Raises for a model that Transformers sharded at loading, because accelerate would wrap it again, and for expert
     parallelism in a trainer that `generates`. `Trainer` prepares such a model in evaluation mode."""
-    if getattr(model, "is_distributed_loading_by_transformers", False) and not evaluates:
-        raise ConfigError(
+    ConfigError.refuse(
+        (
+            getattr(model, "is_distributed_loading_by_transformers", False) and not evaluates,
             "The model was loaded with a DistributedConfig",
             "Transformers averages its gradients already",
             "Prepare the rest without it: optimizer, loader = accelerator.prepare(optimizer, loader)",
-        )
-    if generates and any(weights_of_experts(model)):
-        raise ConfigError(
+        ),
+        (
+            generates and any(weights_of_experts(model)),
             "The trainer generates what it learns from, and the experts lie on several ranks "
             "(DistributedConfig(ep_size=...))",
             "both were not compared with one process",
             "Load the model without it, and have accelerate's FSDP2 shard the weights",
-        )
+        ),
+    )
 
 
 def _reads_tokens(model: PreTrainedModel) -> bool:
@@ -377,37 +377,36 @@ def _reads_tokens(model: PreTrainedModel) -> bool:
         return False
 
 
-def _check_deepspeed(config: dict[str, Any]) -> None:
-    """Raises for DeepSpeed's own sequence parallelism and tensor parallelism."""
-    for name, size in {
-        "sequence_parallel_size": config.get("sequence_parallel_size", 1),
-        "tensor_parallel.autotp_size": config.get("tensor_parallel", {}).get("autotp_size", 1),
-    }.items():
+def _refuse_other_sizes(sizes: Mapping[str, int]) -> None:
+    """Raises for other sequence parallelism, and for tensor parallelism."""
+    for name, size in sizes.items():
         if size > 1:
             raise ConfigError(
-                f"The DeepSpeed config has {name}={size} beside BurstParallelismConfig",
+                f"{name}={size} beside BurstParallelismConfig",
                 "a sequence is sharded by burst_size alone, and tensor parallelism is not combined with it",
-                "Take it out of the DeepSpeed config",
+                f"Leave out {name}",
             )
 
 
 def _check_data_loader(data_loader: DataLoader, dispatch: bool | None, generates: bool) -> None:
     """Raises for loaders whose batches may differ between the ranks of a group. Only a trainer that `generates` with
     one process per group may use prompts."""
-    if dispatch:
-        raise ConfigError(
+    collator = getattr(data_loader.collate_fn, "data_collator", data_loader.collate_fn)
+    online = getattr(collator, "__module__", "").startswith("trl.") and getattr(collator, "__name__", "") == "identity"
+    names = [place.rpartition(".")[2] for place, role in TRAINERS.items() if role == "generates"]
+    ConfigError.refuse(
+        (
+            dispatch,
             "dispatch_batches=True hands every rank a part of each batch",
             "the ranks that share a sequence need the same one",
             "Leave dispatch_batches out (Trainer: accelerator_config); it is then set to False",
-        )
-    collator = getattr(data_loader.collate_fn, "data_collator", data_loader.collate_fn)
-    online = getattr(collator, "__module__", "").startswith("trl.") and getattr(collator, "__name__", "") == "identity"
-    if (online or type(get_sampler(data_loader)).__name__ == "RepeatSampler") and not generates:
-        names = [place.rpartition(".")[2] for place, role in TRAINERS.items() if role == "generates"]
-        raise ConfigError(
+        ),
+        (
+            (online or type(get_sampler(data_loader)).__name__ == "RepeatSampler") and not generates,
             "The trainer generates what it learns from",
             "the ranks that share a sequence would generate different ones",
             f"Take {' or '.join(names)}, or a class of your own that inherits from one; to learn from a teacher, "
             "take TRL's GKDTrainer, or hf_burst.token_divergences in a loss of your own. Or use this trainer without "
             "BurstParallelismConfig and patch_model",
-        )
+        ),
+    )
