@@ -113,7 +113,7 @@ def generate(
     passes = patch.passes
     graphs = cuda_graphs and asked(base, kwargs, "cuda_graphs") is not False  # trainers give a config
     changing = any(kwargs.get(name) for name in _OF_USERS)
-    steps = stepping(base, changing) if graphs else nullcontext()
+    steps = stepping(base, cache, changing) if graphs else nullcontext()
     with same_random_numbers(group, device_of(base)), gathered_once(base), steps, without_rope_deltas(base):
         try:
             found: Any = base.generate(**own | {cache_key(base): cache})  # type: ignore[operator]

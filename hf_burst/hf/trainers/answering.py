@@ -67,8 +67,10 @@ class Answers(FirstRank):
 
         patch.together = lambda: ask if self.leads and self.within != get_ident() else None
         base.generate = generate_in_turn
+        self.problem = None
         try:
             yield
+            self.check()
         finally:
             patch.together = None
             vars(base).pop("generate", None)
@@ -84,7 +86,7 @@ class Answers(FirstRank):
         **kwargs: Any,
     ) -> Any:
         """Returns a model's answers (`base` is the patched model inside it), without dropout. For unsupported
-        arguments, all ranks generate alone with the first rank's random numbers, and return the first rank's answer."""
+        arguments, all ranks generate alone with the first rank's random numbers, and take its sequences."""
         unnamed = {"input_ids": inputs, "generation_config": generation_config}
         given = {name: value for name, value in unnamed.items() if value is not None} | kwargs
         modes = [(module, module.training) for module in inner_modules(model)]
@@ -94,8 +96,18 @@ class Answers(FirstRank):
             check(base, given)
         except (UnsupportedModelError, BatchError):
             given.pop("cuda_graphs", None)  # only for steps over ranks
+            found: list[Any] = []
+
+            def sequences() -> Tensor:
+                found.append(base.generate(**given))
+                return found[0] if isinstance(found[0], Tensor) else found[0].sequences
+
             with same_random_numbers(self.group, self.device), torch.no_grad():
-                return self.told(partial(base.generate, **given), "generate", alone=False)
+                first = self.told(sequences, "generate", alone=False)
+            if isinstance(found[0], Tensor):
+                return first
+            found[0].sequences = first  # the rest, such as a cache, stays this rank's own
+            return found[0]
         else:
             return generate(base, **_each_once(base, given))
         finally:
