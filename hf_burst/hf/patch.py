@@ -24,7 +24,7 @@ from .batches.cutting import bound_arguments
 from .batches.documents import cache_of
 from .batches.sharded import is_sharded
 from .callers import Callers, is_within, within_compiled
-from .context import CALL_KEY, LayerContext, PassContext, current
+from .context import PASS_KEY, LayerContext, PassContext, current
 from .forward_pass import Agreement, Batch, Call, ForwardPass
 from .groups import OLD_ARGUMENTS, PATCH, check_joined, resolve_group
 from .models.cut_point import reader_of
@@ -288,10 +288,10 @@ class _Patch:
             arguments |= part.arguments(run)
         self.labels = arguments.get("labels")
         tile, cached = run.memory.tiled_mlp, cache if isinstance(cache, ShardedCache) else None
-        layers = run.layers
-        self.context.enter(LayerContext(layers, layers.replay(), None, tile, self.tiles.obstacles, cached=cached))
+        seen = run.sharded_pass
+        self.context.enter(LayerContext(seen, seen.replay(), None, tile, self.tiles.obstacles, cached=cached))
         apart = self.task.reads and reader_of(self.view) is not self.view  # the reader gets it where it is called
-        return (), {**arguments, **({} if apart else {CALL_KEY: layers})}
+        return (), {**arguments, **({} if apart else {PASS_KEY: seen})}
 
     def _agreed(self, module: PreTrainedModel, given: Mapping[str, Any], error: Exception | None) -> ForwardPass:
         """Returns the pass over a batch, on which all ranks have agreed. Raises any rank's error on all of them."""
@@ -299,7 +299,7 @@ class _Patch:
         walk = Walk(module)
         changed = not self.met.are(walk.modules)
         view = ModelView(module) if changed else self.view
-        wants_loss = self.pooling is None and self.token_losses.asked is None
+        wants_loss = self.pooling is None and self.token_losses.question is None
         group, callers = resolve_group(self.group), Callers(walk.compiled or within_compiled())
         call = Call(view, group, self.config, self.task, given, callers, self.pooling, wants_loss)
         mode = "training" if module.training else "evaluation"
@@ -317,12 +317,12 @@ class _Patch:
         except Exception as problem:
             error = problem
         compared = agreement.checksums, agreement.advice, doing, agreement.seed
-        tokens, seed = group.agree(agreement.facts, error, call.device, batch.labels if batch else 0, *compared)
+        labels, seed = group.agree(agreement.facts, error, call.device, batch.labels if batch else 0, *compared)
         assert batch is not None, "or its error was raised"
         self.explicit = batch.sharded
         checkpoints = self.checkpointing.found
         memory = self.memory.choose(call, batch, checkpoints)
-        return ForwardPass(call, batch, checkpoints, memory, tokens, seed, self.tokens.for_layers(call, batch, memory))
+        return ForwardPass(call, batch, checkpoints, memory, labels, seed, self.tokens.for_layers(call, batch, memory))
 
     def _batch(self, call: Call, agreement: Agreement) -> Batch:
         """Returns what this rank computes of a call, after all parts have admitted and checked it."""
@@ -338,7 +338,7 @@ class _Patch:
 
     def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the decoder: handles calls of the decoder alone."""
-        if CALL_KEY in kwargs or _generates(module, kwargs) or self.is_called():
+        if PASS_KEY in kwargs or _generates(module, kwargs) or self.is_called():
             return
         size = resolve_group(self.group).size
         if size > 1:

@@ -785,7 +785,7 @@ def test_the_first_rank_is_interrupted(ranks: Ranks, tmp_path: Path, name: str) 
 def test_a_model_that_is_not_patched_any_more() -> None:
     with (
         pytest.raises(ConfigError, match="takes a patched model"),
-        answering.Answers(ContextGroup(), torch.device("cpu")).answering(torch.nn.Linear(1, 1)),
+        answering.GroupGeneration(ContextGroup(), torch.device("cpu")).answering(torch.nn.Linear(1, 1)),
     ):
         pass
 

@@ -51,7 +51,7 @@ class EachToken(StoppingCriteria):
             except BaseException as problem:  # including KeyboardInterrupt
                 self.error = problem
 
-    def tell(self, problem: BaseException, begun: bool) -> None:
+    def end_others(self, problem: BaseException, begun: bool) -> None:
         """Tells the other ranks of an error between two passes, or of an interrupt anywhere.
 
         If no pass has `begun`, the others wait before the prompt is read. Between passes they wait where tokens are

@@ -21,13 +21,13 @@ from .document import Document, with_document
 from .each_token import EachToken, NotedStreamer, StreamerBehind
 from .settings import (
     agreed,
-    asked,
     cache_key,
     check,
     copies_of,
     new_cache,
     patched,
     prompt_tensors,
+    setting,
     settings_of,
     without_rope_deltas,
 )
@@ -111,7 +111,7 @@ def generate(
         if own.get("streamer") is not None:
             own["streamer"] = StreamerBehind(own["streamer"], kwargs["input_ids"])
     passes = patch.passes
-    graphs = cuda_graphs and asked(base, kwargs, "cuda_graphs") is not False  # trainers give a config
+    graphs = cuda_graphs and setting(base, kwargs, "cuda_graphs") is not False  # trainers give a config
     changing = any(kwargs.get(name) for name in _OF_USERS)
     steps = stepping(base, cache, changing) if graphs else nullcontext()
     with same_random_numbers(group, device_of(base)), gathered_once(base), steps, without_rope_deltas(base):
@@ -119,7 +119,7 @@ def generate(
             found: Any = base.generate(**own | {cache_key(base): cache})  # type: ignore[operator]
         except BaseException as problem:  # including KeyboardInterrupt
             if each is not None:
-                each.tell(problem, patch.passes > passes)
+                each.end_others(problem, patch.passes > passes)
             raise
     if each is not None:
         each.end()
@@ -167,7 +167,7 @@ def _questions(model: PreTrainedModel, document: Document, kwargs: Mapping[str, 
     if kwargs.get("input_ids") is None or others:
         given = ", ".join(others) or "no input_ids"
         raise BatchError(f"Questions to a document are input_ids, an attention_mask and nothing besides, not {given}.")
-    if asked(model, kwargs, "prompt_lookup_num_tokens"):
+    if setting(model, kwargs, "prompt_lookup_num_tokens"):
         raise ConfigError(
             "generate was given a document and prompt_lookup_num_tokens, for which Transformers would read it again, "
             "behind itself. Leave one of them out."
@@ -182,12 +182,12 @@ def on_ranks(
     """Returns this rank's arguments of `model.generate`, with streamer and criteria on the first rank only, and the
     [`EachToken`] that runs them."""
     own = dict(kwargs)
-    if asked(model, kwargs, "use_cache") is False:  # a checkpoint's config says so
+    if setting(model, kwargs, "use_cache") is False:  # a checkpoint's config says so
         own["use_cache"] = True
-    own |= {name: None for name in _OF_OTHER_CACHES if asked(model, kwargs, name)}
+    own |= {name: None for name in _OF_OTHER_CACHES if setting(model, kwargs, name)}
     if group.size == 1:
         return own, None
-    limit = asked(model, kwargs, "max_time")
+    limit = setting(model, kwargs, "max_time")
     criteria = list(own.get("stopping_criteria") or ())
     if limit is not None:  # the ranks' clocks differ
         criteria.append(MaxTimeCriteria(limit))

@@ -155,11 +155,11 @@ def _ask(model: nn.Module, batch: Mapping[str, Any], question: Question) -> Tens
     inputs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
     if patch.task.generates:
         inputs["use_cache"] = False
-    part.asked = question
+    part.question = question
     try:
         answer: Tensor = model(**inputs)["loss"]
     finally:
-        part.asked = None
+        part.question = None
     return answer
 
 

@@ -82,7 +82,7 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
             f"{type(model).__name__} runs layers in loops, each of which would need a cache of its own over the ranks. "
             "model.generate holds the whole prompt on each rank."
         )
-    if asked(model, kwargs, "prompt_lookup_num_tokens") and recurrent:
+    if setting(model, kwargs, "prompt_lookup_num_tokens") and recurrent:
         raise UnsupportedModelError(
             f"{type(model).__name__} has layers with a state, which cannot go back to before tokens that were refused. "
             "Leave prompt_lookup_num_tokens out."
@@ -101,10 +101,10 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
         said = f"generate over ranks was given use_cache={_short(use_cache)}"
         raise ConfigError(f"{said}. It needs its cache: leave that out.")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        token = asked(model, kwargs, name)
+        token = setting(model, kwargs, name)
         if isinstance(token, Tensor) and token.is_floating_point():
             raise ConfigError(f"{name} is {_short(token)}, in {token.dtype}. Give integers.")
-    if kwargs.get("streamer") is not None and int(asked(model, kwargs, "num_beams") or 1) > 1:
+    if kwargs.get("streamer") is not None and int(setting(model, kwargs, "num_beams") or 1) > 1:
         raise ConfigError("generate was given a streamer and beams, whose tokens are known at the end. Leave one out.")
     if not isinstance(kwargs.get("stopping_criteria") or [], list | tuple):
         raise ConfigError(f"stopping_criteria is a {_short(kwargs['stopping_criteria'])}; give a list of them.")
@@ -126,7 +126,7 @@ def cache_key(model: PreTrainedModel) -> str:
     )
 
 
-def asked(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
+def setting(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
     """Returns a generation setting, from the arguments, their config or the model's config, in this order."""
     configs = kwargs.get("generation_config"), model.generation_config
     values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
@@ -173,7 +173,7 @@ def _of_adapters(module: Any) -> list[tuple[str, Any]]:
 
 def copies_of(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> int:
     """Returns how many rows `generate` makes of each prompt."""
-    return max(int(asked(model, kwargs, name) or 1) for name in ("num_beams", "num_return_sequences"))
+    return max(int(setting(model, kwargs, name) or 1) for name in ("num_beams", "num_return_sequences"))
 
 
 def new_cache(model: PreTrainedModel, group: ContextGroup, copies: int = 1) -> ShardedCache:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ...errors import UnsupportedModelError
 from ...ranks.collectives import group_sum
-from ..context import CALL_KEY
+from ..context import PASS_KEY
 from ..forward_pass import Agreement, Call, ForwardPass
 from ..view import ModelView
 from .base import Handles, Part
@@ -51,7 +51,7 @@ class RouterLogits(Part):
         self.layers = ()
 
     def _catch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self.layers = (output.get("router_logits") or ()) if kwargs.get(CALL_KEY) is not None else ()
+        self.layers = (output.get("router_logits") or ()) if kwargs.get(PASS_KEY) is not None else ()
 
 
 def check_balance(model: PreTrainedModel, asked: bool | None = None) -> None:

@@ -225,7 +225,7 @@ class MemoryRule(Part):
 
     def _rule(self, call: Call, checkpoints: Checkpoints, trained: list[nn.Parameter]) -> MeasuredLevels:
         """Returns what is known of steps that train these weights."""
-        checkpointing = checkpoints.layers > 0
+        checkpointing = checkpoints.count > 0
         key = checkpointing, sum(weight.numel() for weight in trained)
         if key not in self.rules:
             local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained]
@@ -295,7 +295,7 @@ class RoomForKernels:
 
 def _impossible(call: Call, found: Checkpoints) -> set[str]:
     """Returns settings that the model cannot have now. A trainer may wrap or checkpoint it differently later."""
-    apart, checkpoints = takes_weights_apart(call.view), found.layers > 0
+    apart, checkpoints = takes_weights_apart(call.view), found.count > 0
     fixed = {
         "tiled_mlp": apart,
         "layers_per_checkpoint": apart or (checkpoints and not found.repeatable),

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ..generation.generate import generate, same_random_numbers
-from ..generation.settings import asked, check, copies_of, patched
+from ..generation.settings import check, copies_of, patched, setting
 from ..groups import PATCH
 from ..patch import patch_model
 from ..view import find_inside, inner_modules
@@ -47,7 +47,7 @@ def check_steps(trainer: Any, accelerator: Accelerator, steps: Sequence[str], in
         )
 
 
-class Answers(FirstRank):
+class GroupGeneration(FirstRank):
     """A [`FirstRank`] for groups that generate together: a trainer's `model.generate` runs over all ranks."""
 
     within: int | None = None  # the thread that generates with all ranks; a rollout may use several
@@ -103,7 +103,7 @@ class Answers(FirstRank):
                 return found[0] if isinstance(found[0], Tensor) else found[0].sequences
 
             with same_random_numbers(self.group, self.device), torch.no_grad():
-                first = self.told(sequences, "generate", alone=False)
+                first = self.result(sequences, "generate", alone=False)
             if isinstance(found[0], Tensor):
                 return first
             found[0].sequences = first  # the rest, such as a cache, stays this rank's own
@@ -121,7 +121,7 @@ def _each_once(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
     share the keys of their prompt."""
     rows = [given[name] for name in ("input_ids", "attention_mask") if isinstance(given.get(name), Tensor)]
     tensors = sum(isinstance(value, Tensor) for value in tree_leaves(given))  # images may be in lists
-    if not asked(model, given, "do_sample") or copies_of(model, given) > 1 or tensors > len(rows) or not rows:
+    if not setting(model, given, "do_sample") or copies_of(model, given) > 1 or tensors > len(rows) or not rows:
         return given
     _, repeats = torch.unique_consecutive(torch.cat(rows, 1), dim=0, return_counts=True)
     copies = gcd(*repeats.tolist())

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from ...layers.loss import IGNORE_INDEX
 from ...ranks.group import CP_DIM, ContextGroup
 from ..generation.scores import token_divergences
-from .answering import Answers, check_steps, patch_as
+from .answering import GroupGeneration, check_steps, patch_as
 
 _LOSS = ("compute_loss", "generalized_jsd_loss")
 _READ = ("input_ids", "attention_mask", "labels")
@@ -41,7 +41,7 @@ class Distillation:
         self.trainer, self.device, self.size = trainer, accelerator.device, size
         self.sharded = accelerator.distributed_type is DistributedType.FSDP
         group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
-        self.answers = Answers(group, accelerator.device)
+        self.first = GroupGeneration(group, accelerator.device)
         known = next(each for each in kind.__mro__ if each.__module__.startswith("trl."))
         self.own_loss = any(getattr(kind, name) is not getattr(known, name) for name in _LOSS)  # the user's
         for name, wrapper in (("compute_loss", self.compute_loss), ("generate_on_policy_outputs", self.generate)):
@@ -82,5 +82,5 @@ class Distillation:
     ) -> Any:
         """Returns answers of the model or its teacher, with the cache on; TRL turns it off with checkpointing."""
         config = GenerationConfig(**{**generation_config.to_dict(), "use_cache": True})
-        with self.answers.answering(model):
+        with self.first.answering(model):
             return method(model, inputs, config)

@@ -55,9 +55,9 @@ class FirstRank:
 
         def end(run: Callable[[], Any]) -> Any:
             if not tool:
-                return self.told(run, name)
+                return self.result(run, name)
             try:
-                result, problem = self.told(functools.partial(_shown, run), name)
+                result, problem = self.result(functools.partial(_shown, run), name)
             except BaseException as error:
                 self.problem = error
                 raise
@@ -105,7 +105,7 @@ class FirstRank:
 
         return functools.wraps(function)(call_async if _is_async(function) else call)
 
-    def told(self, run: Callable[[], Any], doing: str, alone: bool = True) -> Any:
+    def result(self, run: Callable[[], Any], doing: str, alone: bool = True) -> Any:
         """Returns the first rank's result of `run` on all ranks, and gives them its random state. Its error ends all
         ranks, and so does an earlier one that a tool loop has caught.
 
@@ -132,7 +132,7 @@ class FirstRank:
         later = self.later
         self.later = []
         while True:
-            name, content = self._tell(written, doing, error)
+            name, content = self._send(written, doing, error)
             if not name:
                 break
             try:
@@ -163,7 +163,7 @@ class FirstRank:
         if not self.leads:
             return self.calls[name](*args, **kwargs)
         with self.turn:
-            self._tell(self._packed(name, (args, kwargs)), name)
+            self._send(self._packed(name, (args, kwargs)), name)
             return self._call(name, *args, **kwargs)
 
     def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -179,10 +179,10 @@ class FirstRank:
         self.group.agree({"call": "end"}, error, self.device, doing=name)
         return result
 
-    def _tell(self, written: bytes, doing: str, error: BaseException | None = None) -> tuple[str, Any]:
+    def _send(self, written: bytes, doing: str, error: BaseException | None = None) -> tuple[str, Any]:
         """Returns the first rank's message on all other ranks. Raises on all ranks if one of them has an error."""
-        told = self.group.first_says(written, self.device, doing, error)
-        return _unpacked(told, self.device) if self.group.rank else ("", None)
+        sent = self.group.first_says(written, self.device, doing, error)
+        return _unpacked(sent, self.device) if self.group.rank else ("", None)
 
     def _packed(self, name: str, content: tuple[Any, ...]) -> bytes:
         """Pickles the name of a call and its objects (rows, images, tensors), and checks that they can be restored.

@@ -40,7 +40,7 @@ from transformers import Trainer
 from ...errors import ConfigError
 from ...ranks.group import CP_DIM, ContextGroup
 from ..batches.sharded import sum_of_bits
-from .answering import Answers, check_steps, patch_as
+from .answering import GroupGeneration, check_steps, patch_as
 from .first_rank import FirstRank
 from .group_accelerator import Groups
 
@@ -71,7 +71,7 @@ class GroupTraining:
         _check(trainer, settings, accelerator, size)
         self.trainer, self.real = trainer, accelerator
         self.group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
-        self.first = Answers(self.group, accelerator.device)
+        self.first = GroupGeneration(self.group, accelerator.device)
         self.groups = Groups(accelerator, size)
         self.ready = False
         rows = settings.per_device_train_batch_size * settings.steps_per_generation
@@ -122,7 +122,7 @@ class GroupTraining:
             advice = {"advantages": _OVERRIDES}
             self.group.agree({}, None, self.real.device, 0, sums, advice, "a step on completions")
         except BaseException as problem:  # including KeyboardInterrupt
-            self.groups.tell(problem)
+            self.groups.end_others(problem)
             raise
         return found
 
@@ -168,7 +168,7 @@ class GroupTraining:
                 return method(prompts, images, **kwargs)
             return None if self.trainer.vllm_mode == "server" else method([], images and [], **kwargs)
 
-        return self.first.told(ask, "vLLM", alone=False)
+        return self.first.result(ask, "vLLM", alone=False)
 
 
 class _StandIn:
@@ -179,7 +179,7 @@ class _StandIn:
         if real is None and first.leads:  # in a rollout, of which the other ranks know the result alone
             self._make(factory)
         elif real is None:
-            first.told(partial(self._make, factory), type(self).__name__)
+            first.result(partial(self._make, factory), type(self).__name__)
         for name in _public_methods(type(self)):
             method = getattr(type(self) if self.real is None else self.real, name)
             setattr(self, name, first.once(method, tool=name not in _NO_TOOLS))
@@ -211,7 +211,7 @@ class _Judge(nn.Module):
         self.first, self.judge = first, judge
 
     def forward(self, **inputs: Any) -> Any:
-        return SimpleNamespace(logits=self.first.told(partial(self._score, inputs), "a reward model", alone=False))
+        return SimpleNamespace(logits=self.first.result(partial(self._score, inputs), "a reward model", alone=False))
 
     def _score(self, inputs: dict[str, Any]) -> Any:
         return self.judge(**inputs).logits

@@ -42,7 +42,7 @@ class Groups:
             self.parted = problem
             raise
 
-    def tell(self, problem: BaseException) -> None:
+    def end_others(self, problem: BaseException) -> None:
         """Raises this group's error in the other groups, which wait in their next collective."""
         if self.parted is not None or self.peers.size == 1 or not isinstance(problem, Exception):
             return
