@@ -38,8 +38,8 @@ class Override:
 
     @classmethod
     def of(cls, module: nn.Module) -> Self | None:
-        """Returns the module's override of this kind, also from beneath other wrappers, or `None`."""
-        found = _called_by(vars(module).get(cls.name))
+        """Returns the module's override of this kind, also if somebody's wrapper calls it, or `None`."""
+        found = _called_by(vars(module).get(cls.name), set())
         return next((there for there in found if isinstance(there, cls) and there._module() is module), None)
 
     @property
@@ -56,16 +56,12 @@ class Override:
         return self.own or partial(getattr(type(module), self.name), module)
 
     def remove(self) -> None:
-        """Restores what was there before. If a wrapper has been put around it since, it stays there and does nothing
-        but call that."""
+        """Restores what was there before, unless something else has replaced it since."""
         module = self.module
-        if vars(module).get(self.name) is not self:
-            self.name = self.name  # that of its class
-            self.__class__ = _Removed  # type: ignore[assignment]
-            return
-        delattr(module, self.name)
-        if self.own is not None:
-            setattr(module, self.name, self.own)
+        if vars(module).get(self.name) is self:
+            delattr(module, self.name)
+            if self.own is not None:
+                setattr(module, self.name, self.own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)(*(deepcopy(given, memo) for given in self._given()))
@@ -78,31 +74,23 @@ class Override:
         return self.module, self.own
 
 
-class _Removed(Override):
-    """An override that is removed, and that somebody's wrapper still calls."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.plain(*args, **kwargs)
-
-
-def _called_by(function: Any) -> Iterator[Any]:
+def _called_by(function: Any, met: set[int]) -> Iterator[Any]:
     """Yields a function and what it calls, outermost first, as far as attributes and closures of wrappers tell."""
-    met: dict[int, Any] = {}
-    pending = [function]
-    while pending:
-        there = pending.pop(0)
-        if not callable(there) or id(there) in met:
-            continue
-        met[id(there)] = there
-        yield there
-        pending += [getattr(there, name, None) for name in ("__wrapped__", "__func__")]
-        pending += [there.own] if isinstance(there, Override) else [there.func] if isinstance(there, partial) else []
-        pending += [cell.cell_contents for cell in getattr(there, "__closure__", None) or ()]
+    if not callable(function) or id(function) in met:
+        return
+    met.add(id(function))
+    yield function
+    inner = [getattr(function, name, None) for name in ("__wrapped__", "__func__")]
+    inner += [function.own] if isinstance(function, Override) else []
+    inner += [function.func] if isinstance(function, partial) else []
+    for there in (*inner, *(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())):
+        yield from _called_by(there, met)
 
 
 def remove_overrides(view: ModelView) -> None:
     """Removes the overrides of all modules, also of copies that adapters have made."""
     for module in view.modules:
-        for there in [each for value in list(vars(module).values()) for each in _called_by(value)]:
-            if isinstance(there, Override) and there._module() is module:
+        for there in list(vars(module).values()):
+            while isinstance(there, Override):
                 there.remove()
+                there = there.own

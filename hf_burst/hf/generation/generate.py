@@ -18,7 +18,7 @@ from ..parts.tokens import check_ranges
 from ..sharded_cache import ShardedCache
 from ..view import device_of
 from .document import Document, with_document
-from .each_token import EachToken, NotedStreamer, StreamerBehind
+from .each_token import EachToken, OwnStreamer
 from .settings import (
     agreed,
     cache_key,
@@ -105,11 +105,8 @@ def generate(
     if document is not None:
         document.check(base, group)
     cache = new_cache(base, group, copies_of(base, kwargs)) if document is None else document.cache()
-    own, each = on_ranks(base, group, kwargs, cache)
-    if document is not None:
-        own |= zip(("input_ids", "attention_mask"), asked_with, strict=True)
-        if own.get("streamer") is not None:
-            own["streamer"] = StreamerBehind(own["streamer"], kwargs["input_ids"])
+    own, each = on_ranks(base, group, kwargs, cache, behind=document is not None)
+    own |= zip(_QUESTIONS if asked_with else (), asked_with, strict=True)
     passes = patch.passes
     graphs = cuda_graphs and setting(base, kwargs, "cuda_graphs") is not False  # trainers give a config
     changing = any(kwargs.get(name) for name in _OF_USERS)
@@ -177,29 +174,33 @@ def _questions(model: PreTrainedModel, document: Document, kwargs: Mapping[str, 
 
 
 def on_ranks(
-    model: PreTrainedModel, group: ContextGroup, kwargs: Mapping[str, Any], cache: ShardedCache
+    model: PreTrainedModel, group: ContextGroup, kwargs: Mapping[str, Any], cache: ShardedCache, behind: bool = False
 ) -> tuple[dict[str, Any], EachToken | None]:
     """Returns this rank's arguments of `model.generate`, with streamer and criteria on the first rank only, and the
-    [`EachToken`] that runs them."""
+    [`EachToken`] that runs them. `behind` says that prompts are questions behind a document."""
     own = dict(kwargs)
     if setting(model, kwargs, "use_cache") is False:  # a checkpoint's config says so
         own["use_cache"] = True
     own |= {name: None for name in _OF_OTHER_CACHES if setting(model, kwargs, name)}
-    if group.size == 1:
-        return own, None
-    limit = setting(model, kwargs, "max_time")
-    criteria = list(own.get("stopping_criteria") or ())
-    if limit is not None:  # the ranks' clocks differ
-        criteria.append(MaxTimeCriteria(limit))
-        own["max_time"] = None
-        if own.get("generation_config") is not None:
-            own["generation_config"] = GenerationConfig(**{**own["generation_config"].to_dict(), "max_time": None})
-    each = EachToken(criteria, group, device_of(model), cache)
-    own["stopping_criteria"] = StoppingCriteriaList([each])
+    each: EachToken | None = None
     streamer = own.pop("streamer", None)
+    if group.size > 1:
+        each = EachToken(_criteria(model, own), group, device_of(model), cache)
+        own["stopping_criteria"] = StoppingCriteriaList([each])
     if streamer is not None and group.rank == 0:
-        own["streamer"] = NotedStreamer(streamer, each)
+        own["streamer"] = OwnStreamer(streamer, each, kwargs["input_ids"] if behind else None)
     return own, each
+
+
+def _criteria(model: PreTrainedModel, own: dict[str, Any]) -> list[Any]:
+    """Returns the stopping criteria of a call, and moves its time limit there, because the ranks' clocks differ."""
+    criteria, limit = list(own.get("stopping_criteria") or ()), setting(model, own, "max_time")
+    if limit is None:
+        return criteria
+    own["max_time"] = None
+    if own.get("generation_config") is not None:
+        own["generation_config"] = GenerationConfig(**{**own["generation_config"].to_dict(), "max_time": None})
+    return [*criteria, MaxTimeCriteria(limit)]
 
 
 @contextmanager

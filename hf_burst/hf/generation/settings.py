@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from ...errors import BatchError, ConfigError, UnsupportedModelError
+from ...errors import BatchError, BurstError, ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..batches.documents import CACHE_KEYS, batch_shape
 from ..forward_pass import Agreement
@@ -25,6 +26,7 @@ from ..view import ModelView, find_inside, inner_modules
 
 _SETTINGS = frozenset(vars(GenerationConfig()))  # settings that may be tensors, such as eos_token_id
 _TEXT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
+_WHOLE = "model.generate holds the whole prompt on each rank."
 # unsupported arguments of `model.generate`, and the reason or alternative
 _REFUSED = {
     **dict.fromkeys(CACHE_KEYS, "The cache over ranks is made here."),
@@ -65,53 +67,62 @@ def agreed(group: ContextGroup, device: torch.device, doing: str) -> Iterator[Ag
 
 def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     """Raises for unsupported models and arguments."""
+    for problem in chain(_of_model(model, kwargs), _of_arguments(model, kwargs)):
+        raise problem
+    cache_key(model)
+    check_same_passes(model, resolve_group(getattr(model, PATCH).group))
+    batch_shape(kwargs)
+
+
+def _of_model(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Iterator[BurstError]:
+    """Yields what is not supported of a model."""
+    name = type(model).__name__
     if not getattr(model, PATCH).task.generates:
-        raise UnsupportedModelError(f"{type(model).__name__} predicts masked tokens and generates none.")
+        yield UnsupportedModelError(f"{name} predicts masked tokens and generates none.")
     if model.training:
-        raise ConfigError("The model is in training, where dropout would change its answers. Call model.eval() first.")
+        yield ConfigError("The model is in training, where dropout would change its answers. Call model.eval() first.")
     recurrent = recurrent_modules(ModelView(model))
     scans = {type(each).__name__ for each in recurrent if "mamba_selective_scan" in functions_of(type(each))}
     if scans:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has {', '.join(sorted(scans))}, whose kernels return no state behind a prompt "
-            "that lies over ranks. model.generate holds the whole prompt on each rank."
+        yield UnsupportedModelError(
+            f"{name} has {', '.join(sorted(scans))}, whose kernels return no state behind a prompt that lies over "
+            f"ranks. {_WHOLE}"
         )
-    cache_key(model)
     if getattr(model.config.get_text_config(), "n_recurrent_loops", 1) > 1:  # Dory's
-        raise UnsupportedModelError(
-            f"{type(model).__name__} runs layers in loops, each of which would need a cache of its own over the ranks. "
-            "model.generate holds the whole prompt on each rank."
+        yield UnsupportedModelError(
+            f"{name} runs layers in loops, each of which would need a cache of its own over the ranks. {_WHOLE}"
         )
-    if setting(model, kwargs, "prompt_lookup_num_tokens") and recurrent:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has layers with a state, which cannot go back to before tokens that were refused. "
-            "Leave prompt_lookup_num_tokens out."
+    if recurrent and setting(model, kwargs, "prompt_lookup_num_tokens"):
+        yield UnsupportedModelError(
+            f"{name} has layers with a state, which cannot go back to before tokens that were refused. Leave "
+            "prompt_lookup_num_tokens out."
         )
     if is_partitioned(model):
-        raise UnsupportedModelError(
+        yield UnsupportedModelError(
             "DeepSpeed ZeRO-3 shards the weights, and would gather them for each token. Take FSDP2, or a smaller stage."
         )
-    check_same_passes(model, resolve_group(getattr(model, PATCH).group))
+
+
+def _of_arguments(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Iterator[BurstError]:
+    """Yields what is not supported of the arguments of `model.generate`."""
     for name, why in _REFUSED.items():
         given = kwargs.get(name)
         if given is not None if name in CACHE_KEYS else given:  # an empty cache is falsy
-            raise ConfigError(f"generate over ranks was given {name}={_short(kwargs[name])}. {why} Leave it out.")
-    use_cache = kwargs.get("use_cache")
-    if use_cache is not None and _short(use_cache) not in ("True", "1"):  # it may be a tensor
-        said = f"generate over ranks was given use_cache={_short(use_cache)}"
-        raise ConfigError(f"{said}. It needs its cache: leave that out.")
+            yield ConfigError(f"generate over ranks was given {name}={_short(given)}. {why} Leave it out.")
+    use_cache = _short(kwargs.get("use_cache"))  # it may be a tensor
+    if use_cache not in ("None", "True", "1"):
+        yield ConfigError(f"generate over ranks was given use_cache={use_cache}. It needs its cache: leave that out.")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         token = setting(model, kwargs, name)
         if isinstance(token, Tensor) and token.is_floating_point():
-            raise ConfigError(f"{name} is {_short(token)}, in {token.dtype}. Give integers.")
+            yield ConfigError(f"{name} is {_short(token)}, in {token.dtype}. Give integers.")
     if kwargs.get("streamer") is not None and int(setting(model, kwargs, "num_beams") or 1) > 1:
-        raise ConfigError("generate was given a streamer and beams, whose tokens are known at the end. Leave one out.")
+        yield ConfigError("generate was given a streamer and beams, whose tokens are known at the end. Leave one out.")
     if not isinstance(kwargs.get("stopping_criteria") or [], list | tuple):
-        raise ConfigError(f"stopping_criteria is a {_short(kwargs['stopping_criteria'])}; give a list of them.")
+        yield ConfigError(f"stopping_criteria is a {_short(kwargs['stopping_criteria'])}; give a list of them.")
     others = [name for name in prompt_tensors(kwargs) if name not in _TEXT]
     if others:
-        raise BatchError(f"generate over ranks takes text, and was given {', '.join(others)}. Use model.generate.")
-    batch_shape(kwargs)
+        yield BatchError(f"generate over ranks takes text, and was given {', '.join(others)}. Use model.generate.")
 
 
 def cache_key(model: PreTrainedModel) -> str:
@@ -120,10 +131,7 @@ def cache_key(model: PreTrainedModel) -> str:
     for key in CACHE_KEYS:
         if key in taken:
             return key
-    raise UnsupportedModelError(
-        f"{type(model).__name__} takes no cache, by which its keys would be shared. model.generate holds the whole "
-        "prompt on each rank."
-    )
+    raise UnsupportedModelError(f"{type(model).__name__} takes no cache, by which its keys would be shared. {_WHOLE}")
 
 
 def setting(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:

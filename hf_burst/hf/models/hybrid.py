@@ -25,7 +25,22 @@ logger = logging.getLogger(__name__)
 
 # copies of a gated output that flash-linear-attention's norm saves, and copies in its backward pass
 FUSED_NORM = (3, 2)
-_DELTA, _KIMI = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
+_DELTA = "torch_chunk_gated_delta_rule"
+# by the rule that a module calls, the attributes with its sizes
+_ATTRIBUTES: dict[str, dict[str, str]] = {
+    _DELTA: {"heads": "num_v_heads", "key_heads": "num_k_heads", "keys": "head_k_dim", "values": "head_v_dim"},
+    "chunk_kimi_delta_attention": {
+        **dict.fromkeys(("heads", "key_heads"), "num_heads"),
+        **dict.fromkeys(("keys", "values", "decays"), "head_dim"),
+    },
+    "mamba2_chunk_scan": {
+        "heads": "num_heads",
+        "values": "head_dim",
+        "key_heads": "n_groups",
+        "keys": "ssm_state_size",
+    },
+    "mamba_selective_scan": {"heads": "intermediate_size", "keys": "ssm_state_size"},
+}
 
 
 def recurrent_sizes(view: ModelView) -> tuple[RecurrentSize, ...]:
@@ -86,27 +101,22 @@ def _size_of(view: ModelView) -> RecurrentSize | None:
     size = RecurrentSize("convolution", 1)
     if convolution is not None:
         size = replace(size, channels=convolution.out_channels, reach=convolution.kernel_size[0] - 1)
+    rule = next((rule for rule in _ATTRIBUTES if rule in functions), None)
+    if rule is None:
+        return size
     try:
-        if _DELTA in functions:
-            heads, keys = (module.num_v_heads, module.num_k_heads), (module.head_k_dim, module.head_v_dim)
-            own = {"heads": heads[0], "key_heads": heads[1], "keys": keys[0], "values": keys[1]}
-            if find_spec("causal_conv1d"):
-                size = replace(size, convolution_copies=1)
-            size = replace(size, norm_copies=_norm_copies(view))
-            return replace(size, kind="delta", repeats_keys=_repeats_keys(kind), **own)
-        if _KIMI in functions:
-            heads, width = module.num_heads, module.head_dim
-            own = {"heads": heads, "key_heads": heads, "keys": width, "values": width, "decays": width}
-            return replace(size, kind="delta", norm_copies=_norm_copies(view), **own)
-        if "mamba2_chunk_scan" in functions:
-            own = {"heads": module.num_heads, "values": module.head_dim, "key_heads": module.n_groups}
-            return replace(size, kind="scan", keys=module.ssm_state_size, **own)
-        if "mamba_selective_scan" in functions:
-            own = {"heads": module.intermediate_size, "key_heads": 1, "keys": module.ssm_state_size, "values": 1}
-            return replace(size, kind="selective", **own)
+        own = {name: getattr(module, attribute) for name, attribute in _ATTRIBUTES[rule].items()}
     except AttributeError:  # a custom class
         return None
-    return size
+    if rule == "mamba_selective_scan":
+        return replace(size, kind="selective", key_heads=1, values=1, **own)
+    if rule == "mamba2_chunk_scan":
+        return replace(size, kind="scan", **own)
+    if rule == _DELTA and find_spec("causal_conv1d"):
+        size = replace(size, convolution_copies=1)
+    return replace(
+        size, kind="delta", norm_copies=_norm_copies(view), repeats_keys=rule == _DELTA and _repeats_keys(kind), **own
+    )
 
 
 def _norm_copies(view: ModelView) -> tuple[int, int]:

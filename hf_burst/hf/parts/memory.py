@@ -89,7 +89,7 @@ class MemoryRule(Part):
         self.host: float | None = None  # bytes that each rank may take on its host
         self.fixed = set[str]()  # settings that some rank cannot have, so all keep the defaults
         self.rules: dict[Any, MeasuredLevels] = {}  # by how the model is trained
-        self.told = set[tuple[Memory, bool]]()  # what was logged
+        self.logged = set[tuple[Memory, bool]]()  # what was logged
         self.latest: Step | None = None
         self.steps = False  # whether the latest pass was a training pass
         self.alone = True  # whether it involved no other rank
@@ -211,7 +211,7 @@ class MemoryRule(Part):
         if level and not self.expandable:
             self.expandable = expand_segments()
         if call.group.rank == 0:
-            self._tell(call, batch, step, expected)
+            self._log(call, batch, step, expected)
         return step.settings
 
     def _look(self, call: Call, checkpoints: Checkpoints) -> None:
@@ -253,12 +253,12 @@ class MemoryRule(Part):
             exact = reading.most > step.before.most  # else something took more before the step
             step.rule.measured(step.settings, step.size, reading.most - step.before.held, exact, step.added)
 
-    def _tell(self, call: Call, batch: Batch, step: Step, expected: float) -> None:
+    def _log(self, call: Call, batch: Batch, step: Step, expected: float) -> None:
         """Logs what was chosen, or that nothing fits."""
         short = expected > step.free
-        if (step.settings, short) in self.told or not (short or step.settings != Memory()):
+        if (step.settings, short) in self.logged or not (short or step.settings != Memory()):
             return
-        self.told.add((step.settings, short))
+        self.logged.add((step.settings, short))
         layout = batch.layout
         given = f"{layout.batch_size} x {layout.length:,} tokens"
         if not short:
