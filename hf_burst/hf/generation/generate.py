@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
+from transformers import MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
 
 from ...config import still_called
 from ...errors import BatchError, ConfigError
@@ -29,6 +29,7 @@ from .settings import (
     prompt_tensors,
     setting,
     settings_of,
+    with_settings,
     without_rope_deltas,
 )
 from .step_graphs import stepping
@@ -199,7 +200,7 @@ def _criteria(model: PreTrainedModel, own: dict[str, Any]) -> list[Any]:
         return criteria
     own["max_time"] = None
     if own.get("generation_config") is not None:
-        own["generation_config"] = GenerationConfig(**{**own["generation_config"].to_dict(), "max_time": None})
+        own["generation_config"] = with_settings(own["generation_config"], max_time=None)
     return [*criteria, MaxTimeCriteria(limit)]
 
 

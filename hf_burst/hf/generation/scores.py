@@ -18,9 +18,9 @@ from ..parts.token_losses import Question, TokenLosses, check_weights
 from ..parts.tokens import check_ranges
 from ..spread.heads import is_partitioned, is_sharded_head
 from ..spread.value import Spread
-from ..view import device_of, inner_modules
+from ..view import device_of
 from .document import Document, with_document
-from .settings import agreed, cache_key, check, patched
+from .settings import agreed, cache_key, check, evaluating, patched
 
 # vocabulary-sized tensors per token that a divergence needs at a time
 _WIDE = {"forward_kl": 6, "reverse_kl": 6, "jsd": 12}
@@ -129,14 +129,8 @@ def token_divergences(
         )
     kept: list[Spread] = []
     facts = {"token divergences": [kind, top_k, temperature, beta]}
-    training = [module for module in inner_modules(teacher) if module.training]
-    teacher.eval()
-    try:
-        with torch.no_grad():
-            _ask(teacher, batch, Question(partial(_keep, kept), facts))
-    finally:
-        for module in training:
-            module.training = True
+    with evaluating(teacher), torch.no_grad():
+        _ask(teacher, batch, Question(partial(_keep, kept), facts))
     value = partial(_divergences, kept[0], kind, top_k, temperature, beta)
     return _ask(model, batch, Question(value, facts, teacher=kept[0]))
 
@@ -151,7 +145,7 @@ def _with_head(model: nn.Module) -> Any:
 
 def _ask(model: nn.Module, batch: Mapping[str, Any], question: Question) -> Tensor:
     patch = getattr(_with_head(model), PATCH)
-    (part,) = (part for part in patch.parts if isinstance(part, TokenLosses))
+    part: TokenLosses = patch.token_losses
     inputs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
     if patch.task.generates:
         inputs["use_cache"] = False

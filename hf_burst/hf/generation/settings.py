@@ -196,6 +196,23 @@ def prompt_tensors(kwargs: Mapping[str, Any]) -> list[str]:
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts a model into evaluation mode, and restores the mode of each module afterwards."""
+    training = [module for module in inner_modules(model) if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def with_settings(config: GenerationConfig, **settings: Any) -> GenerationConfig:
+    """Returns a config with other settings."""
+    return GenerationConfig(**{**config.to_dict(), **settings})
+
+
+@contextmanager
 def without_rope_deltas(model: nn.Module) -> Iterator[None]:
     """Removes `rope_deltas` from a model, and restores them afterwards. Transformers keeps there how far images moved
     later positions, and adds it whenever a cache is not empty."""

@@ -1,8 +1,8 @@
 """Generation over the ranks that share sequences, when a trainer or the user calls `model.generate`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, update_wrapper
 from math import gcd
 from threading import get_ident
 from typing import Any
@@ -16,10 +16,10 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ..generation.generate import generate, same_random_numbers
-from ..generation.settings import check, copies_of, patched, setting
+from ..generation.settings import check, copies_of, evaluating, patched, setting, with_settings
 from ..groups import PATCH
 from ..patch import patch_model
-from ..view import find_inside, inner_modules
+from ..view import find_inside
 from .first_rank import FirstRank
 
 
@@ -45,6 +45,13 @@ def check_steps(trainer: Any, accelerator: Accelerator, steps: Sequence[str], in
             f"{name} has no {', '.join(missing)}: its steps are not those of TRL 1.16, with which groups of ranks were "
             f"compared. Install trl==1.16.0{instead}."
         )
+
+
+def wrap_steps(trainer: Any, **wrappers: Callable[..., Any]) -> None:
+    """Replaces methods of a trainer. Each wrapper gets the method before the arguments."""
+    for name, wrapper in wrappers.items():
+        method = getattr(trainer, name)
+        setattr(trainer, name, update_wrapper(partial(wrapper, method), method))
 
 
 class GroupGeneration(FirstRank):
@@ -89,9 +96,14 @@ class GroupGeneration(FirstRank):
         arguments, all ranks generate alone with the first rank's random numbers, and take its sequences."""
         unnamed = {"input_ids": inputs, "generation_config": generation_config}
         given = {name: value for name, value in unnamed.items() if value is not None} | kwargs
-        modes = [(module, module.training) for module in inner_modules(model)]
-        model.eval()
         self.within = get_ident()
+        try:
+            with evaluating(model):
+                return self._answer(base, given)
+        finally:
+            self.within = None
+
+    def _answer(self, base: Any, given: dict[str, Any]) -> Any:
         try:
             check(base, given)
         except (UnsupportedModelError, BatchError):
@@ -110,10 +122,6 @@ class GroupGeneration(FirstRank):
             return found[0]
         else:
             return generate(base, **_each_once(base, given))
-        finally:
-            self.within = None
-            for module, mode in modes:
-                module.training = mode
 
 
 def _each_once(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
@@ -126,11 +134,10 @@ def _each_once(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
     _, repeats = torch.unique_consecutive(torch.cat(rows, 1), dim=0, return_counts=True)
     copies = gcd(*repeats.tolist())
     once = {name: value[::copies] for name, value in given.items() if isinstance(value, Tensor)}
+    repeated = {"num_return_sequences": copies}
     config = given.get("generation_config")
-    if config is None:
-        return {**given, **once, "num_return_sequences": copies}
     return {
         **given,
         **once,
-        "generation_config": GenerationConfig(**{**config.to_dict(), "num_return_sequences": copies}),
+        **(repeated if config is None else {"generation_config": with_settings(config, **repeated)}),
     }

@@ -5,7 +5,6 @@ The loss compares the logits of two models, which are too large to gather for lo
 """
 
 from collections.abc import Callable
-from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from transformers import GenerationConfig
 from ...layers.loss import IGNORE_INDEX
 from ...ranks.group import CP_DIM, ContextGroup
 from ..generation.scores import token_divergences
-from .answering import GroupGeneration, check_steps, patch_as
+from ..generation.settings import with_settings
+from .answering import GroupGeneration, check_steps, patch_as, wrap_steps
 
 _LOSS = ("compute_loss", "generalized_jsd_loss")
 _READ = ("input_ids", "attention_mask", "labels")
@@ -44,9 +44,7 @@ class Distillation:
         self.first = GroupGeneration(group, accelerator.device)
         known = next(each for each in kind.__mro__ if each.__module__.startswith("trl."))
         self.own_loss = any(getattr(kind, name) is not getattr(known, name) for name in _LOSS)  # the user's
-        for name, wrapper in (("compute_loss", self.compute_loss), ("generate_on_policy_outputs", self.generate)):
-            method = getattr(trainer, name)
-            setattr(trainer, name, update_wrapper(partial(wrapper, method), method))
+        wrap_steps(trainer, compute_loss=self.compute_loss, generate_on_policy_outputs=self.generate)
 
     def take_teacher(self, teacher: nn.Module) -> None:
         """Patches the teacher, which the trainer may have loaded itself, with the student's settings. Under FSDP it
@@ -81,6 +79,5 @@ class Distillation:
         self, method: Callable[..., Any], model: nn.Module, inputs: dict[str, Any], generation_config: GenerationConfig
     ) -> Any:
         """Returns answers of the model or its teacher, with the cache on; TRL turns it off with checkpointing."""
-        config = GenerationConfig(**{**generation_config.to_dict(), "use_cache": True})
         with self.first.answering(model):
-            return method(model, inputs, config)
+            return method(model, inputs, with_settings(generation_config, use_cache=True))

@@ -27,7 +27,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, update_wrapper
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +40,7 @@ from transformers import Trainer
 from ...errors import ConfigError
 from ...ranks.group import CP_DIM, ContextGroup
 from ..batches.sharded import sum_of_bits
-from .answering import GroupGeneration, check_steps, patch_as
+from .answering import GroupGeneration, check_steps, patch_as, wrap_steps
 from .first_rank import FirstRank
 from .group_accelerator import Groups
 
@@ -78,9 +78,7 @@ class GroupTraining:
         settings.generation_batch_size = rows * self.groups.num_processes
         own = {kind.__module__ for kind in type(trainer).__mro__ if issubclass(kind, Trainer)} - {Trainer.__module__}
         self.modules = {*own, "trl.generation.vllm_generation"}
-        for name, wrapper in (("_prepare_inputs", self.prepare_inputs), ("compute_loss", self.compute_loss)):
-            method = getattr(trainer, name)
-            setattr(trainer, name, update_wrapper(partial(wrapper, method), method))
+        wrap_steps(trainer, _prepare_inputs=self.prepare_inputs, compute_loss=self.compute_loss)
 
     def begin(self) -> None:
         """Wraps users' functions, once the trainer is made."""
