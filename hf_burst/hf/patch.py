@@ -55,7 +55,7 @@ from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
 from .parts.towers import Towers
 from .sharded_cache import ShardedCache
-from .view import Met, ModelView, Walk
+from .view import ModelView, Walk
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 _COMPILED = (
@@ -188,7 +188,7 @@ class _Patch:
         self.tokens, self.token_losses = Tokens(view, self.recurrence), TokenLosses()
         self.checkpointing, self.tiles = Checkpointing(self.memory.advise), TiledMLP()
         self.parts = self.make_parts(view)
-        self.view, self.met = view, Met()  # of the latest pass
+        self.view = view  # of the latest pass
         self.handles: list[RemovableHandle] = []
         self.looked: list[RemovableHandle] = []  # hooks on inner modules
         self.explicit = False  # whether the latest batch arrived sharded
@@ -297,7 +297,7 @@ class _Patch:
         """Returns the pass over a batch, on which all ranks have agreed. Raises any rank's error on all of them."""
         self.passes += 1
         walk = Walk(module)
-        changed = not self.met.are(walk.modules)
+        changed = not self.view.is_of(walk)
         view = ModelView(module) if changed else self.view
         wants_loss = self.pooling is None and self.token_losses.question is None
         group, callers = resolve_group(self.group), Callers(walk.compiled or within_compiled())
@@ -366,12 +366,12 @@ class _Patch:
         """Lets the parts look at the model's modules anew."""
         for handle in self.looked:
             handle.remove()
-        self.looked, self.met = [], Met()
+        self.view, self.looked = view, []
         for part in self.parts:
             self.looked += part.look(view)
             for kind, module, given in part.overrides(view):
                 kind.put(module, *given)
-        self.view, self.met = view, walk.met()
+        view.accept(walk)
 
     def meet(self, call: Call, error: Exception | None, doing: str) -> None:
         """Makes sure, in the first pass over a group, that all ranks have arrived before any asks for hosts."""
