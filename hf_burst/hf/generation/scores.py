@@ -1,6 +1,6 @@
 """Per-token losses and teacher divergences over ranks, with gradients, and losses after a remembered document."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -108,31 +108,35 @@ def token_divergences(
     if bad or kind not in _WIDE:
         raise ConfigError(f"token_divergences was given {bad or f'kind={kind!r}; it is one of {tuple(_WIDE)}'}.")
     student, known = _with_head(model), _with_head(teacher)
-    for name, read in (
-        ("vocabularies", lambda module: module.config.get_text_config().vocab_size),
-        ("tasks", lambda module: getattr(module, PATCH).task.kind),
-    ):
-        if read(student) != read(known):
-            raise ConfigError(
-                f"The {name} of model and teacher differ: {read(student)} and {read(known)}. Take a teacher with the "
-                "tokenizer of the model."
-            )
-    if len({resolve_group(getattr(module, PATCH).group) for module in (student, known)}) > 1:
-        raise ConfigError(
-            "The teacher was patched for another group of ranks than the model. Patch both with the same group."
-        )
-    head = known.get_output_embeddings()
-    if head is not None and (is_partitioned(head) or is_sharded_head(head)):
-        raise ConfigError(
-            "The head of the teacher is sharded by FSDP2 or ZeRO-3, which gather it in its own passes alone. Leave the "
-            "teacher out of accelerator.prepare, so that every rank holds it."
-        )
+    for difference in _differences(student, known):
+        raise ConfigError(difference)
     kept: list[Spread] = []
     facts = {"token divergences": [kind, top_k, temperature, beta]}
     with evaluating(teacher), torch.no_grad():
         _ask(teacher, batch, Question(partial(_keep, kept), facts))
     value = partial(_divergences, kept[0], kind, top_k, temperature, beta)
     return _ask(model, batch, Question(value, facts, teacher=kept[0]))
+
+
+def _differences(student: Any, teacher: Any) -> Iterator[str]:
+    """Yields why a teacher cannot be compared with a student, token by token."""
+    vocabularies = [module.config.get_text_config().vocab_size for module in (student, teacher)]
+    patches = [getattr(module, PATCH) for module in (student, teacher)]
+    tasks = [patch.task.kind for patch in patches]
+    for name, (own, other) in {"vocabularies": vocabularies, "tasks": tasks}.items():
+        if own != other:
+            yield (
+                f"The {name} of model and teacher differ: {own} and {other}. Take a teacher with the tokenizer of the "
+                "model."
+            )
+    if len({resolve_group(patch.group) for patch in patches}) > 1:
+        yield "The teacher was patched for another group of ranks than the model. Patch both with the same group."
+    head = teacher.get_output_embeddings()
+    if head is not None and (is_partitioned(head) or is_sharded_head(head)):
+        yield (
+            "The head of the teacher is sharded by FSDP2 or ZeRO-3, which gather it in its own passes alone. Leave the "
+            "teacher out of accelerator.prepare, so that every rank holds it."
+        )
 
 
 def _with_head(model: nn.Module) -> Any:

@@ -3,7 +3,7 @@
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from ...ranks.host import SIZE_VARIABLE, host_id, misplaced, size_from_env
 from ..admission import TRAINERS, trainer_role
 from ..callers import trainer_being_made
 from ..groups import PATCH, check_processes
+from ..models.task import Reason
 from ..parts.expert_ranks import weights_of_experts
 from ..view import inner_modules
 from .answering import patch_as
@@ -183,7 +184,7 @@ class _Shared:
         for name in ("prepare", "prepare_model", "prepare_data_loader", "prepare_scheduler", "gather_for_metrics"):
             setattr(accelerator, name, getattr(self, name))
         if accelerator.distributed_type is DistributedType.DEEPSPEED:
-            _check_deepspeed(accelerator.deepspeed_plugin.deepspeed_config)
+            _refuse(_against_deepspeed(accelerator.deepspeed_plugin.deepspeed_config))
             accelerator._prepare_deepspeed = self._prepare_deepspeed
             members = accelerator.torch_device_mesh[CP_DIM].get_group()  # the only dimension that data loaders know
             mesh = DeviceMesh.from_group(members, accelerator.device.type, mesh_dim_names=("tp",))
@@ -211,11 +212,11 @@ class _Shared:
         if self.distilling is not None and evaluation_mode:
             self.distilling.take_teacher(model)
         _check_patched(model, self.size, evaluation_mode)
-        _check_placed(model, evaluation_mode, self.generating is not None)
+        _refuse(_against_model(model, evaluation_mode, self.generating is not None))
         return Accelerator.prepare_model(self.accelerator, model, device_placement, evaluation_mode)
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
-        _check_data_loader(data_loader, self.accelerator.dispatch_batches, self.generating is not None)
+        _refuse(_against_data_loader(data_loader, self.accelerator.dispatch_batches, self.generating is not None))
         if self.generating is not None:
             self.generating.begin()
         self.accelerator.dataloader_config.dispatch_batches = False  # None would dispatch an IterableDataset
@@ -351,17 +352,22 @@ def _check_patched(item: Any, size: int, evaluates: bool = False) -> None:
             )
 
 
-def _check_placed(model: nn.Module, evaluates: bool, generates: bool) -> None:
-    """Raises for a model that Transformers sharded at loading, because accelerate would wrap it again, and for expert
-    parallelism in a trainer that `generates`. `Trainer` prepares such a model in evaluation mode."""
+def _refuse(reasons: Iterator[Reason]) -> None:
+    for reason in reasons:
+        raise ConfigError(*reason)
+
+
+def _against_model(model: nn.Module, evaluates: bool, generates: bool) -> Iterator[Reason]:
+    """Yields reasons against a model that Transformers sharded at loading, because accelerate would wrap it again, and
+    against expert parallelism in a trainer that `generates`. `Trainer` prepares such a model in evaluation mode."""
     if getattr(model, "is_distributed_loading_by_transformers", False) and not evaluates:
-        raise ConfigError(
+        yield (
             "The model was loaded with a DistributedConfig",
             "Transformers averages its gradients already",
             "Prepare the rest without it: optimizer, loader = accelerator.prepare(optimizer, loader)",
         )
     if generates and any(weights_of_experts(model)):
-        raise ConfigError(
+        yield (
             "The trainer generates what it learns from, and the experts lie on several ranks "
             "(DistributedConfig(ep_size=...))",
             "both were not compared with one process",
@@ -377,25 +383,25 @@ def _reads_tokens(model: PreTrainedModel) -> bool:
         return False
 
 
-def _check_deepspeed(config: dict[str, Any]) -> None:
-    """Raises for DeepSpeed's own sequence parallelism and tensor parallelism."""
+def _against_deepspeed(config: dict[str, Any]) -> Iterator[Reason]:
+    """Yields reasons against DeepSpeed's own sequence parallelism and tensor parallelism."""
     for name, size in {
         "sequence_parallel_size": config.get("sequence_parallel_size", 1),
         "tensor_parallel.autotp_size": config.get("tensor_parallel", {}).get("autotp_size", 1),
     }.items():
         if size > 1:
-            raise ConfigError(
+            yield (
                 f"The DeepSpeed config has {name}={size} beside BurstParallelismConfig",
                 "a sequence is sharded by burst_size alone, and tensor parallelism is not combined with it",
                 "Take it out of the DeepSpeed config",
             )
 
 
-def _check_data_loader(data_loader: DataLoader, dispatch: bool | None, generates: bool) -> None:
-    """Raises for loaders whose batches may differ between the ranks of a group. Only a trainer that `generates` with
-    one process per group may use prompts."""
+def _against_data_loader(data_loader: DataLoader, dispatch: bool | None, generates: bool) -> Iterator[Reason]:
+    """Yields reasons against loaders whose batches may differ between the ranks of a group. Only a trainer that
+    `generates` with one process per group may use prompts."""
     if dispatch:
-        raise ConfigError(
+        yield (
             "dispatch_batches=True hands every rank a part of each batch",
             "the ranks that share a sequence need the same one",
             "Leave dispatch_batches out (Trainer: accelerator_config); it is then set to False",
@@ -404,7 +410,7 @@ def _check_data_loader(data_loader: DataLoader, dispatch: bool | None, generates
     online = getattr(collator, "__module__", "").startswith("trl.") and getattr(collator, "__name__", "") == "identity"
     if (online or type(get_sampler(data_loader)).__name__ == "RepeatSampler") and not generates:
         names = [place.rpartition(".")[2] for place, role in TRAINERS.items() if role == "generates"]
-        raise ConfigError(
+        yield (
             "The trainer generates what it learns from",
             "the ranks that share a sequence would generate different ones",
             f"Take {' or '.join(names)}, or a class of your own that inherits from one; to learn from a teacher, "

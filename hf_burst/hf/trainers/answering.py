@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, PreTrainedModel
 
-from ...errors import BatchError, ConfigError, UnsupportedModelError
+from ...errors import BatchError, UnsupportedModelError
 from ..generation.generate import generate, same_random_numbers
 from ..generation.settings import check, copies_of, evaluating, patched, setting, with_settings
 from ..groups import PATCH
@@ -30,18 +30,18 @@ def patch_as(model: nn.Module, other: nn.Module) -> None:
         patch_model(other, getattr(own, PATCH).config)
 
 
-def check_steps(trainer: Any, accelerator: Accelerator, steps: Sequence[str], instead: str = "") -> None:
-    """Raises for a trainer that was not compared with one process: under DeepSpeed, or if methods to wrap are missing.
+def uncompared(trainer: Any, accelerator: Accelerator, steps: Sequence[str], instead: str = "") -> Iterator[str]:
+    """Yields why a trainer was not compared with one process: under DeepSpeed, or if methods to wrap are missing.
     `instead` ends the advice."""
     name = type(trainer).__name__
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        raise ConfigError(
+        yield (
             f"{name} over ranks that share sequences was not compared with one process under DeepSpeed. Launch it with "
             "DDP, or with FSDP2, which shards weights as ZeRO-3 does."
         )
     missing = [step for step in steps if not hasattr(trainer, step)]
     if missing:
-        raise ConfigError(
+        yield (
             f"{name} has no {', '.join(missing)}: its steps are not those of TRL 1.16, with which groups of ranks were "
             f"compared. Install trl==1.16.0{instead}."
         )

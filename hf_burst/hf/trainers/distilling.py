@@ -13,11 +13,12 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from ...errors import ConfigError
 from ...layers.loss import IGNORE_INDEX
 from ...ranks.group import CP_DIM, ContextGroup
 from ..generation.scores import token_divergences
 from ..generation.settings import with_settings
-from .answering import GroupGeneration, check_steps, patch_as, wrap_steps
+from .answering import GroupGeneration, patch_as, uncompared, wrap_steps
 
 _LOSS = ("compute_loss", "generalized_jsd_loss")
 _READ = ("input_ids", "attention_mask", "labels")
@@ -37,7 +38,9 @@ class Distillation:
 
     def __init__(self, trainer: Any, accelerator: Accelerator, size: int) -> None:
         kind, steps = type(trainer), (*_LOSS, "generate_on_policy_outputs")
-        check_steps(trainer, accelerator, steps, ", or take hf_burst.token_divergences in a loss of your own")
+        instead = ", or take hf_burst.token_divergences in a loss of your own"
+        for reason in uncompared(trainer, accelerator, steps, instead):
+            raise ConfigError(reason)
         self.trainer, self.device, self.size = trainer, accelerator.device, size
         self.sharded = accelerator.distributed_type is DistributedType.FSDP
         group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])

@@ -40,7 +40,7 @@ from transformers import Trainer
 from ...errors import ConfigError
 from ...ranks.group import CP_DIM, ContextGroup
 from ..batches.sharded import sum_of_bits
-from .answering import GroupGeneration, check_steps, patch_as, wrap_steps
+from .answering import GroupGeneration, patch_as, uncompared, wrap_steps
 from .first_rank import FirstRank
 from .group_accelerator import Groups
 
@@ -68,7 +68,8 @@ class GroupTraining:
 
     def __init__(self, trainer: Any, accelerator: Accelerator, size: int) -> None:
         settings = trainer.args
-        _check(trainer, settings, accelerator, size)
+        for reason in _reasons(trainer, settings, accelerator, size):
+            raise ConfigError(reason)
         self.trainer, self.real = trainer, accelerator
         self.group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
         self.first = GroupGeneration(self.group, accelerator.device)
@@ -215,23 +216,23 @@ class _Judge(nn.Module):
         return self.judge(**inputs).logits
 
 
-def _check(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -> None:
-    """Raises for settings with which a group of ranks cannot act as one process."""
-    check_steps(trainer, accelerator, _STEPS + (_STEPS_WITH_TOOLS if hasattr(trainer, "tools") else ()))
+def _reasons(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -> Iterator[str]:
+    """Yields the settings with which a group of ranks cannot act as one process."""
+    yield from uncompared(trainer, accelerator, _STEPS + (_STEPS_WITH_TOOLS if hasattr(trainer, "tools") else ()))
     if trainer.use_transformers_continuous_batching:
-        raise ConfigError(
+        yield (
             "use_transformers_continuous_batching=True generates by paged attention, which does not reach over the "
             "ranks that share a sequence. Leave it out: completions are then generated over the ranks."
         )
     parts = trainer.vllm_tensor_parallel_size
     if trainer.use_vllm and trainer.vllm_mode == "colocate" and size % parts:
-        raise ConfigError(
+        yield (
             f"vllm_tensor_parallel_size={parts} beside burst_size={size}: an engine that lies over several groups "
             f"would mix up their prompts. Set it to {size}, by which all ranks of a group generate, or to a divisor."
         )
     rollouts = getattr(trainer, "rollout_func", None) is not None  # RLOO has none
     if rollouts and trainer.use_vllm and trainer.vllm_mode == "colocate" and parts > 1:
-        raise ConfigError(
+        yield (
             f"rollout_func beside vllm_tensor_parallel_size={parts}: it runs on the first rank of a group, and the "
             "other ranks would not take part in what it asks the engine. Leave vllm_tensor_parallel_size at 1, or take "
             "vllm_mode='server'."
@@ -243,7 +244,7 @@ def _check(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -> 
         (evaluated, "per_device_eval_batch_size", trainer.num_generations_eval),
     ):
         if number % wanted:
-            raise ConfigError(
+            yield (
                 f"{names} is {number} rows, and a prompt has {wanted} completions. The ranks that share sequences hold "
                 f"the same rows, so these must be whole groups: a multiple of {wanted}."
             )
