@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 Admitted = TypeVar("Admitted", bound=type[PreTrainedModel])
 ROW = "_hf_burst_row"  # the attribute of an admitted class
-_ANSWERS = {
+_ALLOWED = {
     "images": ("patches", "images", "all"),
     "videos": ("patches", "images", "frames", "all"),
     "sound": ("clips", "all"),
@@ -61,9 +61,9 @@ class Row:
     cut: str = ""
 
     def __post_init__(self) -> None:
-        for name, answers in _ANSWERS.items():
-            if getattr(self, name) not in (None, *answers):
-                known = " or ".join(map(repr, answers))
+        for name, allowed in _ALLOWED.items():
+            if getattr(self, name) not in (None, *allowed):
+                known = " or ".join(map(repr, allowed))
                 raise ConfigError(f"{name}={getattr(self, name)!r}", "nothing is shared in this way", f"Give {known}")
 
     @property

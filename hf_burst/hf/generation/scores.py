@@ -212,11 +212,10 @@ def _behind(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None, 
         **{cache_key(base): document.cache()},
         use_cache=True,
     ).logits
-    padding = shown.shape[1] - shown.sum(1)  # the document alone predicts the first token of a row
+    padding = shown.shape[1] - shown.sum(1, keepdim=True)
+    place = torch.arange(new, device=logits.device) - padding
     before = functional.pad(logits, (0, 0, 1, 0))[:, :-1]
-    first = torch.arange(new, device=logits.device) == padding[:, None]
-    before = torch.where(first[..., None], document.logits.to(logits), before)
-    hidden = torch.arange(new, device=logits.device) < padding[:, None]
-    targets = labels.masked_fill(hidden, loss.IGNORE_INDEX)
+    before = torch.where((place == 0)[..., None], document.logits.to(logits), before)  # it predicts the first token
+    targets = labels.masked_fill(place < 0, loss.IGNORE_INDEX)
     losses = loss.token_losses(before.flatten(0, 1), targets.flatten()).view_as(targets)
     return losses if weights is None else losses * weights.to(losses)
