@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
+from types import CellType
 from typing import Any, Self
 
 from torch import nn
@@ -83,7 +84,9 @@ def _called_by(function: Any, met: set[int]) -> Iterator[Any]:
     inner = [getattr(function, name, None) for name in ("__wrapped__", "__func__")]
     inner += [function.own] if isinstance(function, Override) else []
     inner += [function.func] if isinstance(function, partial) else []
-    for there in (*inner, *(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())):
+    cells = getattr(function, "__closure__", None) or ()
+    inner += [cell.cell_contents for cell in cells if cell != CellType()]  # an empty one has no contents
+    for there in inner:
         yield from _called_by(there, met)
 
 

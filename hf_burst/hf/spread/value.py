@@ -216,9 +216,8 @@ class Spread:
             raise BatchError(f"{self.limit.about}, and {asked} was asked of them. {SERVED}")
         lies, limit = self._agree(asked)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
-            own = replace(
-                self, put_off=self.put_off[: limit.of_model]
-            ).score()  # a copy: values without gradients would stay
+            of_model = self.put_off[: limit.of_model]
+            own = replace(self, put_off=of_model).score()  # a copy: values without gradients would stay
             every = lies.batch(own)
             every = every.contiguous() if self.places is None else every.flatten(0, 1)[self.places.to(every.device)]
             return self._after(every, limit.of_model)
