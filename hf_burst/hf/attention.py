@@ -168,7 +168,8 @@ def attention_forward(
             f"{type(module).__name__} passes {', '.join(refused)} to its attention, which hf_burst does not serve. "
             "Unpatch the model (hf_burst.unpatch_model) and use another attention implementation."
         )
-    cache, cached = None, None
+    cache: Any = None
+    cached: Any = None
     if not torch.compiler.is_compiling() or (burst_pass is None and isinstance(attention_mask, LazyMask)):
         context = current()
         if context is not None:
@@ -179,25 +180,24 @@ def attention_forward(
         setattr(module, ARRIVED, True)  # read by the part `Arrivals`
     if burst_pass is not None and burst_pass.group.size == 1 and query.shape[2] != key.shape[2]:
         burst_pass = None  # rows from LazyMask.__getitem__ against the whole sequence
-    if cached is not None and burst_pass is None:
-        pattern = _pattern(module, attention_mask, is_causal, sliding_window, expected=True)
-        scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
-        return cached.attend(module, (query, key, value), pattern, scores, s_aux), None
-    if burst_pass is None:
+    if burst_pass is None and cached is None:
         kwargs |= {"scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window}
         return _attend_whole(module, (query, key, value), attention_mask, softcap, s_aux, **kwargs)
-    if kwargs.get("dropout"):
+    if burst_pass is not None and kwargs.get("dropout"):
         raise UnsupportedModelError(
             f"{type(module).__name__} drops attention weights (p={kwargs['dropout']}); that is not served in training. "
             "Set the dropout of its attention to 0 in the config before the model is made."
         )
-    pattern = _pattern(module, attention_mask, is_causal, sliding_window, burst_pass.causal)
+    expected = burst_pass is None or burst_pass.causal
+    pattern = _pattern(module, attention_mask, is_causal, sliding_window, expected)
+    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
+    if burst_pass is None:
+        return cached.attend(module, (query, key, value), pattern, scores, s_aux), None
     if scales_by_place(module):
         query = _at_temperature(module, query, burst_pass.laid.places)
     dtype = value.dtype  # under peft or autocast, norms may leave q and k in fp32
     q, k, v = query.to(dtype).transpose(1, 2), key.to(dtype).transpose(1, 2), value.transpose(1, 2)
     config, layout, group = burst_pass.config, burst_pass.layout, burst_pass.group
-    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
     settings = config.kernel, config.schedule, config.transport, config.memory_settings.head_groups
     request = AttentionRequest(group, pattern, scores, *settings)
     encoded = burst_pass.laid.encoded

@@ -260,19 +260,20 @@ class _Patch:
         self.entered = True
         batch: dict[str, Any] = {}
         error: Exception | None = None
-        cache: Any = None
+        cache: ShardedCache | None = None
         try:
             batch = bound_arguments(module, args, kwargs)
-            cache = cache_of(batch)
-            if isinstance(cache, ShardedCache) and not cache.is_read:
+            given = cache_of(batch)
+            cache = given if isinstance(given, ShardedCache) else None
+            if cache is not None and not cache.is_read:
                 batch = each_once(cache, batch)
         except Exception as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
-        if isinstance(cache, ShardedCache) and cache.is_read:
+        if cache is not None and cache.is_read:
             begin_step(cache, batch)
             self.context.enter(LayerContext(cached=cache))
             return (), batch
-        if self.task.generates and _generates(module, batch) and not isinstance(cache, ShardedCache):
+        if cache is None and self.task.generates and _generates(module, batch):
             self.context.enter(None)
             return (), batch
         if self.together is not None and self.together() is not None:
@@ -287,9 +288,8 @@ class _Patch:
         for part in self.parts:
             arguments |= part.arguments(run)
         self.labels = arguments.get("labels")
-        tile, cached = run.memory.tiled_mlp, cache if isinstance(cache, ShardedCache) else None
-        seen = run.sharded_pass
-        self.context.enter(LayerContext(seen, seen.replay(), None, tile, self.tiles.obstacles, cached=cached))
+        seen, tile = run.sharded_pass, run.memory.tiled_mlp
+        self.context.enter(LayerContext(seen, seen.replay(), None, tile, self.tiles.obstacles, cached=cache))
         apart = self.task.reads and reader_of(self.view) is not self.view  # the reader gets it where it is called
         return (), {**arguments, **({} if apart else {PASS_KEY: seen})}
 

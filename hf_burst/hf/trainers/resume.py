@@ -61,11 +61,11 @@ def last_checkpoint(folder: str | Path) -> str | None:
     paths = {int(step): Path(folder, f"checkpoint-{step}") for step in steps if step.isdigit()}
     every = _gather({step: _look(path) for step, path in paths.items()})
     whole: dict[int, bool] = {}  # by step: whether all random states are there
-    for step in sorted({step for seen in every for step in seen}):
-        ranks = [seen.get(step, ("it is missing", False)) for seen in every]
-        fault = next((fault for fault, _ in ranks if fault is not None), None)
+    for step in sorted(set().union(*every)):
+        faults, states = zip(*(seen.get(step, ("it is missing", False)) for seen in every), strict=True)
+        fault = next(filter(None, faults), None)
         if fault is None:
-            whole[step] = all(has_state for _, has_state in ranks)
+            whole[step] = all(states)
         else:
             _warn("%s is not whole and not taken: %s.", Path(folder, f"checkpoint-{step}"), fault)
     if whole:
