@@ -77,17 +77,14 @@ class Override:
 
 def _called_by(function: Any, met: set[int]) -> Iterator[Any]:
     """Yields a function and what it calls, outermost first, as far as attributes and closures of wrappers tell."""
-    if not callable(function) or id(function) in met:
-        return
-    met.add(id(function))
-    yield function
-    inner = [getattr(function, name, None) for name in ("__wrapped__", "__func__")]
-    inner += [function.own] if isinstance(function, Override) else []
-    inner += [function.func] if isinstance(function, partial) else []
-    cells = getattr(function, "__closure__", None) or ()
-    inner += [cell.cell_contents for cell in cells if cell != CellType()]  # an empty one has no contents
-    for there in inner:
-        yield from _called_by(there, met)
+    if callable(function) and id(function) not in met:
+        met.add(id(function))
+        yield function
+        names = ("own", "func", "__wrapped__", "__func__")[0 if isinstance(function, Override | partial) else 2 :]
+        cells = getattr(function, "__closure__", None) or ()
+        inner = (cell.cell_contents for cell in cells if cell != CellType())  # without empty cells
+        for there in (*(getattr(function, name, None) for name in names), *inner):
+            yield from _called_by(there, met)
 
 
 def remove_overrides(view: ModelView) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
@@ -17,7 +18,6 @@ from ..attention.shared_keys import Keys
 from ..errors import BatchError, UnsupportedModelError
 from ..kernels import Scores
 from ..plan import MaskPattern
-from ..ranks.collectives import broadcast
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
 from .answer import Answer, Filling, Fixed, Prompt, ShardedLayer, Stepping, layer_of
@@ -112,7 +112,10 @@ class ShardedCache(Cache):
         group = self.answer.group
         if logits is None or group.size == 1:
             return logits
-        return broadcast(logits.contiguous(), group)
+        first = logits.contiguous()
+        with group.messages():
+            dist.broadcast(first, group.members[0], group=group.process_group)
+        return first
 
     def free(self, module: nn.Module, keys: Tensor, values: Tensor, pattern: MaskPattern) -> None:
         """Frees the prompt's keys that no later token of an attention module will see."""
@@ -179,15 +182,13 @@ class ShardedCache(Cache):
 
     @torch.compiler.disable
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self._state("conv_states", layer_idx, state_idx)
+        known = self.states.get(layer_idx)
+        return known.conv_states[state_idx] if known is not None and known.has_previous_state[state_idx] else None
 
     @torch.compiler.disable
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self._state("recurrent_states", layer_idx, state_idx)
-
-    def _state(self, kind: str, layer_idx: int, state_idx: int) -> Tensor | None:
         known = self.states.get(layer_idx)
-        return getattr(known, kind)[state_idx] if known and known.has_previous_state[state_idx] else None
+        return known.recurrent_states[state_idx] if known is not None and known.has_previous_state[state_idx] else None
 
     @torch.compiler.disable
     def update_conv_state(

@@ -31,13 +31,6 @@ def gather_stacked(tensor: Tensor, group: ContextGroup) -> Tensor:
     return every
 
 
-def broadcast(tensor: Tensor, group: ContextGroup) -> Tensor:
-    """Overwrites a tensor by that of the first rank, and returns it, without a gradient."""
-    with group.messages():
-        dist.broadcast(tensor, group.members[0], group=group.process_group)
-    return tensor
-
-
 @torch.compiler.disable
 def group_loss(local_sum: Tensor, weight: Tensor | float, group: ContextGroup) -> Tensor:
     """Returns the loss of the whole batch from each rank's sum, the same value on every rank of the group.

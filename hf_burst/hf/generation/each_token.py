@@ -9,7 +9,6 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ...errors import LostRankError, RankMismatchError
-from ...ranks.collectives import broadcast
 from ...ranks.group import ContextGroup
 from ..parts.key_cache import same_tokens
 from ..sharded_cache import ShardedCache
@@ -40,7 +39,8 @@ class EachToken(StoppingCriteria):
         self._compare(input_ids[:, self.length :])
         self.length = input_ids.shape[1]
         if self.stops:
-            broadcast(done, self.group)
+            with self.group.messages():
+                torch.distributed.broadcast(done, self.group.members[0], group=self.group.process_group)
         return done.bool().to(input_ids.device)
 
     def note(self, function: Callable[..., Any], *args: Any) -> None:

@@ -4,8 +4,6 @@ import inspect
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -67,15 +65,15 @@ def agreed(group: ContextGroup, device: torch.device, doing: str) -> Iterator[Ag
 
 def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     """Raises for unsupported models and arguments."""
-    for problem in chain(_of_model(model, kwargs), _of_arguments(model, kwargs)):
-        raise problem
     cache_key(model)
+    for problem in _problems(model, kwargs):
+        raise problem
     check_same_passes(model, resolve_group(getattr(model, PATCH).group))
     batch_shape(kwargs)
 
 
-def _of_model(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Iterator[BurstError]:
-    """Yields what is not supported of a model."""
+def _problems(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Iterator[BurstError]:
+    """Yields what is not supported of a model, and of the arguments of `model.generate`."""
     name = type(model).__name__
     if not getattr(model, PATCH).task.generates:
         yield UnsupportedModelError(f"{name} predicts masked tokens and generates none.")
@@ -101,21 +99,17 @@ def _of_model(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Iterator[Bur
         yield UnsupportedModelError(
             "DeepSpeed ZeRO-3 shards the weights, and would gather them for each token. Take FSDP2, or a smaller stage."
         )
-
-
-def _of_arguments(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Iterator[BurstError]:
-    """Yields what is not supported of the arguments of `model.generate`."""
-    for name, why in _REFUSED.items():
-        given = kwargs.get(name)
-        if given is not None if name in CACHE_KEYS else given:  # an empty cache is falsy
-            yield ConfigError(f"generate over ranks was given {name}={_short(given)}. {why} Leave it out.")
+    for key, why in _REFUSED.items():
+        given = kwargs.get(key)
+        if given is not None if key in CACHE_KEYS else given:  # an empty cache is falsy
+            yield ConfigError(f"generate over ranks was given {key}={_short(given)}. {why} Leave it out.")
     use_cache = _short(kwargs.get("use_cache"))  # it may be a tensor
     if use_cache not in ("None", "True", "1"):
         yield ConfigError(f"generate over ranks was given use_cache={use_cache}. It needs its cache: leave that out.")
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        token = setting(model, kwargs, name)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        token = setting(model, kwargs, key)
         if isinstance(token, Tensor) and token.is_floating_point():
-            yield ConfigError(f"{name} is {_short(token)}, in {token.dtype}. Give integers.")
+            yield ConfigError(f"{key} is {_short(token)}, in {token.dtype}. Give integers.")
     if kwargs.get("streamer") is not None and int(setting(model, kwargs, "num_beams") or 1) > 1:
         yield ConfigError("generate was given a streamer and beams, whose tokens are known at the end. Leave one out.")
     if not isinstance(kwargs.get("stopping_criteria") or [], list | tuple):
@@ -236,15 +230,13 @@ def _short(value: Any) -> str:
     """Returns a comparable text of a value: content for plain values, configs and tokenizers, else the class name."""
     if isinstance(value, np.generic | np.ndarray | Tensor):
         return _short(value.tolist())
-    if isinstance(value, GenerationConfig):  # JSON has no tensors
-        value = copy(value)
-        vars(value).update({name: each.tolist() for name, each in vars(value).items() if isinstance(each, Tensor)})
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_short, value))}]"
     if hasattr(value, "get_vocab"):  # a tokenizer, for stop_strings
         words = sorted(value.get_vocab().items())
         return f"{type(value).__name__} of {len(words)} tokens (checksum {zlib.crc32(str(words).encode()):x})"
-    if hasattr(value, "to_dict") and not isinstance(value, GenerationConfig):  # such as a WatermarkingConfig
-        return f"{type(value).__name__} {value.to_dict()}"
-    plain = value is None or isinstance(value, str | int | float | bool | dict | GenerationConfig)
+    if hasattr(value, "to_dict"):  # a GenerationConfig, or a part of one
+        given = {name: _short(each) for name, each in value.to_dict().items() if each is not None}
+        return f"{type(value).__name__} {given}"
+    plain = value is None or isinstance(value, str | int | float | bool | dict)
     return str(value) if plain else type(value).__name__

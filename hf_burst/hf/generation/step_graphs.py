@@ -290,6 +290,8 @@ def _copied(value: Any) -> Any:
 
 def _obstacle(model: nn.Module) -> str:
     """Returns why a model's steps cannot be recorded; empty if no reason is known."""
+    if StepGraphs.of(model) is not None:
+        return "it is called within another call"
     devices = {weight.device for weight in model.parameters()}
     if {device.type for device in devices} != {CudaGraphs.device_type} or len(devices) > 1:
         return f"the model is on {', '.join(sorted(map(str, devices)))}"
@@ -335,8 +337,7 @@ def _inside(own: Mapping[str, Any]) -> tuple[Any, ...]:
 def stepping(model: nn.Module, cache: ShardedCache, changing: bool) -> Iterator[None]:
     """Replays one-token steps of a model as CUDA graphs where possible. `changing` says that users' code runs between
     steps and may change the model."""
-    obstacle = "" if StepGraphs.of(model) is None else "it is called within another call"
-    obstacle = obstacle or _obstacle(model)
+    obstacle = _obstacle(model)
     on_cpu = all(weight.is_cpu for weight in model.parameters())
     stepped = None if obstacle else StepGraphs.put(model, cache, changing)
     if obstacle and not (on_cpu and CudaGraphs.device_type == "cuda"):  # nobody expects them without a GPU

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ...plan import Hybrid, MaskPattern, RecurrentSize, Shapes, choose_recurrence
-from ...plan.recurrence import Way
+from ...plan.recurrence import RuleKind, Way
 from ...ranks.layout import SequenceLayout
 from ...recurrent import fla_installed
 from ..view import ModelView
@@ -26,20 +26,12 @@ logger = logging.getLogger(__name__)
 # copies of a gated output that flash-linear-attention's norm saves, and copies in its backward pass
 FUSED_NORM = (3, 2)
 _DELTA = "torch_chunk_gated_delta_rule"
-# by the rule that a module calls, the attributes with its sizes
-_ATTRIBUTES: dict[str, dict[str, str]] = {
-    _DELTA: {"heads": "num_v_heads", "key_heads": "num_k_heads", "keys": "head_k_dim", "values": "head_v_dim"},
-    "chunk_kimi_delta_attention": {
-        **dict.fromkeys(("heads", "key_heads"), "num_heads"),
-        **dict.fromkeys(("keys", "values", "decays"), "head_dim"),
-    },
-    "mamba2_chunk_scan": {
-        "heads": "num_heads",
-        "values": "head_dim",
-        "key_heads": "n_groups",
-        "keys": "ssm_state_size",
-    },
-    "mamba_selective_scan": {"heads": "intermediate_size", "keys": "ssm_state_size"},
+_FIELDS = ("heads", "keys", "key_heads", "values", "decays")
+_RULES: dict[str, tuple[RuleKind, tuple[str, ...]]] = {  # by the rule that a module calls, attributes with its fields
+    _DELTA: ("delta", ("num_v_heads", "head_k_dim", "num_k_heads", "head_v_dim")),
+    "chunk_kimi_delta_attention": ("delta", ("num_heads", "head_dim", "num_heads", "head_dim", "head_dim")),
+    "mamba2_chunk_scan": ("scan", ("num_heads", "ssm_state_size", "n_groups", "head_dim")),
+    "mamba_selective_scan": ("selective", ("intermediate_size", "ssm_state_size")),
 }
 
 
@@ -101,22 +93,21 @@ def _size_of(view: ModelView) -> RecurrentSize | None:
     size = RecurrentSize("convolution", 1)
     if convolution is not None:
         size = replace(size, channels=convolution.out_channels, reach=convolution.kernel_size[0] - 1)
-    rule = next((rule for rule in _ATTRIBUTES if rule in functions), None)
+    rule = next((rule for rule in _RULES if rule in functions), None)
     if rule is None:
         return size
+    name, attributes = _RULES[rule]
     try:
-        own = {name: getattr(module, attribute) for name, attribute in _ATTRIBUTES[rule].items()}
+        found = [getattr(module, attribute) for attribute in attributes]
     except AttributeError:  # a custom class
         return None
-    if rule == "mamba_selective_scan":
-        return replace(size, kind="selective", key_heads=1, values=1, **own)
-    if rule == "mamba2_chunk_scan":
-        return replace(size, kind="scan", **own)
-    if rule == _DELTA and find_spec("causal_conv1d"):
-        size = replace(size, convolution_copies=1)
-    return replace(
-        size, kind="delta", norm_copies=_norm_copies(view), repeats_keys=rule == _DELTA and _repeats_keys(kind), **own
-    )
+    own: dict[str, Any] = {"key_heads": 1, "values": 1} | dict(zip(_FIELDS, found, strict=False))
+    if name == "delta":
+        own["norm_copies"] = _norm_copies(view)
+    if rule == _DELTA:
+        own["repeats_keys"] = _repeats_keys(kind)
+        own["convolution_copies"] = 1 if find_spec("causal_conv1d") else size.convolution_copies
+    return replace(size, kind=name, **own)
 
 
 def _norm_copies(view: ModelView) -> tuple[int, int]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...errors import UnsupportedModelError
-from ...ranks.group import ContextGroup
 from ...recurrent import (
     LastStates,
     Rule,
@@ -145,7 +144,7 @@ def _scan(original: Function) -> Function:
         last = _last_states(sharded_pass)
         by_heads = sharded_pass.way == "heads" and last is None
         if by_heads:
-            heads = _of_own_heads(heads, group)
+            heads = {name: None if value is None else own_heads(value, group) for name, value in heads.items()}
 
         def rule(rows: Any, states: Tensor | None, bounds: Tensor | None, ends: bool) -> tuple[Tensor, None]:
             hidden, rates, keys, queries = rows
@@ -167,10 +166,6 @@ def _scan(original: Function) -> Function:
     return mamba2_chunk_scan
 
 
-def _of_own_heads(values: Mapping[str, Tensor | None], group: ContextGroup) -> dict[str, Tensor | None]:
-    return {name: None if value is None else own_heads(value, group) for name, value in values.items()}
-
-
 def _places(bounds: Tensor, tokens: int) -> Tensor:
     """Returns the index of its piece for each token of a row: `(1, tokens)`."""
     numbers = torch.arange(len(bounds) - 1, device=bounds.device, dtype=torch.int32)
@@ -182,7 +177,8 @@ def _selective_scan(original: Function) -> Function:
         x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, z: Tensor | None = None, **options: Any
     ) -> Tensor:
         _, shards = _pass()
-        own = _of_own_heads({name: options.pop(name, None) for name in ("D", "delta_bias")}, shards.group)
+        own = {name: options.pop(name, None) for name in ("D", "delta_bias")}
+        own = {name: None if value is None else own_heads(value, shards.group) for name, value in own.items()}
         decay = own_heads(a, shards.group)
 
         def rule(rows: Any, states: Tensor | None, bounds: Tensor | None, ends: bool) -> tuple[Tensor, None]:

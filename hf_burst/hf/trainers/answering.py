@@ -110,15 +110,15 @@ class GroupGeneration(FirstRank):
             given.pop("cuda_graphs", None)  # only for steps over ranks
             found: list[Any] = []
 
-            def sequences() -> Tensor:
+            def tokens() -> Tensor:  # the rest, such as a cache, stays each rank's own
                 found.append(base.generate(**given))
-                return found[0] if isinstance(found[0], Tensor) else found[0].sequences
+                return getattr(found[0], "sequences", found[0])
 
             with same_random_numbers(self.group, self.device), torch.no_grad():
-                first = self.result(sequences, "generate", alone=False)
+                first = self.result(tokens, "generate", alone=False)
             if isinstance(found[0], Tensor):
                 return first
-            found[0].sequences = first  # the rest, such as a cache, stays this rank's own
+            found[0].sequences = first
             return found[0]
         else:
             return generate(base, **_each_once(base, given))
