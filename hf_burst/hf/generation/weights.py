@@ -15,17 +15,18 @@ def gathered_once(model: nn.Module) -> Iterator[None]:
     ranks that share weights but no prompt may generate different numbers of tokens."""
     modules = ModelView(model).units_of_fsdp2
     states: list[Any] = [module._get_fsdp_state() for module in modules]  # torch has no public accessor
-    before = [[group.post_forward_mesh_info for group in _groups(state)] for state in states]
-    autos = [state._auto_reshard_after_forward for state in states]
+    before = [(state, state._auto_reshard_after_forward) for state in states]
+    groups = [(state, group, group.post_forward_mesh_info) for state in states for group in _groups(state)]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
     try:
         yield
     finally:
-        for module, state, auto, infos in zip(modules, states, autos, before, strict=True):
+        for state, auto in before:
             state._auto_reshard_after_forward = auto
-            for group, info in zip(_groups(state), infos, strict=True):
-                group.post_forward_mesh_info = None if auto and state._is_root else info
+        for state, group, info in groups:
+            group.post_forward_mesh_info = None if state._auto_reshard_after_forward and state._is_root else info
+        for module in modules:
             module.reshard()
 
 
