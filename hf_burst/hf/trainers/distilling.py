@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from ...errors import ConfigError
 from ...layers.loss import IGNORE_INDEX
 from ...ranks.group import CP_DIM, ContextGroup
+from ..admission import trl_classes
 from ..generation.scores import token_divergences
 from ..generation.settings import with_settings
 from .answering import GroupGeneration, patch_as, uncompared, wrap_steps
@@ -45,7 +46,7 @@ class Distillation:
         self.sharded = accelerator.distributed_type is DistributedType.FSDP
         group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
         self.first = GroupGeneration(group, accelerator.device)
-        known = next(each for each in kind.__mro__ if each.__module__.startswith("trl."))
+        known = trl_classes(kind)[0]
         self.own_loss = any(getattr(kind, name) is not getattr(known, name) for name in _LOSS)  # the user's
         wrap_steps(trainer, compute_loss=self.compute_loss, generate_on_policy_outputs=self.generate)
 

@@ -20,6 +20,7 @@ from ...plan import Mask, MaskPattern
 from ...ranks.layout import SequenceLayout
 from ...ring import ExchangeClock
 from ...ring.resources import resources_of
+from ..admission import trl_classes
 from ..groups import PATCH, resolve_group
 from ..models.cut_point import language_model_path
 from ..models.model_size import model_size, peak_of
@@ -207,7 +208,7 @@ def shared_by(size: int, processes: int) -> str:
 
 def untouched_length(training: Any) -> str | None:
     """Returns a warning if `max_length` is the default of a TRL class, which cuts or drops longer texts."""
-    kinds = (kind for kind in type(training).__mro__ if kind.__module__.startswith("trl."))
+    kinds = trl_classes(type(training))
     kind = next((kind for kind in kinds if isinstance(vars(kind).get("max_length"), int)), None)
     prepared = (getattr(training, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
     if kind is None or prepared or training.max_length != kind.max_length:  # type: ignore[attr-defined]
