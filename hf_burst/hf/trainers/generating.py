@@ -210,10 +210,8 @@ class _Judge(nn.Module):
         self.first, self.judge = first, judge
 
     def forward(self, **inputs: Any) -> Any:
-        return SimpleNamespace(logits=self.first.result(partial(self._score, inputs), "a reward model", alone=False))
-
-    def _score(self, inputs: dict[str, Any]) -> Any:
-        return self.judge(**inputs).logits
+        scores = self.first.result(lambda: self.judge(**inputs).logits, "a reward model", alone=False)
+        return SimpleNamespace(logits=scores)
 
 
 def _reasons(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -> Iterator[str]:
