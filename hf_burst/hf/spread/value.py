@@ -206,15 +206,15 @@ class Spread:
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
             return lies.values_at(self.chosen.flatten(), compute).view(self.chosen.shape)
 
-    def whole(self, asked: str = "whole") -> Tensor:
+    def whole(self, what: str = "whole") -> Tensor:
         """Returns the values of all chosen tokens, on every rank; raises if there are too many."""
         if self.lies is None:
             return self.score()
         if self.limit is None:
             return self._gathered
         if not self.limit.fits:
-            raise BatchError(f"{self.limit.about}, and {asked} was asked of them. {SERVED}")
-        lies, limit = self._agree(asked)
+            raise BatchError(f"{self.limit.about}, and {what} was asked of them. {SERVED}")
+        lies, limit = self._agree(what)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
             of_model = self.put_off[: limit.of_model]
             own = replace(self, put_off=of_model).score()  # a copy: values without gradients would stay
@@ -253,8 +253,8 @@ class Spread:
                     f"{name} was asked for the word {int(wrong[0])}, and there are those from 0 to {self._width - 1}. "
                     "Labels of -100 take .clamp(min=0) before a gather, and no part in a sum."
                 )
-        asked = " of ".join([name, *(str(step) for step in reversed(self.put_off)), str(tuple(self.shape))])
-        self.lies.group.agree({"logits are asked for": asked}, error, self.device, 0, checksums, doing=name)
+        what = " of ".join([name, *(str(step) for step in reversed(self.put_off)), str(tuple(self.shape))])
+        self.lies.group.agree({"logits are asked for": what}, error, self.device, 0, checksums, doing=name)
         return self.lies, self.limit
 
     # -- as a tensor
@@ -303,7 +303,7 @@ class Spread:
     def __iter__(self) -> Iterator[Any]:
         if self.lies is not None and self.limit is None:  # code that rebuilds an output checks whether it holds pairs
             raise TypeError("Values of a pass under way are not iterated over; unbind gathers them.")
-        return (self._asked(Tensor.__getitem__, index) for index in range(len(self)))
+        return (self._called(Tensor.__getitem__, index) for index in range(len(self)))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if self.lies is not None:
@@ -316,9 +316,9 @@ class Spread:
         if name in _FACTS and self.limit is not None:
             return getattr(self.limit.anchor, name)
         there = getattr(Tensor, name)
-        return partial(self._asked, there) if callable(there) else getattr(self.whole(name), name)
+        return partial(self._called, there) if callable(there) else getattr(self.whole(name), name)
 
-    def _asked(self, function: Any, *args: Any, **options: Any) -> Any:
+    def _called(self, function: Any, *args: Any, **options: Any) -> Any:
         return self.__torch_function__(function, (), (self, *args), options)
 
     @classmethod
@@ -334,9 +334,9 @@ class Spread:
             found = by_tokens(first, function, others, options)
             if found is not NotImplemented:
                 return found
-        asked = f"{name_of(function)}({', '.join(str(each) for each in others if not hasattr(each, 'shape'))})"
+        what = f"{name_of(function)}({', '.join(str(each) for each in others if not hasattr(each, 'shape'))})"
         leaves, form = pytree.tree_flatten((args, kwargs or {}), is_leaf=lambda leaf: isinstance(leaf, cls))
-        leaves = [leaf.whole(asked) if isinstance(leaf, cls) else leaf for leaf in leaves]
+        leaves = [leaf.whole(what) if isinstance(leaf, cls) else leaf for leaf in leaves]
         tensors, named = pytree.tree_unflatten(leaves, form)
         return function(*tensors, **named)
 
@@ -346,7 +346,7 @@ for _name in (
     *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg"),
     *("abs", "gt", "ge", "lt", "le", "getitem"),
 ):
-    setattr(Spread, f"__{_name}__", partialmethod(Spread._asked, getattr(Tensor, f"__{_name}__")))
+    setattr(Spread, f"__{_name}__", partialmethod(Spread._called, getattr(Tensor, f"__{_name}__")))
 
 # lets FSDP2 find the tensors that a module returns, because their gradients tell it that the backward pass begins
 pytree.register_pytree_node(
