@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 Admitted = TypeVar("Admitted", bound=type[PreTrainedModel])
 ROW = "_hf_burst_row"  # the attribute of an admitted class
-_ANSWERS = {
+_ALLOWED = {
     "images": ("patches", "images", "all"),
     "videos": ("patches", "images", "frames", "all"),
     "sound": ("clips", "all"),
@@ -61,9 +61,9 @@ class Row:
     cut: str = ""
 
     def __post_init__(self) -> None:
-        for name, answers in _ANSWERS.items():
-            if getattr(self, name) not in (None, *answers):
-                known = " or ".join(map(repr, answers))
+        for name, allowed in _ALLOWED.items():
+            if getattr(self, name) not in (None, *allowed):
+                known = " or ".join(map(repr, allowed))
                 raise ConfigError(f"{name}={getattr(self, name)!r}", "nothing is shared in this way", f"Give {known}")
 
     @property
@@ -168,12 +168,10 @@ def _listed_for(view: ModelView) -> tuple[type | None, Row]:
 
 def _beside(kind: type) -> list[type[PreTrainedModel]]:
     """Returns the classes of the same file that share its config class."""
-    config = getattr(kind, "config_class", None)
-    if config is None:
-        return []
-    classes = [own for own in vars(sys.modules[kind.__module__]).values() if isinstance(own, type)]
-    same = [own for own in classes if own.__module__ == kind.__module__ and issubclass(own, PreTrainedModel)]
-    return [own for own in same if own.config_class is config]
+    config, file = getattr(kind, "config_class", None), kind.__module__
+    classes = [own for own in vars(sys.modules[file]).values() if isinstance(own, type) and own.__module__ == file]
+    models = [own for own in classes if issubclass(own, PreTrainedModel)]
+    return [own for own in models if own.config_class is config is not None]
 
 
 def served_by(view: ModelView) -> str:
@@ -346,8 +344,13 @@ def _changed(config: Any) -> Iterator[tuple[str, Any, Any]]:
             yield option.name, value, default
 
 
+def trl_classes(kind: type) -> list[type]:
+    """Returns the classes of TRL among a class and its bases, in the order in which Python looks them up."""
+    return [base for base in kind.__mro__ if base.__module__.startswith("trl.")]
+
+
 def trainer_role(trainer: type) -> str | None:
     """Returns `"generates"` or `"distills"` if the table says so of a trainer, or of the nearest TRL class that the
     user's trainer inherits from; TRL's other subclasses have other losses."""
-    own = next((kind for kind in trainer.__mro__ if kind.__module__.startswith("trl.")), trainer)
+    own = (*trl_classes(trainer), trainer)[0]
     return TRAINERS.get(f"{own.__module__}.{own.__name__}")

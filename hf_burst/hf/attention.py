@@ -19,7 +19,7 @@ from ..kernels import Scores
 from ..plan import MaskPattern
 from ..ranks.blocks import Blocks, blocks_of, longer_than, refuse_window
 from ..ranks.layout import SequenceLayout
-from .context import ForwardCall, current, refuse_blind_run
+from .context import ShardedPass, current, refuse_blind_run
 
 NAME = "hf_burst"
 ARRIVED = "burst_arrived"  # attribute of an attention module: whether a sharded pass has called it
@@ -151,7 +151,7 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    burst_call: ForwardCall | None = None,
+    burst_pass: ShardedPass | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Computes attention as Transformers' `AttentionInterface` has it: `(batch, heads, n, head_dim)` of this rank's
@@ -159,7 +159,7 @@ def attention_forward(
     without a mask; `s_aux` are attention sinks.
 
     If the layer's context has no call (a cached generation step, a submodule called directly), every rank holds the
-    whole sequence, and Transformers' own attention runs. The keyword `burst_call` carries the call into compiled
+    whole sequence, and Transformers' own attention runs. The keyword `burst_pass` carries the call into compiled
     graphs, which cannot read the context, and into checkpoints that are not ours.
     """
     refused = [name for name in _REFUSED if kwargs.get(name) is not None]
@@ -168,39 +168,39 @@ def attention_forward(
             f"{type(module).__name__} passes {', '.join(refused)} to its attention, which hf_burst does not serve. "
             "Unpatch the model (hf_burst.unpatch_model) and use another attention implementation."
         )
-    cache, cached = None, None
-    if not torch.compiler.is_compiling() or (burst_call is None and isinstance(attention_mask, LazyMask)):
+    cache: Any = None
+    cached: Any = None
+    if not torch.compiler.is_compiling() or (burst_pass is None and isinstance(attention_mask, LazyMask)):
         context = current()
         if context is not None:
-            burst_call, cache, cached = context.call, context.cache, context.cached
-        elif burst_call is None and _is_of_a_pass(attention_mask):
+            burst_pass, cache, cached = context.sharded_pass, context.cache, context.cached
+        elif burst_pass is None and _is_of_a_pass(attention_mask):
             refuse_blind_run(module)
-    if burst_call is not None:
+    if burst_pass is not None:
         setattr(module, ARRIVED, True)  # read by the part `Arrivals`
-    if burst_call is not None and burst_call.group.size == 1 and query.shape[2] != key.shape[2]:
-        burst_call = None  # rows from LazyMask.__getitem__ against the whole sequence
-    if cached is not None and burst_call is None:
-        pattern = _pattern(module, attention_mask, is_causal, sliding_window, expected=True)
-        scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
-        return cached.attend(module, (query, key, value), pattern, scores, s_aux), None
-    if burst_call is None:
+    if burst_pass is not None and burst_pass.group.size == 1 and query.shape[2] != key.shape[2]:
+        burst_pass = None  # rows from LazyMask.__getitem__ against the whole sequence
+    if burst_pass is None and cached is None:
         kwargs |= {"scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window}
         return _attend_whole(module, (query, key, value), attention_mask, softcap, s_aux, **kwargs)
-    if kwargs.get("dropout"):
+    if burst_pass is not None and kwargs.get("dropout"):
         raise UnsupportedModelError(
             f"{type(module).__name__} drops attention weights (p={kwargs['dropout']}); that is not served in training. "
             "Set the dropout of its attention to 0 in the config before the model is made."
         )
-    pattern = _pattern(module, attention_mask, is_causal, sliding_window, burst_call.causal)
+    expected = burst_pass is None or burst_pass.causal
+    pattern = _pattern(module, attention_mask, is_causal, sliding_window, expected)
+    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
+    if burst_pass is None:
+        return cached.attend(module, (query, key, value), pattern, scores, s_aux), None
     if scales_by_place(module):
-        query = _at_temperature(module, query, burst_call.tokens.places)
+        query = _at_temperature(module, query, burst_pass.laid.places)
     dtype = value.dtype  # under peft or autocast, norms may leave q and k in fp32
     q, k, v = query.to(dtype).transpose(1, 2), key.to(dtype).transpose(1, 2), value.transpose(1, 2)
-    config, layout, group = burst_call.config, burst_call.layout, burst_call.group
-    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
+    config, layout, group = burst_pass.config, burst_pass.layout, burst_pass.group
     settings = config.kernel, config.schedule, config.transport, config.memory_settings.head_groups
     request = AttentionRequest(group, pattern, scores, *settings)
-    encoded = burst_call.tokens.encoded
+    encoded = burst_pass.laid.encoded
     if isinstance(attention_mask, LazyMask) and _BLOCKS in attention_mask.parts:
         if torch.compiler.is_compiling():
             raise UnsupportedModelError("Tokens of an image that see each other are not compiled: no torch.compile.")
@@ -209,7 +209,7 @@ def attention_forward(
     if cached is not None:
         cached.free(module, key, value, pattern)
     out = attend(q, k, v, s_aux, layout, encoded, request, cache)
-    masked = burst_call.tokens.fully_masked
+    masked = burst_pass.laid.fully_masked
     if masked is not None:
         out = out.masked_fill(masked[..., None, None], 0)
     return out, None
@@ -223,10 +223,10 @@ def attention_mask(**arguments: Any) -> Mask:
     its mask at once.
     """
     context, padding = current(), arguments.get("attention_mask")
-    sharded = context is not None and (context.call is not None or context.cached is not None)
+    sharded = context is not None and (context.sharded_pass is not None or context.cached is not None)
     mask = LazyMask(arguments, frozenset(map(_part_of, _functions(arguments["mask_function"]))), sharded)
-    if context is not None and context.call is not None:
-        return next((whole for whole in context.call.masks if whole.pattern == mask.pattern), mask)
+    if context is not None and context.sharded_pass is not None:
+        return next((whole for whole in context.sharded_pass.masks if whole.pattern == mask.pattern), mask)
     if context is not None and context.cached is not None:  # new tokens: their cache knows the padding
         context.cached.answer.hand_back(arguments.values())
         return mask

@@ -27,7 +27,7 @@ from ..ranks.layout import SequenceLayout
 from ..recurrent import ReplayBuffer
 from .sharded_cache import ShardedCache
 
-CALL_KEY = "burst_call"  # the keyword argument that carries a ForwardCall into compiled graphs
+PASS_KEY = "burst_pass"  # the keyword argument that carries a ShardedPass into compiled graphs
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class LaidTokens:
 
 
 @dataclass(frozen=True)
-class ForwardCall:
+class ShardedPass:
     """What the layers of a model know of one sharded forward pass.
 
     Args:
@@ -71,7 +71,7 @@ class ForwardCall:
             with it is freed when the pass ends.
         group ([`ContextGroup`]): The ranks that share the batch.
         config ([`BurstConfig`]): The settings, with the memory settings that were chosen for the pass.
-        tokens ([`LaidTokens`]): The layout as tensors.
+        laid ([`LaidTokens`]): The layout as tensors.
         causal (`bool`, defaults to `True`): Whether queries see no later keys.
         way (`str`, defaults to `"states"`): The schedule by which recurrent layers exchange data.
         masks (tuple of `LazyMask`): A wrapper's masks of the whole sequence, if they have blocks, such as images.
@@ -81,7 +81,7 @@ class ForwardCall:
     segments: Segments
     group: ContextGroup
     config: BurstConfig
-    tokens: LaidTokens
+    laid: LaidTokens
     causal: bool = True
     way: Way = "states"
     masks: tuple[Any, ...] = ()
@@ -105,8 +105,8 @@ class LayerContext:
     """What a layer knows of its run.
 
     Args:
-        call ([`ForwardCall`], *optional*): The sharded pass; `None` where every rank holds whole sequences.
-        replay ([`ReplayBuffer`], *optional*): What recurrent layers received in the first run; set if `call` is.
+        sharded_pass ([`ShardedPass`], *optional*): The sharded pass; `None` where every rank holds whole sequences.
+        replay ([`ReplayBuffer`], *optional*): What recurrent layers received in the first run, in a sharded pass.
         cache ([`AttentionCache`], *optional*): What the innermost checkpoint saves of its attention.
         tile (`int`, defaults to 0): The most tokens that an MLP takes at a time; 0 for all.
         obstacles (`dict`): Reasons not to tile that this pass has found, by the name of a module.
@@ -114,7 +114,7 @@ class LayerContext:
         cached ([`ShardedCache`], *optional*): The cache that stores keys, in a pass of an answer over ranks.
     """
 
-    call: ForwardCall | None = None
+    sharded_pass: ShardedPass | None = None
     replay: ReplayBuffer | None = None
     cache: AttentionCache | None = None
     tile: int = 0
@@ -124,7 +124,7 @@ class LayerContext:
 
     def of_checkpoint(self, cache: AttentionCache | None) -> "LayerContext":
         """Returns the context of a checkpoint inside this one."""
-        replay = None if self.call is None else self.call.replay(self.replay, keeps=True)
+        replay = None if self.sharded_pass is None else self.sharded_pass.replay(self.replay, keeps=True)
         return replace(self, replay=replay, cache=cache)
 
 
@@ -182,11 +182,11 @@ class PassContext:
         return PassContext, ()
 
 
-def change_call(call: ForwardCall) -> None:
-    """Replaces the call that layers of the current pass see."""
+def change_pass(sharded_pass: ShardedPass) -> None:
+    """Replaces the pass that layers of the current pass see."""
     context = _CURRENT.get()
     assert context is not None, "in a pass"
-    _CURRENT.set(replace(context, call=call))
+    _CURRENT.set(replace(context, sharded_pass=sharded_pass))
 
 
 class CheckpointedRun:

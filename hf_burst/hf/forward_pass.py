@@ -32,7 +32,7 @@ from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
 from .batches.documents import cache_of
 from .callers import Callers
-from .context import ForwardCall
+from .context import ShardedPass
 from .models.task import Task
 from .spread.where import Where
 from .view import ModelView
@@ -162,13 +162,13 @@ class Checkpoints:
     """How the layers of a model checkpoint in a pass.
 
     Args:
-        layers (`int`, defaults to 0): Number of layers that do; 0 without checkpoints.
+        count (`int`, defaults to 0): Number of layers that do; 0 without checkpoints.
         repeatable (`bool`, defaults to `False`): Whether all layers do, and can run again for their output alone.
         selective (`bool`, defaults to `False`): Whether some use the user's `context_fn`, which may save outputs of
             operators.
     """
 
-    layers: int = 0
+    count: int = 0
     repeatable: bool = False
     selective: bool = False
 
@@ -205,18 +205,18 @@ class ForwardPass:
         batch ([`Batch`]): What this rank computes.
         checkpoints ([`Checkpoints`]): How layers checkpoint.
         memory ([`Memory`]): The settings that were chosen for this batch.
-        tokens (`int`): Number of labels that count on all ranks.
+        labels (`int`): Number of labels that count on all ranks.
         seed (`int`): The seed of dropout.
-        layers ([`ForwardCall`]): What layers know of the pass.
+        sharded_pass ([`ShardedPass`]): What layers know of the pass.
     """
 
     call: Call
     batch: Batch
     checkpoints: Checkpoints
     memory: Memory
-    tokens: int
+    labels: int
     seed: int
-    layers: ForwardCall
+    sharded_pass: ShardedPass
 
     @property
     def group(self) -> ContextGroup:

@@ -1,9 +1,10 @@
 """Replacements for a module's own methods, such as its forward."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
+from types import CellType
 from typing import Any, Self
 
 from torch import nn
@@ -38,9 +39,9 @@ class Override:
 
     @classmethod
     def of(cls, module: nn.Module) -> Self | None:
-        """Returns the module's override of this kind, or `None`."""
-        there = vars(module).get(cls.name)
-        return there if isinstance(there, cls) else None
+        """Returns the module's override of this kind, also if somebody's wrapper calls it, or `None`."""
+        found = _called_by(vars(module).get(cls.name), set())
+        return next((there for there in found if isinstance(there, cls) and there._module() is module), None)
 
     @property
     def module(self) -> Any:
@@ -72,6 +73,18 @@ class Override:
     def _given(self) -> tuple[Any, ...]:
         """Returns the arguments that make an equal override."""
         return self.module, self.own
+
+
+def _called_by(function: Any, met: set[int]) -> Iterator[Any]:
+    """Yields a function and what it calls, outermost first, as far as attributes and closures of wrappers tell."""
+    if callable(function) and id(function) not in met:
+        met.add(id(function))
+        yield function
+        names = ("own", "func", "__wrapped__", "__func__")[0 if isinstance(function, Override | partial) else 2 :]
+        cells = getattr(function, "__closure__", None) or ()
+        inner = (cell.cell_contents for cell in cells if cell != CellType())  # without empty cells
+        for there in (*(getattr(function, name, None) for name in names), *inner):
+            yield from _called_by(there, met)
 
 
 def remove_overrides(view: ModelView) -> None:

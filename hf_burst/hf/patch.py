@@ -24,7 +24,7 @@ from .batches.cutting import bound_arguments
 from .batches.documents import cache_of
 from .batches.sharded import is_sharded
 from .callers import Callers, is_within, within_compiled
-from .context import CALL_KEY, LayerContext, PassContext, current
+from .context import PASS_KEY, LayerContext, PassContext, current
 from .forward_pass import Agreement, Batch, Call, ForwardPass
 from .groups import OLD_ARGUMENTS, PATCH, check_joined, resolve_group
 from .models.cut_point import reader_of
@@ -55,7 +55,7 @@ from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
 from .parts.towers import Towers
 from .sharded_cache import ShardedCache
-from .view import Met, ModelView, Walk
+from .view import ModelView, Walk
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 _COMPILED = (
@@ -188,7 +188,7 @@ class _Patch:
         self.tokens, self.token_losses = Tokens(view, self.recurrence), TokenLosses()
         self.checkpointing, self.tiles = Checkpointing(self.memory.advise), TiledMLP()
         self.parts = self.make_parts(view)
-        self.view, self.met = view, Met()  # of the latest pass
+        self.view = view  # of the latest pass
         self.handles: list[RemovableHandle] = []
         self.looked: list[RemovableHandle] = []  # hooks on inner modules
         self.explicit = False  # whether the latest batch arrived sharded
@@ -260,19 +260,20 @@ class _Patch:
         self.entered = True
         batch: dict[str, Any] = {}
         error: Exception | None = None
-        cache: Any = None
+        cache: ShardedCache | None = None
         try:
             batch = bound_arguments(module, args, kwargs)
-            cache = cache_of(batch)
-            if isinstance(cache, ShardedCache) and not cache.is_read:
+            given = cache_of(batch)
+            cache = given if isinstance(given, ShardedCache) else None
+            if cache is not None and not cache.is_read:
                 batch = each_once(cache, batch)
         except Exception as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
-        if isinstance(cache, ShardedCache) and cache.is_read:
+        if cache is not None and cache.is_read:
             begin_step(cache, batch)
             self.context.enter(LayerContext(cached=cache))
             return (), batch
-        if self.task.generates and _generates(module, batch) and not isinstance(cache, ShardedCache):
+        if cache is None and self.task.generates and _generates(module, batch):
             self.context.enter(None)
             return (), batch
         if self.together is not None and self.together() is not None:
@@ -287,19 +288,18 @@ class _Patch:
         for part in self.parts:
             arguments |= part.arguments(run)
         self.labels = arguments.get("labels")
-        tile, cached = run.memory.tiled_mlp, cache if isinstance(cache, ShardedCache) else None
-        layers = run.layers
-        self.context.enter(LayerContext(layers, layers.replay(), None, tile, self.tiles.obstacles, cached=cached))
+        seen, tile = run.sharded_pass, run.memory.tiled_mlp
+        self.context.enter(LayerContext(seen, seen.replay(), None, tile, self.tiles.obstacles, cached=cache))
         apart = self.task.reads and reader_of(self.view) is not self.view  # the reader gets it where it is called
-        return (), {**arguments, **({} if apart else {CALL_KEY: layers})}
+        return (), {**arguments, **({} if apart else {PASS_KEY: seen})}
 
     def _agreed(self, module: PreTrainedModel, given: Mapping[str, Any], error: Exception | None) -> ForwardPass:
         """Returns the pass over a batch, on which all ranks have agreed. Raises any rank's error on all of them."""
         self.passes += 1
         walk = Walk(module)
-        changed = not self.met.are(walk.modules)
+        changed = not self.view.is_of(walk)
         view = ModelView(module) if changed else self.view
-        wants_loss = self.pooling is None and self.token_losses.asked is None
+        wants_loss = self.pooling is None and self.token_losses.question is None
         group, callers = resolve_group(self.group), Callers(walk.compiled or within_compiled())
         call = Call(view, group, self.config, self.task, given, callers, self.pooling, wants_loss)
         mode = "training" if module.training else "evaluation"
@@ -317,12 +317,12 @@ class _Patch:
         except Exception as problem:
             error = problem
         compared = agreement.checksums, agreement.advice, doing, agreement.seed
-        tokens, seed = group.agree(agreement.facts, error, call.device, batch.labels if batch else 0, *compared)
+        labels, seed = group.agree(agreement.facts, error, call.device, batch.labels if batch else 0, *compared)
         assert batch is not None, "or its error was raised"
         self.explicit = batch.sharded
         checkpoints = self.checkpointing.found
         memory = self.memory.choose(call, batch, checkpoints)
-        return ForwardPass(call, batch, checkpoints, memory, tokens, seed, self.tokens.for_layers(call, batch, memory))
+        return ForwardPass(call, batch, checkpoints, memory, labels, seed, self.tokens.for_layers(call, batch, memory))
 
     def _batch(self, call: Call, agreement: Agreement) -> Batch:
         """Returns what this rank computes of a call, after all parts have admitted and checked it."""
@@ -338,7 +338,7 @@ class _Patch:
 
     def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the decoder: handles calls of the decoder alone."""
-        if CALL_KEY in kwargs or _generates(module, kwargs) or self.is_called():
+        if PASS_KEY in kwargs or _generates(module, kwargs) or self.is_called():
             return
         size = resolve_group(self.group).size
         if size > 1:
@@ -366,12 +366,12 @@ class _Patch:
         """Lets the parts look at the model's modules anew."""
         for handle in self.looked:
             handle.remove()
-        self.looked, self.met = [], Met()
+        self.view, self.looked = view, []
         for part in self.parts:
             self.looked += part.look(view)
             for kind, module, given in part.overrides(view):
                 kind.put(module, *given)
-        self.view, self.met = view, walk.met()
+        view.accept(walk)
 
     def meet(self, call: Call, error: Exception | None, doing: str) -> None:
         """Makes sure, in the first pass over a group, that all ranks have arrived before any asks for hosts."""

@@ -112,10 +112,10 @@ class ShardedCache(Cache):
         group = self.answer.group
         if logits is None or group.size == 1:
             return logits
-        chosen = logits.contiguous()
+        first = logits.contiguous()
         with group.messages():
-            dist.broadcast(chosen, group.members[0], group=group.process_group)
-        return chosen
+            dist.broadcast(first, group.members[0], group=group.process_group)
+        return first
 
     def free(self, module: nn.Module, keys: Tensor, values: Tensor, pattern: MaskPattern) -> None:
         """Frees the prompt's keys that no later token of an attention module will see."""

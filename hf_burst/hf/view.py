@@ -36,6 +36,7 @@ class ModelView:
         named = list(root.named_modules())
         self.paths = [path for path, _ in named]
         self._modules = [weakref.ref(module) for _, module in named]
+        self._met: list[weakref.ref[nn.Module]] = []  # by the walk after which the parts have looked at it
         self._found: dict[Any, Any] = {}
 
     @property
@@ -98,6 +99,14 @@ class ModelView:
         places = self._once(holds, lambda: [place for place, module in enumerate(self.modules) if holds(module)])
         return [module for place in places if (module := self._modules[place]()) is not None]
 
+    def accept(self, walk: "Walk") -> None:
+        """Remembers the modules that a walk has met."""
+        self._met = [weakref.ref(module) for module in walk.modules]
+
+    def is_of(self, walk: "Walk") -> bool:
+        """Returns whether a walk has met the same modules."""
+        return [known() for known in self._met] == walk.modules
+
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._found:
             self._found[key] = make()
@@ -131,23 +140,6 @@ class Walk:
                     found += module._modules.values()
                     self.compiled |= "_orig_mod" in module._modules
                 self.compiled |= module._compiled_call_impl is not None
-
-    def met(self) -> "Met":
-        return Met(self.modules)
-
-
-class Met:
-    """The modules that a walk has met. It does not keep them alive, and a copy is empty."""
-
-    def __init__(self, modules: list[nn.Module] | None = None) -> None:
-        self.modules = [weakref.ref(module) for module in modules or ()]
-
-    def are(self, modules: list[nn.Module]) -> bool:
-        pairs = zip(self.modules, modules, strict=False)
-        return len(self.modules) == len(modules) and all(known() is module for known, module in pairs)
-
-    def __reduce__(self) -> Any:
-        return Met, ()
 
 
 def has_language_head(view: ModelView) -> bool:

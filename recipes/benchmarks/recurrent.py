@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 from hf_burst import BurstConfig
 from hf_burst.attention import ContextGroup, SequenceLayout
 from hf_burst.config import Chunking
-from hf_burst.hf.context import ForwardCall, LaidTokens, LayerContext, entered
+from hf_burst.hf.context import LaidTokens, LayerContext, ShardedPass, entered
 from hf_burst.hf.models.recurrent import COUNTERPARTS, in_place_of_innermost
 from hf_burst.plan.recurrence import Way
 from hf_burst.recurrent import ReplayBuffer
@@ -81,7 +81,7 @@ def own(way: Way, case: Case, chunking: Chunking, columns: bool = False) -> Func
     """Those of hf_burst. With `columns` states pass as where flash-linear-attention is not installed."""
     group = ContextGroup.from_mesh(case.group) if case.group is not None else ContextGroup(case.rank, case.ranks)
     layout = case.layout(chunking)
-    call = ForwardCall(layout, layout.segments, group, BurstConfig(), LaidTokens(torch.empty(0)), way=way)
+    call = ShardedPass(layout, layout.segments, group, BurstConfig(), LaidTokens(torch.empty(0)), way=way)
     context = LayerContext(call, ReplayBuffer())
     stock = {name: getattr(modeling_qwen3_5, name) for name in (RULE, CONVOLUTION)}
     if columns:

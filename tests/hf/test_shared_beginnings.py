@@ -635,7 +635,7 @@ def an_adapter_a_row(rank: int, size: int) -> None:
         layer.register_forward_hook(lambda module, given, out: out * scales)
         hooked = model(**batch)
     part = getattr(model.base_model.model, PATCH).tokens.beginnings
-    assert "joined" in part.told, "without either they are shared"
+    assert "joined" in part.logged, "without either they are shared"
     real = batch["attention_mask"].bool()
     for output, wanted in ((found, by_adapters), (hooked, by_hook)):
         torch.testing.assert_close(output.loss, wanted.loss.double(), **WITH_FP32)

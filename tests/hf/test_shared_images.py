@@ -81,7 +81,7 @@ def on_packed(
     model = models.patch(seeing_model(family), hf_burst.BurstConfig(share_prefixes=share))
     found = loss_and_gradients(model, packed(family, same, length, rows))
     part = getattr(model, PATCH).tokens.beginnings
-    return found, part.told
+    return found, part.logged
 
 
 def train(family: str, same_images: bool = True) -> Result:
@@ -92,7 +92,7 @@ def on_ranks(rank: int, size: int, family: str, same_images: bool = True) -> tup
     model = models.patch(seeing_model(family), hf_burst.BurstConfig(share_prefixes=True))
     found = loss_and_gradients(model, rows_alike(family, same_images))
     part = getattr(model, PATCH).tokens.beginnings
-    return found, part.told
+    return found, part.logged
 
 
 SOME = ("Qwen3VL", "Mistral3", "Qwen3_5")

@@ -246,6 +246,31 @@ def test_a_processor_changes_the_model(caplog: pytest.LogCaptureFixture, change:
     assert not torch.allclose(plain, unchanged, atol=1e-3)
 
 
+def test_a_processor_generates_by_itself() -> None:
+    """Two calls within each step, by other caches: they run normally, and the steps of the outer call are played."""
+
+    class Ask(LogitsProcessor):
+        def __init__(self, model: Any, prompt: dict[str, Any]) -> None:
+            self.model, self.prompt, self.answers = model, prompt, list[torch.Tensor]()
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                self.answers.append(hf_burst.generate(self.model, **self.prompt, **GREEDY | {"max_new_tokens": 8}))
+            return scores
+
+    model, prompt = hf_burst.patch_model(make("llama")), prompt_of(17, False)
+    inner = prompt_of(9, False)
+    expected = hf_burst.generate(model, **prompt, **GREEDY)
+    answer = hf_burst.generate(model, **inner, **GREEDY | {"max_new_tokens": 8})
+    ask, OpGraph.played = Ask(model, inner), 0
+    with mock.patch.object(step_graphs, "CudaGraphs", OpGraphs):
+        found = hf_burst.generate(model, **prompt, **GREEDY, logits_processor=LogitsProcessorList([ask]))
+    assert torch.equal(found, expected)
+    assert all(torch.equal(own, answer) for own in ask.answers)
+    assert OpGraph.played == pieces(1)
+    assert "forward" not in vars(model)
+
+
 def test_a_config_that_wants_none() -> None:
     model, OpGraph.played = hf_burst.patch_model(make("llama")), 0
     config = GenerationConfig(cuda_graphs=False, eos_token_id=None, **GREEDY)

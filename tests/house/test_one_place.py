@@ -15,7 +15,7 @@ FUNCTIONS = {"__torch_function__", "__torch_dispatch__"}
 
 
 FRAMES = {"_getframe", "_current_frames", "currentframe", "f_back", "f_locals"}
-STAGES = ("Call", "Batch", "ForwardPass", "ForwardCall", "LaidTokens", "LayerContext")
+STAGES = ("Call", "Batch", "ForwardPass", "ShardedPass", "LaidTokens", "LayerContext")
 
 
 def walks(path: Path) -> list[int]:

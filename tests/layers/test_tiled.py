@@ -587,7 +587,7 @@ def under_fsdp2(rank: int, size: int, name: str, precision: torch.dtype) -> None
 
     def note(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():  # else it runs once more, for the input of the next one
-            segments.append(kwargs["burst_call"].segments)
+            segments.append(kwargs["burst_pass"].segments)
 
     for layer in model.model.layers:
         fully_shard(layer, **options)

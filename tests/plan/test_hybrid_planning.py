@@ -335,7 +335,7 @@ def ways_of(rank: int, size: int) -> list[tuple[str, float]]:
         with mock.patch.object(RecurrentSize, "slot_bytes", states):
             models.patch(model)
             hook = model.model.register_forward_pre_hook(
-                lambda module, args, kwargs: calls.append(kwargs["burst_call"]), with_kwargs=True
+                lambda module, args, kwargs: calls.append(kwargs["burst_pass"]), with_kwargs=True
             )
             loss = model(**batch).loss.detach()
             hook.remove()

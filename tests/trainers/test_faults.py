@@ -107,7 +107,6 @@ def checkpoint(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("config.json", 0.5, "config.json is cut off"),
         ("config.json", 0.0, "config.json is cut off"),
         ("generation_config.json", 0.9, "generation_config.json is cut off"),
-        ("rng_state_1.pth", 0.5, "rng_state_1.pth is cut off"),
         ("optimizer.pt", None, "it has no optimizer"),
         ("scheduler.pt", None, "it has no scheduler"),
         ("model.safetensors", None, "it has no weights"),
@@ -145,15 +144,20 @@ def see(rank: int, size: int, folder: str, mine: str = "") -> tuple[str, str]:
         logging.getLogger("hf_burst").removeHandler(handler)
 
 
+@pytest.mark.parametrize("cut_off", [False, True])
 def test_a_checkpoint_without_a_random_state_is_taken_if_none_is_whole(
-    ranks: Ranks, checkpoint: Path, tmp_path: Path
+    ranks: Ranks, checkpoint: Path, tmp_path: Path, cut_off: bool
 ) -> None:
-    """As where rank 0 has removed the earlier one, and another rank died before it wrote its state."""
+    """As where rank 0 has removed the earlier one, and another rank died before it wrote its state, or while it did."""
     for step in (2, 10):
         shutil.copytree(checkpoint, tmp_path / f"all/checkpoint-{step}")
     last = tmp_path / "all/checkpoint-10"
-    (last / "rng_state_1.pth").unlink()
-    missing = "Random states, and so dropout masks, are missing in checkpoint-10"
+    state = last / "rng_state_1.pth"
+    if cut_off:
+        state.write_bytes(state.read_bytes()[:100])
+    else:
+        state.unlink()
+    missing = "Random states, and so dropout masks, are missing or cut off in checkpoint-10"
     for number, earlier in ((2, "checkpoint-2"), (3, "checkpoint-2"), (2, "checkpoint-10")):
         for path, said in ranks(number).run(see, str(tmp_path), "all")[:1]:
             assert Path(path).name == earlier
@@ -162,6 +166,7 @@ def test_a_checkpoint_without_a_random_state_is_taken_if_none_is_whole(
             shutil.rmtree(tmp_path / "all/checkpoint-2")
     assert hf_burst.last_checkpoint(tmp_path / "all") == str(last)
     assert what_is_missing(last) is None
+    assert not state.exists(), "Trainer would stop at it"
 
 
 def test_files_that_are_no_part_of_a_checkpoint_are_not_read(checkpoint: Path, tmp_path: Path) -> None:

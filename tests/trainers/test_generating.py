@@ -782,26 +782,117 @@ def test_the_first_rank_is_interrupted(ranks: Ranks, tmp_path: Path, name: str) 
     assert f"Rank 0 of the group stopped before any communication: {what}" in second[1]
 
 
+def use_tools(rank: int, size: int) -> list[str]:
+    """What a loop over tools meets that continues after errors, as TRL's, and then the next call of all ranks."""
+
+    def sum_up(first: int) -> str:
+        return f"{first}"
+
+    async def sum_up_late(first: int) -> str:
+        return f"{first}"
+
+    def show(first: int) -> list[Any]:
+        return [lambda: first]  # which cannot be sent
+
+    group = FirstRank(ContextGroup.from_mesh(None), torch.device("cpu"))
+    tools, met = [group.once(tool, tool=True) for tool in (sum_up, sum_up_late, show)], list[str]()
+    for tool, given in (
+        (tools[0], {"first": 1}),
+        (tools[0], {}),
+        (tools[1], {}),
+        (tools[1], {"first": 2}),
+        (tools[2], {"first": 1}),
+    ):
+        try:
+            found = tool(**given)
+            met.append(asyncio.run(found) if asyncio.iscoroutine(found) else found)
+        except Exception as problem:
+            met.append(type(problem).__name__)
+    for following in (lambda: group.result(lambda: 1, "next"), lambda: group.together("next")):
+        try:
+            following()
+        except (BatchError, RankMismatchError) as problem:
+            met.append(type(problem).__name__)
+    return met
+
+
+def test_errors_of_ranks_end_a_loop_over_tools(ranks: Ranks) -> None:
+    """Errors of tools are equal on all ranks; those of ranks are raised again, though the loop goes on after them."""
+    for found, error in zip(ranks(2).run(use_tools), ("BatchError", "RankMismatchError"), strict=True):
+        assert found == ["1", "ToolError", "ToolError", "2", error, error, error]
+
+
+def cancel(rank: int, size: int) -> list[str]:
+    """Cancels the first of two overlapping calls on the first rank."""
+
+    async def wait(seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return f"{seconds}"
+
+    async def ask() -> list[Any]:
+        calls = [asyncio.ensure_future(tool(seconds)) for seconds in (60.0, 0.0)]
+        await asyncio.sleep(0.2 * (rank == 0))
+        if rank == 0:
+            calls[0].cancel()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    group = FirstRank(ContextGroup.from_mesh(None), torch.device("cpu"))
+    tool = group.once(wait)
+    found = [each if isinstance(each, str) else type(each).__name__ for each in asyncio.run(ask())]
+    assert not group.leads
+    return found
+
+
+def test_a_cancelled_call_ends_on_all_ranks(ranks: Ranks) -> None:
+    first, second = ranks(2).run(cancel, timeout=30.0)
+    assert first == ["CancelledError", "0.0"]
+    assert second == ["RankMismatchError", "0.0"]
+
+
+def generate_alone(rank: int, size: int) -> tuple[list[str], list[list[int]], bool]:
+    """What the first rank sends of an answer with a cache, which is not served over ranks."""
+    model = hf_burst.patch_model(models.make_model("llama"))
+    group = answering.GroupGeneration(ContextGroup.from_mesh(None), torch.device("cpu"))
+    sent, packed = list[str](), group._packed
+    settings = {"max_new_tokens": 3, "do_sample": True, "return_dict_in_generate": True}
+
+    def note(name: str, content: tuple[Any, ...]) -> bytes:
+        sent.append(type(content[0]).__name__)
+        return packed(name, content)
+
+    torch.manual_seed(rank)
+    refuses = mock.patch.object(answering, "check", mock.Mock(side_effect=BatchError("not served")))
+    with refuses, mock.patch.object(group, "_packed", note), group.answering(model):
+        found = model.generate(torch.arange(2, 8)[None], **settings)
+    return sent, found.sequences.tolist(), found.past_key_values is not None
+
+
+def test_answers_of_all_ranks_alone_send_tokens_only(ranks: Ranks) -> None:
+    (sent, tokens, cached), (others, same, also) = ranks(2).run(generate_alone)
+    assert (sent, others) == (["Tensor"], [])
+    assert tokens == same
+    assert cached
+    assert also
+
+
 def test_a_model_that_is_not_patched_any_more() -> None:
     with (
         pytest.raises(ConfigError, match="takes a patched model"),
-        answering.Answers(ContextGroup(), torch.device("cpu")).answering(torch.nn.Linear(1, 1)),
+        answering.GroupGeneration(ContextGroup(), torch.device("cpu")).answering(torch.nn.Linear(1, 1)),
     ):
         pass
 
 
 def test_deepspeed_is_refused() -> None:
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED)
-    with pytest.raises(ConfigError, match="not compared with one process under DeepSpeed"):
-        generating._check(None, None, accelerator, 2)
+    assert "not compared with one process under DeepSpeed" in next(generating._reasons(None, None, accelerator, 2))
 
 
 def test_trainers_of_another_trl_are_refused() -> None:
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU)
     other = SimpleNamespace(**dict.fromkeys(generating._STEPS))
     del other.reward_funcs
-    with pytest.raises(ConfigError, match="has no reward_funcs: its steps are not those"):
-        generating._check(other, None, accelerator, 2)
+    assert "has no reward_funcs: its steps are not those" in next(generating._reasons(other, None, accelerator, 2))
 
 
 class OtherLoss(GRPOTrainer):

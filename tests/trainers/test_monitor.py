@@ -238,7 +238,7 @@ def test_a_length_that_is_the_default_of_trl_is_warned_of(
     trainer = make_trainer(Case(trainer="SFTTrainer", burst=1), str(tmp_path))
     trainer.args.max_length = length
     watch = hf_burst.BurstCallback(trainer)
-    watch.lengths_told = told
+    watch.warned = told
     trainer.add_callback(watch)
     trainer.train()
     said = "max_length is 1,024, the default of SFTConfig: longer texts are cut or left out."

@@ -85,32 +85,29 @@ class Document:
             RankMismatchError: If another rank finds a difference.
         """
         with agreed(group, device_of(model), "a comparison of weights with a document"):
-            self._compare(about(model), group)
+            for difference in self._differences(about(model), group):
+                raise ConfigError(f"{difference} {_REMEMBER_ANEW}")
 
-    def _compare(self, now: Mapping[str, Any], group: ContextGroup) -> None:
+    def _differences(self, now: Mapping[str, Any], group: ContextGroup) -> Iterator[str]:
+        """Yields what differs from the model and the ranks that read the document."""
+        before, config = self.about["config"], now["config"]
         if self.about["model"] != now["model"]:
-            raise ConfigError(
-                f"A {self.about['model']} has read the document, and the model is a {now['model']}. {_REMEMBER_ANEW}"
-            )
-        before, config = self.about.get("config"), now["config"]
-        if before is None:
-            raise ConfigError(f"The document was saved by an older hf_burst, without a config. {_REMEMBER_ANEW}")
+            yield f"A {self.about['model']} has read the document, and the model is a {now['model']}."
         for name in sorted(before.keys() & config.keys()):  # releases of Transformers add entries
             if before[name] != config[name]:
-                raise ConfigError(
-                    f"config.{name} is {config[name]}, and was {before[name]} when the model read the "
-                    f"document: its keys would be others. Set it back, or call hf_burst.remember anew."
+                yield (
+                    f"config.{name} is {config[name]}, and was {before[name]} when the model read the document: its "
+                    "keys would be others. Set it back, or:"
                 )
         if self.about["weights"] != now["weights"]:
-            raise ConfigError(
+            yield (
                 "The weights of the model have changed since it read the document (a step of the optimizer, an adapter "
-                f"that was switched or scaled, other rotary positions, autocast): its keys would be others. "
-                f"{_REMEMBER_ANEW}"
+                "that was switched or scaled, other rotary positions, autocast): its keys would be others."
             )
         if self.group.members != group.members:
-            raise ConfigError(
+            yield (
                 f"The document lies on the ranks {self.group.members or (0,)}, the model on {group.members or (0,)}. "
-                f"Save it, and load it on these ranks. {_REMEMBER_ANEW}"
+                "Save it, and load it on these ranks, or:"
             )
 
     def save(self, folder: str | Path) -> None:
@@ -163,6 +160,7 @@ class Document:
             raise ConfigError(f"{folder} holds no document: {_ABOUT} is not there. Document.save writes it.")
         try:
             known = json.loads((folder / _ABOUT).read_text())
+            known["config"]  # of older files it is missing
             ranks, where = known.pop("ranks"), {"framework": "pt", "device": str(device)}
             parts = [safe_open(folder / _file(rank, ranks), **where) for rank in range(ranks)]
             layers = list[Keys | None]()

@@ -51,7 +51,7 @@ class EachToken(StoppingCriteria):
             except BaseException as problem:  # including KeyboardInterrupt
                 self.error = problem
 
-    def tell(self, problem: BaseException, begun: bool) -> None:
+    def end_others(self, problem: BaseException, begun: bool) -> None:
         """Tells the other ranks of an error between two passes, or of an interrupt anywhere.
 
         If no pass has `begun`, the others wait before the prompt is read. Between passes they wait where tokens are
@@ -82,28 +82,27 @@ class EachToken(StoppingCriteria):
             self.end()
 
 
-class NotedStreamer(BaseStreamer):
-    """The first rank's streamer. Its errors are kept until all ranks hear of them."""
+class OwnStreamer(BaseStreamer):
+    """A user's streamer, on the first rank.
 
-    def __init__(self, streamer: BaseStreamer, each: EachToken) -> None:
-        self.streamer, self.each = streamer, each
+    Args:
+        streamer ([`BaseStreamer`]): The streamer.
+        each ([`EachToken`], *optional*): Keeps its errors until all ranks hear of them, if there are others.
+        question (`torch.Tensor`, *optional*): What it gets instead of the first tokens, a document and a question.
+    """
 
-    def put(self, value: Tensor) -> None:
-        self.each.note(self.streamer.put, value)
-
-    def end(self) -> None:
-        self.each.note(self.streamer.end)
-
-
-class StreamerBehind(BaseStreamer):
-    """A streamer that receives only the question, although `generate` passes document and question."""
-
-    def __init__(self, streamer: BaseStreamer, question: Tensor) -> None:
-        self.streamer, self.question, self.begun = streamer, question.cpu(), False
+    def __init__(self, streamer: BaseStreamer, each: EachToken | None, question: Tensor | None) -> None:
+        self.streamer = streamer
+        self.note: Callable[..., None] = _call if each is None else each.note
+        self.question = None if question is None else question.cpu()
 
     def put(self, value: Tensor) -> None:
-        self.streamer.put(value if self.begun else self.question)
-        self.begun = True
+        first, self.question = self.question, None
+        self.note(self.streamer.put, value if first is None else first)
 
     def end(self) -> None:
-        self.streamer.end()
+        self.note(self.streamer.end)
+
+
+def _call(function: Callable[..., Any], *args: Any) -> None:
+    function(*args)

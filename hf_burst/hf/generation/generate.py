@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
+from transformers import MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
 
 from ...config import still_called
 from ...errors import BatchError, ConfigError
@@ -18,17 +18,18 @@ from ..parts.tokens import check_ranges
 from ..sharded_cache import ShardedCache
 from ..view import device_of
 from .document import Document, with_document
-from .each_token import EachToken, NotedStreamer, StreamerBehind
+from .each_token import EachToken, OwnStreamer
 from .settings import (
     agreed,
-    asked,
     cache_key,
     check,
     copies_of,
     new_cache,
     patched,
     prompt_tensors,
+    setting,
     settings_of,
+    with_settings,
     without_rope_deltas,
 )
 from .step_graphs import stepping
@@ -105,21 +106,18 @@ def generate(
     if document is not None:
         document.check(base, group)
     cache = new_cache(base, group, copies_of(base, kwargs)) if document is None else document.cache()
-    own, each = on_ranks(base, group, kwargs, cache)
-    if document is not None:
-        own |= zip(("input_ids", "attention_mask"), asked_with, strict=True)
-        if own.get("streamer") is not None:
-            own["streamer"] = StreamerBehind(own["streamer"], kwargs["input_ids"])
+    own, each = on_ranks(base, group, kwargs, cache, behind=document is not None)
+    own |= zip(_QUESTIONS if asked_with else (), asked_with, strict=True)
     passes = patch.passes
-    graphs = cuda_graphs and asked(base, kwargs, "cuda_graphs") is not False  # trainers give a config
+    graphs = cuda_graphs and setting(base, kwargs, "cuda_graphs") is not False  # trainers give a config
     changing = any(kwargs.get(name) for name in _OF_USERS)
-    steps = stepping(base, changing) if graphs else nullcontext()
+    steps = stepping(base, cache, changing) if graphs else nullcontext()
     with same_random_numbers(group, device_of(base)), gathered_once(base), steps, without_rope_deltas(base):
         try:
             found: Any = base.generate(**own | {cache_key(base): cache})  # type: ignore[operator]
         except BaseException as problem:  # including KeyboardInterrupt
             if each is not None:
-                each.tell(problem, patch.passes > passes)
+                each.end_others(problem, patch.passes > passes)
             raise
     if each is not None:
         each.end()
@@ -167,7 +165,7 @@ def _questions(model: PreTrainedModel, document: Document, kwargs: Mapping[str, 
     if kwargs.get("input_ids") is None or others:
         given = ", ".join(others) or "no input_ids"
         raise BatchError(f"Questions to a document are input_ids, an attention_mask and nothing besides, not {given}.")
-    if asked(model, kwargs, "prompt_lookup_num_tokens"):
+    if setting(model, kwargs, "prompt_lookup_num_tokens"):
         raise ConfigError(
             "generate was given a document and prompt_lookup_num_tokens, for which Transformers would read it again, "
             "behind itself. Leave one of them out."
@@ -177,29 +175,33 @@ def _questions(model: PreTrainedModel, document: Document, kwargs: Mapping[str, 
 
 
 def on_ranks(
-    model: PreTrainedModel, group: ContextGroup, kwargs: Mapping[str, Any], cache: ShardedCache
+    model: PreTrainedModel, group: ContextGroup, kwargs: Mapping[str, Any], cache: ShardedCache, behind: bool = False
 ) -> tuple[dict[str, Any], EachToken | None]:
     """Returns this rank's arguments of `model.generate`, with streamer and criteria on the first rank only, and the
-    [`EachToken`] that runs them."""
+    [`EachToken`] that runs them. `behind` says that prompts are questions behind a document."""
     own = dict(kwargs)
-    if asked(model, kwargs, "use_cache") is False:  # a checkpoint's config says so
+    if setting(model, kwargs, "use_cache") is False:  # a checkpoint's config says so
         own["use_cache"] = True
-    own |= {name: None for name in _OF_OTHER_CACHES if asked(model, kwargs, name)}
-    if group.size == 1:
-        return own, None
-    limit = asked(model, kwargs, "max_time")
-    criteria = list(own.get("stopping_criteria") or ())
-    if limit is not None:  # the ranks' clocks differ
-        criteria.append(MaxTimeCriteria(limit))
-        own["max_time"] = None
-        if own.get("generation_config") is not None:
-            own["generation_config"] = GenerationConfig(**{**own["generation_config"].to_dict(), "max_time": None})
-    each = EachToken(criteria, group, device_of(model), cache)
-    own["stopping_criteria"] = StoppingCriteriaList([each])
+    own |= {name: None for name in _OF_OTHER_CACHES if setting(model, kwargs, name)}
+    each: EachToken | None = None
     streamer = own.pop("streamer", None)
+    if group.size > 1:
+        each = EachToken(_criteria(model, own), group, device_of(model), cache)
+        own["stopping_criteria"] = StoppingCriteriaList([each])
     if streamer is not None and group.rank == 0:
-        own["streamer"] = NotedStreamer(streamer, each)
+        own["streamer"] = OwnStreamer(streamer, each, kwargs["input_ids"] if behind else None)
     return own, each
+
+
+def _criteria(model: PreTrainedModel, own: dict[str, Any]) -> list[Any]:
+    """Returns the stopping criteria of a call, and moves its time limit there, because the ranks' clocks differ."""
+    criteria, limit = list(own.get("stopping_criteria") or ()), setting(model, own, "max_time")
+    if limit is None:
+        return criteria
+    own["max_time"] = None
+    if own.get("generation_config") is not None:
+        own["generation_config"] = with_settings(own["generation_config"], max_time=None)
+    return [*criteria, MaxTimeCriteria(limit)]
 
 
 @contextmanager

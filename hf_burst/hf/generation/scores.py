@@ -1,6 +1,6 @@
 """Per-token losses and teacher divergences over ranks, with gradients, and losses after a remembered document."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -18,9 +18,9 @@ from ..parts.token_losses import Question, TokenLosses, check_weights
 from ..parts.tokens import check_ranges
 from ..spread.heads import is_partitioned, is_sharded_head
 from ..spread.value import Spread
-from ..view import device_of, inner_modules
+from ..view import device_of
 from .document import Document, with_document
-from .settings import agreed, cache_key, check, patched
+from .settings import agreed, cache_key, check, evaluating, patched
 
 # vocabulary-sized tensors per token that a divergence needs at a time
 _WIDE = {"forward_kl": 6, "reverse_kl": 6, "jsd": 12}
@@ -108,37 +108,35 @@ def token_divergences(
     if bad or kind not in _WIDE:
         raise ConfigError(f"token_divergences was given {bad or f'kind={kind!r}; it is one of {tuple(_WIDE)}'}.")
     student, known = _with_head(model), _with_head(teacher)
-    for name, read in (
-        ("vocabularies", lambda module: module.config.get_text_config().vocab_size),
-        ("tasks", lambda module: getattr(module, PATCH).task.kind),
-    ):
-        if read(student) != read(known):
-            raise ConfigError(
-                f"The {name} of model and teacher differ: {read(student)} and {read(known)}. Take a teacher with the "
-                "tokenizer of the model."
+    for difference in _differences(student, known):
+        raise ConfigError(difference)
+    kept: list[Spread] = []
+    facts = {"token divergences": [kind, top_k, temperature, beta]}
+    with evaluating(teacher), torch.no_grad():
+        _ask(teacher, batch, Question(partial(_keep, kept), facts))
+    value = partial(_divergences, kept[0], kind, top_k, temperature, beta)
+    return _ask(model, batch, Question(value, facts, teacher=kept[0]))
+
+
+def _differences(student: Any, teacher: Any) -> Iterator[str]:
+    """Yields why a teacher cannot be compared with a student, token by token."""
+    vocabularies = [module.config.get_text_config().vocab_size for module in (student, teacher)]
+    patches = [getattr(module, PATCH) for module in (student, teacher)]
+    tasks = [patch.task.kind for patch in patches]
+    for name, (own, other) in {"vocabularies": vocabularies, "tasks": tasks}.items():
+        if own != other:
+            yield (
+                f"The {name} of model and teacher differ: {own} and {other}. Take a teacher with the tokenizer of the "
+                "model."
             )
-    if len({resolve_group(getattr(module, PATCH).group) for module in (student, known)}) > 1:
-        raise ConfigError(
-            "The teacher was patched for another group of ranks than the model. Patch both with the same group."
-        )
-    head = known.get_output_embeddings()
+    if len({resolve_group(patch.group) for patch in patches}) > 1:
+        yield "The teacher was patched for another group of ranks than the model. Patch both with the same group."
+    head = teacher.get_output_embeddings()
     if head is not None and (is_partitioned(head) or is_sharded_head(head)):
-        raise ConfigError(
+        yield (
             "The head of the teacher is sharded by FSDP2 or ZeRO-3, which gather it in its own passes alone. Leave the "
             "teacher out of accelerator.prepare, so that every rank holds it."
         )
-    kept: list[Spread] = []
-    facts = {"token divergences": [kind, top_k, temperature, beta]}
-    training = [module for module in inner_modules(teacher) if module.training]
-    teacher.eval()
-    try:
-        with torch.no_grad():
-            _ask(teacher, batch, Question(partial(_keep, kept), facts))
-    finally:
-        for module in training:
-            module.training = True
-    value = partial(_divergences, kept[0], kind, top_k, temperature, beta)
-    return _ask(model, batch, Question(value, facts, teacher=kept[0]))
 
 
 def _with_head(model: nn.Module) -> Any:
@@ -151,15 +149,15 @@ def _with_head(model: nn.Module) -> Any:
 
 def _ask(model: nn.Module, batch: Mapping[str, Any], question: Question) -> Tensor:
     patch = getattr(_with_head(model), PATCH)
-    (part,) = (part for part in patch.parts if isinstance(part, TokenLosses))
+    part: TokenLosses = patch.token_losses
     inputs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
     if patch.task.generates:
         inputs["use_cache"] = False
-    part.asked = question
+    part.question = question
     try:
         answer: Tensor = model(**inputs)["loss"]
     finally:
-        part.asked = None
+        part.question = None
     return answer
 
 
@@ -212,11 +210,10 @@ def _behind(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None, 
         **{cache_key(base): document.cache()},
         use_cache=True,
     ).logits
-    padding = shown.shape[1] - shown.sum(1)  # the document alone predicts the first token of a row
+    padding = shown.shape[1] - shown.sum(1, keepdim=True)
+    place = torch.arange(new, device=logits.device) - padding
     before = functional.pad(logits, (0, 0, 1, 0))[:, :-1]
-    first = torch.arange(new, device=logits.device) == padding[:, None]
-    before = torch.where(first[..., None], document.logits.to(logits), before)
-    hidden = torch.arange(new, device=logits.device) < padding[:, None]
-    targets = labels.masked_fill(hidden, loss.IGNORE_INDEX)
+    before = torch.where((place == 0)[..., None], document.logits.to(logits), before)  # it predicts the first token
+    targets = labels.masked_fill(place < 0, loss.IGNORE_INDEX)
     losses = loss.token_losses(before.flatten(0, 1), targets.flatten()).view_as(targets)
     return losses if weights is None else losses * weights.to(losses)

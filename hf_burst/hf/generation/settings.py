@@ -4,7 +4,6 @@ import inspect
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from ...errors import BatchError, ConfigError, UnsupportedModelError
+from ...errors import BatchError, BurstError, ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..batches.documents import CACHE_KEYS, batch_shape
 from ..forward_pass import Agreement
@@ -25,6 +24,7 @@ from ..view import ModelView, find_inside, inner_modules
 
 _SETTINGS = frozenset(vars(GenerationConfig()))  # settings that may be tensors, such as eos_token_id
 _TEXT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
+_WHOLE = "model.generate holds the whole prompt on each rank."
 # unsupported arguments of `model.generate`, and the reason or alternative
 _REFUSED = {
     **dict.fromkeys(CACHE_KEYS, "The cache over ranks is made here."),
@@ -65,53 +65,58 @@ def agreed(group: ContextGroup, device: torch.device, doing: str) -> Iterator[Ag
 
 def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     """Raises for unsupported models and arguments."""
+    cache_key(model)
+    for problem in _problems(model, kwargs):
+        raise problem
+    check_same_passes(model, resolve_group(getattr(model, PATCH).group))
+    batch_shape(kwargs)
+
+
+def _problems(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Iterator[BurstError]:
+    """Yields what is not supported of a model, and of the arguments of `model.generate`."""
+    name = type(model).__name__
     if not getattr(model, PATCH).task.generates:
-        raise UnsupportedModelError(f"{type(model).__name__} predicts masked tokens and generates none.")
+        yield UnsupportedModelError(f"{name} predicts masked tokens and generates none.")
     if model.training:
-        raise ConfigError("The model is in training, where dropout would change its answers. Call model.eval() first.")
+        yield ConfigError("The model is in training, where dropout would change its answers. Call model.eval() first.")
     recurrent = recurrent_modules(ModelView(model))
     scans = {type(each).__name__ for each in recurrent if "mamba_selective_scan" in functions_of(type(each))}
     if scans:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has {', '.join(sorted(scans))}, whose kernels return no state behind a prompt "
-            "that lies over ranks. model.generate holds the whole prompt on each rank."
+        yield UnsupportedModelError(
+            f"{name} has {', '.join(sorted(scans))}, whose kernels return no state behind a prompt that lies over "
+            f"ranks. {_WHOLE}"
         )
-    cache_key(model)
     if getattr(model.config.get_text_config(), "n_recurrent_loops", 1) > 1:  # Dory's
-        raise UnsupportedModelError(
-            f"{type(model).__name__} runs layers in loops, each of which would need a cache of its own over the ranks. "
-            "model.generate holds the whole prompt on each rank."
+        yield UnsupportedModelError(
+            f"{name} runs layers in loops, each of which would need a cache of its own over the ranks. {_WHOLE}"
         )
-    if asked(model, kwargs, "prompt_lookup_num_tokens") and recurrent:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has layers with a state, which cannot go back to before tokens that were refused. "
-            "Leave prompt_lookup_num_tokens out."
+    if recurrent and setting(model, kwargs, "prompt_lookup_num_tokens"):
+        yield UnsupportedModelError(
+            f"{name} has layers with a state, which cannot go back to before tokens that were refused. Leave "
+            "prompt_lookup_num_tokens out."
         )
     if is_partitioned(model):
-        raise UnsupportedModelError(
+        yield UnsupportedModelError(
             "DeepSpeed ZeRO-3 shards the weights, and would gather them for each token. Take FSDP2, or a smaller stage."
         )
-    check_same_passes(model, resolve_group(getattr(model, PATCH).group))
-    for name, why in _REFUSED.items():
-        given = kwargs.get(name)
-        if given is not None if name in CACHE_KEYS else given:  # an empty cache is falsy
-            raise ConfigError(f"generate over ranks was given {name}={_short(kwargs[name])}. {why} Leave it out.")
-    use_cache = kwargs.get("use_cache")
-    if use_cache is not None and _short(use_cache) not in ("True", "1"):  # it may be a tensor
-        said = f"generate over ranks was given use_cache={_short(use_cache)}"
-        raise ConfigError(f"{said}. It needs its cache: leave that out.")
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        token = asked(model, kwargs, name)
+    for key, why in _REFUSED.items():
+        given = kwargs.get(key)
+        if given is not None if key in CACHE_KEYS else given:  # an empty cache is falsy
+            yield ConfigError(f"generate over ranks was given {key}={_short(given)}. {why} Leave it out.")
+    use_cache = _short(kwargs.get("use_cache"))  # it may be a tensor
+    if use_cache not in ("None", "True", "1"):
+        yield ConfigError(f"generate over ranks was given use_cache={use_cache}. It needs its cache: leave that out.")
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        token = setting(model, kwargs, key)
         if isinstance(token, Tensor) and token.is_floating_point():
-            raise ConfigError(f"{name} is {_short(token)}, in {token.dtype}. Give integers.")
-    if kwargs.get("streamer") is not None and int(asked(model, kwargs, "num_beams") or 1) > 1:
-        raise ConfigError("generate was given a streamer and beams, whose tokens are known at the end. Leave one out.")
+            yield ConfigError(f"{key} is {_short(token)}, in {token.dtype}. Give integers.")
+    if kwargs.get("streamer") is not None and int(setting(model, kwargs, "num_beams") or 1) > 1:
+        yield ConfigError("generate was given a streamer and beams, whose tokens are known at the end. Leave one out.")
     if not isinstance(kwargs.get("stopping_criteria") or [], list | tuple):
-        raise ConfigError(f"stopping_criteria is a {_short(kwargs['stopping_criteria'])}; give a list of them.")
+        yield ConfigError(f"stopping_criteria is a {_short(kwargs['stopping_criteria'])}; give a list of them.")
     others = [name for name in prompt_tensors(kwargs) if name not in _TEXT]
     if others:
-        raise BatchError(f"generate over ranks takes text, and was given {', '.join(others)}. Use model.generate.")
-    batch_shape(kwargs)
+        yield BatchError(f"generate over ranks takes text, and was given {', '.join(others)}. Use model.generate.")
 
 
 def cache_key(model: PreTrainedModel) -> str:
@@ -120,13 +125,10 @@ def cache_key(model: PreTrainedModel) -> str:
     for key in CACHE_KEYS:
         if key in taken:
             return key
-    raise UnsupportedModelError(
-        f"{type(model).__name__} takes no cache, by which its keys would be shared. model.generate holds the whole "
-        "prompt on each rank."
-    )
+    raise UnsupportedModelError(f"{type(model).__name__} takes no cache, by which its keys would be shared. {_WHOLE}")
 
 
-def asked(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
+def setting(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
     """Returns a generation setting, from the arguments, their config or the model's config, in this order."""
     configs = kwargs.get("generation_config"), model.generation_config
     values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
@@ -173,7 +175,7 @@ def _of_adapters(module: Any) -> list[tuple[str, Any]]:
 
 def copies_of(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> int:
     """Returns how many rows `generate` makes of each prompt."""
-    return max(int(asked(model, kwargs, name) or 1) for name in ("num_beams", "num_return_sequences"))
+    return max(int(setting(model, kwargs, name) or 1) for name in ("num_beams", "num_return_sequences"))
 
 
 def new_cache(model: PreTrainedModel, group: ContextGroup, copies: int = 1) -> ShardedCache:
@@ -185,6 +187,23 @@ def new_cache(model: PreTrainedModel, group: ContextGroup, copies: int = 1) -> S
 def prompt_tensors(kwargs: Mapping[str, Any]) -> list[str]:
     """Returns the names of tensors that hold a value per prompt or token."""
     return [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _SETTINGS]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts a model into evaluation mode, and restores the mode of each module afterwards."""
+    training = [module for module in inner_modules(model) if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def with_settings(config: GenerationConfig, **settings: Any) -> GenerationConfig:
+    """Returns a config with other settings."""
+    return GenerationConfig(**{**config.to_dict(), **settings})
 
 
 @contextmanager
@@ -211,15 +230,13 @@ def _short(value: Any) -> str:
     """Returns a comparable text of a value: content for plain values, configs and tokenizers, else the class name."""
     if isinstance(value, np.generic | np.ndarray | Tensor):
         return _short(value.tolist())
-    if isinstance(value, GenerationConfig):  # JSON has no tensors
-        value = copy(value)
-        vars(value).update({name: each.tolist() for name, each in vars(value).items() if isinstance(each, Tensor)})
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_short, value))}]"
     if hasattr(value, "get_vocab"):  # a tokenizer, for stop_strings
         words = sorted(value.get_vocab().items())
         return f"{type(value).__name__} of {len(words)} tokens (checksum {zlib.crc32(str(words).encode()):x})"
-    if hasattr(value, "to_dict") and not isinstance(value, GenerationConfig):  # such as a WatermarkingConfig
-        return f"{type(value).__name__} {value.to_dict()}"
-    plain = value is None or isinstance(value, str | int | float | bool | dict | GenerationConfig)
+    if hasattr(value, "to_dict"):  # a GenerationConfig, or a part of one
+        given = {name: _short(each) for name, each in value.to_dict().items() if each is not None}
+        return f"{type(value).__name__} {given}"
+    plain = value is None or isinstance(value, str | int | float | bool | dict)
     return str(value) if plain else type(value).__name__

@@ -144,14 +144,16 @@ class Recording:
 
 
 class StepGraphs(Override):
-    """A model's forward within one call of `generate`.
+    """A model's forward within one call of `generate`. A call within that call has another cache, and runs normally.
 
     Args:
+        cache ([`ShardedCache`]): The cache of the call.
         changing (`bool`): Whether users' code runs between steps and may change the model.
     """
 
-    def __init__(self, module: nn.Module, own: Any, changing: bool) -> None:
+    def __init__(self, module: nn.Module, own: Any, cache: ShardedCache, changing: bool) -> None:
         super().__init__(module, own)
+        self.cache = cache
         update_wrapper(self, self.own or getattr(type(module), self.name), updated=())
         self.state = _state_of(module) if changing else lambda: None
         self.before: Any = None  # the state of the first step
@@ -164,10 +166,9 @@ class StepGraphs(Override):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context = current()
-        cache = None if context is None else context.cached
-        phase = None if cache is None else cache.answer.phase
+        cache, phase = self.cache, self.cache.answer.phase
         one = isinstance(phase, Stepping) and phase.positions.shape[1] == 1
-        if cache is None or not one or self.given_up:
+        if context is None or context.cached is not cache or not one or self.given_up:
             return self.plain(*args, **kwargs)
         state = self.state()
         self.before = state if self.seen is None else self.before
@@ -181,22 +182,22 @@ class StepGraphs(Override):
         if looks != self.seen:
             self.seen, self.steps, self.fixed, self.recording, self.compared = looks, 0, None, None, False
         self.steps += 1
-        if self.steps <= _AS_THEY_ARE or not self._move(cache, kwargs):
+        if self.steps <= _AS_THEY_ARE or not self._move(kwargs):
             return self.plain(**kwargs)
         assert self.fixed is not None, "it has moved"
         if self.recording is None:
             output = self._run_and_record(self.fixed)
         elif not self.compared:
-            output = self._run_and_compare(cache, self.fixed, self.recording)
+            output = self._run_and_compare(self.fixed, self.recording)
         else:
             output = self.recording.play(exchanged)
         self.fixed.count()
         return output
 
-    def _move(self, cache: ShardedCache, kwargs: Mapping[str, Any]) -> bool:
+    def _move(self, kwargs: Mapping[str, Any]) -> bool:
         """Copies inputs that change between steps to fixed addresses; returns whether layers have room for a token."""
         if self.fixed is None:
-            self.fixed = cache.fixed_step()
+            self.fixed = self.cache.fixed_step()
             if self.fixed is None:
                 self._give_up("layers do not keep the same number of keys")
             self.inputs = tree_map(_copied, {name: value for name, value in kwargs.items() if name != _MASK})
@@ -228,7 +229,7 @@ class StepGraphs(Override):
         fixed.took = took  # also if the recording failed midway
         return output
 
-    def _run_and_compare(self, cache: ShardedCache, fixed: Fixed, recording: Recording) -> Any:
+    def _run_and_compare(self, fixed: Fixed, recording: Recording) -> Any:
         """Runs a step, then replays it with the same received data; what it sends, returns and saves must be equal."""
         sent: list[Tensor] = []
         received: list[Tensor] = []
@@ -243,7 +244,7 @@ class StepGraphs(Override):
             return received[len(again) - 1]
 
         again: list[Tensor] = []
-        states = cache.state_tensors  # each run of the step would advance them
+        states = self.cache.state_tensors  # each run of the step would advance them
         before = [state.clone() for state in states]
         output = self._run(fixed, noted)
         after = [state.clone() for state in states]
@@ -289,6 +290,8 @@ def _copied(value: Any) -> Any:
 
 def _obstacle(model: nn.Module) -> str:
     """Returns why a model's steps cannot be recorded; empty if no reason is known."""
+    if StepGraphs.of(model) is not None:
+        return "it is called within another call"
     devices = {weight.device for weight in model.parameters()}
     if {device.type for device in devices} != {CudaGraphs.device_type} or len(devices) > 1:
         return f"the model is on {', '.join(sorted(map(str, devices)))}"
@@ -331,12 +334,12 @@ def _inside(own: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 @contextmanager
-def stepping(model: nn.Module, changing: bool) -> Iterator[None]:
+def stepping(model: nn.Module, cache: ShardedCache, changing: bool) -> Iterator[None]:
     """Replays one-token steps of a model as CUDA graphs where possible. `changing` says that users' code runs between
     steps and may change the model."""
     obstacle = _obstacle(model)
     on_cpu = all(weight.is_cpu for weight in model.parameters())
-    stepped = None if obstacle else StepGraphs.put(model, changing)
+    stepped = None if obstacle else StepGraphs.put(model, cache, changing)
     if obstacle and not (on_cpu and CudaGraphs.device_type == "cuda"):  # nobody expects them without a GPU
         logger.info("hf_burst generates without CUDA graphs: %s.", obstacle)
     try:

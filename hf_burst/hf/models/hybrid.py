@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ...plan import Hybrid, MaskPattern, RecurrentSize, Shapes, choose_recurrence
-from ...plan.recurrence import Way
+from ...plan.recurrence import RuleKind, Way
 from ...ranks.layout import SequenceLayout
 from ...recurrent import fla_installed
 from ..view import ModelView
@@ -25,7 +25,14 @@ logger = logging.getLogger(__name__)
 
 # copies of a gated output that flash-linear-attention's norm saves, and copies in its backward pass
 FUSED_NORM = (3, 2)
-_DELTA, _KIMI = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
+_DELTA = "torch_chunk_gated_delta_rule"
+_FIELDS = ("heads", "keys", "key_heads", "values", "decays")
+_RULES: dict[str, tuple[RuleKind, tuple[str, ...]]] = {  # by the rule that a module calls, attributes with its fields
+    _DELTA: ("delta", ("num_v_heads", "head_k_dim", "num_k_heads", "head_v_dim")),
+    "chunk_kimi_delta_attention": ("delta", ("num_heads", "head_dim", "num_heads", "head_dim", "head_dim")),
+    "mamba2_chunk_scan": ("scan", ("num_heads", "ssm_state_size", "n_groups", "head_dim")),
+    "mamba_selective_scan": ("selective", ("intermediate_size", "ssm_state_size")),
+}
 
 
 def recurrent_sizes(view: ModelView) -> tuple[RecurrentSize, ...]:
@@ -80,27 +87,21 @@ def _size_of(view: ModelView) -> RecurrentSize | None:
     size = RecurrentSize("convolution", 1)
     if convolution is not None:
         size = replace(size, channels=convolution.out_channels, reach=convolution.kernel_size[0] - 1)
+    rule = next((rule for rule in _RULES if rule in functions), None)
+    if rule is None:
+        return size
+    name, attributes = _RULES[rule]
     try:
-        if _DELTA in functions:
-            heads, keys = (module.num_v_heads, module.num_k_heads), (module.head_k_dim, module.head_v_dim)
-            own = {"heads": heads[0], "key_heads": heads[1], "keys": keys[0], "values": keys[1]}
-            if find_spec("causal_conv1d"):
-                size = replace(size, convolution_copies=1)
-            size = replace(size, norm_copies=_norm_copies(view))
-            return replace(size, kind="delta", repeats_keys=_repeats_keys(kind), **own)
-        if _KIMI in functions:
-            heads, width = module.num_heads, module.head_dim
-            own = {"heads": heads, "key_heads": heads, "keys": width, "values": width, "decays": width}
-            return replace(size, kind="delta", norm_copies=_norm_copies(view), **own)
-        if "mamba2_chunk_scan" in functions:
-            own = {"heads": module.num_heads, "values": module.head_dim, "key_heads": module.n_groups}
-            return replace(size, kind="scan", keys=module.ssm_state_size, **own)
-        if "mamba_selective_scan" in functions:
-            own = {"heads": module.intermediate_size, "key_heads": 1, "keys": module.ssm_state_size, "values": 1}
-            return replace(size, kind="selective", **own)
+        found = [getattr(module, attribute) for attribute in attributes]
     except AttributeError:  # a custom class
         return None
-    return size
+    own: dict[str, Any] = {"key_heads": 1, "values": 1} | dict(zip(_FIELDS, found, strict=False))
+    if name == "delta":
+        own["norm_copies"] = _norm_copies(view)
+    if rule == _DELTA:
+        own["repeats_keys"] = _repeats_keys(kind)
+        own["convolution_copies"] = 1 if find_spec("causal_conv1d") else size.convolution_copies
+    return replace(size, kind=name, **own)
 
 
 def _norm_copies(view: ModelView) -> tuple[int, int]:

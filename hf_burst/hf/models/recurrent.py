@@ -32,29 +32,29 @@ from ...recurrent import (
     scan_by_states,
     unit_norm,
 )
-from ..context import ForwardCall, current
+from ..context import ShardedPass, current
 from ..view import ModelView
 
 Function = Callable[..., Any]
 
 
-def _pass() -> tuple[ForwardCall, Shards]:
-    """Returns the current sharded forward call and its shards."""
+def _pass() -> tuple[ShardedPass, Shards]:
+    """Returns the current sharded pass and its shards."""
     context = current()
     assert context is not None, "asked by the forward of the module"
-    assert context.call is not None, "asked by the forward of the module"
-    assert context.replay is not None, "set with `call`"
-    return context.call, Shards(context.call.segments, context.call.group, context.replay)
+    assert context.sharded_pass is not None, "asked by the forward of the module"
+    assert context.replay is not None, "set with `sharded_pass`"
+    return context.sharded_pass, Shards(context.sharded_pass.segments, context.sharded_pass.group, context.replay)
 
 
-def _last_states(call: ForwardCall) -> LastStates | None:
+def _last_states(sharded_pass: ShardedPass) -> LastStates | None:
     """Returns storage for the states at the end of prompts; `None` if nothing is generated."""
     context = current()
     if context is None or context.cached is None:
         return None
-    layout = call.layout
+    layout = sharded_pass.layout
     stops = [stop for _, stop in layout.spans]
-    return LastStates.of(call.segments, call.group, stops)
+    return LastStates.of(sharded_pass.segments, sharded_pass.group, stops)
 
 
 def _convolution(original: Function) -> Function:
@@ -105,13 +105,13 @@ def _delta_rule(original: Function) -> Function:
             return out, last
 
         inputs = (query, key, value, g, beta)
-        call, shards = _pass()
-        last = _last_states(call)
+        sharded_pass, shards = _pass()
+        last = _last_states(sharded_pass)
         if last is not None:
             out = delta_rule_by_states(Rule(rule, packed), inputs, shards, last)
             like = value.new_zeros(value.shape[2], key.shape[-1], value.shape[-1], dtype=torch.float32)
             return out, last.on_all_ranks(like)
-        if call.way == "heads":
+        if sharded_pass.way == "heads":
             return delta_rule_by_heads(Rule(rule, packed), inputs, shards), None
         kernels = fla_kernels(query.device, key.shape[-1]) if by_fla and g.ndim == 3 else None  # KDA's `g` has 4 dims
         if kernels is None:
@@ -137,12 +137,12 @@ def _scan(original: Function) -> Function:
                 "A Mamba2 layer gave a gate or initial states to its scan, which is not known over ranks. Train it on "
                 "sequences that one GPU holds."
             )
-        call, shards = _pass()
+        sharded_pass, shards = _pass()
         group, limit = shards.group, options.get("dt_limit", (0.0, float("inf")))
         steps: dict[str, Any] = {"dt_softplus": options.get("dt_softplus", False), "dt_limit": limit}
         heads = {"A": a, "D": options.get("D"), "dt_bias": options.get("dt_bias")}
-        last = _last_states(call)
-        by_heads = call.way == "heads" and last is None
+        last = _last_states(sharded_pass)
+        by_heads = sharded_pass.way == "heads" and last is None
         if by_heads:
             heads = {name: None if value is None else own_heads(value, group) for name, value in heads.items()}
 

@@ -56,7 +56,7 @@ class Checkpointing(Part):
         self.available: int | None = None  # the fewest bytes that a host had left when they did not suffice
         self.requested = 0  # bytes that the hosts were last asked for
         self.logged = False  # whether the log says that fewer layers are offloaded
-        self.layers = self.offloading = self.started = 0  # that checkpoint; that offload in this pass; that have run
+        self.count = self.offloading = self.started = 0  # that checkpoint; that offload in this pass; that have run
         self.per_checkpoint = 1
         self.found = Checkpoints()  # in this pass
         self.selective = False  # whether a module checkpoints by the user's context_fn
@@ -108,12 +108,12 @@ class Checkpointing(Part):
         keep = [function.options.get("use_reentrant") is False for function in wrapped if share]
         described = f"{len(wrapped)} modules, {sum(keep)} of them keep attention"
         agreement.add("activation checkpointing", described if wrapped else None)
-        self.layers = len(wrapped)
+        self.count = len(wrapped)
 
     def begin(self, run: ForwardPass) -> None:
         self.share, self.per_checkpoint = run.memory.attention_keep, run.memory.layers_per_checkpoint
         apart = run.memory.activation_offloading or self.per_checkpoint > 1
-        if apart and self.layers and torch.is_grad_enabled():
+        if apart and self.count and torch.is_grad_enabled():
             self._prepare_host(run)
             # after the hook by which Transformers makes the embeddings require a gradient when weights do not
             self.hook = run.model.get_input_embeddings().register_forward_hook(_detach_embeddings)
@@ -163,7 +163,7 @@ class Checkpointing(Part):
         self.started += 1
         saved = SavedByLayer(self.host, index < self.offloading, None)
         run = self.latest = LayerRun(saved, inputs)
-        keeps = keeping(index + 1, self.layers, self.per_checkpoint) > keeping(index, self.layers, self.per_checkpoint)
+        keeps = keeping(index + 1, self.count, self.per_checkpoint) > keeping(index, self.count, self.per_checkpoint)
         if latest is not None and self.output is not None and not keeps:
             run.follow(latest, self.output[1])
         if latest is not None:  # the backward pass runs it next, after any layer that computes its input
@@ -175,7 +175,7 @@ class Checkpointing(Part):
         """Reserves host memory for what layers save. If a host has less than the config demands, all ranks raise. If
         the number of offloaded layers was chosen by the rule, as many as needed stay on the GPU. The last layer always
         does, because the backward pass reads it at once."""
-        self.offloading = min(round(run.memory.activation_offloading * self.layers), self.layers - 1)
+        self.offloading = min(round(run.memory.activation_offloading * self.count), self.count - 1)
         if self.host is None or self.host.device != run.device:
             self.host, self.reserved, self.requested, self.available = HostMemory(run.device), 0, 0, None
         sizes = _kept_bytes(run, self.share)
@@ -216,7 +216,7 @@ class Checkpointing(Part):
     def _bytes_of_host(self, leaving: int, sizes: tuple[float, float]) -> int:
         """Returns the host bytes of the first `leaving` layers, given those of a layer's input and its attention."""
         inputs, attention = sizes
-        return round(keeping(leaving, self.layers, self.per_checkpoint) * inputs + leaving * attention)
+        return round(keeping(leaving, self.count, self.per_checkpoint) * inputs + leaving * attention)
 
 
 def _detach_embeddings(module: nn.Module, inputs: Any, output: Any) -> torch.Tensor | None:

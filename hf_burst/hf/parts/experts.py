@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ...errors import UnsupportedModelError
 from ...ranks.collectives import group_sum
-from ..context import CALL_KEY
+from ..context import PASS_KEY
 from ..forward_pass import Agreement, Call, ForwardPass
 from ..view import ModelView
 from .base import Handles, Part
@@ -25,7 +25,7 @@ class RouterLogits(Part):
 
     def __init__(self, model: PreTrainedModel) -> None:
         check_balance(model)
-        self.layers: tuple[torch.Tensor, ...] = ()
+        self.scores: tuple[torch.Tensor, ...] = ()
 
     def look(self, view: ModelView) -> Handles:
         if not hasattr(view.root.config, "output_router_logits"):
@@ -38,20 +38,20 @@ class RouterLogits(Part):
         check_balance(call.model, asked)
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
-        if not self.layers or outputs.get("aux_loss") is None:
+        if not self.scores or outputs.get("aux_loss") is None:
             return
         model: Any = run.model
-        balance = balance_loss(self.layers, model.num_experts_per_tok, run)
+        balance = balance_loss(self.scores, model.num_experts_per_tok, run)
         if outputs.get("loss") is not None:
             own = outputs["aux_loss"]
             outputs["loss"] = outputs["loss"] + model.router_aux_loss_coef * (balance_share(run) * balance - own)
         outputs["aux_loss"] = balance
 
     def end(self) -> None:
-        self.layers = ()
+        self.scores = ()
 
     def _catch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self.layers = (output.get("router_logits") or ()) if kwargs.get(CALL_KEY) is not None else ()
+        self.scores = (output.get("router_logits") or ()) if kwargs.get(PASS_KEY) is not None else ()
 
 
 def check_balance(model: PreTrainedModel, asked: bool | None = None) -> None:
@@ -73,25 +73,25 @@ def balance_share(run: ForwardPass) -> float:
     return 1 if run.call.items is None else 1 / run.group.size
 
 
-def balance_loss(layers: tuple[torch.Tensor, ...], chosen: int, run: ForwardPass) -> torch.Tensor:
+def balance_loss(scores: tuple[torch.Tensor, ...], per_token: int, run: ForwardPass) -> torch.Tensor:
     """Returns the load-balancing loss of the whole batch: equal on every rank, with the gradient as in `group_loss`.
 
     Args:
-        layers (tuple of `torch.Tensor` of shape `(batch x n, experts)`): The router scores of this rank's tokens.
-        chosen (`int`): Number of experts per token.
+        scores (tuple of `torch.Tensor` of shape `(batch x n, experts)`): The router scores of this rank's tokens.
+        per_token (`int`): Number of experts per token.
         run ([`ForwardPass`]): The pass, which knows the padding.
     """
-    experts = layers[0].shape[-1]
-    layout, rank, device = run.batch.layout, run.group.rank, layers[0].device
+    experts = scores[0].shape[-1]
+    layout, rank, device = run.batch.layout, run.group.rank, scores[0].device
     real = layout.counted(rank).flatten().to(device)
     texts = layout.texts(rank).flatten().to(device)[real].float()
     counts, probabilities = torch.zeros(2, experts, dtype=texts.dtype, device=device).unbind()
-    for scores in layers:
-        weights = scores.reshape(-1, experts)[real].softmax(-1)
-        picked = weights.topk(chosen, dim=-1).indices
-        counts = counts.index_add(0, picked.flatten(), texts.repeat_interleave(chosen))
+    for layer in scores:
+        weights = layer.reshape(-1, experts)[real].softmax(-1)
+        picked = weights.topk(per_token, dim=-1).indices
+        counts = counts.index_add(0, picked.flatten(), texts.repeat_interleave(per_token))
         probabilities = probabilities + (weights.float() * texts[:, None]).sum(0)
-    totals = torch.cat([counts, texts.sum()[None] * len(layers)])
+    totals = torch.cat([counts, texts.sum()[None] * len(scores)])
     if run.group.size > 1:
         dist.all_reduce(totals, group=run.group.process_group)
     rows = totals[-1]

@@ -20,7 +20,7 @@ class GatedNorms(Part):
 
     def overrides(self, view: ModelView) -> Iterator[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
         for norm, activation in view.find(gated_norms):
-            if (there := GatedNorm.of(norm)) is not None and there.asked != depends_on(norm):
+            if (there := GatedNorm.of(norm)) is not None and there.formula != depends_on(norm):
                 there.remove()
             if "forward" not in vars(norm):
                 yield GatedNorm, norm, (activation, depends_on(norm))
@@ -29,20 +29,20 @@ class GatedNorms(Part):
 class GatedNorm(Override):
     """The forward of a gated norm: by the kernel in passes of the patched model, on a device that has it."""
 
-    def __init__(self, module: nn.Module, own: Any, activation: str, asked: tuple[Any, Any]) -> None:
+    def __init__(self, module: nn.Module, own: Any, activation: str, formula: tuple[Any, Any]) -> None:
         super().__init__(module, own)
         self.activation = activation
-        self.asked = asked  # what its formula depended on when it was read
+        self.formula = formula  # what its formula depended on when it was read
 
     def __call__(self, hidden_states: Tensor, gate: Tensor) -> Any:
         norm: Any = self.module
         known = hidden_states.dtype != torch.float64 and not isinstance(norm.weight, DTensor)
-        if known and self.asked == depends_on(norm) and current() is not None and fla_compared(hidden_states.device):
+        if known and self.formula == depends_on(norm) and current() is not None and fla_compared(hidden_states.device):
             return fla_gated_norm(hidden_states, gate, norm.weight, norm.variance_epsilon, self.activation)
         return self.plain(hidden_states, gate)
 
     def _given(self) -> tuple[Any, ...]:
-        return self.module, self.own, self.activation, self.asked
+        return self.module, self.own, self.activation, self.formula
 
 
 def depends_on(norm: Any) -> tuple[Any, Any]:

@@ -34,7 +34,7 @@ class Head(Part):
         self.logits: Fate = "keep"
         self.fits = False  # whether the logits of a batch with labels may be gathered
         self.about = ""  # why not
-        self.asked = False  # whether `logits_to_keep` is given
+        self.selects = False  # whether `logits_to_keep` is given
         self.kept: torch.Tensor | None = None  # where each kept token stands among this rank's tokens, or -1
         self.by_model = True  # whether the model selects the kept tokens
 
@@ -42,10 +42,10 @@ class Head(Part):
         if call.task.reads or call.pooling:
             return
         keep = batch.given.get("logits_to_keep", 0)
-        asked = self.asked = isinstance(keep, torch.Tensor) or bool(keep)
+        selects = self.selects = isinstance(keep, torch.Tensor) or bool(keep)
         tokens: list[int] | None = None
         cached = call.cache is not None  # a number would make Gemma 4 slice its mask
-        if asked and (call.group.size > 1 or cached or not call.task.generates):
+        if selects and (call.group.size > 1 or cached or not call.task.generates):
             tokens = list(kept_tokens(keep, batch.layout.length - batch.layout.padding))
             self.kept, self.by_model = batch.lies.local[tokens], call.task.generates
         self.logits = self._fate(call, batch)
@@ -79,7 +79,7 @@ class Head(Part):
         """Returns what happens to the logits."""
         model, labels = call.model, batch.inputs.get("labels") is not None
         self.fits = False
-        if self.token_losses.asked is not None:
+        if self.token_losses.question is not None:
             return "drop"
         if self.kept is not None and (labels or batch.sharded):
             raise BatchError(

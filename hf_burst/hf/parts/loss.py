@@ -10,7 +10,7 @@ from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX, rows_by_weight
 from ...ranks.collectives import group_loss
 from ...ranks.group import ContextGroup
-from ..context import CALL_KEY
+from ..context import PASS_KEY
 from ..forward_pass import Agreement, Call, ForwardPass
 from ..groups import resolve_group
 from ..models.bypassed import forward_name
@@ -45,7 +45,7 @@ class Loss(Part):
         self.run: ForwardPass | None = None
         self.forward = ""  # name of the model's forward in the pass
         self.items: float | None = None  # `num_items_in_batch` of the pass
-        self.asked = False  # whether there are targets for a loss
+        self.wanted = False  # whether there are targets for a loss
         self.computed = False  # whether the model has called the loss function
         self.targets: torch.Tensor | None = None
         self.weights: dict[int, torch.Tensor] | None = None  # targets by how often they count, unless all count once
@@ -73,17 +73,17 @@ class Loss(Part):
         agreement.add(_ITEMS, self.items)
 
     def begin(self, run: ForwardPass) -> None:
-        items, tokens = self.items, run.tokens
-        self.asked = run.batch.targets is not None and run.call.wants_loss
+        items, tokens = self.items, run.labels
+        self.wanted = run.batch.targets is not None and run.call.wants_loss
         if items is not None and not items > 0 and (tokens or items):
             raise BatchError(
                 f"num_items_in_batch is {items:g}; it is the number of labels that count, over all ranks, and must be "
                 "above 0. Leave it out to average this batch by itself."
             )
-        if items is not None and self.averages and self.asked:
+        if items is not None and self.averages and self.wanted:
             self.items = items = self._items_of_batch(run, items)
         fused = run.batch.inputs.get("fused_lm_head")  # TRL's trainers go on, with log_probs that are all 0
-        if run.model.training and self.asked and tokens == 0 and not items and not fused:
+        if run.model.training and self.wanted and tokens == 0 and not items and not fused:
             raise BatchError(
                 f"All labels of the batch are {IGNORE_INDEX}{run.call.task.shifted}, so there is nothing to learn "
                 "from. Drop such batches, or check how the labels are masked."
@@ -91,12 +91,12 @@ class Loss(Part):
         self.run, self.computed = run, False
         counts = run.batch.lies.counts
         self.weights = None if counts is None else rows_by_weight(counts, run.device)
-        self.targets = run.batch.targets if self.asked and not run.call.task.loss_in_model else None
+        self.targets = run.batch.targets if self.wanted and not run.call.task.loss_in_model else None
 
     def arguments(self, run: ForwardPass) -> dict[str, Any]:
         cached = isinstance(run.call.cache, ShardedCache)  # some models return no cache by default
         given = run.call.task.overrides(use_cache=cached or (run.batch.lies.alone and not run.model.training))
-        counted = self.averages and self.asked and self.items is not None
+        counted = self.averages and self.wanted and self.items is not None
         return given | ({"num_items_in_batch": self.items} if counted else {})
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ class Loss(Part):
             if self.weights is not None:
                 parts = (weight * scores.index_select(0, index) for weight, index in self.weights.items())
                 scores = torch.cat([scores[:0], *parts])
-            loss = batch_loss(-scores.sum(), run, self._items(run) if run.tokens else 1)  # 0 and not nan, as in TRL
+            loss = batch_loss(-scores.sum(), run, self._items(run) if run.labels else 1)  # 0 and not nan, as in TRL
             if "aux_loss" in outputs:  # already that of the whole batch
                 factor = run.model.config.get_text_config().router_aux_loss_coef * balance_share(run)
                 loss = loss + factor * outputs["aux_loss"]
@@ -113,7 +113,7 @@ class Loss(Part):
         elif self.reads:
             if outputs.get("loss") is not None and self.items is not None and run.call.callers.multiply_losses:
                 outputs["loss"] = outputs["loss"] / run.group.size  # every rank holds that of the whole batch
-        elif self.asked and run.call.task.loss_in_model and not self.computed:
+        elif self.wanted and run.call.task.loss_in_model and not self.computed:
             if outputs.get("loss") is not None:
                 raise ConfigError(_PAST_US.format(self.forward))
         elif self.targets is not None:
@@ -136,7 +136,7 @@ class Loss(Part):
 
     def compute(self, logits: torch.Tensor | Spread, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Computes the cross-entropy of the whole batch in place of the model's `loss_function`, see [`batch_loss`]."""
-        if kwargs.pop(CALL_KEY, None) is None:
+        if kwargs.pop(PASS_KEY, None) is None:
             if resolve_group(self.group).size > 1:
                 raise UnsupportedModelError(
                     "The forward of the model was called past its hooks, which cut the batch: model.forward(...) "
@@ -153,7 +153,7 @@ class Loss(Part):
     def _items_of_batch(self, run: ForwardPass, items: float) -> int:
         """Returns `num_items_in_batch` of this batch alone, by which a class that computes its own loss divides.
         `Trainer` counts the labels of all accumulated batches."""
-        mine = run.batch.labels if run.batch.sharded else run.tokens
+        mine = run.batch.labels if run.batch.sharded else run.labels
         doing = "a count of the labels of all ranks"  # also counts groups that have not agreed on this pass
         total, _ = ContextGroup.from_mesh(None).agree({}, None, run.device, mine, doing=doing)
         if not run.model.training:
@@ -178,7 +178,7 @@ def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: torch.Tensor | 
     full batch, but a sharded batch is counted once.
     """
     if items is None:
-        return group_loss(local_sum, 1 / run.tokens if run.tokens else math.nan, run.group)
+        return group_loss(local_sum, 1 / run.labels if run.labels else math.nan, run.group)
     if isinstance(items, torch.Tensor):
         items = items.to(local_sum)  # 1 / integer would be fp32
     return group_loss(local_sum, 1 / (items * run.group.size if run.batch.sharded else items), run.group)

@@ -62,7 +62,7 @@ class MemoryRule(Part):
         self.host = 0.0  # bytes that each rank may take on its host
         self.fixed = set[str]()  # settings that some rank cannot have, so all keep the defaults
         self.rules: dict[Any, MeasuredLevels] = {}  # by how the model is trained
-        self.told = set[tuple[Memory, bool]]()  # what was logged
+        self.logged = set[tuple[Memory, bool]]()  # what was logged
         self.latest: Step | None = None
         self.steps = False  # whether the latest pass was a training pass
         self.expandable = expand_segments(ask=False)
@@ -183,12 +183,12 @@ class MemoryRule(Part):
             self.expandable = expand_segments()
         if call.group.rank == 0:
             given = f"{layout.batch_size} x {layout.length:,} tokens"
-            self._tell(given, layout.batch_size * layout.length, step, expected)
+            self._log(given, layout.batch_size * layout.length, step, expected)
         return chosen
 
     def _rule(self, call: Call, checkpoints: Checkpoints, trained: list[nn.Parameter]) -> MeasuredLevels:
         """Returns what is known of steps that train these weights."""
-        key = checkpoints.layers > 0, sum(weight.numel() for weight in trained)
+        key = checkpoints.count > 0, sum(weight.numel() for weight in trained)
         if key not in self.rules:
             local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained]
             itemsize = dtype_of_states(call.view).itemsize
@@ -206,12 +206,12 @@ class MemoryRule(Part):
             exact = reading.most > step.before.most  # else something took more before the step
             step.rule.measured(step.settings, step.size, reading.most - step.before.held, exact)
 
-    def _tell(self, given: str, tokens: int, step: Step, expected: float) -> None:
+    def _log(self, given: str, tokens: int, step: Step, expected: float) -> None:
         """Logs what was chosen, or that nothing fits."""
         short = expected > step.free
-        if (step.settings, short) in self.told or not (short or step.settings != Memory()):
+        if (step.settings, short) in self.logged or not (short or step.settings != Memory()):
             return
-        self.told.add((step.settings, short))
+        self.logged.add((step.settings, short))
         if not short:
             logger.info("hf_burst trains %s with %s", given, named(step.settings))
             return
@@ -229,7 +229,7 @@ class MemoryRule(Part):
 
 def _impossible(call: Call, found: Checkpoints) -> set[str]:
     """Returns settings that the model cannot have now. A trainer may wrap or checkpoint it differently later."""
-    apart, checkpoints = takes_weights_apart(call.view), found.layers > 0
+    apart, checkpoints = takes_weights_apart(call.view), found.count > 0
     fixed = {
         "tiled_mlp": apart,
         "layers_per_checkpoint": apart or (checkpoints and not found.repeatable),

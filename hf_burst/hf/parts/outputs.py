@@ -47,8 +47,8 @@ class Outputs(Part):
             outputs["logits"] = Spread.of(logits).handed_out(run.batch.lies, head.fits, head.about, outputs.get("loss"))
         elif head.logits != "drop":
             if head.logits == "gather" and head.kept is not None:
-                logits = run.batch.lies.kept(logits, head.kept)
-            if head.asked:
+                logits = run.batch.lies.from_kept(logits, head.kept)
+            if head.selects:
                 logits = run.batch.lies.by_rows(logits)
             elif not run.batch.sharded:
                 logits = run.batch.lies.batch(logits)

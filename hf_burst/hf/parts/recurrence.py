@@ -17,7 +17,7 @@ from ...recurrent import fla_kernels
 from ..admission import ON_GPUS
 from ..attention import ARRIVED
 from ..batches.documents import CACHE_KEYS
-from ..context import CALL_KEY, LayerContext, current, refuse_blind_run
+from ..context import PASS_KEY, LayerContext, current, refuse_blind_run
 from ..forward_pass import Agreement, Call, ForwardPass
 from ..models.bypassed import check_recurrent_sources, function_name
 from ..models.hybrid import chosen_way, recurrent_sizes
@@ -106,20 +106,20 @@ class RecurrentForward(Override):
         self.masks = "attention_mask" in inspect.signature(self.replaces).parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop(CALL_KEY, None)
+        kwargs.pop(PASS_KEY, None)
         module, context = self.module, current()
         if context is None:
             refuse_blind_run(module)
-        if context is None or context.call is None:
+        if context is None or context.sharded_pass is None:
             return self.plain(*args, **kwargs)
         return self._over_ranks(context, args, kwargs)
 
     @torch.compiler.disable  # it sends messages; the code around it compiles
     def _over_ranks(self, context: LayerContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert context.call is not None, "asked before"
+        assert context.sharded_pass is not None, "asked before"
         vars(self.module)[ARRIVED] = True
         if self.masks:
-            kwargs["attention_mask"] = context.call.tokens.real
+            kwargs["attention_mask"] = context.sharded_pass.laid.real
         if context.cached is None:  # a cache of Transformers would hold the states of a shard
             kwargs |= {name: None for name in CACHE_KEYS if name in kwargs}
         return self.sharded(self.module, *args, **kwargs)

@@ -47,7 +47,7 @@ class SharedBeginnings:
     ) -> None:
         self.cut_point, self.recurrence, self.positions = view.find(cut_point_of), recurrence, positions
         self.sees_blocks, self.by_place = view.find(sees_blocks), any(map(scales_by_place, view.modules))
-        self.told: set[str] = set()  # logged once
+        self.logged: set[str] = set()  # logged once
 
     def join(self, call: Call, agreement: Agreement) -> Joined | None:
         """Returns the texts of a batch as one row; `None` if that is not possible, or saves too little."""
@@ -62,7 +62,7 @@ class SharedBeginnings:
         if not fit(given, labels) or not _joinable(call, labels is not None):
             return None  # parts raise with the reason
         obstacle = self._obstacle(call)
-        if obstacle in self.told:
+        if obstacle in self.logged:
             return None
         least = _LEAST if asked == "auto" else 1
         joined = join_texts(given, self.positions(given), least)
@@ -72,10 +72,10 @@ class SharedBeginnings:
         agreement.add("hooks that may have a value for each row", hooked, _HOOKS)
         obstacle = obstacle or hooked
         if obstacle:
-            self._tell(obstacle, f"Rows that begin alike are computed one by one: {obstacle}.")
+            self._log(obstacle, f"Rows that begin alike are computed one by one: {obstacle}.")
             return None
         saved = f"{joined.tokens:,} tokens instead of {joined.given_tokens:,}"
-        self._tell("joined", f"What texts of a batch have in common at their beginning is computed once: {saved}.")
+        self._log("joined", f"What texts of a batch have in common at their beginning is computed once: {saved}.")
         if call.group.size > 1:  # the row does not show which texts and labels it stands for
             agreement.add("texts that begin alike", _content(joined))
         return joined
@@ -112,10 +112,10 @@ class SharedBeginnings:
             batch["logits_to_keep"] = joined.kept(kept_tokens(keep, batch_shape(given)[1]))
         return batch
 
-    def _tell(self, what: str, sentence: str) -> None:
+    def _log(self, what: str, sentence: str) -> None:
         """Logs a sentence once."""
-        if what not in self.told:
-            self.told.add(what)
+        if what not in self.logged:
+            self.logged.add(what)
             logger.info("hf_burst: %s", sentence)
 
 

@@ -50,12 +50,12 @@ class TokenLosses(Part):
     """Answers a [`Question`] of [`hf_burst.token_losses`] about each token, instead of returning logits."""
 
     def __init__(self) -> None:
-        self.asked: Question | None = None
+        self.question: Question | None = None
 
     def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
-        if self.asked is None:
+        if self.question is None:
             return
-        weights, teacher = self.asked.weights, self.asked.teacher
+        weights, teacher = self.question.weights, self.question.teacher
         BatchError.refuse(
             (
                 batch.given.get("logits_to_keep"),
@@ -78,16 +78,16 @@ class TokenLosses(Part):
         head = call.model.get_output_embeddings()
         if torch.is_grad_enabled() and head is not None:
             refuse_partitioned(head, "Losses of tokens are not trained")
-        agreement.facts |= self.asked.facts
+        agreement.facts |= self.question.facts
         summed = None if weights is None else sum_of_bits(weights.to(call.device))
         agreement.add("weights of tokens (checksum)", summed)
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
-        if self.asked is None or run.batch.targets is None:
+        if self.question is None or run.batch.targets is None:
             return
         check_head_again(run.model.get_output_embeddings())
-        weights, scores = self.asked.weights, replace(Spread.of(outputs["logits"]), lies=run.batch.lies)
-        values = run.batch.lies.numbers(self.asked.answer(scores, run.batch.targets))
+        weights, scores = self.question.weights, replace(Spread.of(outputs["logits"]), lies=run.batch.lies)
+        values = run.batch.lies.numbers(self.question.answer(scores, run.batch.targets))
         if run.call.task.causal:
             values = functional.pad(values, (1, 0))[:, :-1]
         outputs["loss"] = values if weights is None else values * weights.to(values)

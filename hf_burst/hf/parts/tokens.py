@@ -20,7 +20,7 @@ from ..batches.documents import tokens_of
 from ..batches.joining import Joined
 from ..batches.modalities import SAME_MODALITIES, check_modalities, values_besides_text
 from ..batches.sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard, sum_of_bits
-from ..context import CALL_KEY, ForwardCall, LaidTokens, change_call
+from ..context import PASS_KEY, LaidTokens, ShardedPass, change_pass
 from ..forward_pass import Agreement, Batch, Call, ForwardPass
 from ..models.cut_point import cut_point_of, modalities_of
 from ..models.support import layer_patterns
@@ -149,10 +149,10 @@ class Tokens(Part):
         inputs = {name: value for name, value in batch.inputs.items() if name not in ("labels", "shift_labels")}
         return replace(batch, inputs=inputs)
 
-    def for_layers(self, call: Call, batch: Batch, memory: Memory) -> ForwardCall:
+    def for_layers(self, call: Call, batch: Batch, memory: Memory) -> ShardedPass:
         """Returns what layers know of a pass, with the memory settings that were chosen for it."""
         layout = batch.layout
-        return ForwardCall(
+        return ShardedPass(
             layout,
             Segments(layout.sharding, layout.documents, layout.parents),
             call.group,
@@ -262,14 +262,14 @@ class Tokens(Part):
             return None
         whole, batch = bound_arguments(module, args, kwargs), self.run.batch
         if batch.sharded:
-            return (), {**whole, CALL_KEY: self.run.layers}
+            return (), {**whole, PASS_KEY: self.run.sharded_pass}
         joined = batch.lies.joined
         row = whole if joined is None else joined.inputs(whole, self.cut_point.inputs, self.cut_point.masked)
         inputs = self._cut_inputs(row, batch.layout, self.run.group.rank, batch.given)
         masks = masks_with_blocks(whole.get("attention_mask"), batch.layout)
-        call = replace(self.run.layers, masks=masks)
-        change_call(call)
-        return (), {**inputs, CALL_KEY: call}
+        sharded_pass = replace(self.run.sharded_pass, masks=masks)
+        change_pass(sharded_pass)
+        return (), {**inputs, PASS_KEY: sharded_pass}
 
 
 def check_ranges(

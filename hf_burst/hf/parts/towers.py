@@ -128,7 +128,7 @@ class _SharedEncoder(Override):
         """Returns the features of all images, after each rank has encoded some."""
         method: Callable[..., Any] = getattr(type(self.module), self.name)
         context = current()
-        group = context.call.group if context is not None and context.call is not None else None
+        group = context.sharded_pass.group if context is not None and context.sharded_pass is not None else None
         arguments = _named(method, (self.module, *args), kwargs)
         frames = self._split_videos(arguments)
         costs = None if group is None or group.size == 1 else self._costs(arguments)

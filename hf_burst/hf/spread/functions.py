@@ -26,7 +26,7 @@ _CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
 _TAKEN = ("target", "ignore_index", "label_smoothing", "reduction", "weight", "size_average", "reduce")
 
 
-class Step(NamedTuple):
+class PutOffCall(NamedTuple):
     """A function whose call is put off."""
 
     name: str

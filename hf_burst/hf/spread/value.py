@@ -19,7 +19,7 @@ from ...layers.token_values import token_values
 from ..batches.sharded import sum_of_bits
 from ..overrides import Override
 from ..view import children_of
-from .functions import SERVED, Step, by_tokens, is_in_place, name_of
+from .functions import SERVED, PutOffCall, by_tokens, is_in_place, name_of
 from .heads import check_head_again, is_hooked, is_partitioned, is_sharded_head, is_watched
 from .where import Where
 
@@ -43,14 +43,14 @@ class Limit:
         fits (`bool`): Whether all of it may be gathered.
         about (`str`): Why not.
         anchor (`torch.Tensor`): Computed from the weights, so that DDP finds those that will get gradients.
-        steps (`int`): How many of the value's steps are the model's own.
+        of_model (`int`): How many of the calls that are put off are the model's own.
         written (tuple of `int`): How often the head's weights had been written to.
     """
 
     fits: bool
     about: str
     anchor: Tensor
-    steps: int
+    of_model: int
     written: tuple[int, ...]
 
 
@@ -62,7 +62,7 @@ class Spread:
         own (`torch.Tensor` of shape `(batch, n, ...)`): This rank's values, or the inputs of `head` if it is put off.
         head ([`PutOffHead`], *optional*): Scores some tokens at a time.
         autocast (`tuple[bool, torch.dtype]`): Whether the head runs under autocast, and in which dtype.
-        steps (tuple of [`Step`]): The functions to apply after the head.
+        put_off (tuple of [`PutOffCall`]): The functions to apply after the head.
         lies ([`Where`], *optional*): Where all tokens lie. By default the value has this rank's only, as in a model.
         places (`torch.LongTensor`, *optional*): The tokens in it, see `chosen`; all by default.
         limit ([`Limit`], *optional*): Set if it was handed out: all ranks must use it alike, which is compared.
@@ -72,7 +72,7 @@ class Spread:
     own: Tensor
     head: "PutOffHead | None" = None
     autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)
-    steps: tuple[Step, ...] = ()
+    put_off: tuple[PutOffCall, ...] = ()
     lies: Where | None = None
     places: Tensor | None = None
     limit: Limit | None = None
@@ -89,7 +89,7 @@ class Spread:
         anchor = self.some(slice(0, 1)) if loss is None else loss
         written = () if self.head is None else self.head.written
         value = self.map("float", Tensor.float) if self.autocast[0] else self
-        return replace(value, lies=lies, limit=Limit(fits, about, anchor, len(value.steps), written))
+        return replace(value, lies=lies, limit=Limit(fits, about, anchor, len(value.put_off), written))
 
     # -- this rank's tokens
 
@@ -132,7 +132,7 @@ class Spread:
         """Returns all of this rank's values, and stores them, so that they can be changed."""
         if self.head is not None:
             self.own = self._after(self._by_head(self.head.plain))
-            self.head, self.steps = None, ()
+            self.head, self.put_off = None, ()
         return self.own
 
     @property
@@ -144,7 +144,7 @@ class Spread:
             return None
         if self.head.own is not None or "weight" not in module._parameters:  # a weight that is computed from others
             return None
-        steps = [step for step in self.steps if (step.name, step.args) not in _SAME]
+        steps = [step for step in self.put_off if (step.name, step.args) not in _SAME]
         if not steps:
             return Linear(module.weight, module.bias, None)
         if [step.name for step in steps] == ["div", "tanh", "mul"] and steps[0].args == steps[2].args:
@@ -155,7 +155,7 @@ class Spread:
         return states if self.head is None else self._after(self.head.plain(states))
 
     def _after(self, scores: Tensor, done: int = 0) -> Tensor:
-        for step in self.steps[done:]:
+        for step in self.put_off[done:]:
             scores = step(scores)
         return scores
 
@@ -174,13 +174,13 @@ class Spread:
 
     def map(self, name: str, function: Callable[..., Tensor], *args: Any, **options: Any) -> "Spread":
         """Applies a function to each token; puts it off if the head is put off."""
-        step = Step(name, function, args, options)
-        return replace(self, own=step(self.own)) if self.head is None else replace(self, steps=(*self.steps, step))
+        step = PutOffCall(name, function, args, options)
+        return replace(self, own=step(self.own)) if self.head is None else replace(self, put_off=(*self.put_off, step))
 
     def token(self, token: int) -> Tensor:
         """Returns the values of one token of every row, `(batch, ...)`, which its owner sends."""
         assert self.lies is not None, "it is of several ranks"
-        return self.lies.chosen(self.chosen[:, token], lambda own, _, __: self._rows(own)[0])
+        return self.lies.values_at(self.chosen[:, token], lambda own, _, __: self._rows(own)[0])
 
     def reduce(
         self, name: str, value: Callable[[Tensor, Tensor], Tensor], words: Tensor | None = None, ignored: Any = None
@@ -198,28 +198,29 @@ class Spread:
             def of_some(scores: Tensor, part: slice) -> Tensor:
                 with torch.autocast(scores.device.type, enabled=False):  # autocast would return fp32
                     shown = scores.masked_fill(hidden[part, None], 0.0)
-                    return value(self._after(shown, limit.steps), numbers[part])
+                    return value(self._after(shown, limit.of_model), numbers[part])
 
-            mine = replace(self, own=self._rows(own), steps=self.steps[: limit.steps])
-            return mine.own_values(of_some, 2 + len(self.steps) - len(mine.steps)).flatten()
+            mine = replace(self, own=self._rows(own), put_off=self.put_off[: limit.of_model])
+            return mine.own_values(of_some, 2 + len(self.put_off) - len(mine.put_off)).flatten()
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
-            return lies.chosen(self.chosen.flatten(), compute).view(self.chosen.shape)
+            return lies.values_at(self.chosen.flatten(), compute).view(self.chosen.shape)
 
-    def whole(self, asked: str = "whole") -> Tensor:
+    def whole(self, what: str = "whole") -> Tensor:
         """Returns the values of all chosen tokens, on every rank; raises if there are too many."""
         if self.lies is None:
             return self.score()
         if self.limit is None:
             return self._gathered
         if not self.limit.fits:
-            raise BatchError(f"{self.limit.about}, and {asked} was asked of them. {SERVED}")
-        lies, limit = self._agree(asked)
+            raise BatchError(f"{self.limit.about}, and {what} was asked of them. {SERVED}")
+        lies, limit = self._agree(what)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
-            own = replace(self, steps=self.steps[: limit.steps]).score()  # a copy: values without gradients would stay
+            of_model = self.put_off[: limit.of_model]
+            own = replace(self, put_off=of_model).score()  # a copy: values without gradients would stay
             every = lies.batch(own)
             every = every.contiguous() if self.places is None else every.flatten(0, 1)[self.places.to(every.device)]
-            return self._after(every, limit.steps)
+            return self._after(every, limit.of_model)
 
     @cached_property
     def _gathered(self) -> Tensor:
@@ -252,8 +253,8 @@ class Spread:
                     f"{name} was asked for the word {int(wrong[0])}, and there are those from 0 to {self._width - 1}. "
                     "Labels of -100 take .clamp(min=0) before a gather, and no part in a sum."
                 )
-        asked = " of ".join([name, *(str(step) for step in reversed(self.steps)), str(tuple(self.shape))])
-        self.lies.group.agree({"logits are asked for": asked}, error, self.device, 0, checksums, doing=name)
+        what = " of ".join([name, *(str(step) for step in reversed(self.put_off)), str(tuple(self.shape))])
+        self.lies.group.agree({"logits are asked for": what}, error, self.device, 0, checksums, doing=name)
         return self.lies, self.limit
 
     # -- as a tensor
@@ -302,7 +303,7 @@ class Spread:
     def __iter__(self) -> Iterator[Any]:
         if self.lies is not None and self.limit is None:  # code that rebuilds an output checks whether it holds pairs
             raise TypeError("Values of a pass under way are not iterated over; unbind gathers them.")
-        return (self._asked(Tensor.__getitem__, index) for index in range(len(self)))
+        return (self._called(Tensor.__getitem__, index) for index in range(len(self)))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if self.lies is not None:
@@ -315,9 +316,9 @@ class Spread:
         if name in _FACTS and self.limit is not None:
             return getattr(self.limit.anchor, name)
         there = getattr(Tensor, name)
-        return partial(self._asked, there) if callable(there) else getattr(self.whole(name), name)
+        return partial(self._called, there) if callable(there) else getattr(self.whole(name), name)
 
-    def _asked(self, function: Any, *args: Any, **options: Any) -> Any:
+    def _called(self, function: Any, *args: Any, **options: Any) -> Any:
         return self.__torch_function__(function, (), (self, *args), options)
 
     @classmethod
@@ -333,9 +334,9 @@ class Spread:
             found = by_tokens(first, function, others, options)
             if found is not NotImplemented:
                 return found
-        asked = f"{name_of(function)}({', '.join(str(each) for each in others if not hasattr(each, 'shape'))})"
+        what = f"{name_of(function)}({', '.join(str(each) for each in others if not hasattr(each, 'shape'))})"
         leaves, form = pytree.tree_flatten((args, kwargs or {}), is_leaf=lambda leaf: isinstance(leaf, cls))
-        leaves = [leaf.whole(asked) if isinstance(leaf, cls) else leaf for leaf in leaves]
+        leaves = [leaf.whole(what) if isinstance(leaf, cls) else leaf for leaf in leaves]
         tensors, named = pytree.tree_unflatten(leaves, form)
         return function(*tensors, **named)
 
@@ -345,7 +346,7 @@ for _name in (
     *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg"),
     *("abs", "gt", "ge", "lt", "le", "getitem"),
 ):
-    setattr(Spread, f"__{_name}__", partialmethod(Spread._asked, getattr(Tensor, f"__{_name}__")))
+    setattr(Spread, f"__{_name}__", partialmethod(Spread._called, getattr(Tensor, f"__{_name}__")))
 
 # lets FSDP2 find the tensors that a module returns, because their gradients tell it that the backward pass begins
 pytree.register_pytree_node(
@@ -358,7 +359,7 @@ class PutOffHead(Override):
 
     def __init__(self, module: nn.Module, own: Any, vocabulary: int) -> None:
         super().__init__(module, own)
-        self.vocabulary, self.kept = vocabulary, module  # a loss may outlive its model
+        self.vocabulary, self.strong = vocabulary, module  # a loss may outlive its model
         self.under_way = False
         self.instead: Compute | None = None  # runs in the next call
 

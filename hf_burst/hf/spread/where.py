@@ -76,7 +76,7 @@ class Where:
         """Returns values of kept tokens by rows; those of joined texts stand one after another."""
         return kept if self.joined is None else kept.unflatten(1, (len(self.joined.places), -1))[0]
 
-    def kept(self, own: Tensor, local: Tensor) -> Tensor:
+    def from_kept(self, own: Tensor, local: Tensor) -> Tensor:
         """Returns values of kept tokens, `(batch, kept, ...)`, on every rank, from those that this rank kept."""
         mine = (local >= 0).nonzero().flatten().to(own.device)
         every = own.new_zeros(len(own), len(local), *own.shape[2:]).index_copy(1, mine, own)
@@ -90,7 +90,7 @@ class Where:
         local[held] = torch.arange(len(held), device="cpu")
         return local
 
-    def chosen(self, places: Tensor, compute: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    def values_at(self, places: Tensor, compute: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """Returns values of some tokens of the given batch, `(m, ...)`, on every rank.
 
         Args:

@@ -31,7 +31,7 @@ from ..callers import trainer_being_made
 from ..groups import PATCH, check_processes
 from ..parts.expert_ranks import weights_of_experts
 from ..view import inner_modules
-from .answering import patch_as
+from .answering import patch_as, wrap_steps
 from .distilling import Distillation
 from .generating import GroupTraining
 
@@ -192,7 +192,7 @@ class _Shared:
         self.generating = GroupTraining(trainer, accelerator, size) if role == "generates" else None
         self.distilling = Distillation(trainer, accelerator, size) if role == "distills" else None
         if trainer is not None:
-            trainer.evaluation_loop = partial(self.evaluate, trainer.evaluation_loop)
+            wrap_steps(trainer, evaluation_loop=self.evaluate)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         for item in args:

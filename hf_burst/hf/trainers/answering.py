@@ -1,8 +1,8 @@
 """Generation over the ranks that share sequences, when a trainer or the user calls `model.generate`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, update_wrapper
 from math import gcd
 from threading import get_ident
 from typing import Any
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, PreTrainedModel
 
-from ...errors import BatchError, ConfigError, UnsupportedModelError
+from ...errors import BatchError, UnsupportedModelError
 from ..generation.generate import generate, same_random_numbers
-from ..generation.settings import asked, check, copies_of, patched
+from ..generation.settings import check, copies_of, evaluating, patched, setting, with_settings
 from ..groups import PATCH
 from ..patch import patch_model
-from ..view import find_inside, inner_modules
+from ..view import find_inside
 from .first_rank import FirstRank
 
 
@@ -30,24 +30,31 @@ def patch_as(model: nn.Module, other: nn.Module) -> None:
         patch_model(other, getattr(own, PATCH).config)
 
 
-def check_steps(trainer: Any, accelerator: Accelerator, steps: Sequence[str], instead: str = "") -> None:
-    """Raises for a trainer that was not compared with one process: under DeepSpeed, or if methods to wrap are missing.
+def uncompared(trainer: Any, accelerator: Accelerator, steps: Sequence[str], instead: str = "") -> Iterator[str]:
+    """Yields why a trainer was not compared with one process: under DeepSpeed, or if methods to wrap are missing.
     `instead` ends the advice."""
     name = type(trainer).__name__
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        raise ConfigError(
+        yield (
             f"{name} over ranks that share sequences was not compared with one process under DeepSpeed. Launch it with "
             "DDP, or with FSDP2, which shards weights as ZeRO-3 does."
         )
     missing = [step for step in steps if not hasattr(trainer, step)]
     if missing:
-        raise ConfigError(
+        yield (
             f"{name} has no {', '.join(missing)}: its steps are not those of TRL 1.16, with which groups of ranks were "
             f"compared. Install trl==1.16.0{instead}."
         )
 
 
-class Answers(FirstRank):
+def wrap_steps(trainer: Any, **wrappers: Callable[..., Any]) -> None:
+    """Replaces methods of a trainer. Each wrapper gets the method before the arguments."""
+    for name, wrapper in wrappers.items():
+        method = getattr(trainer, name)
+        setattr(trainer, name, update_wrapper(partial(wrapper, method), method))
+
+
+class GroupGeneration(FirstRank):
     """A [`FirstRank`] for groups that generate together: a trainer's `model.generate` runs over all ranks."""
 
     within: int | None = None  # the thread that generates with all ranks; a rollout may use several
@@ -67,8 +74,10 @@ class Answers(FirstRank):
 
         patch.together = lambda: ask if self.leads and self.within != get_ident() else None
         base.generate = generate_in_turn
+        self.problem = None
         try:
             yield
+            self.check()
         finally:
             patch.together = None
             vars(base).pop("generate", None)
@@ -84,24 +93,35 @@ class Answers(FirstRank):
         **kwargs: Any,
     ) -> Any:
         """Returns a model's answers (`base` is the patched model inside it), without dropout. For unsupported
-        arguments, all ranks generate alone with the first rank's random numbers, and return the first rank's answer."""
+        arguments, all ranks generate alone with the first rank's random numbers, and take its sequences."""
         unnamed = {"input_ids": inputs, "generation_config": generation_config}
         given = {name: value for name, value in unnamed.items() if value is not None} | kwargs
-        modes = [(module, module.training) for module in inner_modules(model)]
-        model.eval()
         self.within = get_ident()
+        try:
+            with evaluating(model):
+                return self._answer(base, given)
+        finally:
+            self.within = None
+
+    def _answer(self, base: Any, given: dict[str, Any]) -> Any:
         try:
             check(base, given)
         except (UnsupportedModelError, BatchError):
             given.pop("cuda_graphs", None)  # only for steps over ranks
+            found: list[Any] = []
+
+            def tokens() -> Tensor:  # the rest, such as a cache, stays each rank's own
+                found.append(base.generate(**given))
+                return getattr(found[0], "sequences", found[0])
+
             with same_random_numbers(self.group, self.device), torch.no_grad():
-                return self.told(partial(base.generate, **given), "generate", alone=False)
+                first = self.result(tokens, "generate", alone=False)
+            if isinstance(found[0], Tensor):
+                return first
+            found[0].sequences = first
+            return found[0]
         else:
             return generate(base, **_each_once(base, given))
-        finally:
-            self.within = None
-            for module, mode in modes:
-                module.training = mode
 
 
 def _each_once(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
@@ -109,16 +129,15 @@ def _each_once(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
     share the keys of their prompt."""
     rows = [given[name] for name in ("input_ids", "attention_mask") if isinstance(given.get(name), Tensor)]
     tensors = sum(isinstance(value, Tensor) for value in tree_leaves(given))  # images may be in lists
-    if not asked(model, given, "do_sample") or copies_of(model, given) > 1 or tensors > len(rows) or not rows:
+    if not setting(model, given, "do_sample") or copies_of(model, given) > 1 or tensors > len(rows) or not rows:
         return given
     _, repeats = torch.unique_consecutive(torch.cat(rows, 1), dim=0, return_counts=True)
     copies = gcd(*repeats.tolist())
     once = {name: value[::copies] for name, value in given.items() if isinstance(value, Tensor)}
+    repeated = {"num_return_sequences": copies}
     config = given.get("generation_config")
-    if config is None:
-        return {**given, **once, "num_return_sequences": copies}
     return {
         **given,
         **once,
-        "generation_config": GenerationConfig(**{**config.to_dict(), "num_return_sequences": copies}),
+        **(repeated if config is None else {"generation_config": with_settings(config, **repeated)}),
     }

@@ -5,7 +5,6 @@ The loss compares the logits of two models, which are too large to gather for lo
 """
 
 from collections.abc import Callable
-from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -14,10 +13,13 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from ...errors import ConfigError
 from ...layers.loss import IGNORE_INDEX
 from ...ranks.group import CP_DIM, ContextGroup
+from ..admission import trl_classes
 from ..generation.scores import token_divergences
-from .answering import Answers, check_steps, patch_as
+from ..generation.settings import with_settings
+from .answering import GroupGeneration, patch_as, uncompared, wrap_steps
 
 _LOSS = ("compute_loss", "generalized_jsd_loss")
 _READ = ("input_ids", "attention_mask", "labels")
@@ -37,16 +39,16 @@ class Distillation:
 
     def __init__(self, trainer: Any, accelerator: Accelerator, size: int) -> None:
         kind, steps = type(trainer), (*_LOSS, "generate_on_policy_outputs")
-        check_steps(trainer, accelerator, steps, ", or take hf_burst.token_divergences in a loss of your own")
+        instead = ", or take hf_burst.token_divergences in a loss of your own"
+        for reason in uncompared(trainer, accelerator, steps, instead):
+            raise ConfigError(reason)
         self.trainer, self.device, self.size = trainer, accelerator.device, size
         self.sharded = accelerator.distributed_type is DistributedType.FSDP
         group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
-        self.answers = Answers(group, accelerator.device)
-        known = next(each for each in kind.__mro__ if each.__module__.startswith("trl."))
+        self.first = GroupGeneration(group, accelerator.device)
+        known = trl_classes(kind)[0]
         self.own_loss = any(getattr(kind, name) is not getattr(known, name) for name in _LOSS)  # the user's
-        for name, wrapper in (("compute_loss", self.compute_loss), ("generate_on_policy_outputs", self.generate)):
-            method = getattr(trainer, name)
-            setattr(trainer, name, update_wrapper(partial(wrapper, method), method))
+        wrap_steps(trainer, compute_loss=self.compute_loss, generate_on_policy_outputs=self.generate)
 
     def take_teacher(self, teacher: nn.Module) -> None:
         """Patches the teacher, which the trainer may have loaded itself, with the student's settings. Under FSDP it
@@ -81,6 +83,5 @@ class Distillation:
         self, method: Callable[..., Any], model: nn.Module, inputs: dict[str, Any], generation_config: GenerationConfig
     ) -> Any:
         """Returns answers of the model or its teacher, with the cache on; TRL turns it off with checkpointing."""
-        config = GenerationConfig(**{**generation_config.to_dict(), "use_cache": True})
-        with self.answers.answering(model):
-            return method(model, inputs, config)
+        with self.first.answering(model):
+            return method(model, inputs, with_settings(generation_config, use_cache=True))

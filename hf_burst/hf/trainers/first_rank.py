@@ -36,6 +36,7 @@ class FirstRank:
         self.calls: dict[str, Callable[..., Any]] = {}  # calls by users' functions that all ranks run
         self.later: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []  # calls for after the function
         self.leads = 0  # users' functions that run on the first rank, as far as this rank knows
+        self.problem: BaseException | None = None  # an error of ranks, which TRL takes for one of a tool
         self.turn = threading.Lock()  # held by the user's thread whose call all ranks run
         # a lock for each event loop, which keeps the ends of async functions in order
         self.orders = WeakKeyDictionary[Any, asyncio.Lock]()
@@ -54,8 +55,12 @@ class FirstRank:
 
         def end(run: Callable[[], Any]) -> Any:
             if not tool:
-                return self.told(run, name)
-            result, problem = self.told(functools.partial(_shown, run), name)
+                return self.result(run, name)
+            try:
+                result, problem = self.result(functools.partial(_shown, run), name)
+            except BaseException as error:
+                self.problem = error
+                raise
             if problem is not None:
                 raise ToolError(problem)
             return result
@@ -70,29 +75,46 @@ class FirstRank:
             if self.group.rank:
                 async with order:
                     return end(run)
-            self.leads += 1
-            leading = True
-            try:
-                answer = asyncio.ensure_future(run())
+            cancelled: list[BaseException] = []
+
+            async def lead() -> Any:
+                self.leads += 1
+                try:
+                    return await run()
+                finally:
+                    self.leads -= 1
+
+            def result() -> Any:
+                if cancelled:
+                    raise cancelled[0]
+                return answer.result()
+
+            async def end_in_turn() -> Any:
                 async with order:
                     await asyncio.wait([answer])
-                    self.leads -= 1
-                    leading = False
-                    return end(answer.result)
-            finally:
-                self.leads -= leading  # it was cancelled
+                    return end(result)
+
+            answer = asyncio.ensure_future(lead())
+            turn = asyncio.ensure_future(end_in_turn())
+            try:
+                return await asyncio.shield(turn)
+            except asyncio.CancelledError as problem:  # the other ranks wait for the end of this call
+                cancelled.append(problem)
+                answer.cancel()
+                return await turn
 
         return functools.wraps(function)(call_async if _is_async(function) else call)
 
-    def told(self, run: Callable[[], Any], doing: str, alone: bool = True) -> Any:
+    def result(self, run: Callable[[], Any], doing: str, alone: bool = True) -> Any:
         """Returns the first rank's result of `run` on all ranks, and gives them its random state. Its error ends all
-        ranks.
+        ranks, and so does an earlier one that a tool loop has caught.
 
         Args:
             run (callable): A function without arguments.
             doing (`str`): Its name, for errors on other ranks.
             alone (`bool`, defaults to `True`): Whether only the first rank runs it; the others then join its calls.
         """
+        self.check()
         if self.leads and not alone:
             return run()
         result: Any = None
@@ -110,7 +132,7 @@ class FirstRank:
         later = self.later
         self.later = []
         while True:
-            name, content = self._tell(written, doing, error)
+            name, content = self._send(written, doing, error)
             if not name:
                 break
             try:
@@ -130,12 +152,18 @@ class FirstRank:
         """Schedules one of [`calls`] on all ranks for after the user's function has returned."""
         self.later.append((name, args, kwargs))
 
+    def check(self) -> None:
+        """Raises the error of ranks that a tool loop has caught."""
+        if self.problem is not None:
+            raise self.problem
+
     def together(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Runs one of [`calls`], on all ranks if a user's function on the first rank makes it."""
+        self.check()
         if not self.leads:
             return self.calls[name](*args, **kwargs)
         with self.turn:
-            self._tell(self._packed(name, (args, kwargs)), name)
+            self._send(self._packed(name, (args, kwargs)), name)
             return self._call(name, *args, **kwargs)
 
     def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -151,10 +179,10 @@ class FirstRank:
         self.group.agree({"call": "end"}, error, self.device, doing=name)
         return result
 
-    def _tell(self, written: bytes, doing: str, error: BaseException | None = None) -> tuple[str, Any]:
+    def _send(self, written: bytes, doing: str, error: BaseException | None = None) -> tuple[str, Any]:
         """Returns the first rank's message on all other ranks. Raises on all ranks if one of them has an error."""
-        told = self.group.first_says(written, self.device, doing, error)
-        return _unpacked(told, self.device) if self.group.rank else ("", None)
+        sent = self.group.first_says(written, self.device, doing, error)
+        return _unpacked(sent, self.device) if self.group.rank else ("", None)
 
     def _packed(self, name: str, content: tuple[Any, ...]) -> bytes:
         """Pickles the name of a call and its objects (rows, images, tensors), and checks that they can be restored.

@@ -27,7 +27,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, update_wrapper
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +40,7 @@ from transformers import Trainer
 from ...errors import ConfigError
 from ...ranks.group import CP_DIM, ContextGroup
 from ..batches.sharded import sum_of_bits
-from .answering import Answers, check_steps, patch_as
+from .answering import GroupGeneration, patch_as, uncompared, wrap_steps
 from .first_rank import FirstRank
 from .group_accelerator import Groups
 
@@ -68,19 +68,18 @@ class GroupTraining:
 
     def __init__(self, trainer: Any, accelerator: Accelerator, size: int) -> None:
         settings = trainer.args
-        _check(trainer, settings, accelerator, size)
+        for reason in _reasons(trainer, settings, accelerator, size):
+            raise ConfigError(reason)
         self.trainer, self.real = trainer, accelerator
         self.group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
-        self.first = Answers(self.group, accelerator.device)
+        self.first = GroupGeneration(self.group, accelerator.device)
         self.groups = Groups(accelerator, size)
         self.ready = False
         rows = settings.per_device_train_batch_size * settings.steps_per_generation
         settings.generation_batch_size = rows * self.groups.num_processes
         own = {kind.__module__ for kind in type(trainer).__mro__ if issubclass(kind, Trainer)} - {Trainer.__module__}
         self.modules = {*own, "trl.generation.vllm_generation"}
-        for name, wrapper in (("_prepare_inputs", self.prepare_inputs), ("compute_loss", self.compute_loss)):
-            method = getattr(trainer, name)
-            setattr(trainer, name, update_wrapper(partial(wrapper, method), method))
+        wrap_steps(trainer, _prepare_inputs=self.prepare_inputs, compute_loss=self.compute_loss)
 
     def begin(self) -> None:
         """Wraps users' functions, once the trainer is made."""
@@ -122,7 +121,7 @@ class GroupTraining:
             advice = {"advantages": _OVERRIDES}
             self.group.agree({}, None, self.real.device, 0, sums, advice, "a step on completions")
         except BaseException as problem:  # including KeyboardInterrupt
-            self.groups.tell(problem)
+            self.groups.end_others(problem)
             raise
         return found
 
@@ -168,7 +167,7 @@ class GroupTraining:
                 return method(prompts, images, **kwargs)
             return None if self.trainer.vllm_mode == "server" else method([], images and [], **kwargs)
 
-        return self.first.told(ask, "vLLM", alone=False)
+        return self.first.result(ask, "vLLM", alone=False)
 
 
 class _StandIn:
@@ -179,7 +178,7 @@ class _StandIn:
         if real is None and first.leads:  # in a rollout, of which the other ranks know the result alone
             self._make(factory)
         elif real is None:
-            first.told(partial(self._make, factory), type(self).__name__)
+            first.result(partial(self._make, factory), type(self).__name__)
         for name in _public_methods(type(self)):
             method = getattr(type(self) if self.real is None else self.real, name)
             setattr(self, name, first.once(method, tool=name not in _NO_TOOLS))
@@ -211,29 +210,27 @@ class _Judge(nn.Module):
         self.first, self.judge = first, judge
 
     def forward(self, **inputs: Any) -> Any:
-        return SimpleNamespace(logits=self.first.told(partial(self._score, inputs), "a reward model", alone=False))
-
-    def _score(self, inputs: dict[str, Any]) -> Any:
-        return self.judge(**inputs).logits
+        scores = self.first.result(lambda: self.judge(**inputs).logits, "a reward model", alone=False)
+        return SimpleNamespace(logits=scores)
 
 
-def _check(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -> None:
-    """Raises for settings with which a group of ranks cannot act as one process."""
-    check_steps(trainer, accelerator, _STEPS + (_STEPS_WITH_TOOLS if hasattr(trainer, "tools") else ()))
+def _reasons(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -> Iterator[str]:
+    """Yields the settings with which a group of ranks cannot act as one process."""
+    yield from uncompared(trainer, accelerator, _STEPS + (_STEPS_WITH_TOOLS if hasattr(trainer, "tools") else ()))
     if trainer.use_transformers_continuous_batching:
-        raise ConfigError(
+        yield (
             "use_transformers_continuous_batching=True generates by paged attention, which does not reach over the "
             "ranks that share a sequence. Leave it out: completions are then generated over the ranks."
         )
     parts = trainer.vllm_tensor_parallel_size
     if trainer.use_vllm and trainer.vllm_mode == "colocate" and size % parts:
-        raise ConfigError(
+        yield (
             f"vllm_tensor_parallel_size={parts} beside burst_size={size}: an engine that lies over several groups "
             f"would mix up their prompts. Set it to {size}, by which all ranks of a group generate, or to a divisor."
         )
     rollouts = getattr(trainer, "rollout_func", None) is not None  # RLOO has none
     if rollouts and trainer.use_vllm and trainer.vllm_mode == "colocate" and parts > 1:
-        raise ConfigError(
+        yield (
             f"rollout_func beside vllm_tensor_parallel_size={parts}: it runs on the first rank of a group, and the "
             "other ranks would not take part in what it asks the engine. Leave vllm_tensor_parallel_size at 1, or take "
             "vllm_mode='server'."
@@ -245,7 +242,7 @@ def _check(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -> 
         (evaluated, "per_device_eval_batch_size", trainer.num_generations_eval),
     ):
         if number % wanted:
-            raise ConfigError(
+            yield (
                 f"{names} is {number} rows, and a prompt has {wanted} completions. The ranks that share sequences hold "
                 f"the same rows, so these must be whole groups: a multiple of {wanted}."
             )

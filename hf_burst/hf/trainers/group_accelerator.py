@@ -5,7 +5,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor
@@ -42,7 +41,7 @@ class Groups:
             self.parted = problem
             raise
 
-    def tell(self, problem: BaseException) -> None:
+    def end_others(self, problem: BaseException) -> None:
         """Raises this group's error in the other groups, which wait in their next collective."""
         if self.parted is not None or self.peers.size == 1 or not isinstance(problem, Exception):
             return
@@ -80,9 +79,7 @@ class Groups:
 
     def broadcast_object_list(self, objects: list[Any], from_process: int = 0) -> list[Any]:
         """Broadcasts as `accelerate.utils.broadcast_object_list`."""
-        self.every(None)
-        if self.peers.size > 1:
-            dist.broadcast_object_list(objects, src=self.peers.members[from_process], group=self.peers.process_group)
+        objects[:] = self.every(objects)[from_process]
         return objects
 
 

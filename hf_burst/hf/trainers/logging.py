@@ -16,10 +16,11 @@ from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerState
 
 from ...errors import BurstError, ConfigError
-from ...plan import MaskPattern
+from ...plan import Mask, MaskPattern
 from ...ranks.layout import SequenceLayout
 from ...ring import ExchangeClock
 from ...ring.resources import resources_of
+from ..admission import trl_classes
 from ..groups import PATCH, resolve_group
 from ..models.cut_point import language_model_path
 from ..models.model_size import model_size, peak_of
@@ -63,7 +64,7 @@ class BurstCallback(TrainerCallback):
         self.peak = peak_flops or peak_of(trainer.args.device)
         self.clock: ExchangeClock | None = None
         self.handle: RemovableHandle | None = None
-        self.lengths_told = False  # no more length warnings
+        self.warned = False  # no more length warnings
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Finds the model, and moves this callback before those that report."""
@@ -92,7 +93,7 @@ class BurstCallback(TrainerCallback):
         self.warm = False  # whether a step has finished
         self.samples = False  # whether the next step's exchanges are timed
         self._reset()
-        warning = None if self.lengths_told else untouched_length(args)
+        warning = None if self.warned else untouched_length(args)
         if state.is_world_process_zero and warning is not None:
             logger.warning("%s", warning)
         if self.progress and state.is_world_process_zero:
@@ -149,7 +150,7 @@ class BurstCallback(TrainerCallback):
             self.pairs += pairs_of(layout, self.size.patterns) if self.size else 0.0
             self.imbalance += layout.imbalance
             self.passes += 1
-            if not self.lengths_told and self.trainer.is_world_process_zero():
+            if not self.warned and self.trainer.is_world_process_zero():
                 self._warn_of_positions(module, longest_of(layout))
 
     def _warn_of_positions(self, model: Any, longest: int) -> None:
@@ -157,7 +158,7 @@ class BurstCallback(TrainerCallback):
         warning = beyond_positions(model.config, longest, said, "rope_parameters of its config")
         if warning is not None:
             logger.warning("%s", warning)
-            self.lengths_told = True
+            self.warned = True
 
     def _reset(self) -> None:
         """Resets the sums of a log."""
@@ -207,7 +208,7 @@ def shared_by(size: int, processes: int) -> str:
 
 def untouched_length(training: Any) -> str | None:
     """Returns a warning if `max_length` is the default of a TRL class, which cuts or drops longer texts."""
-    kinds = (kind for kind in type(training).__mro__ if kind.__module__.startswith("trl."))
+    kinds = trl_classes(type(training))
     kind = next((kind for kind in kinds if isinstance(vars(kind).get("max_length"), int)), None)
     prepared = (getattr(training, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
     if kind is None or prepared or training.max_length != kind.max_length:  # type: ignore[attr-defined]
@@ -232,32 +233,28 @@ def given_tokens(layout: SequenceLayout) -> int:
 
 def pairs_of(layout: SequenceLayout, patterns: Sequence[tuple[MaskPattern, float]]) -> float:
     """Returns the number of (query, key) pairs in all layers of a model."""
-    pairs = 0.0
-    if layout.parents:  # only the last chunk is padded
-        masks = ((count, mask) for pattern, count in patterns for mask in layout.masks(pattern))
-        return sum(count * mask.pairs for count, mask in masks)
-    for bounds in _bounds(layout):
-        pairs += sum(count * pattern.mask(bounds[-1], bounds).pairs for pattern, count in patterns)
-    return pairs
+    return sum(count * mask.pairs for pattern, count in patterns for mask in _masks(layout, pattern))
 
 
 def longest_of(layout: SequenceLayout) -> int:
     """Returns the number of tokens of the longest text, including its shared prefix."""
-    if layout.parents:
-        masks = (mask for mask in layout.masks(MaskPattern()))
-        return max(
-            depth + stop - start
-            for mask in masks
-            for depth, (start, stop) in zip(mask.depths, pairwise(mask.documents), strict=True)
-        )
-    return max((stop - start for bounds in _bounds(layout) for start, stop in pairwise(bounds)), default=0)
+    lengths = (
+        depth + stop - start
+        for mask in _masks(layout, MaskPattern())
+        for depth, (start, stop) in zip(mask.depths, pairwise(mask.documents), strict=True)
+    )
+    return max(lengths, default=0)
 
 
-def _bounds(layout: SequenceLayout) -> Iterator[tuple[int, ...]]:
-    """Yields the cumulative boundaries of the documents of each row, from 0 and without padding."""
+def _masks(layout: SequenceLayout, pattern: MaskPattern) -> Iterator[Mask]:
+    """Yields the mask of each row, without padding."""
+    if layout.parents:  # only the last chunk is padded
+        yield from layout.masks(pattern)
+        return
     for (start, stop), row in zip(layout.spans, layout.documents, strict=True):
         if stop > start:
-            yield (0, *(bound - start for bound in row if start < bound < stop), stop - start)
+            bounds = (0, *(bound - start for bound in row if start < bound < stop), stop - start)
+            yield pattern.mask(bounds[-1], bounds)
 
 
 def peak_memory(device: torch.device) -> float:

@@ -4,12 +4,13 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping, Sized
+from contextlib import suppress
 from fnmatch import fnmatch
 from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
-from zipfile import BadZipFile, ZipFile
+from zipfile import BadZipFile, ZipFile, is_zipfile
 from zlib import crc32
 
 import torch.distributed as dist
@@ -31,7 +32,7 @@ NEEDED = {  # Trainer raises without weights, but silently ignores the others if
     "optimizer": ("optimizer.pt", "optimizer.bin", "optimizer_*/.metadata", DEEPSPEED),
     "scheduler": ("scheduler.pt", DEEPSPEED),
 }
-ARCHIVES = ("optimizer.*", "scheduler.pt", "scaler.pt", "*_model*.bin", "rng_state*.pth", DEEPSPEED)
+ARCHIVES = ("optimizer.*", "scheduler.pt", "scaler.pt", "*_model*.bin", DEEPSPEED)
 JSONS = ("config.json", "*_config.json", "*.safetensors.index.json", "*.bin.index.json")
 UNREADABLE = (OSError, EOFError, ValueError, TypeError, AttributeError, SafetensorError, BadZipFile, UnpicklingError)
 
@@ -41,7 +42,8 @@ def last_checkpoint(folder: str | Path) -> str | None:
 
     `Trainer` itself takes the highest number, even if a kill or a full disk has truncated that checkpoint. All ranks
     call this together, after `TrainingArguments` or `Accelerator` has joined them. If no checkpoint has the random
-    state of each rank, it takes the latest one that is otherwise complete, with a warning.
+    state of each rank, it takes the latest one that is otherwise complete, with a warning. States that are cut off are
+    removed, because `Trainer` would stop at them.
 
     Args:
         folder (`str` or `Path`): The `output_dir` of the training; it need not exist.
@@ -59,18 +61,18 @@ def last_checkpoint(folder: str | Path) -> str | None:
     paths = {int(step): Path(folder, f"checkpoint-{step}") for step in steps if step.isdigit()}
     every = _gather({step: _look(path) for step, path in paths.items()})
     whole: dict[int, bool] = {}  # by step: whether all random states are there
-    for step in sorted({step for seen in every for step in seen}):
-        ranks = [seen.get(step, ("it is missing", False)) for seen in every]
-        fault = next((fault for fault, _ in ranks if fault is not None), None)
+    for step in sorted(set().union(*every)):
+        faults, states = zip(*(seen.get(step, ("it is missing", False)) for seen in every), strict=True)
+        fault = next(filter(None, faults), None)
         if fault is None:
-            whole[step] = all(has_state for _, has_state in ranks)
+            whole[step] = all(states)
         else:
             _warn("%s is not whole and not taken: %s.", Path(folder, f"checkpoint-{step}"), fault)
     if whole:
         taken = Path(folder, f"checkpoint-{max(whole, key=lambda step: (whole[step], step))}")
         without = ", ".join(f"checkpoint-{step}" for step in whole if not whole[step])
         if without:
-            _warn("%s is taken. Random states, and so dropout masks, are missing in %s.", taken, without)
+            _warn("%s is taken. Random states, and so dropout masks, are missing or cut off in %s.", taken, without)
         return str(taken)
     if any(fault is None for seen in every for fault, _ in seen.values()):
         raise ConfigError(
@@ -91,7 +93,8 @@ def recorded(state: Any) -> dict[str, Any]:
 
 
 def _look(checkpoint: Path) -> tuple[str | None, bool]:
-    """Returns what is wrong with a checkpoint, as seen by this rank, and whether its random state is there."""
+    """Returns what is wrong with a checkpoint, as seen by this rank, and whether its random state is there. Removes a
+    state that is cut off."""
     file = checkpoint / STATE
     if not file.is_file():
         return f"{STATE} is missing, which is written last", False
@@ -104,11 +107,14 @@ def _look(checkpoint: Path) -> tuple[str | None, bool]:
     for what, patterns in NEEDED.items():
         if not any(path for pattern in patterns for path in checkpoint.rglob(pattern)):
             return f"it has no {what}", False
+    group = ContextGroup.from_mesh(None)
+    state = checkpoint / ("rng_state.pth" if (ranks or group.size) == 1 else f"rng_state_{group.rank}.pth")
+    if state.is_file() and not is_zipfile(state):
+        with suppress(OSError):
+            state.unlink()
     if ranks is None:  # saved without this callback
-        return None, any(checkpoint.glob("rng_state*.pth"))
-    rank = ContextGroup.from_mesh(None).rank
-    name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
-    return None, rank >= ranks or (checkpoint / name).exists()
+        return None, any(map(is_zipfile, checkpoint.glob("rng_state*.pth")))
+    return None, group.rank >= ranks or is_zipfile(state)
 
 
 def _read_end(file: Path) -> None:

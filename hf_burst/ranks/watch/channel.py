@@ -46,7 +46,7 @@ class Watch:
         self.handled = id(sys.exc_info()[1])  # a fork inherits the exception its parent is handling
         self.counts: WeakKeyDictionary[dist.ProcessGroup, Counts] = WeakKeyDictionary()
         self.controls: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
-        self.call = Report(self.rank)  # the last call, and whether it is under way
+        self.report = Report(self.rank)  # the last call, and whether it is under way
         self.beats = 0
         self.state = ""
         self.since = 0.0  # when the state began
@@ -78,14 +78,14 @@ class Watch:
             yield self
         for known in list(dist.distributed_c10d._world.pg_map):
             self.counts_of(known).base = begun_over(known)
-        self.call = replace(self.call, latest=doing, met=f"{group.group_name} {counts.agreed}")
+        self.report = replace(self.report, latest=doing, met=f"{group.group_name} {counts.agreed}")
 
     @contextmanager
     def messaging(self, group: dist.ProcessGroup) -> Iterator[None]:
         """Surrounds the messages of one exchange."""
         counts = self.counts_of(group)
         counts.exchanges += 1
-        with self._under_way(group, "messages", f"the messages after {self.call.latest}", counts.exchanges):
+        with self._under_way(group, "messages", f"the messages after {self.report.latest}", counts.exchanges):
             before = begun_over(group)
             yield
             counts.base += begun_over(group) - before
@@ -93,8 +93,8 @@ class Watch:
     @contextmanager
     def _under_way(self, group: dist.ProcessGroup, kind: str, doing: str, number: int) -> Iterator[None]:
         members = tuple(dist.get_process_group_ranks(group))
-        key, outer = group_key(group.group_name, members), self.call
-        self.call = replace(outer, kind=kind, doing=doing, group=key, members=members, number=number)
+        key, outer = group_key(group.group_name, members), self.report
+        self.report = replace(outer, kind=kind, doing=doing, group=key, members=members, number=number)
         try:
             yield
         except BaseException as problem:  # interrupts too
@@ -103,7 +103,7 @@ class Watch:
                 raise self.explain(problem, members, doing) from problem
             raise
         finally:
-            self.call = outer
+            self.report = outer
 
     def give_up(self, group: dist.ProcessGroup, problem: BaseException) -> None:
         """Tells the ranks of a group that a pass over it failed on this rank, and refuses later calls."""
@@ -234,7 +234,7 @@ class Watch:
             ranks = tuple(world.pg_group_ranks.get(group, ()))
             exact = "nccl" in backend or len(ranks) == 2
             counts[group_key(group.group_name, ranks)] = replace(own, since=begun_over(group) - own.base, exact=exact)
-        report = replace(self.call, beat=self.beats, counts=counts, ended=ended)
+        report = replace(self.report, beat=self.beats, counts=counts, ended=ended)
         self.store.set(f"{self.rank}", pickle.dumps(report))
         self.verdict = self.verdict or self._read(f"verdict {self.rank}")
         return report
