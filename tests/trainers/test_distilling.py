@@ -120,7 +120,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def learn(rank: int, size: int, folder: str, run: Run, limit: float = head.LOGITS_LIMIT_GIB) -> dict[str, Any]:
-    over_ranks = mock.patch("hf_burst.hf.trainers.answering.generate", wraps=hf_burst.generate)
+    over_ranks = mock.patch("hf_burst.hf.trainers.first_rank.generate", wraps=hf_burst.generate)
     sharded = bool(run.options.get("fsdp"))
     with (
         mock.patch.object(Trainer, CREATE.__name__, as_gpus if sharded else CREATE),

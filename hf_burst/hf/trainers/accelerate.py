@@ -31,8 +31,8 @@ from ..callers import trainer_being_made
 from ..groups import PATCH, check_processes
 from ..parts.expert_ranks import weights_of_experts
 from ..view import inner_modules
-from .answering import patch_as, wrap_steps
 from .distilling import Distillation
+from .first_rank import patch_as, wrap_steps
 from .generating import GroupTraining
 
 logger = logging.getLogger(__name__)

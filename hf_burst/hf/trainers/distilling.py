@@ -19,7 +19,7 @@ from ...ranks.group import CP_DIM, ContextGroup
 from ..admission import trl_classes
 from ..generation.scores import token_divergences
 from ..generation.settings import with_settings
-from .answering import GroupGeneration, patch_as, uncompared, wrap_steps
+from .first_rank import FirstRank, patch_as, uncompared, wrap_steps
 
 _LOSS = ("compute_loss", "generalized_jsd_loss")
 _READ = ("input_ids", "attention_mask", "labels")
@@ -45,7 +45,7 @@ class Distillation:
         self.trainer, self.device, self.size = trainer, accelerator.device, size
         self.sharded = accelerator.distributed_type is DistributedType.FSDP
         group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
-        self.first = GroupGeneration(group, accelerator.device)
+        self.first = FirstRank(group, accelerator.device)
         known = trl_classes(kind)[0]
         self.own_loss = any(getattr(kind, name) is not getattr(known, name) for name in _LOSS)  # the user's
         wrap_steps(trainer, compute_loss=self.compute_loss, generate_on_policy_outputs=self.generate)
@@ -84,4 +84,5 @@ class Distillation:
     ) -> Any:
         """Returns answers of the model or its teacher, with the cache on; TRL turns it off with checkpointing."""
         with self.first.answering(model):
-            return method(model, inputs, with_settings(generation_config, use_cache=True))
+            cached = with_settings(generation_config, use_cache=True)
+            return self.first.result(lambda: method(model, inputs, cached), "answers")

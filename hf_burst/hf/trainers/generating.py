@@ -1,34 +1,22 @@
 """TRL's trainers that generate what they learn from (GRPO, RLOO): to them, a group of ranks is one process.
 
-All ranks of a group run the trainer with the same rows and random numbers. They differ only where the trainer calls
-users' code:
+All ranks of a group run the trainer with the same rows and random numbers, except for the steps that call users' code:
 
 | a step of GRPO | the first rank of a group | the others |
 |---|---|---|
-| environments are made and reset, tools run | calls them | receive their results or errors |
-| `rollout_func` | calls it | receive its result; join its `model.generate` and `hf_burst.generate` |
-| the model generates | takes part | take part |
-| vLLM as a server | asks it, together with the first ranks of other groups | receive the answers |
-| vLLM beside the trainer | asks its engine | pass no prompts, as an engine may span ranks; receive the answers |
-| reward functions | calls them | receive rewards, and write the same logs |
-| reward models | computes the scores that count | compute them, too |
+| environments are made and reset | calls them | receive what is added to the prompts |
+| `_generate`: the model, vLLM, `rollout_func`, tools | runs it | receive its result; join what generates |
+| `_calculate_rewards` | runs it | receive rewards and logs; join reward models |
 | log-probabilities, advantages, shuffles, the loss | computes | compute the same |
 
-TRL's gathers over processes become gathers over groups. This needs private names:
-
-- `_prepare_inputs` of `Trainer` is wrapped, because no public method covers just generation and rewards.
-- `_standalone_tools` and `_environment_pool` of `GRPOTrainer` are replaced, because it reads tools and environments
-  there, and fills them before it makes its accelerator.
-- `gather`, `gather_object` and `broadcast_object_list` in TRL's modules are replaced by those over groups during a
-  step, because these functions of accelerate use no accelerator object.
+TRL's gathers over processes become gathers over groups: `gather`, `gather_object` and `broadcast_object_list` in its
+modules are replaced during a step, because these functions of accelerate use no accelerator object.
 """
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import accelerate.utils
@@ -40,17 +28,15 @@ from transformers import Trainer
 from ...errors import ConfigError
 from ...ranks.group import CP_DIM, ContextGroup
 from ..batches.sharded import sum_of_bits
-from .answering import GroupGeneration, patch_as, uncompared, wrap_steps
-from .first_rank import FirstRank
+from .first_rank import FirstRank, patch_as, uncompared, wrap_steps
 from .group_accelerator import Groups
 
-_STEPS = ("_prepare_inputs", "compute_loss", "reward_funcs")
-_STEPS_WITH_TOOLS = ("_standalone_tools", "environment_factories", "rollout_func")
-_LOGS = {"log_extra", "log_metric"}  # arguments of reward functions
-_NO_TOOLS = ("reset", "get_reward")  # methods of environments
+_STEPS = ("_prepare_inputs", "_generate", "_calculate_rewards", "compute_loss")
+_STEPS_WITH_TOOLS = ("environment_factories", "rollout_func")
+_LOGGED = ("_metrics", "_pending_extra_logs", "_pending_metrics", "_last_loaded_step")  # in the steps of the first rank
 _OVERRIDES = (
-    "Methods that your class of the trainer overrides run on all ranks of a group: have them compute the same there. "
-    "Hand in rewards, tools and rollouts as functions, which run on the first rank."
+    "Methods that your class of the trainer overrides run on all ranks of a group, except for _generate and "
+    "_calculate_rewards: have them compute the same there."
 )
 
 
@@ -72,7 +58,7 @@ class GroupTraining:
             raise ConfigError(reason)
         self.trainer, self.real = trainer, accelerator
         self.group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
-        self.first = GroupGeneration(self.group, accelerator.device)
+        self.first = FirstRank(self.group, accelerator.device)
         self.groups = Groups(accelerator, size)
         self.ready = False
         rows = settings.per_device_train_batch_size * settings.steps_per_generation
@@ -80,36 +66,57 @@ class GroupTraining:
         own = {kind.__module__ for kind in type(trainer).__mro__ if issubclass(kind, Trainer)} - {Trainer.__module__}
         self.modules = {*own, "trl.generation.vllm_generation"}
         wrap_steps(trainer, _prepare_inputs=self.prepare_inputs, compute_loss=self.compute_loss)
+        wrap_steps(trainer, _generate=self.on_first, _calculate_rewards=self.on_first)
 
     def begin(self) -> None:
-        """Wraps users' functions, once the trainer is made."""
+        """Wraps what users hand in, once the trainer is made."""
         if self.ready:
             return
         self.ready = True
         trainer = self.trainer
-        once = self.first.once
         if trainer.ref_model is not None:  # FSDP and DeepSpeed have already wrapped it
             patch_as(trainer.model, self.real.unwrap_model(trainer.ref_model))
         trainer.reward_funcs = [
-            _Judge(self.first, judge) if isinstance(judge, nn.Module) else once(judge, self.given_to_rewards)
-            for judge in trainer.reward_funcs
+            _Judge(self.first, f"reward model {number}", judge) if isinstance(judge, nn.Module) else judge
+            for number, judge in enumerate(trainer.reward_funcs)
         ]
-        if getattr(trainer, "rollout_func", None) is not None:  # RLOO has no rollouts and no tools
-            trainer.rollout_func = once(trainer.rollout_func)
-        if getattr(trainer, "tools", None):
-            trainer._standalone_tools = [once(tool, tool=True) for tool in trainer._standalone_tools]
-        for name, factory in (getattr(trainer, "environment_factories", None) or {}).items():
-            pool = trainer._environment_pool[name]
-            stand_in = _stand_in(self.first, factory, type(pool[0]))
-            trainer._environment_pool[name] = [stand_in(real) for real in pool]
-            trainer.environment_factories = trainer.environment_factories | {name: stand_in}
+        for name, factory in (getattr(trainer, "environment_factories", None) or {}).items():  # RLOO has none
+            spare = self.same_reset(trainer._environment_pool[name][0])
+            make = partial(self.environment, factory, spare)
+            trainer.environment_factories = trainer.environment_factories | {name: make}
         if trainer.use_vllm:
             engine = trainer.vllm_generation
             engine.accelerator = self.groups
-            self.first.calls["sync_weights"] = engine.sync_weights  # rollouts may call it
+            self.first.calls["sync_weights"] = engine.sync_weights
+            self.first.calls["vLLM"] = partial(engine.generate, [])
             engine.sync_weights = partial(self.first.together, "sync_weights")
             engine.generate = partial(self.ask_engine, engine.generate)
         set_seed(trainer.args.seed + self.groups.process_index)  # as device_specific=True with a process per group
+
+    def on_first(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Runs a step on the first rank, and gives the others its result and what it has logged."""
+        trainer = self.trainer
+
+        def run() -> Any:
+            found = method(*args)
+            logged = {name: value for name, value in vars(trainer).items() if name in _LOGGED}
+            return found, logged, trainer.state.num_input_tokens_seen
+
+        found, logged, trainer.state.num_input_tokens_seen = self.first.result(run, method.__name__)
+        vars(trainer).update(logged)
+        return found
+
+    def environment(self, factory: Callable[[], Any], spare: Any) -> Any:
+        """Returns a new environment on the first rank, and a spare one on the others."""
+        made: list[Any] = []
+        self.first.result(lambda: made.append(factory()), "environment_factory")
+        return self.same_reset(made[0]) if made else spare
+
+    def same_reset(self, environment: Any) -> Any:
+        """Returns an environment whose `reset` returns the first rank's result."""
+        reset = environment.reset
+        environment.reset = lambda **row: self.first.result(partial(reset, **row), "reset")
+        return environment
 
     def prepare_inputs(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Returns completions with their advantages, equal on all ranks. An error of one group ends the others."""
@@ -149,69 +156,25 @@ class GroupTraining:
             for module, name in swapped:
                 setattr(module, name, getattr(accelerate.utils, name))
 
-    def given_to_rewards(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns a reward function's arguments, with the user's environments and with logs that all ranks write."""
-        given = dict(kwargs)
-        for name in _LOGS & kwargs.keys():
-            self.first.calls[name] = kwargs[name]
-            given[name] = partial(self.first.after, name)
-        if kwargs.get("environments"):
-            given["environments"] = [getattr(each, "real", each) for each in kwargs["environments"]]
-        return given
-
-    def ask_engine(self, method: Callable[..., Any], prompts: list[Any], images: Any, **kwargs: Any) -> Any:
-        """Returns vLLM's answers to the first rank on all ranks."""
-
-        def ask() -> Any:
-            if not self.group.rank:
-                return method(prompts, images, **kwargs)
-            return None if self.trainer.vllm_mode == "server" else method([], images and [], **kwargs)
-
-        return self.first.result(ask, "vLLM", alone=False)
-
-
-class _StandIn:
-    """A stand-in for a user's environment, which only the first rank holds and calls for all ranks."""
-
-    def __init__(self, first: FirstRank, factory: Callable[[], Any], real: Any = None) -> None:
-        self.real = real
-        if real is None and first.leads:  # in a rollout, of which the other ranks know the result alone
-            self._make(factory)
-        elif real is None:
-            first.result(partial(self._make, factory), type(self).__name__)
-        for name in _public_methods(type(self)):
-            method = getattr(type(self) if self.real is None else self.real, name)
-            setattr(self, name, first.once(method, tool=name not in _NO_TOOLS))
-
-    def _make(self, factory: Callable[[], Any]) -> None:
-        self.real = factory()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "real":
-            raise AttributeError(name)  # of a copy that is being made
-        return getattr(self.real, name)
-
-
-def _stand_in(first: FirstRank, factory: Callable[[], Any], kind: type) -> Callable[..., Any]:
-    """Returns a factory of stand-ins. TRL finds tools among the methods of their class."""
-    methods = {name: getattr(kind, name) for name in _public_methods(kind)}
-    return partial(type(kind.__name__, (_StandIn,), methods), first, factory)
-
-
-def _public_methods(kind: type) -> list[str]:
-    return [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
+    def ask_engine(self, method: Callable[..., Any], prompts: Any, images: Any, **settings: Any) -> Any:
+        """Returns vLLM's answers to the first rank. The others join an engine beside the trainer, which may lie over
+        several ranks, without prompts."""
+        ask = partial(method, prompts, images, **settings)
+        if self.trainer.vllm_mode == "server":
+            return ask()
+        return self.first.together("vLLM", images and [], settings["num_generations"], mine=ask)
 
 
 class _Judge(nn.Module):
-    """A reward model that returns the first rank's scores on all ranks."""
+    """A reward model that all ranks run, because it may be patched."""
 
-    def __init__(self, first: FirstRank, judge: nn.Module) -> None:
+    def __init__(self, first: FirstRank, name: str, judge: nn.Module) -> None:
         super().__init__()
-        self.first, self.judge = first, judge
+        self.ask = partial(first.together, name)
+        first.calls[name] = judge
 
     def forward(self, **inputs: Any) -> Any:
-        scores = self.first.result(lambda: self.judge(**inputs).logits, "a reward model", alone=False)
-        return SimpleNamespace(logits=scores)
+        return self.ask(**inputs)
 
 
 def _reasons(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -> Iterator[str]:
