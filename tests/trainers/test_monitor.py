@@ -144,8 +144,6 @@ def sampled(rank: int, size: int, folder: str) -> tuple[list[int], list[int]]:
     trainer.add_callback(Interrupted())
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    trainer.evaluate(trainer.train_dataset)
-    assert resources_of(ContextGroup.from_mesh(None)).clock is None
     trainer.train()
     assert resources_of(ContextGroup.from_mesh(None)).clock is None
     hooks.append(len(trainer.model._forward_pre_hooks))

@@ -1,8 +1,7 @@
 """accelerate's mesh, data-parallel x context-parallel, by a subclass of its `ParallelismConfig`."""
 
-import inspect
 import logging
-import os
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.trainer_utils import seed_worker
 
 from ...errors import BatchError, ConfigError
@@ -30,14 +28,12 @@ from ..admission import TRAINERS, trainer_role
 from ..callers import trainer_being_made
 from ..groups import PATCH, check_processes
 from ..parts.expert_ranks import weights_of_experts
-from ..view import inner_modules
+from ..view import find_inside, inner_modules
 from .distilling import Distillation
 from .first_rank import patch_as, wrap_steps
 from .generating import GroupTraining
 
 logger = logging.getLogger(__name__)
-
-ALONE = " If you asked for more, accelerate's default config may say a single process: add --multi_gpu."
 
 
 @dataclass(repr=False)
@@ -123,29 +119,25 @@ class BurstParallelismConfig(ParallelismConfig):
 
     def _agree(self, world: int, device_type: str, shards: bool) -> None:
         """Raises on all ranks if ranks would build different meshes, which would hang, or an impossible one."""
-        names = ("burst_size", "dp_replicate_size", "dp_shard_size")
-        facts, error = {name: getattr(self, name) for name in names}, None
+        facts = {name: getattr(self, name) for name in ("burst_size", "dp_replicate_size", "dp_shard_size")}
+        sizes = " x ".join(f"{name}={size}" for name, size in facts.items())
+        error: ConfigError | None = None
         if self.total_size != world:
-            launched = f"{world} {'was' if world == 1 else 'were'} launched"
-            whence = f" (of {SIZE_VARIABLE})" if os.environ.get(SIZE_VARIABLE) == str(self.burst_size) else ""
             error = ConfigError(
-                f"burst_size={self.burst_size}{whence} x dp_replicate_size={self.dp_replicate_size} x "
-                f"dp_shard_size={self.dp_shard_size} is {self.total_size} ranks, but {launched}. Launch a "
-                "multiple of burst_size (accelerate launch --multi_gpu --num_processes N) or choose a burst_size that "
-                f"divides it.{ALONE if world == 1 else ''}"
+                f"{sizes} is {self.total_size} ranks, and {world} launched",
+                f"burst_size (or {SIZE_VARIABLE}) must divide them",
+                "Choose another one, or launch more: accelerate launch --multi_gpu --num_processes N",
             )
         elif shards and self.dp_replicate_size == world > 1:
             error = ConfigError(
-                f"dp_replicate_size={world} under FSDP2 gives each of {world} ranks a copy of the weights: FSDP2 has "
-                "nothing to shard. Launch without FSDP, or choose fewer copies, such as one a host."
+                f"dp_replicate_size={world} under FSDP2",
+                f"each of {world} ranks has a copy of the weights, so nothing is sharded",
+                "Launch without FSDP, or choose fewer copies, such as one a host",
             )
-        sizes = " x ".join(f"{name}={size}" for name, size in facts.items())
         advice = f"Launch every node with the same burst_size and {SIZE_VARIABLE}, and the same config of accelerate."
-        device = (
-            torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-        )
+        device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else None)
         doing = f"the making of a mesh of {sizes}"
-        ContextGroup.from_mesh(None).agree(facts, error, device, advice=dict.fromkeys(names, advice), doing=doing)
+        ContextGroup.from_mesh(None).agree(facts, error, device, advice=dict.fromkeys(facts, advice), doing=doing)
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         """Tells a new accelerator about the groups. Skips accelerate's own check, because it refuses CPU processes."""
@@ -197,8 +189,6 @@ class _Shared:
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         for item in args:
             _check_patched(item, self.size)
-        if any(isinstance(item, torch.nn.Module) for item in args):
-            _warn_of_loss(self.trainer, self.accelerator)
         return Accelerator.prepare(self.accelerator, *args, **kwargs)
 
     def prepare_model(
@@ -292,28 +282,11 @@ class GroupScheduler(AcceleratedScheduler):
     def __init__(self, prepared: AcceleratedScheduler, batches: int) -> None:
         super().__init__(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, split_batches=True)
         self.batches = batches
-        self.ends = not prepared.split_batches  # with split batches, accelerate steps beyond the last step
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        counted = self.step_with_optimizer and self.gradient_state.sync_gradients
-        for _ in range(self.batches if counted else 1):
-            last = getattr(self.scheduler, "total_steps", None) if counted and self.ends else None
-            if last is None or self.scheduler._step_count <= last:
+        for _ in range(self.batches if self.step_with_optimizer and self.gradient_state.sync_gradients else 1):
+            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):
                 super().step(*args, **kwargs)
-
-
-def _warn_of_loss(trainer: Any, accelerator: Accelerator) -> None:
-    """Warns if a user's loss ignores `num_items_in_batch`, because `Trainer` expects the loss to be divided by it."""
-    loss = getattr(trainer, "compute_loss_func", None)  # TRL's trainers with their own losses set a string
-    if not callable(loss) or not trainer.args.average_tokens_across_devices or not accelerator.is_main_process:
-        return
-    if "num_items_in_batch" not in inspect.signature(getattr(loss, "forward", loss)).parameters:
-        times = accelerator.num_processes
-        logger.warning(
-            "compute_loss_func has no argument num_items_in_batch, and Trainer multiplies its loss by the number of "
-            f"processes all the same: loss and gradients are {times} times as large, as they are under DDP. Divide a "
-            "sum over the batch by num_items_in_batch."
-        )
 
 
 def _check_not_sharded(tensor: torch.Tensor) -> torch.Tensor:
@@ -328,19 +301,14 @@ def _check_not_sharded(tensor: torch.Tensor) -> torch.Tensor:
 
 def _check_patched(item: Any, size: int, evaluates: bool = False) -> None:
     """Raises for an unpatched Transformers model that is trained or a language model. Other models that only assist,
-    such as reward models, may hold whole sequences."""
-    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES)
-    entries = [names for mapping in mappings for names in mapping.values()]
-    known = {name for names in entries for name in ([names] if isinstance(names, str) else names)}
-    modules = list(inner_modules(item)) if isinstance(item, nn.Module) else []
-    patched = {id(part) for module in modules if hasattr(module, PATCH) for part in inner_modules(module)}
-    for module in modules:
-        if not isinstance(module, PreTrainedModel) or id(module) in patched:
+    such as reward models, and those beside a patched model may hold whole sequences."""
+    if not isinstance(item, nn.Module) or find_inside(item, PATCH) is not None:
+        return
+    for module in inner_modules(item):
+        if not isinstance(module, PreTrainedModel):
             continue
-        language = known & {cls.__name__ for cls in type(module).__mro__}
         trained = not evaluates and any(parameter.requires_grad for parameter in module.parameters())
-        apart = patched.isdisjoint(map(id, inner_modules(module))) and (not patched or _reads_tokens(module))
-        if language or (trained and apart):
+        if trained or module.get_output_embeddings() is not None:
             raise ConfigError(
                 f"{type(module).__name__} is not patched, so each of the {size} ranks that share a sequence would hold "
                 "all of it. Call hf_burst.patch_model(model) before the model is prepared; DPOTrainer and KTOTrainer "
@@ -367,14 +335,6 @@ def _check_placed(model: nn.Module, evaluates: bool, generates: bool) -> None:
             "Load the model without it, and have accelerate's FSDP2 shard the weights",
         ),
     )
-
-
-def _reads_tokens(model: PreTrainedModel) -> bool:
-    """Returns whether a model has token embeddings, unlike the image tower of a language model."""
-    try:
-        return isinstance(model.get_input_embeddings(), nn.Embedding)
-    except NotImplementedError:
-        return False
 
 
 def _refuse_other_sizes(sizes: Mapping[str, int]) -> None:
