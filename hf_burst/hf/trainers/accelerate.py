@@ -30,7 +30,7 @@ from ..groups import PATCH, check_processes
 from ..parts.expert_ranks import weights_of_experts
 from ..view import find_inside, inner_modules
 from .distilling import Distillation
-from .first_rank import patch_as, wrap_steps
+from .first_rank import gather_first_ranks, patch_as, wrap_steps
 from .generating import GroupTraining
 
 logger = logging.getLogger(__name__)
@@ -263,13 +263,8 @@ class _Shared:
         return self.gather(tensors)
 
     def gather(self, tensors: Any) -> Any:
-        """Gathers from the first rank of each group, for `Accelerator.gather_for_metrics`."""
-
-        def once(tensor: torch.Tensor) -> torch.Tensor:
-            rows = tensor.shape[0] if tensor.ndim else 1
-            return Accelerator.gather(self.accelerator, tensor).unflatten(0, (-1, self.size, rows))[:, 0].flatten(0, 1)
-
-        return recursively_apply(once, tensors)
+        """Gathers for `Accelerator.gather_for_metrics`."""
+        return gather_first_ranks(self.accelerator, self.size, tensors)
 
     @property
     def gradient_state(self) -> GradientState:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, PreTrainedModel
@@ -56,6 +56,16 @@ def wrap_steps(trainer: Any, **wrappers: Callable[..., Any]) -> None:
     for name, wrapper in wrappers.items():
         method = getattr(trainer, name)
         setattr(trainer, name, update_wrapper(partial(wrapper, method), method))
+
+
+def gather_first_ranks(accelerator: Accelerator, size: int, tensors: Any) -> Any:
+    """Gathers from all ranks, and returns what the first rank of each group of `size` ranks has."""
+
+    def once(tensor: Tensor) -> Tensor:
+        rows = tensor.shape[0] if tensor.ndim else 1
+        return Accelerator.gather(accelerator, tensor).unflatten(0, (-1, size, rows))[:, 0].flatten(0, 1)
+
+    return recursively_apply(once, tensors)
 
 
 class FirstRank:

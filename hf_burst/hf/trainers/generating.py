@@ -21,15 +21,14 @@ from typing import Any
 
 import accelerate.utils
 from accelerate import Accelerator
-from accelerate.utils import set_seed
-from torch import nn
+from accelerate.utils import gather_object, set_seed
+from torch import Tensor, nn
 from transformers import Trainer
 
 from ...errors import ConfigError
 from ...ranks.group import CP_DIM, ContextGroup
 from ..batches.sharded import sum_of_bits
-from .first_rank import FirstRank, patch_as, uncompared, wrap_steps
-from .group_accelerator import Groups
+from .first_rank import FirstRank, gather_first_ranks, patch_as, uncompared, wrap_steps
 
 _STEPS = ("_prepare_inputs", "_generate", "_calculate_rewards", "compute_loss")
 _STEPS_WITH_TOOLS = ("environment_factories", "rollout_func")
@@ -59,7 +58,7 @@ class GroupTraining:
         self.trainer, self.real = trainer, accelerator
         self.group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
         self.first = FirstRank(self.group, accelerator.device)
-        self.groups = Groups(accelerator, size)
+        self.groups = Groups(accelerator, size, self.first)
         self.ready = False
         rows = settings.per_device_train_batch_size * settings.steps_per_generation
         settings.generation_batch_size = rows * self.groups.num_processes
@@ -119,17 +118,12 @@ class GroupTraining:
         return environment
 
     def prepare_inputs(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns completions with their advantages, equal on all ranks. An error of one group ends the others."""
-        self.groups.parted = None
-        try:
-            with self.names_of_groups(), self.first.answering(self.trainer.model):
-                found = method(*args, **kwargs)
-            sums = {"advantages": sum_of_bits(found["advantages"])}
-            advice = {"advantages": _OVERRIDES}
-            self.group.agree({}, None, self.real.device, 0, sums, advice, "a step on completions")
-        except BaseException as problem:  # including KeyboardInterrupt
-            self.groups.end_others(problem)
-            raise
+        """Returns completions with their advantages, equal on all ranks."""
+        with self.names_of_groups(), self.first.answering(self.trainer.model):
+            found = method(*args, **kwargs)
+        sums = {"advantages": sum_of_bits(found["advantages"])}
+        advice = {"advantages": _OVERRIDES}
+        self.group.agree({}, None, self.real.device, 0, sums, advice, "a step on completions")
         return found
 
     def compute_loss(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -163,6 +157,54 @@ class GroupTraining:
         if self.trainer.vllm_mode == "server":
             return ask()
         return self.first.together("vLLM", images and [], settings["num_generations"], mine=ask)
+
+
+class Groups:
+    """An accelerator whose processes are groups of ranks. All ranks gather, and the first rank of each group counts.
+    Everything else is delegated to the wrapped accelerator.
+
+    Args:
+        accelerator (`Accelerator`): The wrapped accelerator.
+        size (`int`): The number of ranks in a group.
+        first ([`FirstRank`]): Has the other ranks of a group join what the first one gathers in its steps.
+    """
+
+    def __init__(self, accelerator: Accelerator, size: int, first: FirstRank) -> None:
+        self.accelerator, self.size = accelerator, size
+        self.num_processes = accelerator.num_processes // size
+        self.process_index = accelerator.process_index // size
+        gather = partial(gather_first_ranks, accelerator, size)
+        first.calls |= {"gather": gather, "objects": gather_object, "wait": accelerator.wait_for_everyone}
+        self.together = first.together
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.accelerator, name)
+
+    def gather(self, tensors: Any) -> Any:
+        """Gathers as `Accelerator.gather`."""
+        return self.together("gather", tensors)
+
+    def reduce(self, tensor: Tensor, reduction: str = "sum", scale: float = 1.0) -> Tensor:
+        """Reduces as `Accelerator.reduce`."""
+        total: Tensor = self.gather(tensor[None]).sum(0)
+        return total / self.num_processes * scale if reduction == "mean" else total * scale
+
+    def wait_for_everyone(self) -> None:
+        """Waits as `Accelerator.wait_for_everyone`."""
+        self.together("wait")
+
+    def gather_object(self, objects: Any) -> Any:
+        """Gathers as `accelerate.utils.gather_object`."""
+        return [item for own in self._objects(objects) for item in own]
+
+    def broadcast_object_list(self, objects: list[Any], from_process: int = 0) -> list[Any]:
+        """Broadcasts as `accelerate.utils.broadcast_object_list`."""
+        objects[:] = self._objects(objects)[from_process]
+        return objects
+
+    def _objects(self, objects: Any) -> list[Any]:
+        each: list[Any] = self.together("objects", [None], mine=partial(gather_object, [objects]))
+        return each[:: self.size]
 
 
 class _Judge(nn.Module):
