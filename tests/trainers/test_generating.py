@@ -27,6 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError
 from hf_burst.hf.groups import PATCH
+from hf_burst.hf.trainers import accelerate as hf_accelerate
 from hf_burst.hf.trainers import first_rank, generating
 from hf_burst.hf.trainers.first_rank import FirstRank
 from hf_burst.hf.trainers.generating import Groups, GroupTraining
@@ -799,16 +800,20 @@ def test_a_model_that_is_not_patched_any_more() -> None:
         pass
 
 
-def test_deepspeed_is_refused() -> None:
+@pytest.mark.parametrize("role", ["generates", "distills"])
+def test_deepspeed_is_refused(role: str) -> None:
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED)
-    assert "not compared with one process under DeepSpeed" in next(generating._reasons(None, None, accelerator, 2))
+    with (
+        mock.patch.object(hf_accelerate, "trainer_role", return_value=role),
+        pytest.raises(ConfigError, match="under DeepSpeed: it was not compared with one process"),
+    ):
+        hf_accelerate._Shared(accelerator, 2)
 
 
 def test_trainers_of_another_trl_are_refused() -> None:
-    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU)
-    other = SimpleNamespace(**dict.fromkeys(generating._STEPS))
-    del other._generate
-    assert "has no _generate: its steps are not those" in next(generating._reasons(other, None, accelerator, 2))
+    other: Any = SimpleNamespace(_prepare_inputs=dict, compute_loss=dict)
+    with pytest.raises(ConfigError, match="has no _generate: its steps are not those of TRL"):
+        GroupTraining(other, SimpleNamespace(), 2)
 
 
 class OtherLoss(GRPOTrainer):

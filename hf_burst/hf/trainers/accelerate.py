@@ -135,7 +135,7 @@ class BurstParallelismConfig(ParallelismConfig):
                 "Launch without FSDP, or choose fewer copies, such as one a host",
             )
         advice = f"Launch every node with the same burst_size and {SIZE_VARIABLE}, and the same config of accelerate."
-        device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else None)
+        device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
         doing = f"the making of a mesh of {sizes}"
         ContextGroup.from_mesh(None).agree(facts, error, device, advice=dict.fromkeys(facts, advice), doing=doing)
 
@@ -169,7 +169,16 @@ class _Shared:
         self.accelerator, self.size = accelerator, size
         for name in ("prepare", "prepare_model", "prepare_data_loader", "prepare_scheduler", "gather_for_metrics"):
             setattr(accelerator, name, getattr(self, name))
+        self.trainer: Any = trainer_being_made()
+        trainer = self.trainer
+        role = trainer_role(type(trainer))
         if accelerator.distributed_type is DistributedType.DEEPSPEED:
+            if role is not None:
+                raise ConfigError(
+                    f"{type(trainer).__name__} over ranks that share sequences under DeepSpeed",
+                    "it was not compared with one process",
+                    "Launch it with DDP, or with FSDP2, which shards weights as ZeRO-3 does",
+                )
             config = accelerator.deepspeed_plugin.deepspeed_config
             tensors = config.get("tensor_parallel", {}).get("autotp_size", 1)
             sequences = config.get("sequence_parallel_size", 1)
@@ -178,9 +187,6 @@ class _Shared:
             members = accelerator.torch_device_mesh[CP_DIM].get_group()  # the only dimension that data loaders know
             mesh = DeviceMesh.from_group(members, accelerator.device.type, mesh_dim_names=("tp",))
             accelerator.state.ds_device_mesh = mesh
-        self.trainer: Any = trainer_being_made()
-        trainer = self.trainer
-        role = trainer_role(type(trainer))
         self.generating = GroupTraining(trainer, accelerator, size) if role == "generates" else None
         self.distilling = Distillation(trainer, accelerator, size) if role == "distills" else None
         if trainer is not None:
@@ -203,10 +209,11 @@ class _Shared:
         return Accelerator.prepare_model(self.accelerator, model, device_placement, evaluation_mode)
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
-        _check_data_loader(data_loader, self.accelerator.dispatch_batches, self.generating is not None)
         if self.generating is not None:
             self.generating.begin()
-        self.accelerator.dataloader_config.dispatch_batches = False  # None would dispatch an IterableDataset
+        else:
+            _check_offline(data_loader)
+        self.accelerator.dataloader_config.dispatch_batches = False  # ranks of a group need the same batch
         seeded = data_loader.worker_init_fn
         if isinstance(seeded, partial) and seeded.func is seed_worker:  # workers of a group need the same seed
             group = self.accelerator.process_index // self.size
@@ -343,25 +350,16 @@ def _refuse_other_sizes(sizes: Mapping[str, int]) -> None:
             )
 
 
-def _check_data_loader(data_loader: DataLoader, dispatch: bool | None, generates: bool) -> None:
-    """Raises for loaders whose batches may differ between the ranks of a group. Only a trainer that `generates` with
-    one process per group may use prompts."""
+def _check_offline(data_loader: DataLoader) -> None:
+    """Raises for a loader of prompts whose completions ranks of a group would generate differently."""
     collator = getattr(data_loader.collate_fn, "data_collator", data_loader.collate_fn)
     online = getattr(collator, "__module__", "").startswith("trl.") and getattr(collator, "__name__", "") == "identity"
-    names = [place.rpartition(".")[2] for place, role in TRAINERS.items() if role == "generates"]
-    ConfigError.refuse(
-        (
-            dispatch,
-            "dispatch_batches=True hands every rank a part of each batch",
-            "the ranks that share a sequence need the same one",
-            "Leave dispatch_batches out (Trainer: accelerator_config); it is then set to False",
-        ),
-        (
-            (online or type(get_sampler(data_loader)).__name__ == "RepeatSampler") and not generates,
+    if online or type(get_sampler(data_loader)).__name__ == "RepeatSampler":
+        names = [place.rpartition(".")[2] for place, role in TRAINERS.items() if role == "generates"]
+        raise ConfigError(
             "The trainer generates what it learns from",
             "the ranks that share a sequence would generate different ones",
             f"Take {' or '.join(names)}, or a class of your own that inherits from one; to learn from a teacher, "
             "take TRL's GKDTrainer, or hf_burst.token_divergences in a loss of your own. Or use this trainer without "
             "BurstParallelismConfig and patch_model",
-        ),
-    )
+        )

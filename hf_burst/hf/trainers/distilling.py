@@ -13,42 +13,28 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from ...errors import ConfigError
 from ...layers.loss import IGNORE_INDEX
 from ...ranks.group import CP_DIM, ContextGroup
 from ..admission import trl_classes
 from ..generation.scores import token_divergences
 from ..generation.settings import with_settings
-from .first_rank import FirstRank, patch_as, uncompared, wrap_steps
+from .first_rank import FirstRank, patch_as, wrap_steps
 
 _LOSS = ("compute_loss", "generalized_jsd_loss")
 _READ = ("input_ids", "attention_mask", "labels")
 
 
 class Distillation:
-    """Replaces the steps of a trainer that would hold all logits, or generate different answers on each rank.
-
-    Args:
-        trainer (`GKDTrainer`): The trainer, still under construction.
-        accelerator (`Accelerator`): Its accelerator.
-        size (`int`): The number of ranks in a group.
-
-    Raises:
-        ConfigError: Under DeepSpeed, or if TRL's steps have other names.
-    """
+    """Replaces the steps of a trainer that would hold all logits, or generate different answers on each rank."""
 
     def __init__(self, trainer: Any, accelerator: Accelerator, size: int) -> None:
-        kind, steps = type(trainer), (*_LOSS, "generate_on_policy_outputs")
-        instead = ", or take hf_burst.token_divergences in a loss of your own"
-        for reason in uncompared(trainer, accelerator, steps, instead):
-            raise ConfigError(reason)
+        wrap_steps(trainer, compute_loss=self.compute_loss, generate_on_policy_outputs=self.generate)
         self.trainer, self.device, self.size = trainer, accelerator.device, size
         self.sharded = accelerator.distributed_type is DistributedType.FSDP
-        group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
-        self.first = FirstRank(group, accelerator.device)
+        self.first = FirstRank(ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM]), accelerator.device)
+        kind = type(trainer)
         known = trl_classes(kind)[0]
         self.own_loss = any(getattr(kind, name) is not getattr(known, name) for name in _LOSS)  # the user's
-        wrap_steps(trainer, compute_loss=self.compute_loss, generate_on_policy_outputs=self.generate)
 
     def take_teacher(self, teacher: nn.Module) -> None:
         """Patches the teacher, which the trainer may have loaded itself, with the student's settings. Under FSDP it

@@ -6,7 +6,7 @@ The others wait for the result. If the code makes a model generate, they take pa
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, update_wrapper
 from math import gcd
@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, recursively_apply
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, PreTrainedModel
 
-from ...errors import BatchError, UnsupportedModelError
+from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..generation.generate import generate, same_random_numbers
 from ..generation.settings import check, copies_of, evaluating, patched, setting, with_settings
@@ -35,26 +35,16 @@ def patch_as(model: nn.Module, other: nn.Module) -> None:
         patch_model(other, getattr(own, PATCH).config)
 
 
-def uncompared(trainer: Any, accelerator: Accelerator, steps: Sequence[str], instead: str = "") -> Iterator[str]:
-    """Yields why a trainer was not compared with one process. `instead` ends the advice."""
-    name = type(trainer).__name__
-    if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        yield (
-            f"{name} over ranks that share sequences was not compared with one process under DeepSpeed. Launch it with "
-            "DDP, or with FSDP2, which shards weights as ZeRO-3 does."
-        )
-    missing = [step for step in steps if not hasattr(trainer, step)]
-    if missing:
-        yield (
-            f"{name} has no {', '.join(missing)}: its steps are not those of TRL 1.16, with which groups of ranks were "
-            f"compared. Install trl==1.16.0{instead}."
-        )
-
-
 def wrap_steps(trainer: Any, **wrappers: Callable[..., Any]) -> None:
     """Replaces methods of a trainer. Each wrapper gets the method before the arguments."""
     for name, wrapper in wrappers.items():
-        method = getattr(trainer, name)
+        method = getattr(trainer, name, None)
+        if method is None:
+            raise ConfigError(
+                f"{type(trainer).__name__} has no {name}",
+                "its steps are not those of TRL 1.16, with which groups of ranks were compared",
+                "Install trl==1.16.0",
+            )
         setattr(trainer, name, update_wrapper(partial(wrapper, method), method))
 
 
@@ -69,12 +59,7 @@ def gather_first_ranks(accelerator: Accelerator, size: int, tensors: Any) -> Any
 
 
 class FirstRank:
-    """The first rank of a group, from the view of all ranks.
-
-    Args:
-        group ([`ContextGroup`]): The group.
-        device (`torch.device`): The device for communication.
-    """
+    """The first rank of a group, from the view of all ranks."""
 
     def __init__(self, group: ContextGroup, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -85,12 +70,7 @@ class FirstRank:
 
     def result(self, run: Callable[[], Any], doing: str) -> Any:
         """Returns the first rank's result of `run` on all ranks, and gives them its random state. Its error ends all
-        ranks.
-
-        Args:
-            run (callable): A function without arguments; other ranks do not run it, and join its calls.
-            doing (`str`): Its name, for errors on other ranks.
-        """
+        ranks, which is where `doing` is named. The others do not run it, and join its calls."""
         if self.leads:
             return run()
         result: Any = None
@@ -149,11 +129,7 @@ class FirstRank:
         return _unpacked(sent, self.device) if self.group.rank else ("", None, None)
 
     def _packed(self, name: str, content: tuple[Any, ...], named: dict[str, Any]) -> bytes:
-        """Pickles the name of a call and its objects (rows, images, tensors), and checks that they can be restored.
-
-        Raises:
-            BatchError: If an object cannot be sent, such as a streamer or an open file.
-        """
+        """Pickles the name of a call and its objects (rows, images, tensors), and checks that they can be restored."""
         written = io.BytesIO()
         try:
             torch.save((name, content, named), written)

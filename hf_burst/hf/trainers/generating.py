@@ -28,10 +28,8 @@ from transformers import Trainer
 from ...errors import ConfigError
 from ...ranks.group import CP_DIM, ContextGroup
 from ..batches.sharded import sum_of_bits
-from .first_rank import FirstRank, gather_first_ranks, patch_as, uncompared, wrap_steps
+from .first_rank import FirstRank, gather_first_ranks, patch_as, wrap_steps
 
-_STEPS = ("_prepare_inputs", "_generate", "_calculate_rewards", "compute_loss")
-_STEPS_WITH_TOOLS = ("environment_factories", "rollout_func")
 _LOGGED = ("_metrics", "_pending_extra_logs", "_pending_metrics", "_last_loaded_step")  # in the steps of the first rank
 _OVERRIDES = (
     "Methods that your class of the trainer overrides run on all ranks of a group, except for _generate and "
@@ -40,21 +38,13 @@ _OVERRIDES = (
 
 
 class GroupTraining:
-    """Makes a group of ranks look like one process to a trainer.
-
-    Args:
-        trainer (`Trainer`): The trainer, still under construction.
-        accelerator (`Accelerator`): Its accelerator.
-        size (`int`): The number of ranks in a group.
-
-    Raises:
-        ConfigError: If generation settings are not supported, or a group's rows split the completions of a prompt.
-    """
+    """Makes a group of ranks look like one process to a trainer, which is still under construction."""
 
     def __init__(self, trainer: Any, accelerator: Accelerator, size: int) -> None:
+        wrap_steps(trainer, _prepare_inputs=self.prepare_inputs, compute_loss=self.compute_loss)
+        wrap_steps(trainer, _generate=self.on_first, _calculate_rewards=self.on_first)
+        _check_settings(trainer, size)
         settings = trainer.args
-        for reason in _reasons(trainer, settings, accelerator, size):
-            raise ConfigError(reason)
         self.trainer, self.real = trainer, accelerator
         self.group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
         self.first = FirstRank(self.group, accelerator.device)
@@ -64,8 +54,6 @@ class GroupTraining:
         settings.generation_batch_size = rows * self.groups.num_processes
         own = {kind.__module__ for kind in type(trainer).__mro__ if issubclass(kind, Trainer)} - {Trainer.__module__}
         self.modules = {*own, "trl.generation.vllm_generation"}
-        wrap_steps(trainer, _prepare_inputs=self.prepare_inputs, compute_loss=self.compute_loss)
-        wrap_steps(trainer, _generate=self.on_first, _calculate_rewards=self.on_first)
 
     def begin(self) -> None:
         """Wraps what users hand in, once the trainer is made."""
@@ -160,14 +148,8 @@ class GroupTraining:
 
 
 class Groups:
-    """An accelerator whose processes are groups of ranks. All ranks gather, and the first rank of each group counts.
-    Everything else is delegated to the wrapped accelerator.
-
-    Args:
-        accelerator (`Accelerator`): The wrapped accelerator.
-        size (`int`): The number of ranks in a group.
-        first ([`FirstRank`]): Has the other ranks of a group join what the first one gathers in its steps.
-    """
+    """An accelerator whose processes are groups of ranks. All ranks gather, and the first rank of each group counts;
+    what only that one gathers in its steps, the others join. Everything else is delegated."""
 
     def __init__(self, accelerator: Accelerator, size: int, first: FirstRank) -> None:
         self.accelerator, self.size = accelerator, size
@@ -219,27 +201,30 @@ class _Judge(nn.Module):
         return self.ask(**inputs)
 
 
-def _reasons(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -> Iterator[str]:
-    """Yields the settings with which a group of ranks cannot act as one process."""
-    yield from uncompared(trainer, accelerator, _STEPS + (_STEPS_WITH_TOOLS if hasattr(trainer, "tools") else ()))
-    if trainer.use_transformers_continuous_batching:
-        yield (
-            "use_transformers_continuous_batching=True generates by paged attention, which does not reach over the "
-            "ranks that share a sequence. Leave it out: completions are then generated over the ranks."
-        )
-    parts = trainer.vllm_tensor_parallel_size
-    if trainer.use_vllm and trainer.vllm_mode == "colocate" and size % parts:
-        yield (
-            f"vllm_tensor_parallel_size={parts} beside burst_size={size}: an engine that lies over several groups "
-            f"would mix up their prompts. Set it to {size}, by which all ranks of a group generate, or to a divisor."
-        )
-    rollouts = getattr(trainer, "rollout_func", None) is not None  # RLOO has none
-    if rollouts and trainer.use_vllm and trainer.vllm_mode == "colocate" and parts > 1:
-        yield (
-            f"rollout_func beside vllm_tensor_parallel_size={parts}: it runs on the first rank of a group, and the "
-            "other ranks would not take part in what it asks the engine. Leave vllm_tensor_parallel_size at 1, or take "
-            "vllm_mode='server'."
-        )
+def _check_settings(trainer: Any, size: int) -> None:
+    """Raises for settings with which a group of ranks cannot act as one process."""
+    settings, parts = trainer.args, trainer.vllm_tensor_parallel_size
+    beside = trainer.use_vllm and trainer.vllm_mode == "colocate"
+    ConfigError.refuse(
+        (
+            trainer.use_transformers_continuous_batching,
+            "use_transformers_continuous_batching=True",
+            "paged attention does not reach over the ranks that share a sequence",
+            "Leave it out: completions are then generated over the ranks",
+        ),
+        (
+            beside and size % parts,
+            f"vllm_tensor_parallel_size={parts} beside burst_size={size}",
+            "an engine that lies over several groups would mix up their prompts",
+            f"Set it to {size}, by which all ranks of a group generate, or to a divisor",
+        ),
+        (
+            beside and parts > 1 and getattr(trainer, "rollout_func", None) is not None,  # RLOO has none
+            f"rollout_func beside vllm_tensor_parallel_size={parts}",
+            "the other ranks would not take part in what it asks the engine",
+            "Leave vllm_tensor_parallel_size at 1, or take vllm_mode='server'",
+        ),
+    )
     rows = settings.per_device_train_batch_size * settings.steps_per_generation
     evaluated = settings.per_device_eval_batch_size if settings.eval_strategy != "no" else 0
     for number, names, wanted in (
@@ -247,7 +232,8 @@ def _reasons(trainer: Any, settings: Any, accelerator: Accelerator, size: int) -
         (evaluated, "per_device_eval_batch_size", trainer.num_generations_eval),
     ):
         if number % wanted:
-            yield (
-                f"{names} is {number} rows, and a prompt has {wanted} completions. The ranks that share sequences hold "
-                f"the same rows, so these must be whole groups: a multiple of {wanted}."
+            raise ConfigError(
+                f"{names} is {number} rows, and a prompt has {wanted} completions",
+                "the ranks that share sequences hold the same rows, which must be whole groups",
+                f"Take a multiple of {wanted}",
             )
