@@ -230,23 +230,20 @@ class _Shared:
         return tuple(map(self._step_by_group, Accelerator._prepare_deepspeed(self.accelerator, *args)))
 
     def _step_by_group(self, prepared: Any) -> Any:
-        """Wraps a scheduler: accelerate steps it once per process, but a group has only one batch."""
-        schedulers = self.accelerator._schedulers
-        if type(prepared) is AcceleratedScheduler:
-            groups = 1 if prepared.split_batches else self.accelerator.num_processes // self.size
-            schedulers[schedulers.index(prepared)] = prepared = GroupScheduler(prepared, groups)
+        """Changes a scheduler, which accelerate steps once per process, because a group has only one batch."""
+        if type(prepared) is AcceleratedScheduler and not prepared.split_batches:
+            prepared.split_batches = True  # its own step is then a single one
+            prepared.step = partial(_step, prepared, self.accelerator.num_processes // self.size)
         return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Counts each group once. Scalars (token counts) of sharded batches are the exception: every rank counts."""
-        sharded = self.holds_shards()
-        if sharded and isinstance(input_data, torch.Tensor) and input_data.ndim == 0:
+        if isinstance(input_data, torch.Tensor) and input_data.ndim == 0 and self.holds_shards():
             state, numbers = self.gradient_state, self.accelerator.gather(input_data)
             uneven = state.end_of_dataloader and state.remainder > 0
             return numbers[: state.remainder * self.size] if uneven else numbers
         try:
-            check = _check_not_sharded if sharded else torch.Tensor.detach
-            recursively_apply(check, input_data, error_on_other_type=True)
+            recursively_apply(torch.Tensor.detach, input_data, error_on_other_type=True)
         except TypeError:  # accelerate detects objects this way
             use_gather_object = True
         if use_gather_object and self.accelerator.process_index % self.size:
@@ -261,16 +258,13 @@ class _Shared:
     def evaluate(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs the evaluation loop, and counts each group once where Seq2SeqTrainer uses `Accelerator.gather`."""
         if self.trainer.gather_function == self.accelerator.gather:
-            self.trainer.gather_function = self.gather_evaluated
+            self.trainer.gather_function = self.gather
         return method(*args, **kwargs)
-
-    def gather_evaluated(self, tensors: Any) -> Any:
-        if self.holds_shards():
-            recursively_apply(_check_not_sharded, tensors)
-        return self.gather(tensors)
 
     def gather(self, tensors: Any) -> Any:
         """Gathers for `Accelerator.gather_for_metrics`."""
+        if self.holds_shards():
+            recursively_apply(_check_not_sharded, tensors)
         return gather_first_ranks(self.accelerator, self.size, tensors)
 
     @property
@@ -278,17 +272,11 @@ class _Shared:
         return self.accelerator.gradient_state
 
 
-class GroupScheduler(AcceleratedScheduler):
-    """A learning rate scheduler that steps once for each of the `batches` that all processes hold together."""
-
-    def __init__(self, prepared: AcceleratedScheduler, batches: int) -> None:
-        super().__init__(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, split_batches=True)
-        self.batches = batches
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        for _ in range(self.batches if self.step_with_optimizer and self.gradient_state.sync_gradients else 1):
-            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):
-                super().step(*args, **kwargs)
+def _step(prepared: AcceleratedScheduler, batches: int, *args: Any, **kwargs: Any) -> None:
+    """Steps a learning rate scheduler once for each of the `batches` that all processes hold together."""
+    for _ in range(batches if prepared.step_with_optimizer and prepared.gradient_state.sync_gradients else 1):
+        if prepared.scheduler._step_count <= getattr(prepared.scheduler, "total_steps", math.inf):
+            AcceleratedScheduler.step(prepared, *args, **kwargs)
 
 
 def _check_not_sharded(tensor: torch.Tensor) -> torch.Tensor:
