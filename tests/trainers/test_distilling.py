@@ -19,7 +19,7 @@ import hf_burst
 from hf_burst.errors import ConfigError
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts import head
-from hf_burst.hf.trainers.distilling import Distillation
+from hf_burst.hf.trainers.generating import Distillation
 from tests.support import models, trainers
 from tests.support.ranks import RankError, RankPool, reset_accelerate
 

@@ -167,8 +167,6 @@ def test_files_that_are_no_part_of_a_checkpoint_are_not_read(checkpoint: Path, t
     (folder / "faiss.index.json").write_text("{}")
     (folder / "table.bin").write_text("of another program")
     assert what_is_missing(folder) is None
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
-    assert "model.safetensors.index.json is cut off (FileNotFoundError" in (what_is_missing(folder) or "")
 
 
 def test_configs_of_other_adapters_are_read(checkpoint: Path, tmp_path: Path) -> None:
@@ -426,12 +424,11 @@ def test_sharded_checkpoints_of_fsdp2(ranks: Ranks, tmp_path: Path, before: Case
     """SHARDED_STATE_DICT, by torch's distributed checkpoints."""
     wanted = ranks(before.ranks).run(resumed_with, str(tmp_path / "whole"), before, SHARDED)[0]
     folder = copy(tmp_path / "whole", tmp_path / "again", 4)
-    part = max(Path(folder).rglob("optimizer_0/*.distcp"), key=lambda file: file.stat().st_size)
-    for file, problem in ((part, f"(EOFError: {part.name} is too short)"), (part.parent / ".metadata", "(")):
-        content = file.read_bytes()
-        file.write_bytes(content[: len(content) // 2])
-        assert f"optimizer_0/.metadata is cut off {problem}" in (what_is_missing(part.parents[1]) or "")
-        file.write_bytes(content)
+    table = next(Path(folder).rglob("optimizer_0/.metadata"))  # which torch writes last
+    content = table.read_bytes()
+    table.unlink()
+    assert what_is_missing(table.parents[1]) == "it has no optimizer"
+    table.write_bytes(content)
     for found in ranks(after.ranks).run(resumed_with, folder, after, SHARDED):
         assert found["start"] == "checkpoint-4"
         for key in KEYS:

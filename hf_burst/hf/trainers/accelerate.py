@@ -29,9 +29,8 @@ from ..callers import trainer_being_made
 from ..groups import PATCH, check_processes
 from ..parts.expert_ranks import weights_of_experts
 from ..view import find_inside, inner_modules
-from .distilling import Distillation
 from .first_rank import gather_first_ranks, patch_as, wrap_steps
-from .generating import GroupTraining
+from .generating import Distillation, GroupTraining
 
 logger = logging.getLogger(__name__)
 

@@ -103,6 +103,8 @@ class FirstRank:
         """Runs one of [`calls`] on all ranks, also if users' code on the first rank makes it. That rank runs `mine`
         instead, if given."""
         run = mine or partial(self.calls[name], *args, **kwargs)
+        if self.within == threading.get_ident():  # all ranks run this already
+            return run()
         if not self.leads:
             return self._call(name, run)
         with self.turn:

@@ -20,14 +20,19 @@ from functools import partial
 from typing import Any
 
 import accelerate.utils
+import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import DistributedType, gather_object, set_seed
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import GenerationConfig, Trainer
 
 from ...errors import ConfigError
+from ...layers.loss import IGNORE_INDEX
 from ...ranks.group import CP_DIM, ContextGroup
+from ..admission import trl_classes
 from ..batches.sharded import sum_of_bits
+from ..generation.scores import token_divergences
+from ..generation.settings import with_settings
 from .first_rank import FirstRank, gather_first_ranks, patch_as, wrap_steps
 
 _LOGGED = ("_metrics", "_pending_extra_logs", "_pending_metrics", "_last_loaded_step")  # in the steps of the first rank
@@ -35,6 +40,8 @@ _OVERRIDES = (
     "Methods that your class of the trainer overrides run on all ranks of a group, except for _generate and "
     "_calculate_rewards: have them compute the same there."
 )
+_LOSS = ("compute_loss", "generalized_jsd_loss")  # of GKD
+_READ = ("input_ids", "attention_mask", "labels")
 
 
 class GroupTraining:
@@ -147,6 +154,57 @@ class GroupTraining:
         return self.first.together("vLLM", images and [], settings["num_generations"], mine=ask)
 
 
+class Distillation:
+    """Replaces the steps of TRL's `GKDTrainer`: the first rank generates, as above, and [`hf_burst.token_divergences`]
+    compares the logits of two models by chunks of tokens, because they are too large to gather."""
+
+    def __init__(self, trainer: Any, accelerator: Accelerator, size: int) -> None:
+        wrap_steps(trainer, compute_loss=self.compute_loss, generate_on_policy_outputs=self.generate)
+        self.trainer, self.device, self.size = trainer, accelerator.device, size
+        self.sharded = accelerator.distributed_type is DistributedType.FSDP
+        self.first = FirstRank(ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM]), accelerator.device)
+        kind = type(trainer)
+        known = trl_classes(kind)[0]
+        self.own_loss = any(getattr(kind, name) is not getattr(known, name) for name in _LOSS)  # the user's
+
+    def take_teacher(self, teacher: nn.Module) -> None:
+        """Patches the teacher, which the trainer may have loaded itself, with the student's settings. Under FSDP it
+        moves to the device, because accelerate leaves it on the host."""
+        if self.sharded and not getattr(teacher, "is_quantized", False):  # quantized models are placed at loading
+            teacher.to(self.device)
+        patch_as(self.trainer.model, teacher)
+
+    def compute_loss(
+        self,
+        method: Callable[..., Any],
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
+        """Returns the loss of a batch. `Trainer` has counted its tokens once per rank of the group."""
+        trainer, items = self.trainer, num_items_in_batch
+        if items is not None and trainer.args.average_tokens_across_devices:
+            items = items / self.size
+        if return_outputs or self.own_loss:
+            return method(model, inputs, return_outputs=return_outputs, num_items_in_batch=items)
+        batch, beta = {name: inputs[name] for name in _READ}, float(trainer.beta)
+        options: Any = {"kind": {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")}
+        options |= {"beta": beta} if 0 < beta < 1 else {}
+        total = token_divergences(model, trainer.teacher_model, batch, **options).sum()
+        if items is None:
+            items = (batch["labels"][:, 1:] != IGNORE_INDEX).sum().clamp(min=1)
+        return total / torch.as_tensor(items, device=total.device)
+
+    def generate(
+        self, method: Callable[..., Any], model: nn.Module, inputs: dict[str, Any], generation_config: GenerationConfig
+    ) -> Any:
+        """Returns answers of the model or its teacher, with the cache on; TRL turns it off with checkpointing."""
+        with self.first.answering(model):
+            cached = with_settings(generation_config, use_cache=True)
+            return self.first.result(lambda: method(model, inputs, cached), "answers")
+
+
 class Groups:
     """An accelerator whose processes are groups of ranks. All ranks gather, and the first rank of each group counts;
     what only that one gathers in its steps, the others join. Everything else is delegated."""
@@ -163,24 +221,19 @@ class Groups:
         return getattr(self.accelerator, name)
 
     def gather(self, tensors: Any) -> Any:
-        """Gathers as `Accelerator.gather`."""
         return self.together("gather", tensors)
 
     def reduce(self, tensor: Tensor, reduction: str = "sum", scale: float = 1.0) -> Tensor:
-        """Reduces as `Accelerator.reduce`."""
         total: Tensor = self.gather(tensor[None]).sum(0)
         return total / self.num_processes * scale if reduction == "mean" else total * scale
 
     def wait_for_everyone(self) -> None:
-        """Waits as `Accelerator.wait_for_everyone`."""
         self.together("wait")
 
     def gather_object(self, objects: Any) -> Any:
-        """Gathers as `accelerate.utils.gather_object`."""
         return [item for own in self._objects(objects) for item in own]
 
     def broadcast_object_list(self, objects: list[Any], from_process: int = 0) -> list[Any]:
-        """Broadcasts as `accelerate.utils.broadcast_object_list`."""
         objects[:] = self._objects(objects)[from_process]
         return objects
 
