@@ -233,7 +233,6 @@ def test_a_batch_that_is_split_has_one_group(tmp_path: Path) -> None:
         callback = hf_burst.BurstResume()
         with mock.patch.object(TrainingArguments, "world_size", 4):
             callback.on_train_begin(args, TrainerState(), None, model=make_model("llama"))
-        assert f" x groups {groups} x " in callback.began["factors"]
         assert callback.began["sequences"] == 4 * groups * 2
 
 
@@ -340,10 +339,9 @@ def test_another_global_batch_is_an_error(ranks: Ranks, checkpoint: Path, tmp_pa
         ranks(number).run(resumed_with, folder, Case(data=number, burst=1), {"per_device_train_batch_size": 1})
     for error in caught.value.errors:
         assert isinstance(error, ConfigError)
-        assert "step 1 was trained with 4 sequences a step (per_device_train_batch_size 2 x groups 1 x grad" in str(
-            error
-        )
-        assert f"this run has {2 * number} (per_device_train_batch_size 1 x groups {number} x gradient_a" in str(error)
+        said = f"step 1 was trained with 4 sequences a step, and this run has {2 * number}: its data and learning"
+        assert said in str(error)
+        assert "x groups x" in str(error)
 
 
 def resumed_with(rank: int, size: int, folder: str, case: Case, options: dict[str, Any]) -> dict[str, Any]:

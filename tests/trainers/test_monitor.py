@@ -269,7 +269,7 @@ def test_packed_documents_have_the_positions_of_their_own() -> None:
 def test_a_model_that_is_not_patched_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(Case(burst=0), str(tmp_path))
     trainer.add_callback(hf_burst.BurstCallback(trainer))
-    with pytest.raises(ConfigError, match=r"the trainer's is not. Call hf_burst.patch_model\(model\)"):
+    with pytest.raises(ConfigError, match=r"the trainer.s is not\. Call patch_model"):
         trainer.train()
 
 

@@ -110,8 +110,8 @@ class BurstParallelismConfig(ParallelismConfig):
         self._agree(world, device_type, shards)
         self._sizes[CP_DIM] = self.burst_size
         mesh = super().build_device_mesh(device_type)
-        if mesh is not None:
-            _share_time_limit(mesh)
+        for name in (mesh and mesh.mesh_dim_names) or ():  # torch would use its default time limit
+            set_timeout(ContextGroup.from_mesh(None).time_limit(torch.device(device_type)), mesh.get_group(name))
         if self.shares_sequences:
             _warn_of_places(world, self.burst_size)
         return mesh
@@ -152,13 +152,6 @@ def _warn_of_places(ranks: int, size: int) -> None:
     problem = misplaced(hosts, size)
     if problem and dist.get_rank() == 0:
         logger.warning("%s", problem)
-
-
-def _share_time_limit(mesh: DeviceMesh) -> None:
-    """Sets the time limit of all ranks (`ddp_timeout`) for the groups of a mesh; torch would use its default."""
-    limit = ContextGroup.from_mesh(None).time_limit(torch.device(mesh.device_type))
-    for name in mesh.mesh_dim_names or ():
-        set_timeout(limit, mesh.get_group(name))
 
 
 class _Shared:

@@ -162,7 +162,7 @@ class FirstRank:
             yield
         finally:
             patch.together = None
-            vars(base).pop("generate", None)
+            del base.generate
             if before is not None:
                 base.generate = before
 

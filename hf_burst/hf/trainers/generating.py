@@ -1,13 +1,8 @@
 """TRL's trainers that generate what they learn from (GRPO, RLOO): to them, a group of ranks is one process.
 
-All ranks of a group run the trainer with the same rows and random numbers, except for the steps that call users' code:
-
-| a step of GRPO | the first rank of a group | the others |
-|---|---|---|
-| environments are made and reset | calls them | receive what is added to the prompts |
-| `_generate`: the model, vLLM, `rollout_func`, tools | runs it | receive its result; join what generates |
-| `_calculate_rewards` | runs it | receive rewards and logs; join reward models |
-| log-probabilities, advantages, shuffles, the loss | computes | compute the same |
+All ranks of a group run the trainer with the same rows and random numbers. The first one runs `_generate` (the model,
+vLLM, `rollout_func`, tools), `_calculate_rewards` and the `reset` of environments for all. The others receive results
+and logs, and join what generates, and reward models. All compute log-probabilities, advantages, shuffles and the loss.
 
 TRL's gathers over processes become gathers over groups: `gather`, `gather_object` and `broadcast_object_list` in its
 modules are replaced during a step, because these functions of accelerate use no accelerator object.

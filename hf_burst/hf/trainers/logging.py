@@ -71,13 +71,9 @@ class BurstCallback(TrainerCallback):
         callbacks = self.trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)
-        trained: Any = self.trainer.model
-        model = find_inside(trained, PATCH)
+        model = find_inside(self.trainer.model, PATCH)
         if model is None:
-            raise ConfigError(
-                "BurstCallback watches models that hf_burst has patched, and the trainer's is not. Call "
-                "hf_burst.patch_model(model) before the trainer is made."
-            )
+            raise ConfigError("BurstCallback watches patched models, and the trainer's is not. Call patch_model first.")
         self.size: Any = None
         try:
             self.size = model_size(type(model), model.config)
@@ -140,9 +136,9 @@ class BurstCallback(TrainerCallback):
         if not module.training or not torch.is_grad_enabled() or self.patch.run is None:
             return
         layout = self.patch.run.batch.layout
-        self.tokens += tokens_of(layout)
         self.given += given_tokens(layout)
-        self.pairs += pairs_of(layout, self.size.patterns) if self.size else 0.0
+        if self.size:
+            self.flops += self.size.flops(tokens_of(layout), pairs_of(layout, self.size.patterns), self.trained)
         self.imbalance += layout.imbalance
         self.passes += 1
         if not self.warned and self.trainer.is_world_process_zero():
@@ -155,8 +151,8 @@ class BurstCallback(TrainerCallback):
 
     def _reset(self) -> None:
         """Resets the sums of a log."""
-        self.passes = self.tokens = self.given = 0
-        self.pairs = self.imbalance = self.seconds = 0.0
+        self.passes = self.given = 0
+        self.flops = self.imbalance = self.seconds = 0.0
         self.clock = None
 
     def _look(self) -> None:
@@ -165,10 +161,9 @@ class BurstCallback(TrainerCallback):
 
     def _numbers(self) -> dict[str, float]:
         """Returns a log's numbers, combined over all ranks."""
-        flops = self.size.flops(self.tokens, self.pairs, self.trained) if self.size else 0.0
         exchange = -1.0 if self.clock is None else self.clock.seconds()
         device = self.trainer.args.device
-        work = [self.given / self.group.size, flops / self.group.size]
+        work = [self.given / self.group.size, self.flops / self.group.size]
         mine = [*work, self.seconds, peak_memory(device), self.imbalance / self.passes]
         every = self.trainer.accelerator.gather(torch.tensor([[*mine, exchange]], dtype=torch.float64, device=device))
         tokens_each, flops_each, *_ = every.mean(0).tolist()

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Mapping, Sized
 from contextlib import suppress
 from fnmatch import fnmatch
-from math import prod
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile, is_zipfile
@@ -163,7 +162,7 @@ class BurstResume(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
         """Compares batches and data with those of the checkpoint."""
         rows = _gather(rows_of(getattr(train_dataloader, "dataset", None)))[0]
-        self.began = {**batch_of(args), "rows": rows}
+        self.began = {"sequences": sequences_of(args), "rows": rows}
         self.finished = 0 < state.max_steps <= state.global_step
         if state.global_step:
             self._compare(f"The checkpoint of step {state.global_step:,} was trained", recorded(state))
@@ -180,9 +179,9 @@ class BurstResume(TrainerCallback, ExportableState):
             return
         if before["sequences"] != now["sequences"]:
             raise ConfigError(
-                f"{said} with {before['sequences']} sequences a step ({before['factors']}), and this run has "
-                f"{now['sequences']} ({now['factors']}): its data and learning rates would be others. Set these, or "
-                "burst_size, to the same product."
+                f"{said} with {before['sequences']} sequences a step, and this run has {now['sequences']}",
+                "its data and learning rates would be others",
+                "Set per_device_train_batch_size x groups x gradient_accumulation_steps to the same product",
             )
         if None in (before["rows"], now["rows"]) or before["rows"] == now["rows"]:
             return
@@ -215,17 +214,12 @@ class BurstResume(TrainerCallback, ExportableState):
     on_epoch_end = on_step_end
 
 
-def batch_of(args: Any) -> dict[str, Any]:
-    """Returns the number of sequences per optimizer step, and its factors as text."""
+def sequences_of(args: Any) -> int:
+    """Returns the number of sequences per optimizer step."""
     mesh = args.parallelism_config
     size = (mesh.burst_size or args.world_size) if isinstance(mesh, BurstParallelismConfig) else 1
-    factors = {
-        "per_device_train_batch_size": args.per_device_train_batch_size,
-        "groups": 1 if args.accelerator_config.split_batches else args.world_size // size,  # one batch for all
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-    }
-    words = " x ".join(f"{name} {value}" for name, value in factors.items())
-    return {"sequences": prod(factors.values()), "factors": words}
+    groups = 1 if args.accelerator_config.split_batches else args.world_size // size  # split: one batch for all
+    return int(args.per_device_train_batch_size * groups * args.gradient_accumulation_steps)
 
 
 def rows_of(data: Any) -> str | None:
