@@ -647,7 +647,7 @@ WRONG: dict[str, tuple[Run, type[Exception], str]] = {
     "rollouts by an engine over ranks": (
         Run(options=COLOCATED | {"vllm_tensor_parallel_size": 2}),
         ConfigError,
-        "rollout_func beside vllm_tensor_parallel_size=2",
+        "vllm_tensor_parallel_size=2 beside burst_size=2",
     ),
     "a reward that fails": (Run(options={"given": failing_reward}), RankMismatchError, "no reward today"),
     "what cannot be told": (

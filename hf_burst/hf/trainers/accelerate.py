@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.data_loader import get_sampler
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, recursively_apply
 from accelerate.utils.deepspeed import DummyScheduler
 from torch import nn
@@ -189,9 +189,7 @@ class _Shared:
             _check_patched(item, self.size)
         return Accelerator.prepare(self.accelerator, *args, **kwargs)
 
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> Any:
+    def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         if self.generating is not None and getattr(self.trainer, "ref_model", None) is model:
             patch_as(self.trainer.model, model)
         if self.distilling is not None and evaluation_mode:
@@ -259,9 +257,7 @@ class _Shared:
             recursively_apply(_check_not_sharded, tensors)
         return gather_first_ranks(self.accelerator, self.size, tensors)
 
-    @property
-    def gradient_state(self) -> GradientState:
-        return self.accelerator.gradient_state
+    gradient_state = property(lambda self: self.accelerator.gradient_state)
 
 
 def _step(prepared: AcceleratedScheduler, batches: int, *args: Any, **kwargs: Any) -> None:
@@ -274,9 +270,9 @@ def _step(prepared: AcceleratedScheduler, batches: int, *args: Any, **kwargs: An
 def _check_not_sharded(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.ndim > 1:
         raise BatchError(
-            f"gather_for_metrics was given a tensor of shape {tuple(tensor.shape)} after a batch that arrived sharded: "
-            "it holds this rank's tokens only. For predict() and compute_metrics give the model full batches (no "
-            "BurstCollator): their outputs are put together."
+            f"gather_for_metrics was given a tensor of shape {tuple(tensor.shape)} of a batch that arrived sharded",
+            "it holds this rank's tokens only",
+            "For predict() and compute_metrics give the model full batches (no BurstCollator)",
         )
     return tensor
 
@@ -339,7 +335,6 @@ def _check_offline(data_loader: DataLoader) -> None:
         raise ConfigError(
             "The trainer generates what it learns from",
             "the ranks that share a sequence would generate different ones",
-            f"Take {' or '.join(names)}, or a class of your own that inherits from one; to learn from a teacher, "
-            "take TRL's GKDTrainer, or hf_burst.token_divergences in a loss of your own. Or use this trainer without "
-            "BurstParallelismConfig and patch_model",
+            f"Take {' or '.join(names)}, or your own class of one; to learn from a teacher, take TRL's GKDTrainer, or "
+            "hf_burst.token_divergences. Or leave BurstParallelismConfig and patch_model out",
         )

@@ -10,7 +10,7 @@ modules are replaced during a step, because these functions of accelerate use no
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -112,8 +112,7 @@ class GroupTraining:
         with self.names_of_groups(), self.first.answering(self.trainer.model):
             found = method(*args, **kwargs)
         sums = {"advantages": sum_of_bits(found["advantages"])}
-        advice = {"advantages": _OVERRIDES}
-        self.group.agree({}, None, self.real.device, 0, sums, advice, "a step on completions")
+        self.group.agree({}, None, self.real.device, 0, sums, {"advantages": _OVERRIDES}, "a step on completions")
         return found
 
     def compute_loss(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -124,21 +123,16 @@ class GroupTraining:
     @contextmanager
     def names_of_groups(self) -> Iterator[None]:
         """Replaces accelerate's collectives in the trainer's modules by those over groups while its own code runs."""
-        swapped = [
-            (module, name)
-            for module in filter(None, map(sys.modules.get, self.modules))
-            for name in ("gather", "gather_object", "broadcast_object_list")
-            if vars(module).get(name) is getattr(accelerate.utils, name)
-        ]
-        for module, name in swapped:
-            setattr(module, name, getattr(self.groups, name))
-        self.trainer.accelerator = self.groups
-        try:
+        with ExitStack() as after:
+            for module in filter(None, map(sys.modules.get, self.modules)):
+                for name in ("gather", "gather_object", "broadcast_object_list"):
+                    stock = getattr(accelerate.utils, name)
+                    if vars(module).get(name) is stock:
+                        setattr(module, name, getattr(self.groups, name))
+                        after.callback(setattr, module, name, stock)
+            self.trainer.accelerator = self.groups
+            after.callback(setattr, self.trainer, "accelerator", self.real)
             yield
-        finally:
-            self.trainer.accelerator = self.real
-            for module, name in swapped:
-                setattr(module, name, getattr(accelerate.utils, name))
 
     def ask_engine(self, method: Callable[..., Any], prompts: Any, images: Any, **settings: Any) -> Any:
         """Returns vLLM's answers to the first rank. The others join an engine beside the trainer, which may lie over
@@ -261,16 +255,10 @@ def _check_settings(trainer: Any, size: int) -> None:
             "Leave it out: completions are then generated over the ranks",
         ),
         (
-            beside and size % parts,
+            beside and (size % parts or (parts > 1 and getattr(trainer, "rollout_func", None) is not None)),
             f"vllm_tensor_parallel_size={parts} beside burst_size={size}",
-            "an engine that lies over several groups would mix up their prompts",
-            f"Set it to {size}, by which all ranks of a group generate, or to a divisor",
-        ),
-        (
-            beside and parts > 1 and getattr(trainer, "rollout_func", None) is not None,  # RLOO has none
-            f"rollout_func beside vllm_tensor_parallel_size={parts}",
-            "the other ranks would not take part in what it asks the engine",
-            "Leave vllm_tensor_parallel_size at 1, or take vllm_mode='server'",
+            "an engine over several groups would mix up their prompts, and rollouts ask it from one rank",
+            f"With rollout_func leave it at 1, or take vllm_mode='server'. Else set it to {size}, or to a divisor",
         ),
     )
     rows = settings.per_device_train_batch_size * settings.steps_per_generation
