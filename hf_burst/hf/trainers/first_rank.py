@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
@@ -167,12 +167,7 @@ class FirstRank:
                 base.generate = before
 
     def answer(
-        self,
-        model: nn.Module,
-        base: Any,
-        inputs: Tensor | None = None,
-        generation_config: GenerationConfig | None = None,
-        **kwargs: Any,
+        self, model: nn.Module, base: Any, inputs: Any = None, generation_config: Any = None, **kwargs: Any
     ) -> Any:
         """Returns a model's answers (`base` is the patched model inside it), without dropout. For unsupported
         arguments, each rank generates alone with the first rank's random numbers."""
@@ -200,11 +195,8 @@ def _each_once(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
     once = {name: value[::copies] for name, value in given.items() if isinstance(value, Tensor)}
     repeated = {"num_return_sequences": copies}
     config = given.get("generation_config")
-    return {
-        **given,
-        **once,
-        **(repeated if config is None else {"generation_config": with_settings(config, **repeated)}),
-    }
+    settings = repeated if config is None else {"generation_config": with_settings(config, **repeated)}
+    return given | once | settings
 
 
 def _unpacked(written: bytes, device: torch.device) -> Any:

@@ -31,10 +31,7 @@ from ..generation.settings import with_settings
 from .first_rank import FirstRank, gather_first_ranks, patch_as, wrap_steps
 
 _LOGGED = ("_metrics", "_pending_extra_logs", "_pending_metrics", "_last_loaded_step")  # in the steps of the first rank
-_OVERRIDES = (
-    "Methods that your class of the trainer overrides run on all ranks of a group, except for _generate and "
-    "_calculate_rewards: have them compute the same there."
-)
+_OVERRIDES = "Methods that your class of the trainer overrides run on all ranks: have them compute the same there."
 _LOSS = ("compute_loss", "generalized_jsd_loss")  # of GKD
 _READ = ("input_ids", "attention_mask", "labels")
 
@@ -46,14 +43,13 @@ class GroupTraining:
         wrap_steps(trainer, _prepare_inputs=self.prepare_inputs, compute_loss=self.compute_loss)
         wrap_steps(trainer, _generate=self.on_first, _calculate_rewards=self.on_first)
         _check_settings(trainer, size)
-        settings = trainer.args
         self.trainer, self.real = trainer, accelerator
         self.group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
         self.first = FirstRank(self.group, accelerator.device)
         self.groups = Groups(accelerator, size, self.first)
         self.ready = False
-        rows = settings.per_device_train_batch_size * settings.steps_per_generation
-        settings.generation_batch_size = rows * self.groups.num_processes
+        rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+        trainer.args.generation_batch_size = rows * self.groups.num_processes
         own = {kind.__module__ for kind in type(trainer).__mro__ if issubclass(kind, Trainer)} - {Trainer.__module__}
         self.modules = {*own, "trl.generation.vllm_generation"}
 
@@ -63,7 +59,7 @@ class GroupTraining:
             return
         self.ready = True
         trainer = self.trainer
-        if trainer.ref_model is not None:  # FSDP and DeepSpeed have already wrapped it
+        if trainer.ref_model is not None:  # FSDP has already wrapped it
             patch_as(trainer.model, self.real.unwrap_model(trainer.ref_model))
         trainer.reward_funcs = [
             _Judge(self.first, f"reward model {number}", judge) if isinstance(judge, nn.Module) else judge
@@ -164,12 +160,7 @@ class Distillation:
         patch_as(self.trainer.model, teacher)
 
     def compute_loss(
-        self,
-        method: Callable[..., Any],
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | None = None,
+        self, method: Any, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Returns the loss of a batch. `Trainer` has counted its tokens once per rank of the group."""
         trainer, items = self.trainer, num_items_in_batch
