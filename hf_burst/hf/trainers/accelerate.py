@@ -316,7 +316,6 @@ def _check_placed(model: nn.Module, evaluates: bool, generates: bool) -> None:
 
 
 def _refuse_other_sizes(sizes: Mapping[str, int]) -> None:
-    """Raises for other sequence parallelism, and for tensor parallelism."""
     for name, size in sizes.items():
         if size > 1:
             raise ConfigError(

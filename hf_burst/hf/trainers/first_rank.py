@@ -201,5 +201,8 @@ def _each_once(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
 
 def _unpacked(written: bytes, device: torch.device) -> Any:
     """Restores the objects, with GPU tensors on this rank's device."""
-    read = io.BytesIO(written)
-    return torch.load(read, lambda held, place: held if place == "cpu" else held.to(device=device), weights_only=False)
+
+    def place(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else storage.to(device=device)
+
+    return torch.load(io.BytesIO(written), place, weights_only=False)

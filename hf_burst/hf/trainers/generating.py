@@ -112,7 +112,6 @@ class GroupTraining:
         return found
 
     def compute_loss(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns the loss, with metrics over groups."""
         with self.names_of_groups():
             return method(*args, **kwargs)
 
@@ -235,7 +234,6 @@ class _Judge(nn.Module):
 
 
 def _check_settings(trainer: Any, size: int) -> None:
-    """Raises for settings with which a group of ranks cannot act as one process."""
     settings, parts = trainer.args, trainer.vllm_tensor_parallel_size
     beside = trainer.use_vllm and trainer.vllm_mode == "colocate"
     ConfigError.refuse(

@@ -71,7 +71,8 @@ class BurstCallback(TrainerCallback):
         callbacks = self.trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)
-        model = find_inside(self.trainer.model, PATCH)
+        trained: Any = self.trainer.model
+        model = find_inside(trained, PATCH)
         if model is None:
             raise ConfigError("BurstCallback watches patched models, and the trainer's is not. Call patch_model first.")
         self.size: Any = None

@@ -215,7 +215,6 @@ class BurstResume(TrainerCallback, ExportableState):
 
 
 def sequences_of(args: Any) -> int:
-    """Returns the number of sequences per optimizer step."""
     mesh = args.parallelism_config
     size = (mesh.burst_size or args.world_size) if isinstance(mesh, BurstParallelismConfig) else 1
     groups = 1 if args.accelerator_config.split_batches else args.world_size // size  # split: one batch for all
