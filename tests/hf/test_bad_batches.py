@@ -501,7 +501,7 @@ def two_groups(rank: int, size: int) -> None:
         (shards_drift_apart, RankMismatchError, "content"),
         (gradients_on_one_rank, RankMismatchError, "gradients: rank 0 has True, rank 1 has False"),
         (negative_items, BatchError, "num_items_in_batch is -1"),
-        (mesh_that_does_not_fit, ConfigError, "burst_size=4.*4 ranks, but 2 were launched"),
+        (mesh_that_does_not_fit, ConfigError, "burst_size=4.*4 ranks, and 2 launched"),
         (two_groups, ConfigError, "Two groups are named"),
     ],
 )
@@ -578,7 +578,7 @@ def test_data_parallel_in_one_process_is_refused() -> None:
 def test_a_single_process_in_the_place_of_several_is_told_of_the_launcher() -> None:
     """`accelerate launch --num_processes 2` starts one where accelerate's default config says so."""
     reset_accelerate()
-    with pytest.raises(ConfigError, match=r"burst_size=2.* is 2 ranks, but 1 was launched.*: add --multi_gpu"):
+    with pytest.raises(ConfigError, match=r"burst_size=2.* is 2 ranks, and 1 launched.* --multi_gpu"):
         Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig(burst_size=2))
     reset_accelerate()
 

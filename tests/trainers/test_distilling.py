@@ -19,7 +19,7 @@ import hf_burst
 from hf_burst.errors import ConfigError
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts import head
-from hf_burst.hf.trainers.distilling import Distillation
+from hf_burst.hf.trainers.generating import Distillation
 from tests.support import models, trainers
 from tests.support.ranks import RankError, RankPool, reset_accelerate
 
@@ -120,7 +120,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def learn(rank: int, size: int, folder: str, run: Run, limit: float = head.LOGITS_LIMIT_GIB) -> dict[str, Any]:
-    over_ranks = mock.patch("hf_burst.hf.trainers.answering.generate", wraps=hf_burst.generate)
+    over_ranks = mock.patch("hf_burst.hf.trainers.first_rank.generate", wraps=hf_burst.generate)
     sharded = bool(run.options.get("fsdp"))
     with (
         mock.patch.object(Trainer, CREATE.__name__, as_gpus if sharded else CREATE),
@@ -227,10 +227,7 @@ def test_other_trainers_with_a_teacher_are_refused(ranks: Ranks, tmp_path: Path,
         assert pytest.RaisesExc(ConfigError, match="take TRL's GKDTrainer, or hf_burst.token_diverg").matches(error)
 
 
-def test_what_was_not_compared_is_refused() -> None:
-    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED)
-    with pytest.raises(ConfigError, match="under DeepSpeed"):
-        Distillation(SimpleNamespace(), accelerator, 2)
-    accelerator.distributed_type = DistributedType.MULTI_CPU
-    with pytest.raises(ConfigError, match="has no compute_loss, generalized_jsd_loss"):
-        Distillation(SimpleNamespace(), accelerator, 2)
+def test_trainers_of_another_trl_are_refused() -> None:
+    other: Any = SimpleNamespace(compute_loss=dict)
+    with pytest.raises(ConfigError, match="has no generate_on_policy_outputs: its steps are not those of TRL"):
+        Distillation(other, SimpleNamespace(), 2)

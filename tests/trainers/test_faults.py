@@ -145,10 +145,10 @@ def see(rank: int, size: int, folder: str, mine: str = "") -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("cut_off", [False, True])
-def test_a_checkpoint_without_a_random_state_is_taken_if_none_is_whole(
+def test_a_checkpoint_without_a_random_state_is_taken(
     ranks: Ranks, checkpoint: Path, tmp_path: Path, cut_off: bool
 ) -> None:
-    """As where rank 0 has removed the earlier one, and another rank died before it wrote its state, or while it did."""
+    """As where a rank died before it wrote its state, or while it did."""
     for step in (2, 10):
         shutil.copytree(checkpoint, tmp_path / f"all/checkpoint-{step}")
     last = tmp_path / "all/checkpoint-10"
@@ -157,16 +157,9 @@ def test_a_checkpoint_without_a_random_state_is_taken_if_none_is_whole(
         state.write_bytes(state.read_bytes()[:100])
     else:
         state.unlink()
-    missing = "Random states, and so dropout masks, are missing or cut off in checkpoint-10"
-    for number, earlier in ((2, "checkpoint-2"), (3, "checkpoint-2"), (2, "checkpoint-10")):
-        for path, said in ranks(number).run(see, str(tmp_path), "all")[:1]:
-            assert Path(path).name == earlier
-            assert f"{earlier} is taken. {missing}" in said
-        if number == 3:
-            shutil.rmtree(tmp_path / "all/checkpoint-2")
-    assert hf_burst.last_checkpoint(tmp_path / "all") == str(last)
     assert what_is_missing(last) is None
     assert not state.exists(), "Trainer would stop at it"
+    assert [path for path, _ in ranks(2).run(see, str(tmp_path), "all")] == [str(last)] * 2
 
 
 def test_files_that_are_no_part_of_a_checkpoint_are_not_read(checkpoint: Path, tmp_path: Path) -> None:
@@ -174,8 +167,6 @@ def test_files_that_are_no_part_of_a_checkpoint_are_not_read(checkpoint: Path, t
     (folder / "faiss.index.json").write_text("{}")
     (folder / "table.bin").write_text("of another program")
     assert what_is_missing(folder) is None
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
-    assert "model.safetensors.index.json is cut off (FileNotFoundError" in (what_is_missing(folder) or "")
 
 
 def test_configs_of_other_adapters_are_read(checkpoint: Path, tmp_path: Path) -> None:
@@ -194,11 +185,11 @@ def test_ranks_that_see_different_checkpoints_say_so(ranks: Ranks, checkpoint: P
 
 
 def test_hosts_that_keep_checkpoints_of_their_own(ranks: Ranks, checkpoint: Path, tmp_path: Path) -> None:
-    """`save_on_each_node`: each has the random states of its own ranks, none that of rank 0 at step 10."""
+    """`save_on_each_node`: each has the random states of its own ranks."""
     for rank in (0, 1):
-        for step in (4, 6, 8, 10):
+        for step in (4, 6, 8):
             shutil.copytree(checkpoint, tmp_path / f"{rank}/checkpoint-{step}")
-            (tmp_path / f"{rank}/checkpoint-{step}/rng_state_{0 if step == 10 else 1 - rank}.pth").unlink()
+            (tmp_path / f"{rank}/checkpoint-{step}/rng_state_{1 - rank}.pth").unlink()
     assert [Path(path).name for path, _ in ranks(2).run(see, str(tmp_path))] == ["checkpoint-8"] * 2
     (tmp_path / "1/checkpoint-8/optimizer.pt").unlink()
     (tmp_path / "0/checkpoint-6/model.safetensors").write_bytes(b"")
@@ -242,7 +233,6 @@ def test_a_batch_that_is_split_has_one_group(tmp_path: Path) -> None:
         callback = hf_burst.BurstResume()
         with mock.patch.object(TrainingArguments, "world_size", 4):
             callback.on_train_begin(args, TrainerState(), None, model=make_model("llama"))
-        assert f" x groups {groups} x " in callback.began["factors"]
         assert callback.began["sequences"] == 4 * groups * 2
 
 
@@ -349,10 +339,9 @@ def test_another_global_batch_is_an_error(ranks: Ranks, checkpoint: Path, tmp_pa
         ranks(number).run(resumed_with, folder, Case(data=number, burst=1), {"per_device_train_batch_size": 1})
     for error in caught.value.errors:
         assert isinstance(error, ConfigError)
-        assert "step 1 was trained with 4 sequences a step (per_device_train_batch_size 2 x groups 1 x grad" in str(
-            error
-        )
-        assert f"this run has {2 * number} (per_device_train_batch_size 1 x groups {number} x gradient_a" in str(error)
+        said = f"step 1 was trained with 4 sequences a step, and this run has {2 * number}: its data and learning"
+        assert said in str(error)
+        assert "x groups x" in str(error)
 
 
 def resumed_with(rank: int, size: int, folder: str, case: Case, options: dict[str, Any]) -> dict[str, Any]:
@@ -433,12 +422,11 @@ def test_sharded_checkpoints_of_fsdp2(ranks: Ranks, tmp_path: Path, before: Case
     """SHARDED_STATE_DICT, by torch's distributed checkpoints."""
     wanted = ranks(before.ranks).run(resumed_with, str(tmp_path / "whole"), before, SHARDED)[0]
     folder = copy(tmp_path / "whole", tmp_path / "again", 4)
-    part = max(Path(folder).rglob("optimizer_0/*.distcp"), key=lambda file: file.stat().st_size)
-    for file, problem in ((part, f"(EOFError: {part.name} is too short)"), (part.parent / ".metadata", "(")):
-        content = file.read_bytes()
-        file.write_bytes(content[: len(content) // 2])
-        assert f"optimizer_0/.metadata is cut off {problem}" in (what_is_missing(part.parents[1]) or "")
-        file.write_bytes(content)
+    table = next(Path(folder).rglob("optimizer_0/.metadata"))  # which torch writes last
+    content = table.read_bytes()
+    table.unlink()
+    assert what_is_missing(table.parents[1]) == "it has no optimizer"
+    table.write_bytes(content)
     for found in ranks(after.ranks).run(resumed_with, folder, after, SHARDED):
         assert found["start"] == "checkpoint-4"
         for key in KEYS:

@@ -27,7 +27,8 @@ from transformers.generation.streamers import BaseStreamer
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError
 from hf_burst.hf.groups import PATCH
-from hf_burst.hf.trainers import answering, first_rank, generating
+from hf_burst.hf.trainers import accelerate as hf_accelerate
+from hf_burst.hf.trainers import first_rank, generating
 from hf_burst.hf.trainers.first_rank import FirstRank
 from hf_burst.hf.trainers.generating import Groups, GroupTraining
 from hf_burst.ranks.group import ContextGroup
@@ -45,15 +46,15 @@ G = 2  # completions of a prompt
 OWN = ("time", "runtime", "per_second")
 
 
-GENERATE = mock.patch("hf_burst.hf.trainers.answering.generate", wraps=hf_burst.generate)
+GENERATE = mock.patch("hf_burst.hf.trainers.first_rank.generate", wraps=hf_burst.generate)
 ALONE = {"vllm_tensor_parallel_size": 1, "fsdp": None, "fsdp_config": None}  # what a single process has instead
 CREATE = Trainer.create_accelerator_and_postprocess
 
 
 def test_tensors_of_another_gpu_are_told() -> None:
     with mock.patch("torch.serialization.location_tag", return_value="cuda:1"):
-        written = FirstRank(ContextGroup(), torch.device("cpu"))._packed("", ({"rewards": torch.arange(3.0)},))
-    _, (told,) = first_rank._unpacked(written, torch.device("cpu"))
+        written = FirstRank(ContextGroup(), torch.device("cpu"))._packed("", ({"rewards": torch.arange(3.0)},), {})
+    _, (told,), _ = first_rank._unpacked(written, torch.device("cpu"))
     assert torch.equal(told["rewards"], torch.arange(3.0)), "on this rank's device"
 
 
@@ -397,7 +398,7 @@ def roll_out_by_threads(prompts: list[str], trainer: Any) -> dict[str, Any]:
         assert under_way.wait(60)
         return answer(prompt)
 
-    under_way, generate, calls = threading.Event(), answering.generate, []
+    under_way, generate, calls = threading.Event(), first_rank.generate, []
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
@@ -407,7 +408,7 @@ def roll_out_by_threads(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
     if PATCH not in vars(trainer.model):  # a single process
         under_way.set()
-    with ThreadPoolExecutor(2) as threads, mock.patch.object(answering, "generate", noted):
+    with ThreadPoolExecutor(2) as threads, mock.patch.object(first_rank, "generate", noted):
         answers = [threads.submit(answer_late if place % 2 else answer, prompt) for place, prompt in enumerate(ids)]
         completions = [each.result() for each in answers]
     assert PATCH not in vars(trainer.model) or len(calls) == len(ids), "each by all ranks"
@@ -564,12 +565,6 @@ def reward_fails(completions: list[Any], **_: Any) -> list[float]:
     raise FloatingPointError("no reward today")
 
 
-def reward_fails_in_one_group(completions: list[Any], trainer_state: Any, **_: Any) -> list[float]:
-    if dist.get_rank() == 2 and trainer_state.global_step == 1:
-        raise FloatingPointError("no reward today")
-    return [0.0] * len(completions)
-
-
 def roll_out_strangely(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return roll_out(prompts, trainer) | {"tag": [lambda: 1 for _ in prompts]}
 
@@ -582,20 +577,6 @@ def roll_out_alone(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 def failing_reward() -> dict[str, Any]:
     return {"reward_funcs": [reward_fails]}
-
-
-def reward_that_fails_in_one_group() -> dict[str, Any]:
-    return {"reward_funcs": [reward_fails_in_one_group]}
-
-
-def roll_out_in_one_group(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    if dist.get_rank() == 0:
-        raise FloatingPointError("no rollout today")
-    return roll_out(prompts, trainer)
-
-
-def rollouts_that_fail_in_one_group() -> dict[str, Any]:
-    return {"rollout_func": roll_out_in_one_group}
 
 
 def strange_rollouts() -> dict[str, Any]:
@@ -666,7 +647,7 @@ WRONG: dict[str, tuple[Run, type[Exception], str]] = {
     "rollouts by an engine over ranks": (
         Run(options=COLOCATED | {"vllm_tensor_parallel_size": 2}),
         ConfigError,
-        "rollout_func beside vllm_tensor_parallel_size=2",
+        "vllm_tensor_parallel_size=2 beside burst_size=2",
     ),
     "a reward that fails": (Run(options={"given": failing_reward}), RankMismatchError, "no reward today"),
     "what cannot be told": (
@@ -687,22 +668,6 @@ WRONG: dict[str, tuple[Run, type[Exception], str]] = {
         "the others would not take part",
     ),
 }
-
-
-@pytest.mark.parametrize(
-    ("given", "first", "words"),
-    [(reward_that_fails_in_one_group, 2, "no reward today"), (rollouts_that_fail_in_one_group, 0, "no rollout today")],
-)
-def test_errors_of_one_group_are_those_of_all(
-    ranks: Ranks, tmp_path: Path, given: Callable[..., Any], first: int, words: str
-) -> None:
-    with pytest.raises(RankError) as caught:
-        ranks(4).run(learn, str(tmp_path), Run(groups=2, options={"given": given}))
-    for rank, error in enumerate(caught.value.errors):
-        assert isinstance(error, FloatingPointError if rank == first else RankMismatchError), (rank, error)
-        assert words in str(error)
-        assert rank // 2 == first // 2 or f"Group {first // 2} of the ranks met" in str(error)
-        assert rank == first or rank % 2 or "met FloatingPointError" in str(error)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -782,94 +747,46 @@ def test_the_first_rank_is_interrupted(ranks: Ranks, tmp_path: Path, name: str) 
     assert f"Rank 0 of the group stopped before any communication: {what}" in second[1]
 
 
-def use_tools(rank: int, size: int) -> list[str]:
-    """What a loop over tools meets that continues after errors, as TRL's, and then the next call of all ranks."""
-
-    def sum_up(first: int) -> str:
-        return f"{first}"
-
-    async def sum_up_late(first: int) -> str:
-        return f"{first}"
-
-    def show(first: int) -> list[Any]:
-        return [lambda: first]  # which cannot be sent
-
+def take_results(rank: int, size: int) -> list[Any]:
+    """What ranks have of functions of the first rank, of which some fail; `own` runs one alone within another."""
     group = FirstRank(ContextGroup.from_mesh(None), torch.device("cpu"))
-    tools, met = [group.once(tool, tool=True) for tool in (sum_up, sum_up_late, show)], list[str]()
-    for tool, given in (
-        (tools[0], {"first": 1}),
-        (tools[0], {}),
-        (tools[1], {}),
-        (tools[1], {"first": 2}),
-        (tools[2], {"first": 1}),
-    ):
+    group.calls["fail"] = lambda: 1 / 0
+
+    def goes_on() -> int:
+        with suppress(ZeroDivisionError):
+            group.together("fail")
+        return group.result(lambda: rank + 7, "own")
+
+    met: list[Any] = []
+    for run in (lambda: rank + 1, lambda: int("x"), lambda: lambda: 1, goes_on):
         try:
-            found = tool(**given)
-            met.append(asyncio.run(found) if asyncio.iscoroutine(found) else found)
+            met.append(group.result(run, "a step"))
         except Exception as problem:
             met.append(type(problem).__name__)
-    for following in (lambda: group.result(lambda: 1, "next"), lambda: group.together("next")):
-        try:
-            following()
-        except (BatchError, RankMismatchError) as problem:
-            met.append(type(problem).__name__)
+    assert not group.leads
     return met
 
 
-def test_errors_of_ranks_end_a_loop_over_tools(ranks: Ranks) -> None:
-    """Errors of tools are equal on all ranks; those of ranks are raised again, though the loop goes on after them."""
-    for found, error in zip(ranks(2).run(use_tools), ("BatchError", "RankMismatchError"), strict=True):
-        assert found == ["1", "ToolError", "ToolError", "2", error, error, error]
+def test_results_and_errors_are_those_of_the_first_rank(ranks: Ranks) -> None:
+    first, second = ranks(2).run(take_results)
+    assert first == [1, "ValueError", "BatchError", 7]
+    assert second == [1, "RankMismatchError", "RankMismatchError", 7]
 
 
-def cancel(rank: int, size: int) -> list[str]:
-    """Cancels the first of two overlapping calls on the first rank."""
-
-    async def wait(seconds: float) -> str:
-        await asyncio.sleep(seconds)
-        return f"{seconds}"
-
-    async def ask() -> list[Any]:
-        calls = [asyncio.ensure_future(tool(seconds)) for seconds in (60.0, 0.0)]
-        await asyncio.sleep(0.2 * (rank == 0))
-        if rank == 0:
-            calls[0].cancel()
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    group = FirstRank(ContextGroup.from_mesh(None), torch.device("cpu"))
-    tool = group.once(wait)
-    found = [each if isinstance(each, str) else type(each).__name__ for each in asyncio.run(ask())]
-    assert not group.leads
-    return found
-
-
-def test_a_cancelled_call_ends_on_all_ranks(ranks: Ranks) -> None:
-    first, second = ranks(2).run(cancel, timeout=30.0)
-    assert first == ["CancelledError", "0.0"]
-    assert second == ["RankMismatchError", "0.0"]
-
-
-def generate_alone(rank: int, size: int) -> tuple[list[str], list[list[int]], bool]:
-    """What the first rank sends of an answer with a cache, which is not served over ranks."""
+def generate_alone(rank: int, size: int) -> tuple[list[list[int]], bool]:
+    """An answer with a cache, which is not served over ranks."""
     model = hf_burst.patch_model(models.make_model("llama"))
-    group = answering.GroupGeneration(ContextGroup.from_mesh(None), torch.device("cpu"))
-    sent, packed = list[str](), group._packed
+    group = FirstRank(ContextGroup.from_mesh(None), torch.device("cpu"))
     settings = {"max_new_tokens": 3, "do_sample": True, "return_dict_in_generate": True}
-
-    def note(name: str, content: tuple[Any, ...]) -> bytes:
-        sent.append(type(content[0]).__name__)
-        return packed(name, content)
-
     torch.manual_seed(rank)
-    refuses = mock.patch.object(answering, "check", mock.Mock(side_effect=BatchError("not served")))
-    with refuses, mock.patch.object(group, "_packed", note), group.answering(model):
+    refuses = mock.patch.object(first_rank, "check", mock.Mock(side_effect=BatchError("not served")))
+    with refuses, group.answering(model):
         found = model.generate(torch.arange(2, 8)[None], **settings)
-    return sent, found.sequences.tolist(), found.past_key_values is not None
+    return found.sequences.tolist(), found.past_key_values is not None
 
 
-def test_answers_of_all_ranks_alone_send_tokens_only(ranks: Ranks) -> None:
-    (sent, tokens, cached), (others, same, also) = ranks(2).run(generate_alone)
-    assert (sent, others) == (["Tensor"], [])
+def test_answers_of_all_ranks_alone_are_those_of_the_first(ranks: Ranks) -> None:
+    (tokens, cached), (same, also) = ranks(2).run(generate_alone)
     assert tokens == same
     assert cached
     assert also
@@ -878,21 +795,25 @@ def test_answers_of_all_ranks_alone_send_tokens_only(ranks: Ranks) -> None:
 def test_a_model_that_is_not_patched_any_more() -> None:
     with (
         pytest.raises(ConfigError, match="takes a patched model"),
-        answering.GroupGeneration(ContextGroup(), torch.device("cpu")).answering(torch.nn.Linear(1, 1)),
+        FirstRank(ContextGroup(), torch.device("cpu")).answering(torch.nn.Linear(1, 1)),
     ):
         pass
 
 
-def test_deepspeed_is_refused() -> None:
+@pytest.mark.parametrize("role", ["generates", "distills"])
+def test_deepspeed_is_refused(role: str) -> None:
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED)
-    assert "not compared with one process under DeepSpeed" in next(generating._reasons(None, None, accelerator, 2))
+    with (
+        mock.patch.object(hf_accelerate, "trainer_role", return_value=role),
+        pytest.raises(ConfigError, match="under DeepSpeed: it was not compared with one process"),
+    ):
+        hf_accelerate._Shared(accelerator, 2)
 
 
 def test_trainers_of_another_trl_are_refused() -> None:
-    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU)
-    other = SimpleNamespace(**dict.fromkeys(generating._STEPS))
-    del other.reward_funcs
-    assert "has no reward_funcs: its steps are not those" in next(generating._reasons(other, None, accelerator, 2))
+    other: Any = SimpleNamespace(_prepare_inputs=dict, compute_loss=dict)
+    with pytest.raises(ConfigError, match="has no _generate: its steps are not those of TRL"):
+        GroupTraining(other, SimpleNamespace(), 2)
 
 
 class OtherLoss(GRPOTrainer):
@@ -912,22 +833,22 @@ def test_a_class_of_the_users(ranks: Ranks, tmp_path: Path) -> None:
     compare(ranks, tmp_path, Run(groups=2), learn_otherwise)
 
 
-class OwnRewards(GRPOTrainer):
-    """A class of the user's whose rewards differ by rank, as those of a judge that draws."""
+class OwnAdvantages(GRPOTrainer):
+    """A class of the user's whose advantages differ by rank, as those of a judge that draws."""
 
-    def _calculate_rewards(self, inputs: Any, prompts: list[Any], *_: Any) -> torch.Tensor:
-        rewards = torch.arange(float(len(prompts) * len(self.reward_funcs))) ** (1 + dist.get_rank())
-        return rewards.view(len(prompts), -1)
-
-
-def learn_from_own_rewards(rank: int, size: int, folder: str) -> None:
-    with mock.patch("trl.GRPOTrainer", OwnRewards):
-        learn(rank, size, folder, Run(options={"multi_objective_aggregation": "normalize_then_sum"}))
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        found = super()._generate_and_score_completions(inputs)
+        return found | {"advantages": found["advantages"] + dist.get_rank()}
 
 
-def test_rewards_that_differ_between_ranks_are_told(ranks: Ranks, tmp_path: Path) -> None:
+def learn_from_own_advantages(rank: int, size: int, folder: str) -> None:
+    with mock.patch("trl.GRPOTrainer", OwnAdvantages):
+        learn(rank, size, folder, Run())
+
+
+def test_advantages_that_differ_between_ranks_are_told(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
-        ranks(2).run(learn_from_own_rewards, str(tmp_path))
+        ranks(2).run(learn_from_own_advantages, str(tmp_path))
     for error in caught.value.errors:
         assert pytest.RaisesExc(RankMismatchError, match="advantages.*your class of the trainer overrides").matches(
             error
@@ -970,10 +891,6 @@ def called_by_ranks(self: Any, method: Callable[..., Any], *args: Any, **kwargs:
     return method(*args, **kwargs)
 
 
-def handed_to_ranks(self: FirstRank, function: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
-    return function
-
-
 OF_GROUPS, INIT = (Groups.gather, Groups.gather_object), GroupTraining.__init__
 FIRST = property(lambda self: 0, lambda self, value: None)
 UNEQUAL = {"scale_rewards": "batch"}
@@ -990,17 +907,17 @@ TRAPS: dict[str, tuple[Any, str, Any, Run]] = {
     ),
     "d: advantages of another rank": (Groups, "process_index", FIRST, Run(groups=2)),
     "e: duplicates in deviations": (Groups, "gather", doubled, Run(options=UNEQUAL)),
-    "f: rewards and rollouts on all ranks": (FirstRank, "once", handed_to_ranks, Run()),
+    "f: rewards and rollouts on all ranks": (GroupTraining, "on_first", called_by_ranks, Run()),
     "g: normalised by ranks": (GroupTraining, "__init__", normalised_by_ranks, Run(options=CISPO)),
     "h: duplicates in tables": (Groups, "gather_object", doubled_objects, Run()),
     "i: prompts of all ranks": (
         GroupTraining,
-        "ask_engine",
+        "on_first",
         called_by_ranks,
         Run(rollouts=False, options=SERVER),
     ),
     "j: engines of all ranks": (GroupTraining, "ask_engine", called_by_ranks, VLLM["colocated"]),
-    "l: whole prompts on a rank": (answering, "check", mock.Mock(side_effect=BatchError), RUNS["2 x 2, generated"]),
+    "l: whole prompts on a rank": (first_rank, "check", mock.Mock(side_effect=BatchError), RUNS["2 x 2, generated"]),
 }
 
 
@@ -1020,6 +937,6 @@ def test_traps_are_noticed(ranks: Ranks, tmp_path: Path, trap: str) -> None:
 def test_prompts_with_images_in_a_list_are_not_given_once() -> None:
     model = models.make_model("llama")
     given = {"input_ids": torch.ones(4, 3, dtype=torch.long), "do_sample": True}
-    assert len(answering._each_once(model, given)["input_ids"]) == 1
+    assert len(first_rank._each_once(model, given)["input_ids"]) == 1
     given["pixel_values"] = [torch.ones(3, 2, 2)] * 4
-    assert len(answering._each_once(model, given)["input_ids"]) == 4
+    assert len(first_rank._each_once(model, given)["input_ids"]) == 4

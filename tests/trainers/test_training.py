@@ -26,7 +26,6 @@ from transformers import (
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError
 from hf_burst.hf.parts import head
-from hf_burst.hf.trainers import accelerate as hf_accelerate
 from tests.support import models, trainers
 from tests.support.ranks import RankError, RankPool, reset_accelerate
 from tests.support.trainers import Case, make_trainer
@@ -259,19 +258,13 @@ def read_stream(rank: int, size: int, kind: str, dispatch: bool | None) -> list[
     return found
 
 
-@pytest.mark.parametrize("kind", ["torch", "datasets"])
+@pytest.mark.parametrize(("kind", "dispatch"), [("torch", None), ("torch", True), ("datasets", None)])
 @pytest.mark.parametrize("data", [1, 2])
-def test_a_raw_loop_over_an_iterable_dataset(ranks: Ranks, kind: str, data: int) -> None:
+def test_a_raw_loop_over_an_iterable_dataset(ranks: Ranks, kind: str, dispatch: bool | None, data: int) -> None:
+    """Each rank reads its batches, even where accelerate is asked to dispatch them."""
     rows = [row["input_ids"].tolist() for row in trainers.samples("padded")]
-    for rank, found in enumerate(ranks(2 * data).run(read_stream, kind, None)):
+    for rank, found in enumerate(ranks(2 * data).run(read_stream, kind, dispatch)):
         assert found == rows[rank // 2 :: data]
-
-
-def test_dispatched_batches_are_refused(ranks: Ranks) -> None:
-    with pytest.raises(RankError) as caught:
-        ranks(2).run(read_stream, "torch", True)
-    for error in caught.value.errors:
-        assert pytest.RaisesExc(ConfigError, match="dispatch_batches=True hands every rank").matches(error)
 
 
 def shuffle(rank: int, size: int, same: bool) -> list[int]:
@@ -334,30 +327,6 @@ def test_losses_on_the_logits(ranks: Ranks, tmp_path: Path, trainer: str, loss: 
         ranks(2).run(train_otherwise, str(tmp_path), Case(trainer, explicit=True), loss)
     for error in caught.value.errors:
         assert pytest.RaisesExc(BatchError, match="labels were taken out of a sharded batch").matches(error)
-
-
-def squared_mean(outputs: Any, labels: torch.Tensor, **rest: Any) -> torch.Tensor:
-    return squared(outputs, labels)
-
-
-class SquaredMean(torch.nn.Module):
-    def forward(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
-        return squared(outputs, labels)
-
-
-def train_by_a_mean(rank: int, size: int, folder: str, case: Case, loss: Any) -> tuple[list[float], list[float], str]:
-    with mock.patch.object(hf_accelerate.logger, "warning") as warned:
-        found = trainers.finish(make_trainer(case, folder, compute_loss_func=loss, max_steps=1))
-    return found["losses"], found["norms"], str(warned.mock_calls)
-
-
-def test_a_loss_that_is_a_mean_is_warned_of(ranks: Ranks, tmp_path: Path) -> None:
-    """As many times too large as there are processes, as under DDP; what a signature does not tell is not known."""
-    *wanted, _ = train_by_a_mean(0, 1, str(tmp_path), Case().alone, squared_mean)
-    for loss, says in ((squared_mean, True), (SquaredMean(), False)):
-        for rank, (losses, norms, told) in enumerate(ranks(2).run(train_by_a_mean, str(tmp_path), Case(), loss)):
-            assert [*losses, *norms] == pytest.approx([2 * wanted[0][0], 2 * wanted[1][0]], rel=1e-6)
-            assert ("2 times as large" in told) == (says and rank == 0)
 
 
 def test_a_loss_that_mixes_tokens_names_what_is_served(ranks: Ranks, tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 """accelerate's mesh, data-parallel x context-parallel, by a subclass of its `ParallelismConfig`."""
 
-import inspect
 import logging
-import os
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,14 +12,13 @@ import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.data_loader import get_sampler
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, recursively_apply
 from accelerate.utils.deepspeed import DummyScheduler
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.trainer_utils import seed_worker
 
 from ...errors import BatchError, ConfigError
@@ -30,14 +28,11 @@ from ..admission import TRAINERS, trainer_role
 from ..callers import trainer_being_made
 from ..groups import PATCH, check_processes
 from ..parts.expert_ranks import weights_of_experts
-from ..view import inner_modules
-from .answering import patch_as, wrap_steps
-from .distilling import Distillation
-from .generating import GroupTraining
+from ..view import find_inside, inner_modules
+from .first_rank import gather_first_ranks, patch_as, wrap_steps
+from .generating import Distillation, GroupTraining
 
 logger = logging.getLogger(__name__)
-
-ALONE = " If you asked for more, accelerate's default config may say a single process: add --multi_gpu."
 
 
 @dataclass(repr=False)
@@ -115,37 +110,33 @@ class BurstParallelismConfig(ParallelismConfig):
         self._agree(world, device_type, shards)
         self._sizes[CP_DIM] = self.burst_size
         mesh = super().build_device_mesh(device_type)
-        if mesh is not None:
-            _share_time_limit(mesh)
+        for name in (mesh and mesh.mesh_dim_names) or ():  # torch would use its default time limit
+            set_timeout(ContextGroup.from_mesh(None).time_limit(torch.device(device_type)), mesh.get_group(name))
         if self.shares_sequences:
             _warn_of_places(world, self.burst_size)
         return mesh
 
     def _agree(self, world: int, device_type: str, shards: bool) -> None:
         """Raises on all ranks if ranks would build different meshes, which would hang, or an impossible one."""
-        names = ("burst_size", "dp_replicate_size", "dp_shard_size")
-        facts, error = {name: getattr(self, name) for name in names}, None
+        facts = {name: getattr(self, name) for name in ("burst_size", "dp_replicate_size", "dp_shard_size")}
+        sizes = " x ".join(f"{name}={size}" for name, size in facts.items())
+        error: ConfigError | None = None
         if self.total_size != world:
-            launched = f"{world} {'was' if world == 1 else 'were'} launched"
-            whence = f" (of {SIZE_VARIABLE})" if os.environ.get(SIZE_VARIABLE) == str(self.burst_size) else ""
             error = ConfigError(
-                f"burst_size={self.burst_size}{whence} x dp_replicate_size={self.dp_replicate_size} x "
-                f"dp_shard_size={self.dp_shard_size} is {self.total_size} ranks, but {launched}. Launch a "
-                "multiple of burst_size (accelerate launch --multi_gpu --num_processes N) or choose a burst_size that "
-                f"divides it.{ALONE if world == 1 else ''}"
+                f"{sizes} is {self.total_size} ranks, and {world} launched",
+                f"burst_size (or {SIZE_VARIABLE}) must divide them",
+                "Choose another one, or launch more: accelerate launch --multi_gpu --num_processes N",
             )
         elif shards and self.dp_replicate_size == world > 1:
             error = ConfigError(
-                f"dp_replicate_size={world} under FSDP2 gives each of {world} ranks a copy of the weights: FSDP2 has "
-                "nothing to shard. Launch without FSDP, or choose fewer copies, such as one a host."
+                f"dp_replicate_size={world} under FSDP2",
+                f"each of {world} ranks has a copy of the weights, so nothing is sharded",
+                "Launch without FSDP, or choose fewer copies, such as one a host",
             )
-        sizes = " x ".join(f"{name}={size}" for name, size in facts.items())
         advice = f"Launch every node with the same burst_size and {SIZE_VARIABLE}, and the same config of accelerate."
-        device = (
-            torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-        )
+        device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
         doing = f"the making of a mesh of {sizes}"
-        ContextGroup.from_mesh(None).agree(facts, error, device, advice=dict.fromkeys(names, advice), doing=doing)
+        ContextGroup.from_mesh(None).agree(facts, error, device, advice=dict.fromkeys(facts, advice), doing=doing)
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         """Tells a new accelerator about the groups. Skips accelerate's own check, because it refuses CPU processes."""
@@ -163,13 +154,6 @@ def _warn_of_places(ranks: int, size: int) -> None:
         logger.warning("%s", problem)
 
 
-def _share_time_limit(mesh: DeviceMesh) -> None:
-    """Sets the time limit of all ranks (`ddp_timeout`) for the groups of a mesh; torch would use its default."""
-    limit = ContextGroup.from_mesh(None).time_limit(torch.device(mesh.device_type))
-    for name in mesh.mesh_dim_names or ():
-        set_timeout(limit, mesh.get_group(name))
-
-
 class _Shared:
     """Overrides methods of one accelerator that must know that the `size` ranks of a group hold the same batch."""
 
@@ -177,7 +161,16 @@ class _Shared:
         self.accelerator, self.size = accelerator, size
         for name in ("prepare", "prepare_model", "prepare_data_loader", "prepare_scheduler", "gather_for_metrics"):
             setattr(accelerator, name, getattr(self, name))
+        self.trainer: Any = trainer_being_made()
+        trainer = self.trainer
+        role = trainer_role(type(trainer))
         if accelerator.distributed_type is DistributedType.DEEPSPEED:
+            if role is not None:
+                raise ConfigError(
+                    f"{type(trainer).__name__} over ranks that share sequences under DeepSpeed",
+                    "it was not compared with one process",
+                    "Launch it with DDP, or with FSDP2, which shards weights as ZeRO-3 does",
+                )
             config = accelerator.deepspeed_plugin.deepspeed_config
             tensors = config.get("tensor_parallel", {}).get("autotp_size", 1)
             sequences = config.get("sequence_parallel_size", 1)
@@ -186,9 +179,6 @@ class _Shared:
             members = accelerator.torch_device_mesh[CP_DIM].get_group()  # the only dimension that data loaders know
             mesh = DeviceMesh.from_group(members, accelerator.device.type, mesh_dim_names=("tp",))
             accelerator.state.ds_device_mesh = mesh
-        self.trainer: Any = trainer_being_made()
-        trainer = self.trainer
-        role = trainer_role(type(trainer))
         self.generating = GroupTraining(trainer, accelerator, size) if role == "generates" else None
         self.distilling = Distillation(trainer, accelerator, size) if role == "distills" else None
         if trainer is not None:
@@ -197,13 +187,9 @@ class _Shared:
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         for item in args:
             _check_patched(item, self.size)
-        if any(isinstance(item, torch.nn.Module) for item in args):
-            _warn_of_loss(self.trainer, self.accelerator)
         return Accelerator.prepare(self.accelerator, *args, **kwargs)
 
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> Any:
+    def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         if self.generating is not None and getattr(self.trainer, "ref_model", None) is model:
             patch_as(self.trainer.model, model)
         if self.distilling is not None and evaluation_mode:
@@ -213,10 +199,11 @@ class _Shared:
         return Accelerator.prepare_model(self.accelerator, model, device_placement, evaluation_mode)
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
-        _check_data_loader(data_loader, self.accelerator.dispatch_batches, self.generating is not None)
         if self.generating is not None:
             self.generating.begin()
-        self.accelerator.dataloader_config.dispatch_batches = False  # None would dispatch an IterableDataset
+        else:
+            _check_offline(data_loader)
+        self.accelerator.dataloader_config.dispatch_batches = False  # ranks of a group need the same batch
         seeded = data_loader.worker_init_fn
         if isinstance(seeded, partial) and seeded.func is seed_worker:  # workers of a group need the same seed
             group = self.accelerator.process_index // self.size
@@ -233,23 +220,20 @@ class _Shared:
         return tuple(map(self._step_by_group, Accelerator._prepare_deepspeed(self.accelerator, *args)))
 
     def _step_by_group(self, prepared: Any) -> Any:
-        """Wraps a scheduler: accelerate steps it once per process, but a group has only one batch."""
-        schedulers = self.accelerator._schedulers
-        if type(prepared) is AcceleratedScheduler:
-            groups = 1 if prepared.split_batches else self.accelerator.num_processes // self.size
-            schedulers[schedulers.index(prepared)] = prepared = GroupScheduler(prepared, groups)
+        """Changes a scheduler, which accelerate steps once per process, because a group has only one batch."""
+        if type(prepared) is AcceleratedScheduler and not prepared.split_batches:
+            prepared.split_batches = True  # its own step is then a single one
+            prepared.step = partial(_step, prepared, self.accelerator.num_processes // self.size)
         return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Counts each group once. Scalars (token counts) of sharded batches are the exception: every rank counts."""
-        sharded = self.holds_shards()
-        if sharded and isinstance(input_data, torch.Tensor) and input_data.ndim == 0:
+        if isinstance(input_data, torch.Tensor) and input_data.ndim == 0 and self.holds_shards():
             state, numbers = self.gradient_state, self.accelerator.gather(input_data)
             uneven = state.end_of_dataloader and state.remainder > 0
             return numbers[: state.remainder * self.size] if uneven else numbers
         try:
-            check = _check_not_sharded if sharded else torch.Tensor.detach
-            recursively_apply(check, input_data, error_on_other_type=True)
+            recursively_apply(torch.Tensor.detach, input_data, error_on_other_type=True)
         except TypeError:  # accelerate detects objects this way
             use_gather_object = True
         if use_gather_object and self.accelerator.process_index % self.size:
@@ -264,83 +248,45 @@ class _Shared:
     def evaluate(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs the evaluation loop, and counts each group once where Seq2SeqTrainer uses `Accelerator.gather`."""
         if self.trainer.gather_function == self.accelerator.gather:
-            self.trainer.gather_function = self.gather_evaluated
+            self.trainer.gather_function = self.gather
         return method(*args, **kwargs)
 
-    def gather_evaluated(self, tensors: Any) -> Any:
+    def gather(self, tensors: Any) -> Any:
+        """Gathers for `Accelerator.gather_for_metrics`."""
         if self.holds_shards():
             recursively_apply(_check_not_sharded, tensors)
-        return self.gather(tensors)
+        return gather_first_ranks(self.accelerator, self.size, tensors)
 
-    def gather(self, tensors: Any) -> Any:
-        """Gathers from the first rank of each group, for `Accelerator.gather_for_metrics`."""
-
-        def once(tensor: torch.Tensor) -> torch.Tensor:
-            rows = tensor.shape[0] if tensor.ndim else 1
-            return Accelerator.gather(self.accelerator, tensor).unflatten(0, (-1, self.size, rows))[:, 0].flatten(0, 1)
-
-        return recursively_apply(once, tensors)
-
-    @property
-    def gradient_state(self) -> GradientState:
-        return self.accelerator.gradient_state
+    gradient_state = property(lambda self: self.accelerator.gradient_state)
 
 
-class GroupScheduler(AcceleratedScheduler):
-    """A learning rate scheduler that steps once for each of the `batches` that all processes hold together."""
-
-    def __init__(self, prepared: AcceleratedScheduler, batches: int) -> None:
-        super().__init__(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, split_batches=True)
-        self.batches = batches
-        self.ends = not prepared.split_batches  # with split batches, accelerate steps beyond the last step
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        counted = self.step_with_optimizer and self.gradient_state.sync_gradients
-        for _ in range(self.batches if counted else 1):
-            last = getattr(self.scheduler, "total_steps", None) if counted and self.ends else None
-            if last is None or self.scheduler._step_count <= last:
-                super().step(*args, **kwargs)
-
-
-def _warn_of_loss(trainer: Any, accelerator: Accelerator) -> None:
-    """Warns if a user's loss ignores `num_items_in_batch`, because `Trainer` expects the loss to be divided by it."""
-    loss = getattr(trainer, "compute_loss_func", None)  # TRL's trainers with their own losses set a string
-    if not callable(loss) or not trainer.args.average_tokens_across_devices or not accelerator.is_main_process:
-        return
-    if "num_items_in_batch" not in inspect.signature(getattr(loss, "forward", loss)).parameters:
-        times = accelerator.num_processes
-        logger.warning(
-            "compute_loss_func has no argument num_items_in_batch, and Trainer multiplies its loss by the number of "
-            f"processes all the same: loss and gradients are {times} times as large, as they are under DDP. Divide a "
-            "sum over the batch by num_items_in_batch."
-        )
+def _step(prepared: AcceleratedScheduler, batches: int, *args: Any, **kwargs: Any) -> None:
+    """Steps a learning rate scheduler once for each of the `batches` that all processes hold together."""
+    for _ in range(batches if prepared.step_with_optimizer and prepared.gradient_state.sync_gradients else 1):
+        if prepared.scheduler._step_count <= getattr(prepared.scheduler, "total_steps", math.inf):
+            AcceleratedScheduler.step(prepared, *args, **kwargs)
 
 
 def _check_not_sharded(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.ndim > 1:
         raise BatchError(
-            f"gather_for_metrics was given a tensor of shape {tuple(tensor.shape)} after a batch that arrived sharded: "
-            "it holds this rank's tokens only. For predict() and compute_metrics give the model full batches (no "
-            "BurstCollator): their outputs are put together."
+            f"gather_for_metrics was given a tensor of shape {tuple(tensor.shape)} of a batch that arrived sharded",
+            "it holds this rank's tokens only",
+            "For predict() and compute_metrics give the model full batches (no BurstCollator)",
         )
     return tensor
 
 
 def _check_patched(item: Any, size: int, evaluates: bool = False) -> None:
     """Raises for an unpatched Transformers model that is trained or a language model. Other models that only assist,
-    such as reward models, may hold whole sequences."""
-    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES)
-    entries = [names for mapping in mappings for names in mapping.values()]
-    known = {name for names in entries for name in ([names] if isinstance(names, str) else names)}
-    modules = list(inner_modules(item)) if isinstance(item, nn.Module) else []
-    patched = {id(part) for module in modules if hasattr(module, PATCH) for part in inner_modules(module)}
-    for module in modules:
-        if not isinstance(module, PreTrainedModel) or id(module) in patched:
+    such as reward models, and those beside a patched model may hold whole sequences."""
+    if not isinstance(item, nn.Module) or find_inside(item, PATCH) is not None:
+        return
+    for module in inner_modules(item):
+        if not isinstance(module, PreTrainedModel):
             continue
-        language = known & {cls.__name__ for cls in type(module).__mro__}
         trained = not evaluates and any(parameter.requires_grad for parameter in module.parameters())
-        apart = patched.isdisjoint(map(id, inner_modules(module))) and (not patched or _reads_tokens(module))
-        if language or (trained and apart):
+        if trained or module.get_output_embeddings() is not None:
             raise ConfigError(
                 f"{type(module).__name__} is not patched, so each of the {size} ranks that share a sequence would hold "
                 "all of it. Call hf_burst.patch_model(model) before the model is prepared; DPOTrainer and KTOTrainer "
@@ -369,16 +315,7 @@ def _check_placed(model: nn.Module, evaluates: bool, generates: bool) -> None:
     )
 
 
-def _reads_tokens(model: PreTrainedModel) -> bool:
-    """Returns whether a model has token embeddings, unlike the image tower of a language model."""
-    try:
-        return isinstance(model.get_input_embeddings(), nn.Embedding)
-    except NotImplementedError:
-        return False
-
-
 def _refuse_other_sizes(sizes: Mapping[str, int]) -> None:
-    """Raises for other sequence parallelism, and for tensor parallelism."""
     for name, size in sizes.items():
         if size > 1:
             raise ConfigError(
@@ -388,25 +325,15 @@ def _refuse_other_sizes(sizes: Mapping[str, int]) -> None:
             )
 
 
-def _check_data_loader(data_loader: DataLoader, dispatch: bool | None, generates: bool) -> None:
-    """Raises for loaders whose batches may differ between the ranks of a group. Only a trainer that `generates` with
-    one process per group may use prompts."""
+def _check_offline(data_loader: DataLoader) -> None:
+    """Raises for a loader of prompts whose completions ranks of a group would generate differently."""
     collator = getattr(data_loader.collate_fn, "data_collator", data_loader.collate_fn)
     online = getattr(collator, "__module__", "").startswith("trl.") and getattr(collator, "__name__", "") == "identity"
-    names = [place.rpartition(".")[2] for place, role in TRAINERS.items() if role == "generates"]
-    ConfigError.refuse(
-        (
-            dispatch,
-            "dispatch_batches=True hands every rank a part of each batch",
-            "the ranks that share a sequence need the same one",
-            "Leave dispatch_batches out (Trainer: accelerator_config); it is then set to False",
-        ),
-        (
-            (online or type(get_sampler(data_loader)).__name__ == "RepeatSampler") and not generates,
+    if online or type(get_sampler(data_loader)).__name__ == "RepeatSampler":
+        names = [place.rpartition(".")[2] for place, role in TRAINERS.items() if role == "generates"]
+        raise ConfigError(
             "The trainer generates what it learns from",
             "the ranks that share a sequence would generate different ones",
-            f"Take {' or '.join(names)}, or a class of your own that inherits from one; to learn from a teacher, "
-            "take TRL's GKDTrainer, or hf_burst.token_divergences in a loss of your own. Or use this trainer without "
-            "BurstParallelismConfig and patch_model",
-        ),
-    )
+            f"Take {' or '.join(names)}, or your own class of one; to learn from a teacher, take TRL's GKDTrainer, or "
+            "hf_burst.token_divergences. Or leave BurstParallelismConfig and patch_model out",
+        )

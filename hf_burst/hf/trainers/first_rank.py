@@ -1,198 +1,140 @@
-"""Runs users' functions of a trainer on the first rank of a group, for all of its ranks.
+"""The first rank of a group runs users' code of a trainer (rewards, tools, rollouts) for all of its ranks.
 
-The other ranks wait for the result. If the function makes the model generate, they take part.
+The others wait for the result. If the code makes a model generate, they take part.
 """
 
-import asyncio
-import functools
-import inspect
 import io
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, update_wrapper
+from math import gcd
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
-from ...errors import BatchError
+from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
+from ..generation.generate import generate, same_random_numbers
+from ..generation.settings import check, copies_of, evaluating, patched, setting, with_settings
+from ..groups import PATCH
+from ..patch import patch_model
+from ..view import find_inside
 
 
-class ToolError(Exception):
-    """The error text of a tool on the first rank, which TRL shows to the model."""
+def patch_as(model: nn.Module, other: nn.Module) -> None:
+    """Patches a model that a trainer may have loaded itself, with the settings of the trained model."""
+    own = find_inside(model, PATCH)
+    if own is not None and isinstance(other, PreTrainedModel) and not hasattr(other, PATCH):
+        patch_model(other, getattr(own, PATCH).config)
+
+
+def wrap_steps(trainer: Any, **wrappers: Callable[..., Any]) -> None:
+    """Replaces methods of a trainer. Each wrapper gets the method before the arguments."""
+    for name, wrapper in wrappers.items():
+        method = getattr(trainer, name, None)
+        if method is None:
+            raise ConfigError(
+                f"{type(trainer).__name__} has no {name}",
+                "its steps are not those of TRL 1.16, with which groups of ranks were compared",
+                "Install trl==1.16.0",
+            )
+        setattr(trainer, name, update_wrapper(partial(wrapper, method), method))
+
+
+def gather_first_ranks(accelerator: Accelerator, size: int, tensors: Any) -> Any:
+    """Gathers from all ranks, and returns what the first rank of each group of `size` ranks has."""
+
+    def once(tensor: Tensor) -> Tensor:
+        rows = tensor.shape[0] if tensor.ndim else 1
+        return Accelerator.gather(accelerator, tensor).unflatten(0, (-1, size, rows))[:, 0].flatten(0, 1)
+
+    return recursively_apply(once, tensors)
 
 
 class FirstRank:
-    """The first rank of a group, from the view of all ranks.
-
-    Args:
-        group ([`ContextGroup`]): The group.
-        device (`torch.device`): The device for communication.
-    """
+    """The first rank of a group, from the view of all ranks."""
 
     def __init__(self, group: ContextGroup, device: torch.device) -> None:
         self.group, self.device = group, device
-        self.calls: dict[str, Callable[..., Any]] = {}  # calls by users' functions that all ranks run
-        self.later: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []  # calls for after the function
-        self.leads = 0  # users' functions that run on the first rank, as far as this rank knows
-        self.problem: BaseException | None = None  # an error of ranks, which TRL takes for one of a tool
-        self.turn = threading.Lock()  # held by the user's thread whose call all ranks run
-        # a lock for each event loop, which keeps the ends of async functions in order
-        self.orders = WeakKeyDictionary[Any, asyncio.Lock]()
+        self.calls: dict[str, Callable[..., Any]] = {}  # what all ranks run if users' code calls it
+        self.leads = False  # whether this is the first rank, and runs users' code
+        self.within: int | None = None  # the thread that runs a call with all ranks
+        self.turn = threading.Lock()  # held by that thread; a rollout may use several
 
-    def once(
-        self, function: Callable[..., Any], given: Callable[[dict[str, Any]], dict[str, Any]] = dict, tool: bool = False
-    ) -> Callable[..., Any]:
-        """Wraps a user's function so that only the first rank calls it. Async calls overlap, and end in order.
-
-        Args:
-            function (callable): The function; other ranks do not call it.
-            given (callable, *optional*): Changes its keyword arguments on all ranks.
-            tool (`bool`, defaults to `False`): Whether TRL continues after its errors.
-        """
-        name = getattr(function, "__name__", type(function).__name__)
-
-        def end(run: Callable[[], Any]) -> Any:
-            if not tool:
-                return self.result(run, name)
-            try:
-                result, problem = self.result(functools.partial(_shown, run), name)
-            except BaseException as error:
-                self.problem = error
-                raise
-            if problem is not None:
-                raise ToolError(problem)
-            return result
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            run = functools.partial(function, *args, **given(kwargs))
-            return run() if self.leads else end(run)
-
-        async def call_async(*args: Any, **kwargs: Any) -> Any:
-            run = functools.partial(function, *args, **given(kwargs))
-            order = self.orders.setdefault(asyncio.get_running_loop(), asyncio.Lock())
-            if self.group.rank:
-                async with order:
-                    return end(run)
-            cancelled: list[BaseException] = []
-
-            async def lead() -> Any:
-                self.leads += 1
-                try:
-                    return await run()
-                finally:
-                    self.leads -= 1
-
-            def result() -> Any:
-                if cancelled:
-                    raise cancelled[0]
-                return answer.result()
-
-            async def end_in_turn() -> Any:
-                async with order:
-                    await asyncio.wait([answer])
-                    return end(result)
-
-            answer = asyncio.ensure_future(lead())
-            turn = asyncio.ensure_future(end_in_turn())
-            try:
-                return await asyncio.shield(turn)
-            except asyncio.CancelledError as problem:  # the other ranks wait for the end of this call
-                cancelled.append(problem)
-                answer.cancel()
-                return await turn
-
-        return functools.wraps(function)(call_async if _is_async(function) else call)
-
-    def result(self, run: Callable[[], Any], doing: str, alone: bool = True) -> Any:
+    def result(self, run: Callable[[], Any], doing: str) -> Any:
         """Returns the first rank's result of `run` on all ranks, and gives them its random state. Its error ends all
-        ranks, and so does an earlier one that a tool loop has caught.
-
-        Args:
-            run (callable): A function without arguments.
-            doing (`str`): Its name, for errors on other ranks.
-            alone (`bool`, defaults to `True`): Whether only the first rank runs it; the others then join its calls.
-        """
-        self.check()
-        if self.leads and not alone:
+        ranks, which is where `doing` is named. The others do not run it, and join its calls."""
+        if self.leads:
             return run()
         result: Any = None
         written = b""
         error: BaseException | None = None
-        if not (alone and self.group.rank):
-            self.leads += alone
+        if not self.group.rank:
+            self.leads = True
             try:
                 result = run()
-                if not self.group.rank:
-                    written = self._packed("", (result, self.later, torch.get_rng_state()))
+                written = self._packed("", (result, torch.get_rng_state()), {})
             except BaseException as problem:  # including KeyboardInterrupt
                 error = problem
-            self.leads -= alone
-        later = self.later
-        self.later = []
+            self.leads = False
         while True:
-            name, content = self._send(written, doing, error)
+            name, content, named = self._send(written, doing, error)
             if not name:
                 break
             try:
-                self._call(name, *content[0], **content[1])
+                self._call(name, partial(self.calls[name], *content, **named))
             except BaseException as problem:  # the first rank has this error, too, and decides what follows
                 if self.group.broken:
                     raise
                 error = None if isinstance(problem, Exception) else problem
         if self.group.rank:
-            result, later, state = content
+            result, state = content
             torch.set_rng_state(state)
-        for name, args, kwargs in later:
-            self.calls[name](*args, **kwargs)
         return result
 
-    def after(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Schedules one of [`calls`] on all ranks for after the user's function has returned."""
-        self.later.append((name, args, kwargs))
-
-    def check(self) -> None:
-        """Raises the error of ranks that a tool loop has caught."""
-        if self.problem is not None:
-            raise self.problem
-
-    def together(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs one of [`calls`], on all ranks if a user's function on the first rank makes it."""
-        self.check()
+    def together(self, name: str, /, *args: Any, mine: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Runs one of [`calls`] on all ranks, also if users' code on the first rank makes it. That rank runs `mine`
+        instead, if given."""
+        run = mine or partial(self.calls[name], *args, **kwargs)
+        if self.within == threading.get_ident():  # all ranks run this already
+            return run()
         if not self.leads:
-            return self.calls[name](*args, **kwargs)
+            return self._call(name, run)
         with self.turn:
-            self._send(self._packed(name, (args, kwargs)), name)
-            return self._call(name, *args, **kwargs)
+            self._send(self._packed(name, args, kwargs), name)
+            return self._call(name, run)
 
-    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, name: str, run: Callable[[], Any]) -> Any:
         """Runs a call on all ranks, then raises any rank's error on all of them."""
         result = None
         error: BaseException | None = None
-        self.leads += 1
+        self.within = threading.get_ident()
         try:
-            result = self.calls[name](*args, **kwargs)
+            with torch.no_grad():
+                result = run()
         except BaseException as problem:  # including KeyboardInterrupt
             error = problem
-        self.leads -= 1
+        self.within = None
         self.group.agree({"call": "end"}, error, self.device, doing=name)
         return result
 
-    def _send(self, written: bytes, doing: str, error: BaseException | None = None) -> tuple[str, Any]:
+    def _send(self, written: bytes, doing: str, error: BaseException | None = None) -> tuple[str, Any, Any]:
         """Returns the first rank's message on all other ranks. Raises on all ranks if one of them has an error."""
         sent = self.group.first_says(written, self.device, doing, error)
-        return _unpacked(sent, self.device) if self.group.rank else ("", None)
+        return _unpacked(sent, self.device) if self.group.rank else ("", None, None)
 
-    def _packed(self, name: str, content: tuple[Any, ...]) -> bytes:
-        """Pickles the name of a call and its objects (rows, images, tensors), and checks that they can be restored.
-
-        Raises:
-            BatchError: If an object cannot be sent, such as a streamer or an open file.
-        """
+    def _packed(self, name: str, content: tuple[Any, ...], named: dict[str, Any]) -> bytes:
+        """Pickles the name of a call and its objects (rows, images, tensors), and checks that they can be restored."""
         written = io.BytesIO()
         try:
-            torch.save((name, content), written)
+            torch.save((name, content, named), written)
         except (AttributeError, TypeError, RuntimeError, pickle.PicklingError) as problem:
             raise BatchError(
                 f"What the first rank of a group called or made cannot be told to the others: {problem}. Rollouts "
@@ -201,21 +143,60 @@ class FirstRank:
         _unpacked(written.getvalue(), self.device)  # raises here rather than on the other ranks
         return written.getvalue()
 
+    @contextmanager
+    def answering(self, model: nn.Module) -> Iterator[None]:
+        """Makes `model.generate` and a rollout's `hf_burst.generate` run on all ranks inside the context."""
+        base: Any = patched(model)[0]
+        patch = getattr(base, PATCH)
+        before = vars(base).get("generate")
+        self.calls["model.generate"] = partial(self.answer, model, base)
+        ask = partial(self.together, "model.generate")
 
-def _is_async(function: Any) -> bool:
-    """Returns whether a call returns a coroutine, for the forms that TRL knows."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__)
+        def generate_in_turn(*args: Any, **kwargs: Any) -> Any:
+            within = self.within == threading.get_ident()
+            return type(base).generate(base, *args, **kwargs) if within else ask(*args, **kwargs)
+
+        patch.together = lambda: ask if self.leads and self.within != threading.get_ident() else None
+        base.generate = generate_in_turn
+        try:
+            yield
+        finally:
+            patch.together = None
+            del base.generate
+            if before is not None:
+                base.generate = before
+
+    def answer(
+        self, model: nn.Module, base: Any, inputs: Any = None, generation_config: Any = None, **kwargs: Any
+    ) -> Any:
+        """Returns a model's answers (`base` is the patched model inside it), without dropout. For unsupported
+        arguments, each rank generates alone with the first rank's random numbers."""
+        unnamed = {"input_ids": inputs, "generation_config": generation_config}
+        given = {name: value for name, value in unnamed.items() if value is not None} | kwargs
+        with evaluating(model):
+            try:
+                check(base, given)
+            except (UnsupportedModelError, BatchError):
+                given.pop("cuda_graphs", None)  # only for steps over ranks
+                with same_random_numbers(self.group, self.device):
+                    return base.generate(**given)
+            return generate(base, **_each_once(base, given))
 
 
-def _shown(run: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Returns what TRL shows to the model: a tool's result, or its error."""
-    try:
-        result = run()
-    except Exception as problem:
-        return None, str(problem)
-    return result if isinstance(result, list) else str(result), None
+def _each_once(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `generate` with repeated prompts given once: samples stay the same, and return sequences
+    share the keys of their prompt."""
+    rows = [given[name] for name in ("input_ids", "attention_mask") if isinstance(given.get(name), Tensor)]
+    tensors = sum(isinstance(value, Tensor) for value in tree_leaves(given))  # images may be in lists
+    if not setting(model, given, "do_sample") or copies_of(model, given) > 1 or tensors > len(rows) or not rows:
+        return given
+    _, repeats = torch.unique_consecutive(torch.cat(rows, 1), dim=0, return_counts=True)
+    copies = gcd(*repeats.tolist())
+    once = {name: value[::copies] for name, value in given.items() if isinstance(value, Tensor)}
+    repeated = {"num_return_sequences": copies}
+    config = given.get("generation_config")
+    settings = repeated if config is None else {"generation_config": with_settings(config, **repeated)}
+    return given | once | settings
 
 
 def _unpacked(written: bytes, device: torch.device) -> Any:

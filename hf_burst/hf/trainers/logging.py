@@ -74,10 +74,7 @@ class BurstCallback(TrainerCallback):
         trained: Any = self.trainer.model
         model = find_inside(trained, PATCH)
         if model is None:
-            raise ConfigError(
-                "BurstCallback watches models that hf_burst has patched, and the trainer's is not. Call "
-                "hf_burst.patch_model(model) before the trainer is made."
-            )
+            raise ConfigError("BurstCallback watches patched models, and the trainer's is not. Call patch_model first.")
         self.size: Any = None
         try:
             self.size = model_size(type(model), model.config)
@@ -89,29 +86,25 @@ class BurstCallback(TrainerCallback):
         self.on_train_end()  # cleans up after an interrupted training
         self.handle = model.register_forward_pre_hook(self._count)
         self.first = state.global_step
-        self.began = self.mark = time.perf_counter()  # start of counting, and last reading of the clock
-        self.warm = False  # whether a step has finished
-        self.samples = False  # whether the next step's exchanges are timed
+        self.began = self.mark = time.perf_counter()  # start of the training, and last reading of the clock
+        self.samples = True  # whether the exchanges of a step are to be timed
         self._reset()
         warning = None if self.warned else untouched_length(args)
         if state.is_world_process_zero and warning is not None:
             logger.warning("%s", warning)
-        if self.progress and state.is_world_process_zero:
-            tqdm.write(shared_by(self.group.size, args.world_size))
+        if self.progress and state.is_world_process_zero and args.world_size > 1:
+            tqdm.write(f"hf_burst: {args.world_size} processes, of which {self.group.size} share each sequence")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Times the exchanges of the first step after a log."""
-        if self.samples and self.group.size > 1:
+        """Times the exchanges of the first step after a log, but not of the first one, which opens connections."""
+        if self.samples and self.group.size > 1 and state.global_step > self.first:
             self.clock = resources_of(self.group).clock = ExchangeClock(args.device)
-        self.samples = False
+            self.samples = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Adds the step's time."""
         self._look()
         resources_of(self.group).clock = None
-        if not self.warm:  # connections are open and kernels compiled from now on
-            self.samples = self.warm = True
-            self.began, self.first = self.mark, state.global_step
 
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Excludes the seconds of an evaluation or a checkpoint."""
@@ -139,31 +132,28 @@ class BurstCallback(TrainerCallback):
             self.handle.remove()
 
     @torch.compiler.disable
-    def _count(self, module: nn.Module, args: Any) -> None:
+    def _count(self, module: Any, args: Any) -> None:
         """Adds the work of a forward pass: a forward pre-hook that runs after the patch's."""
-        if not module.training:
-            resources_of(self.group).clock = None  # left by an interrupted training
-        elif torch.is_grad_enabled() and self.patch.run is not None:
-            layout = self.patch.run.batch.layout
-            self.tokens += tokens_of(layout)
-            self.given += given_tokens(layout)
-            self.pairs += pairs_of(layout, self.size.patterns) if self.size else 0.0
-            self.imbalance += layout.imbalance
-            self.passes += 1
-            if not self.warned and self.trainer.is_world_process_zero():
-                self._warn_of_positions(module, longest_of(layout))
-
-    def _warn_of_positions(self, model: Any, longest: int) -> None:
-        said = f"A document of the batch has {longest:,} tokens"
-        warning = beyond_positions(model.config, longest, said, "rope_parameters of its config")
-        if warning is not None:
-            logger.warning("%s", warning)
-            self.warned = True
+        if not module.training or not torch.is_grad_enabled() or self.patch.run is None:
+            return
+        layout = self.patch.run.batch.layout
+        self.given += given_tokens(layout)
+        if self.size:
+            self.flops += self.size.flops(tokens_of(layout), pairs_of(layout, self.size.patterns), self.trained)
+        self.imbalance += layout.imbalance
+        self.passes += 1
+        if not self.warned and self.trainer.is_world_process_zero():
+            longest = longest_of(layout)
+            said = f"A document of the batch has {longest:,} tokens"
+            warning = beyond_positions(module.config, longest, said, "rope_parameters of its config")
+            self.warned = warning is not None
+            if self.warned:
+                logger.warning("%s", warning)
 
     def _reset(self) -> None:
         """Resets the sums of a log."""
-        self.passes = self.tokens = self.given = 0
-        self.pairs = self.imbalance = self.seconds = 0.0
+        self.passes = self.given = 0
+        self.flops = self.imbalance = self.seconds = 0.0
         self.clock = None
 
     def _look(self) -> None:
@@ -172,10 +162,9 @@ class BurstCallback(TrainerCallback):
 
     def _numbers(self) -> dict[str, float]:
         """Returns a log's numbers, combined over all ranks."""
-        flops = self.size.flops(self.tokens, self.pairs, self.trained) if self.size else 0.0
         exchange = -1.0 if self.clock is None else self.clock.seconds()
         device = self.trainer.args.device
-        work = [self.given / self.group.size, flops / self.group.size]
+        work = [self.given / self.group.size, self.flops / self.group.size]
         mine = [*work, self.seconds, peak_memory(device), self.imbalance / self.passes]
         every = self.trainer.accelerator.gather(torch.tensor([[*mine, exchange]], dtype=torch.float64, device=device))
         tokens_each, flops_each, *_ = every.mean(0).tolist()
@@ -189,8 +178,8 @@ class BurstCallback(TrainerCallback):
         }
 
     def _line(self, state: TrainerState, logs: dict[str, float]) -> str:
-        done = state.global_step - self.first
-        each = (time.perf_counter() - self.began) / done if done else self.seconds  # evaluation and saving included
+        done = max(1, state.global_step - self.first)  # none if a finished training is started again
+        each = (time.perf_counter() - self.began) / done  # evaluation and saving included
         left = timedelta(seconds=round(each * (state.max_steps - state.global_step)))
         mfu = f", MFU {logs['mfu']:.1%}" if "mfu" in logs else ""
         place = "GPU" if self.trainer.args.device.type == "cuda" else "process"
@@ -198,12 +187,6 @@ class BurstCallback(TrainerCallback):
         reward = f", reward {logs['reward']:.4g}" if logs.get("reward") is not None else ""  # of generating trainers
         steps = f"step {state.global_step:,} of {state.max_steps:,}, {left} left"
         return f"{steps}, loss {logs['loss']:.4g}{reward}, {speed}"
-
-
-def shared_by(size: int, processes: int) -> str:
-    if processes == 1:
-        return "hf_burst: 1 process, so no sequence is shared"
-    return f"hf_burst: {processes} processes, of which {size} share each sequence"
 
 
 def untouched_length(training: Any) -> str | None:

@@ -6,16 +6,13 @@ import shutil
 from collections.abc import Mapping, Sized
 from contextlib import suppress
 from fnmatch import fnmatch
-from math import prod
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 from zipfile import BadZipFile, ZipFile, is_zipfile
 from zlib import crc32
 
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from tqdm.auto import tqdm
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
 
@@ -33,17 +30,15 @@ NEEDED = {  # Trainer raises without weights, but silently ignores the others if
     "scheduler": ("scheduler.pt", DEEPSPEED),
 }
 ARCHIVES = ("optimizer.*", "scheduler.pt", "scaler.pt", "*_model*.bin", DEEPSPEED)
-JSONS = ("config.json", "*_config.json", "*.safetensors.index.json", "*.bin.index.json")
-UNREADABLE = (OSError, EOFError, ValueError, TypeError, AttributeError, SafetensorError, BadZipFile, UnpicklingError)
+UNREADABLE = (OSError, ValueError, TypeError, SafetensorError, BadZipFile)
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
     """Returns the latest complete checkpoint of a `Trainer`; `None` if there is none, as at a first start.
 
     `Trainer` itself takes the highest number, even if a kill or a full disk has truncated that checkpoint. All ranks
-    call this together, after `TrainingArguments` or `Accelerator` has joined them. If no checkpoint has the random
-    state of each rank, it takes the latest one that is otherwise complete, with a warning. States that are cut off are
-    removed, because `Trainer` would stop at them.
+    call this together, after `TrainingArguments` or `Accelerator` has joined them. Random states of ranks that are cut
+    off are removed, because `Trainer` would stop at them; dropout masks then differ, as where a state is missing.
 
     Args:
         folder (`str` or `Path`): The `output_dir` of the training; it need not exist.
@@ -60,21 +55,13 @@ def last_checkpoint(folder: str | Path) -> str | None:
     steps = (path.name.removeprefix("checkpoint-") for path in Path(folder).glob("checkpoint-*"))
     paths = {int(step): Path(folder, f"checkpoint-{step}") for step in steps if step.isdigit()}
     every = _gather({step: _look(path) for step, path in paths.items()})
-    whole: dict[int, bool] = {}  # by step: whether all random states are there
-    for step in sorted(set().union(*every)):
-        faults, states = zip(*(seen.get(step, ("it is missing", False)) for seen in every), strict=True)
-        fault = next(filter(None, faults), None)
+    for step in sorted(set().union(*every), reverse=True):
+        path = Path(folder, f"checkpoint-{step}")
+        fault = next(filter(None, (seen.get(step, "it is missing") for seen in every)), None)
         if fault is None:
-            whole[step] = all(states)
-        else:
-            _warn("%s is not whole and not taken: %s.", Path(folder, f"checkpoint-{step}"), fault)
-    if whole:
-        taken = Path(folder, f"checkpoint-{max(whole, key=lambda step: (whole[step], step))}")
-        without = ", ".join(f"checkpoint-{step}" for step in whole if not whole[step])
-        if without:
-            _warn("%s is taken. Random states, and so dropout masks, are missing or cut off in %s.", taken, without)
-        return str(taken)
-    if any(fault is None for seen in every for fault, _ in seen.values()):
+            return str(path)
+        _warn("%s is not whole and not taken: %s.", path, fault)
+    if any(None in seen.values() for seen in every):
         raise ConfigError(
             f"The ranks see different checkpoints in {str(folder)!r}. Put the folder on a file system that all hosts "
             "share, or copy the checkpoint to each host."
@@ -84,7 +71,7 @@ def last_checkpoint(folder: str | Path) -> str | None:
 
 def what_is_missing(checkpoint: str | Path) -> str | None:
     """Returns why a run cannot resume from a checkpoint; `None` if it can. All ranks call this together."""
-    return next((fault for fault, _ in _gather(_look(Path(checkpoint))) if fault is not None), None)
+    return next(filter(None, _gather(_look(Path(checkpoint)))), None)
 
 
 def recorded(state: Any) -> dict[str, Any]:
@@ -92,45 +79,37 @@ def recorded(state: Any) -> dict[str, Any]:
     return dict(state.stateful_callbacks.get(BurstResume.__name__, {}).get("attributes", {}))
 
 
-def _look(checkpoint: Path) -> tuple[str | None, bool]:
-    """Returns what is wrong with a checkpoint, as seen by this rank, and whether its random state is there. Removes a
-    state that is cut off."""
+def _look(checkpoint: Path) -> str | None:
+    """Returns what is wrong with a checkpoint, as seen by this rank. Removes random states that are cut off."""
     file = checkpoint / STATE
     if not file.is_file():
-        return f"{STATE} is missing, which is written last", False
+        return f"{STATE} is missing, which is written last"
     try:
-        ranks = recorded(TrainerState.load_from_json(str(file))).get("ranks")
+        TrainerState.load_from_json(str(file))
         for file in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
             _read_end(file)
     except UNREADABLE as problem:
-        return f"{file.relative_to(checkpoint)} is cut off ({type(problem).__name__}: {problem})", False
+        return f"{file.relative_to(checkpoint)} is cut off ({type(problem).__name__}: {problem})"
     for what, patterns in NEEDED.items():
         if not any(path for pattern in patterns for path in checkpoint.rglob(pattern)):
-            return f"it has no {what}", False
-    group = ContextGroup.from_mesh(None)
-    state = checkpoint / ("rng_state.pth" if (ranks or group.size) == 1 else f"rng_state_{group.rank}.pth")
-    if state.is_file() and not is_zipfile(state):
-        with suppress(OSError):
-            state.unlink()
-    if ranks is None:  # saved without this callback
-        return None, any(map(is_zipfile, checkpoint.glob("rng_state*.pth")))
-    return None, group.rank >= ranks or is_zipfile(state)
+            return f"it has no {what}"
+    for state in checkpoint.glob("rng_state*.pth"):
+        if not is_zipfile(state):
+            _warn("%s is cut off, and removed: dropout masks of this rank will differ.", state)
+            with suppress(OSError):  # another rank has removed it
+                state.unlink()
+    return None
 
 
 def _read_end(file: Path) -> None:
-    """Raises if a file that `Trainer` reads is truncated, or refers to a missing one."""
+    """Raises if a file of weights or states, or a JSON file, is truncated."""
     if file.suffix == ".safetensors":
         with safe_open(file, "pt"):
             return
     if any(fnmatch(file.name, pattern) for pattern in ARCHIVES):
         ZipFile(file).close()
-    elif any(fnmatch(file.name, pattern) for pattern in JSONS):
-        for name in json.loads(file.read_text()).get("weight_map", {}).values():
-            (file.parent / name).stat()
-    elif file.name == ".metadata":  # of torch's distributed checkpoints
-        for part in (FileSystemReader(file.parent).read_metadata().storage_data or {}).values():
-            if (file.parent / part.relative_path).stat().st_size < part.offset + part.length:
-                raise EOFError(f"{part.relative_path} is too short")
+    elif file.suffix == ".json":
+        json.loads(file.read_text())
 
 
 def _gather(mine: Any) -> list[Any]:
@@ -183,7 +162,7 @@ class BurstResume(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
         """Compares batches and data with those of the checkpoint."""
         rows = _gather(rows_of(getattr(train_dataloader, "dataset", None)))[0]
-        self.began = {**batch_of(args), "rows": rows}
+        self.began = {"sequences": sequences_of(args), "rows": rows}
         self.finished = 0 < state.max_steps <= state.global_step
         if state.global_step:
             self._compare(f"The checkpoint of step {state.global_step:,} was trained", recorded(state))
@@ -195,15 +174,16 @@ class BurstResume(TrainerCallback, ExportableState):
 
     def _compare(self, said: str, before: Mapping[str, Any]) -> None:
         now = self.began
-        if "sequences" not in before:
-            _warn("%s without BurstResume, or by an older one: neither batches nor data are compared.", said)
-        if before.get("sequences", now["sequences"]) != now["sequences"]:
+        if not before:
+            _warn("%s without BurstResume: neither batches nor data are compared.", said)
+            return
+        if before["sequences"] != now["sequences"]:
             raise ConfigError(
-                f"{said} with {before['sequences']} sequences a step ({before['factors']}), and this run has "
-                f"{now['sequences']} ({now['factors']}): its data and learning rates would be others. Set these, or "
-                "burst_size, to the same product."
+                f"{said} with {before['sequences']} sequences a step, and this run has {now['sequences']}",
+                "its data and learning rates would be others",
+                "Set per_device_train_batch_size x groups x gradient_accumulation_steps to the same product",
             )
-        if None in (before.get("rows"), now["rows"]) or before["rows"] == now["rows"]:
+        if None in (before["rows"], now["rows"]) or before["rows"] == now["rows"]:
             return
         said += f" on other data: {before['rows']}, and now {now['rows']}. As many are skipped as were trained on."
         if not self.other_data:
@@ -234,17 +214,11 @@ class BurstResume(TrainerCallback, ExportableState):
     on_epoch_end = on_step_end
 
 
-def batch_of(args: Any) -> dict[str, Any]:
-    """Returns the number of sequences per optimizer step, and its factors as text."""
+def sequences_of(args: Any) -> int:
     mesh = args.parallelism_config
     size = (mesh.burst_size or args.world_size) if isinstance(mesh, BurstParallelismConfig) else 1
-    factors = {
-        "per_device_train_batch_size": args.per_device_train_batch_size,
-        "groups": 1 if args.accelerator_config.split_batches else args.world_size // size,  # one batch for all
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-    }
-    words = " x ".join(f"{name} {value}" for name, value in factors.items())
-    return {"ranks": args.world_size, "sequences": prod(factors.values()), "factors": words}
+    groups = 1 if args.accelerator_config.split_batches else args.world_size // size  # split: one batch for all
+    return int(args.per_device_train_batch_size * groups * args.gradient_accumulation_steps)
 
 
 def rows_of(data: Any) -> str | None:
