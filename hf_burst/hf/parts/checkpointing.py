@@ -53,8 +53,6 @@ class Checkpointing(Part):
         self.advise = advise  # on running out of memory
         self.host: HostMemory | None = None
         self.reserved = 0  # bytes of the host, on every rank
-        self.available: int | None = None  # the fewest bytes that a host had left when they did not suffice
-        self.requested = 0  # bytes that the hosts were last asked for
         self.logged = False  # whether the log says that fewer layers are offloaded
         self.count = self.offloading = self.started = 0  # that checkpoint; that offload in this pass; that have run
         self.per_checkpoint = 1
@@ -175,43 +173,32 @@ class Checkpointing(Part):
         """Reserves host memory for what layers save. If a host has less than the config demands, all ranks raise. If
         the number of offloaded layers was chosen by the rule, as many as needed stay on the GPU. The last layer always
         does, because the backward pass reads it at once."""
-        self.offloading = min(round(run.memory.activation_offloading * self.count), self.count - 1)
+        wanted = self.offloading = min(round(run.memory.activation_offloading * self.count), self.count - 1)
         if self.host is None or self.host.device != run.device:
-            self.host, self.reserved, self.requested, self.available = HostMemory(run.device), 0, 0, None
+            self.host, self.reserved = HostMemory(run.device), 0
         sizes = _kept_bytes(run, self.share)
-        if run.memory.activation_offloading != run.call.config.memory_settings.activation_offloading:
-            self._stay_within(run, sizes)
+        chosen = run.memory.activation_offloading != run.call.config.memory_settings.activation_offloading
+        if chosen and self._bytes_of_host(wanted, sizes) > self.reserved:  # others may have taken memory since
+            smallest = -run.call.largest([-HOST_ROOM * self.host.most], of_all=False)[0]
+            room = max(self.reserved, smallest)
+            while self.offloading and self._bytes_of_host(self.offloading, sizes) > room:
+                self.offloading -= 1
+        if self.offloading < wanted and run.group.rank == 0 and not self.logged:
+            self.logged = True
+            logger.warning(
+                "The host has too little memory for each process, so %d instead of %d layers are offloaded, and the "
+                "GPU may run out of memory. Give the host more memory, or run fewer jobs on it.",
+                *(self.offloading, wanted),
+            )
         needed = self._bytes_of_host(self.offloading, sizes)
         if needed > self.reserved:
             error = None
             try:
-                self.host.reserve(needed, self.available)
+                self.host.reserve(needed)
             except Exception as problem:  # whatever it is, the other ranks must not wait for this one
                 error = problem
             run.group.agree({}, error, run.device)
             self.reserved = needed
-
-    def _stay_within(self, run: ForwardPass, sizes: tuple[float, float]) -> None:
-        """Offloads fewer layers if others have taken host memory since the number was chosen."""
-        assert self.host is not None, "made before"
-        wanted, needed = self.offloading, self._bytes_of_host(self.offloading, sizes)
-        if needed > self.reserved and needed != self.requested:  # once for batches of one size
-            room = HOST_ROOM * (self.host.most - self.host.size)
-            smallest = int(-run.call.largest([-self.host.size - room], of_all=False)[0])
-            self.requested, self.available = needed, max(self.reserved, smallest)
-        while (
-            self.available is not None
-            and self.offloading
-            and self._bytes_of_host(self.offloading, sizes) > self.available
-        ):
-            self.offloading -= 1
-        if self.offloading < wanted and not self.logged and run.group.rank == 0:
-            self.logged = True
-            logger.warning(
-                "The host has %.1f GiB left for each process, so %d instead of %d layers are offloaded, and the GPU "
-                "may run out of memory. Give the host more memory, or run fewer jobs on it.",
-                *((self.available or 0) / 2**30, self.offloading, wanted),
-            )
 
     def _bytes_of_host(self, leaving: int, sizes: tuple[float, float]) -> int:
         """Returns the host bytes of the first `leaving` layers, given those of a layer's input and its attention."""
