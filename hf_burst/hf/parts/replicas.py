@@ -1,6 +1,5 @@
 """Checks that the ranks of a group hold equal weights, at the first pass and after the first update."""
 
-import logging
 import zlib
 from collections.abc import Mapping
 
@@ -21,9 +20,6 @@ from ..spread.heads import is_partitioned
 from ..view import ModelView
 from .base import Part
 
-logger = logging.getLogger(__name__)
-
-_SEEN = "_hf_burst_trained"  # attribute of a DDP wrapper: the parameters that were trained under it
 PARAMETERS, WEIGHTS = "parameters", "weights (checksum)"
 _AT_FIRST = (
     "Every rank must begin with the same weights: load one checkpoint on all of them, or call "
@@ -32,7 +28,8 @@ _AT_FIRST = (
 _UPDATED = (
     "The ranks began with the same weights, and differ after an update. Their gradients must be averaged and their "
     "optimizers be alike: train what accelerator.prepare(model, optimizer) returns, as Trainer does. DDP averages what "
-    "required a gradient when it was made: layers that were unfrozen later, each rank trains by itself."
+    "required a gradient when it was made: let what will be unfrozen later require one then, and freeze it afterwards, "
+    "with ddp_find_unused_parameters=True. FSDP2 needs neither."
 )
 
 
@@ -63,9 +60,6 @@ class Replicas(Part):
             check_averaged(call.view, trained, call.group)
         key = (len(parameters), *(id(parameter) for parameter in trained if _is_replicated(parameter)))
         if key != self.key:
-            if learns and call.model.training and not self.manual:
-                check_known_to_ddp(call.model)
-                _tell_of_hooks(trained)
             self.key, self.parameters, self.settled = key, "", False
         if self.settled or (self.parameters and not learns) or has_fsdp1(call.view):
             return
@@ -109,43 +103,6 @@ def check_averaged(view: ModelView, trained: list[nn.Parameter], group: ContextG
             "say so: patch_model(model, hf_burst.BurstConfig(gradients='manual')).",
         ),
     )
-
-
-def check_known_to_ddp(model: nn.Module) -> None:
-    """Raises a ConfigError if more parameters were trained under DDP than it averages: those that required a gradient
-    when it was made. DDP tells how many they are, but not which."""
-    wrapper = DistributedDataParallel._get_active_ddp_module()
-    if wrapper is None:
-        return
-    seen: dict[int, str] = vars(wrapper).setdefault(_SEEN, {})
-    new = {
-        id(parameter): name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not _is_hooked(parameter) and id(parameter) not in seen
-    }
-    averaged, trained = wrapper._get_ddp_logging_data()["num_parameter_tensors"], len(seen) + len(new)
-    if trained > averaged:
-        example = f", such as {next(iter(new.values()))}" if seen else ""
-        raise ConfigError(
-            f"DDP averages the gradients of the {averaged} parameters that required one when it was made. By now "
-            f"{trained} are or were trained{example}: each rank would train those that came later by itself. "
-            "A callback has probably unfrozen layers, or added an adapter. Let all that will be trained require a "
-            "gradient when the model is prepared (Trainer: when train() is called), and freeze it afterwards, with "
-            "ddp_find_unused_parameters=True. FSDP2 needs neither."
-        )
-    seen |= new
-
-
-def _tell_of_hooks(trained: list[nn.Parameter]) -> None:
-    """Warns of hooks on gradients, because DDP averages after them."""
-    hooked = sum(bool(weight._backward_hooks) for weight in trained)
-    if hooked and DistributedDataParallel._get_active_ddp_module() is not None:
-        logger.warning(
-            "%d trained parameters have hooks (register_hook). Under DDP they are given what this rank's tokens add to "
-            "a gradient, times the ranks, before it is averaged: clamping that is not clamping the gradient. Change "
-            "parameter.grad after the backward pass, such as in on_pre_optimizer_step of a TrainerCallback.",
-            hooked,
-        )
 
 
 def _is_hooked(parameter: nn.Parameter) -> bool:
