@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .offload import Saved, SavedByLayer, saved_in_place
-from .surroundings import autocast_as_now, draws_as_now, function_modes_as_now
+from .surroundings import autocast_as_now, draws_as_now
 
 Place = tuple[Any, ...]
 
@@ -75,7 +75,7 @@ class LayerRun:
         draws = [draws_as_now(inputs[at])] if preserves_rng else []
         # runs with a graph must not find casts that were cached without one
         casts = [autocast_as_now(kind, cache=False) for kind in dict.fromkeys((device.type, "cpu"))]
-        surroundings = *draws, torch.no_grad, *casts, function_modes_as_now()
+        surroundings = *draws, torch.no_grad, *casts
 
         def again(tensor: Tensor) -> Tensor:
             with ExitStack() as stack:

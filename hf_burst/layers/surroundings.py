@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 Surrounding = Callable[[], AbstractContextManager[Any]]
@@ -32,23 +31,6 @@ def draws_as_now(*tensors: Tensor) -> Surrounding:
             torch.set_rng_state(on_host)
             set_device_states(devices, states, device_type=kind)
             yield
-
-    return again
-
-
-def function_modes_as_now() -> Surrounding:
-    """Records torch function modes, such as the default device, which autograd doesn't carry into a backward pass."""
-    modes = _get_current_function_mode_stack()
-
-    @contextmanager
-    def again() -> Iterator[None]:
-        for mode in modes:
-            _push_mode(mode)
-        try:
-            yield
-        finally:
-            for _ in modes:
-                _pop_mode()
 
     return again
 

@@ -21,7 +21,7 @@ from ..errors import KernelError
 from ..numerics import accumulation_dtype, refuse_second_derivative
 from .adapted_linear import adapted_linear
 from .graph import leaves_behind, new_node
-from .surroundings import Surrounding, autocast_as_now, draws_as_now, function_modes_as_now, training_as_now
+from .surroundings import Surrounding, autocast_as_now, draws_as_now, training_as_now
 
 Forward = Callable[..., Tensor]
 
@@ -54,10 +54,7 @@ def tiled(module: nn.Module, forward: Forward, tokens: int, *inputs: Tensor) -> 
     anchor = torch.empty(0, requires_grad=True)  # gives the inputs a graph node even if they need no gradient
     kept = _Keep.apply(anchor, *inputs)
     call.kept = next(tensor.grad_fn for tensor in kept if tensor.grad_fn is not None)
-    call.surroundings = [
-        *(autocast_as_now(inputs[0].device.type), draws_as_now(*inputs)),
-        *(function_modes_as_now(), training_as_now(module)),
-    ]
+    call.surroundings = autocast_as_now(inputs[0].device.type), draws_as_now(*inputs), training_as_now(module)
     output = [call.compute(inputs)]
     if not call.leaves and not any(call.learn):
         return output.pop()

@@ -79,17 +79,12 @@ class Checkpointing(Part):
         repeatable = repeatable and _checkpoint_all_layers(call.view, wrapped)
         self.found = Checkpoints(len(wrapped), repeatable, self.selective)
         again = memory.layers_per_checkpoint > 1
-        offloads = f"Memory(activation_offloading={offloading}) offloads"
         settings = f"tiled_mlp={memory.tiled_mlp}, layers_per_checkpoint={memory.layers_per_checkpoint}"
         ConfigError.refuse(
             (
-                offloading and not wrapped and trains,
-                f"{offloads} what checkpointed layers keep, and no layer checkpoints. Set TrainingArguments("
-                "gradient_checkpointing=True), or call model.gradient_checkpointing_enable().",
-            ),
-            (
-                offloading and call.compiled and trains,
-                f"{offloads} nothing of compiled layers: torch.compile decides what these keep. Leave out one of both.",
+                offloading and (call.compiled or not wrapped) and trains,
+                f"Memory(activation_offloading={offloading}) offloads what checkpointed layers keep, and nothing of "
+                "compiled layers. Call model.gradient_checkpointing_enable(), and leave out torch.compile.",
             ),
             (
                 (again or memory.tiled_mlp) and takes_weights_apart(call.view),
@@ -103,9 +98,8 @@ class Checkpointing(Part):
                 "{'use_reentrant': False}).",
             ),
         )
-        keep = [function.options.get("use_reentrant") is False for function in wrapped if share]
-        described = f"{len(wrapped)} modules, {sum(keep)} of them keep attention"
-        agreement.add("activation checkpointing", described if wrapped else None)
+        keep = sum(function.options.get("use_reentrant") is False for function in wrapped if share)
+        agreement.add("activation checkpointing", f"{len(wrapped)} modules, {keep} of them keep attention")
         self.count = len(wrapped)
 
     def begin(self, run: ForwardPass) -> None:
@@ -176,12 +170,11 @@ class Checkpointing(Part):
         wanted = self.offloading = min(round(run.memory.activation_offloading * self.count), self.count - 1)
         if self.host is None or self.host.device != run.device:
             self.host, self.reserved = HostMemory(run.device), 0
-        sizes = _kept_bytes(run, self.share)
         chosen = run.memory.activation_offloading != run.call.config.memory_settings.activation_offloading
-        if chosen and self._bytes_of_host(wanted, sizes) > self.reserved:  # others may have taken memory since
+        if chosen and self._bytes_of_host(run, wanted) > self.reserved:  # others may have taken memory since
             smallest = -run.call.largest([-HOST_ROOM * self.host.most], of_all=False)[0]
             room = max(self.reserved, smallest)
-            while self.offloading and self._bytes_of_host(self.offloading, sizes) > room:
+            while self.offloading and self._bytes_of_host(run, self.offloading) > room:
                 self.offloading -= 1
         if self.offloading < wanted and run.group.rank == 0 and not self.logged:
             self.logged = True
@@ -190,20 +183,26 @@ class Checkpointing(Part):
                 "GPU may run out of memory. Give the host more memory, or run fewer jobs on it.",
                 *(self.offloading, wanted),
             )
-        needed = self._bytes_of_host(self.offloading, sizes)
+        needed = self._bytes_of_host(run, self.offloading)
         if needed > self.reserved:
             error = None
             try:
                 self.host.reserve(needed)
-            except Exception as problem:  # whatever it is, the other ranks must not wait for this one
+            except Exception as problem:  # the other ranks must not wait for this one
                 error = problem
             run.group.agree({}, error, run.device)
             self.reserved = needed
 
-    def _bytes_of_host(self, leaving: int, sizes: tuple[float, float]) -> int:
-        """Returns the host bytes of the first `leaving` layers, given those of a layer's input and its attention."""
-        inputs, attention = sizes
-        return round(keeping(leaving, self.count, self.per_checkpoint) * inputs + leaving * attention)
+    def _bytes_of_host(self, run: ForwardPass, leaving: int) -> int:
+        """Returns the host bytes of what the first `leaving` layers save: inputs, and attention outputs with the
+        log-sum-exp of their rows, as a mean over layers with and without attention."""
+        sizes, itemsize = run.call.view.find(layer_sizes), dtype_of_states(run.call.view).itemsize
+        narrow = min(itemsize, 2) if run.device.type == "cuda" else itemsize  # GPU kernels return 16 bits
+        rows = run.batch.layout.batch_size * run.batch.layout.sharding.most_tokens
+        page = HostMemory.page_bytes  # each tensor takes whole pages
+        attention = rows * self.share * sizes.q_heads * (sizes.value_dim * narrow + 4) + 2 * page
+        inputs = keeping(leaving, self.count, self.per_checkpoint) * (rows * sizes.hidden * itemsize + page)
+        return round(inputs + leaving * sizes.attending / sizes.layers * attention)
 
 
 def _detach_embeddings(module: nn.Module, inputs: Any, output: Any) -> torch.Tensor | None:
@@ -215,18 +214,6 @@ def _checkpoint_all_layers(view: ModelView, functions: Sequence["_Checkpoint"]) 
     """Returns whether each layer in training checkpoints, or lies inside one that does."""
     inside = {id(module) for function in functions for module in view.inside(function.module)}
     return all(id(layer) in inside for layer in view.layers if layer.training)
-
-
-def _kept_bytes(run: ForwardPass, share: float) -> tuple[float, float]:
-    """Returns the bytes that a layer saves: its input; and its attention output with the log-sum-exp of its rows, as
-    a mean over layers with and without attention. GPU kernels return 16 bits, whatever the dtype of the states."""
-    sizes, itemsize = run.call.view.find(layer_sizes), dtype_of_states(run.call.view).itemsize
-    narrow = min(itemsize, 2) if run.device.type == "cuda" else itemsize
-    attention = sizes.q_heads * (sizes.value_dim * narrow + 4)
-    rows = run.batch.layout.batch_size * run.batch.layout.sharding.most_tokens
-    page = HostMemory.page_bytes  # each tensor takes whole pages
-    kept_attention = sizes.attending / sizes.layers * (rows * share * attention + 2 * page)
-    return rows * sizes.hidden * itemsize + page, kept_attention
 
 
 class _Checkpoint:

@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,19 +49,18 @@ class Recurrence(Part):
         self.sizes = view.find(recurrent_sizes)
         kinds = set(map(type, self.modules))
         self.unknown = sorted(kind.__name__ for kind in kinds if not set(functions_of(kind)) <= ON_GPUS)
+        self._put()
         return ()
 
-    def overrides(self, view: ModelView) -> Iterator[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
-        for module in self.modules:
-            _check_forward(module)
-            yield RecurrentForward, module, ()
-
     def admit(self, call: Call, agreement: Agreement) -> None:
-        for module in self.modules:
-            _check_forward(module)
-            RecurrentForward.put(module)  # somebody may have removed it since, such as a model that shares the module
+        self._put()  # somebody may have removed it since, such as a model that shares the module
         if self.modules:  # with them, delta rules send other messages
             agreement.add("kernels of flash-linear-attention", fla_kernels(call.device, 1) is not None)
+
+    def _put(self) -> None:
+        for module in self.modules:
+            _check_forward(module)
+            RecurrentForward.put(module)
 
     def hybrid(self, group: ContextGroup) -> Hybrid | None:
         """Returns what a cut must know of the recurrent layers; `None` in one process."""

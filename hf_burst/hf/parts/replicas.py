@@ -20,7 +20,7 @@ from ..spread.heads import is_partitioned
 from ..view import ModelView
 from .base import Part
 
-PARAMETERS, WEIGHTS = "parameters", "weights (checksum)"
+WEIGHTS = "weights (checksum)"
 _AT_FIRST = (
     "Every rank must begin with the same weights: load one checkpoint on all of them, or call "
     "accelerate.utils.set_seed(seed) before the model is made. accelerator.prepare(model) sends those of rank 0 to all."
@@ -44,10 +44,9 @@ class Replicas(Part):
     def __init__(self, config: BurstConfig) -> None:
         self.manual = config.gradients == "manual"
         self.key: tuple[int, ...] = ()  # how many parameters there are, and which are trained
-        self.parameters = ""  # names and shapes at the latest comparison
-        self.first = 0  # their checksum at the first comparison
+        self.first: int | None = None  # their checksum at the first comparison
         self.settled = False  # whether an update was seen
-        self.compared: tuple[str, torch.Tensor] | None = None  # in this pass: description and checksum
+        self.compared: torch.Tensor | None = None  # the checksum in this pass
 
     def admit(self, call: Call, agreement: Agreement) -> None:
         self.compared = None
@@ -60,22 +59,16 @@ class Replicas(Part):
             check_averaged(call.view, trained, call.group)
         key = (len(parameters), *(id(parameter) for parameter in trained if _is_replicated(parameter)))
         if key != self.key:
-            self.key, self.parameters, self.settled = key, "", False
-        if self.settled or (self.parameters and not learns) or has_fsdp1(call.view):
-            return
-        held = dict(call.model.named_parameters())
-        description, checksum = _description(held), _checksum(held)
-        self.compared = description, checksum
-        agreement.add(PARAMETERS, description, _AT_FIRST)
-        agreement.add(WEIGHTS, checksum, _UPDATED if description == self.parameters else _AT_FIRST)
+            self.key, self.first, self.settled = key, None, False
+        if not (self.settled or (self.first is not None and not learns) or has_fsdp1(call.view)):
+            self.compared = _checksum(dict(call.model.named_parameters()))
+            agreement.add(WEIGHTS, self.compared, _AT_FIRST if self.first is None else _UPDATED)
 
     def begin(self, run: ForwardPass) -> None:
-        if self.compared is None:
-            return
-        description, checksum = self.compared[0], int(self.compared[1])
-        if description != self.parameters:
-            self.parameters, self.first = description, checksum
-        self.settled = checksum != self.first or len(self.key) == 1  # no trained weight is replicated
+        if self.compared is not None:
+            checksum = int(self.compared)
+            self.first = checksum if self.first is None else self.first
+            self.settled = checksum != self.first or len(self.key) == 1  # no trained weight is replicated
 
 
 def check_averaged(view: ModelView, trained: list[nn.Parameter], group: ContextGroup) -> None:
@@ -142,24 +135,14 @@ def _is_replicated(parameter: nn.Parameter) -> bool:
     return not (isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") or parameter.is_meta)
 
 
-def _description(parameters: Mapping[str, nn.Parameter]) -> str:
-    """Returns the number of parameters and a checksum of their names, shapes and dtypes."""
-    text = "".join(
-        f"{name}{tuple(getattr(parameter, 'ds_shape', parameter.shape))}{parameter.dtype}"
-        for name, parameter in parameters.items()
-    )
-    return f"{len(parameters)} (checksum {zlib.crc32(text.encode()):x})"
-
-
 def _checksum(parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
-    """Returns a checksum of parameter values: a scalar `torch.LongTensor`, which the host need not wait for."""
-    sums: dict[torch.device, list[torch.Tensor]] = {}
+    """Returns a checksum of names, shapes, dtypes and values: a scalar `torch.LongTensor`, which the host need not wait
+    for."""
+    text, sums = "", dict[torch.device, list[torch.Tensor]]()
     for name, parameter in parameters.items():
-        if not _is_replicated(parameter):
-            continue
-        own = sum_of_octets(parameter) * (zlib.crc32(name.encode()) | 1)
-        sums.setdefault(parameter.device, []).append(own)
-    totals = [torch.stack(own).sum() for own in sums.values()]
-    if not totals:
-        return torch.zeros((), dtype=torch.int64)
-    return torch.stack([total.to(totals[0].device) for total in totals]).sum()
+        text += f"{name}{tuple(getattr(parameter, 'ds_shape', parameter.shape))}{parameter.dtype}"
+        if _is_replicated(parameter):
+            own = sum_of_octets(parameter) * (zlib.crc32(name.encode()) | 1)
+            sums.setdefault(parameter.device, []).append(own)
+    totals = [torch.stack(own).sum() for own in sums.values()] or [torch.zeros((), dtype=torch.int64)]
+    return torch.stack([total.to(totals[0].device) for total in totals]).sum() + zlib.crc32(text.encode())

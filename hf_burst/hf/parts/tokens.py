@@ -113,7 +113,7 @@ class Tokens(Part):
         self._read_tables(view)
         # PaliGemma: type 0 is a prefix, whose tokens see each other
         self.text_type = int(getattr(view.root.config.get_text_config(), "use_bidirectional_attention", None) is True)
-        self.beginnings = SharedBeginnings(view, recurrence, self.own_positions)
+        self.beginnings = SharedBeginnings(view, recurrence)
         self.run: ForwardPass | None = None
 
     def look(self, view: ModelView) -> Handles:
@@ -128,18 +128,18 @@ class Tokens(Part):
         if is_sharded(call.given):
             batch = self._take_shard(call, agreement)
         else:
-            batch = self._cut(call, self.beginnings.join(call, agreement), agreement)
+            batch = self._cut(call, self.beginnings.join(call, agreement, self.learned.make), agreement)
         vocabulary = call.model.config.get_text_config().vocab_size
         labels = {"labels": None} if call.task.reads else {}  # these are of another kind
         check_ranges({**batch.inputs, **labels}, vocabulary, self.segments, self.learned.limits)
         layout = batch.layout
-        documents, chunks = layout.documents, layout.owners + layout.boundaries
+        documents = layout.documents
         agreement.advice["shared beginnings"] = _SAME_SHARING
         agreement.facts |= {
             "batch": f"{layout.batch_size} x {layout.length - layout.padding} tokens",
             "documents": f"{sum(map(len, documents)) - layout.batch_size} (checksum {hash(documents):x})",
             "shared beginnings": f"{sum(map(bool, layout.parents))} (checksum {hash(layout.parents):x})",
-            "chunks": f"{len(layout.owners)} (checksum {hash(chunks):x})",
+            "chunks": f"{len(layout.owners)} (checksum {hash(layout.owners + layout.boundaries):x})",
             "labels": batch.inputs.get("labels") is not None,
             "sharded already": batch.sharded,
             "recurrent layers by": batch.way,
@@ -168,10 +168,6 @@ class Tokens(Part):
     def end(self) -> None:
         self.run = None
 
-    def own_positions(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
-        """Returns the position ids that the model makes for a full batch without any; `None` if they count from 0."""
-        return self.learned.make(batch)
-
     def _read_tables(self, view: ModelView) -> None:
         reader = view.part(view.root.get_submodule(self.cut_point.path))  # tables of towers are for images
         self.learned = LearnedPositions.of(reader)
@@ -185,20 +181,18 @@ class Tokens(Part):
             raise BatchError(f"{name} reads whole sequences before they are cut. Give full batches (no BurstCollator).")
         made_for = task_named(call.task.causal)  # models without a head have no shards of their own
         layout = layout_of_shard(call.given, call.config, call.group, made_for)
-        by_place = "queries are scaled by places that count padding" if self.by_place and about and about.padded else ""
-        why = by_place if self.recurrence.forks else NO_FORKS
+        by_place = self.by_place and about is not None and about.padded
         from_mask = self.learned.from_mask and any(start for start, _ in layout.real)
-        begins = "the first token after the padding" if from_mask else ""
-        begins = begins if self.learned.padding_idx is None else "its padding_idx + 1"
         BatchError.refuse(
             (
-                layout.parents and why,
-                f"The texts of the batch were joined, and in {name} {why}. Leave share_prefixes=True out of the config "
-                "of BurstCollator.",
+                layout.parents and (by_place or not self.recurrence.forks),
+                f"The texts of the batch were joined, and {name} cannot share their beginnings: queries are scaled by "
+                f"places that count padding, or {NO_FORKS}. Leave share_prefixes=True out of the config of "
+                "BurstCollator.",
             ),
             (
-                begins,
-                f"{name} counts positions from {begins}, which was not known when the batch was sharded. Give full "
+                from_mask or self.learned.padding_idx is not None,
+                f"{name} counts positions from its padding, which was not known when the batch was sharded. Give full "
                 "batches (no BurstCollator).",
             ),
         )
@@ -250,9 +244,8 @@ class Tokens(Part):
         self, inputs: Mapping[str, Any], layout: SequenceLayout, rank: int, given: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Returns this rank's token inputs. Positions that the model makes are computed from the `given` batch."""
-        masked = self.cut_point.masked
-        part = select_rows(inputs, masked, lambda values: layout.shard(values, rank))
-        done = [known.rows for known in masked]
+        part = select_rows(inputs, self.cut_point.masked, lambda values: layout.shard(values, rank))
+        done = [known.rows for known in self.cut_point.masked]
         return cut_inputs(part, layout, rank, self.cut_point.inputs, self.learned.make(given), done)
 
     @torch.compiler.disable
