@@ -88,12 +88,12 @@ class SavedByLayer:
     Args:
         host ([`HostMemory`]): Memory for offloaded tensors.
         offloads (`bool`): Whether to offload.
-        following ([`SavedByLayer`], *optional*): The saved tensors of the layer that the backward pass runs next.
     """
 
-    def __init__(self, host: HostMemory, offloads: bool, following: "SavedByLayer | None") -> None:
+    def __init__(self, host: HostMemory, offloads: bool) -> None:
         host.settle()
-        self.host, self.offloads, self.following = host, offloads, following
+        self.host, self.offloads = host, offloads
+        self.following: SavedByLayer | None = None  # that of the layer that the backward pass runs next
         self.offloaded: list[OffloadedTensor] = []
         self.comes = False
 

@@ -237,7 +237,7 @@ def test_memory_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             home.reserve(10 * 256)
         with pytest.raises(KernelError, match="Cannot allocate memory"):
             home.reserve(256)
-        layer = SavedByLayer(home, True, None)
+        layer = SavedByLayer(home, True)
         kept = layer.save(torch.arange(64.0))
         assert torch.equal(kept(), torch.arange(64.0)), "it stays where it is"
         assert "Cannot allocate memory" in str(home.refused)
@@ -335,13 +335,13 @@ def test_memory_that_is_refused_on_one_rank(ranks: Ranks, count: int) -> None:
 
 def test_a_tensor_that_changes_is_noticed(tiny_pages: None) -> None:
     home, tensor = HostMemory(CPU), torch.ones(8)
-    layer = SavedByLayer(home, True, None)
+    layer = SavedByLayer(home, True)
     kept = layer.save(tensor)
     tensor.add_(1)
     with pytest.raises(KernelError, match="in place"):
         kept()
     assert not home.leaving, "the next pass is another one"
-    stays = SavedByLayer(home, False, None).save(tensor)
+    stays = SavedByLayer(home, False).save(tensor)
     tensor.add_(1)
     with pytest.raises(KernelError, match="in place"):
         stays()
@@ -350,7 +350,8 @@ def test_a_tensor_that_changes_is_noticed(tiny_pages: None) -> None:
 def test_the_layer_before_comes_back_meanwhile(tiny_pages: None) -> None:
     home, layers = HostMemory(CPU), list[SavedByLayer]()
     for index in range(4):
-        layers.append(SavedByLayer(home, index < 3, layers[-1] if layers else None))
+        layers.append(SavedByLayer(home, index < 3))
+        layers[-1].following = layers[-2] if index else None
     kept = [[layer.save(torch.full((8,), index + part)) for part in (0, 10)] for index, layer in enumerate(layers)]
 
     def coming() -> list[int]:

@@ -21,13 +21,12 @@ class Adapters(Part):
         # Not used if the model is compiled (a compiler fuses these passes itself), if hooks on all modules expect
         # peft's modules (such as a counter), or if selective checkpoints save outputs of peft's operators. Decided once
         # for each pass of the model, because a recomputed layer must do what it did before.
-        if run.call.compiled or run.checkpoints.selective or nn.modules.module._has_any_global_hook():
-            for layer in run.call.view.where(_is_adapter):
-                if (own := _AdaptedForward.of(layer)) is not None:
-                    own.remove()
-            return
+        plain = run.call.compiled or run.checkpoints.selective or nn.modules.module._has_any_global_hook()
         for layer in run.call.view.where(_is_adapter):
-            if "forward" not in vars(layer):
+            own = _AdaptedForward.of(layer)
+            if plain and own is not None:
+                own.remove()
+            elif not plain and "forward" not in vars(layer):
                 _AdaptedForward.put(layer)
 
 

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...attention import AttentionCache
-from ...errors import BatchError, ConfigError
+from ...errors import ConfigError
 from ...layers.host_memory import HostMemory
 from ...layers.layer_runs import LayerRun, Place, first_tensor, place_of
 from ...layers.offload import SavedByLayer, detached_leaf, saved_in_place
@@ -69,12 +69,6 @@ class Checkpointing(Part):
         if trains and self.host is not None and self.host.refused is not None:
             raise self.host.refused
         wrapped = self.wrap(call.view)
-        if wrapped and 0 < share < 1 and call.group.size > 1 and batch.layout.beginning(1 - share) is None:
-            raise BatchError(
-                f"Memory(attention_keep={share}) needs batches of which every rank holds as much of each "
-                f"part of the sequence, and this one was cut into {len(batch.layout.owners)} chunks by another "
-                "BurstConfig. Give the BurstCollator (or shard_batch) the config of the model."
-            )
         repeatable = bool(wrapped) and not call.compiled and all(function.repeatable for function in wrapped)
         repeatable = repeatable and _checkpoint_all_layers(call.view, wrapped)
         self.found = Checkpoints(len(wrapped), repeatable, self.selective)
@@ -153,7 +147,7 @@ class Checkpointing(Part):
             return None
         latest, index = self.latest, self.started
         self.started += 1
-        saved = SavedByLayer(self.host, index < self.offloading, None)
+        saved = SavedByLayer(self.host, index < self.offloading)
         run = self.latest = LayerRun(saved, inputs)
         keeps = keeping(index + 1, self.count, self.per_checkpoint) > keeping(index, self.count, self.per_checkpoint)
         if latest is not None and self.output is not None and not keeps:

@@ -176,7 +176,7 @@ class MemoryRule(Part):
         if not self.steps:
             return Memory(tiled_mlp=chosen.tiled_mlp, head_groups=chosen.head_groups)
         share = chosen.attention_keep
-        if 0 < share < 1 and layout.beginning(1 - share) is None:  # ranks hold unequal amounts of a part
+        if 0 < share < 1 and layout.beginning(1 - share) is None:  # ranks hold unequal amounts: all would be kept
             chosen = replace(chosen, attention_keep=0.0)
         step.settings, self.latest = chosen, step
         if level and not self.expandable:

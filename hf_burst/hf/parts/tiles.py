@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...layers.tiled import tiled
@@ -144,20 +143,10 @@ def _visible_obstacle(module: nn.Module) -> str:
     if any(weights_of_experts(module)):  # a tile would wait for tiles of other ranks, which may have fewer
         return "its experts lie on several ranks"
     for inner in inner_modules(module):
-        if is_parametrized(inner):
-            return "a weight of it is parametrized"
-        if len(_adapters(inner)) > 1:
-            return "it has several adapters, of which another may be set before the backward pass"
         hooks = inner._forward_pre_hooks or inner._forward_hooks or inner._backward_pre_hooks or inner._backward_hooks
         if hooks and inner is not module:  # such as hooks of an FSDP2 unit, which see all tokens at once
             return f"a {type(inner).__name__} in it has hooks"
     return ""
-
-
-def _adapters(module: Any) -> set[str]:
-    """Returns the names of the adapters that peft has added to a module."""
-    layers = (getattr(module, name, {}) for name in getattr(module, "adapter_layer_names", ()))
-    return {name for layer in layers for name in layer}
 
 
 def _form(module: nn.Module) -> tuple[Any, ...]:
