@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 Surrounding = Callable[[], AbstractContextManager[Any]]
@@ -31,23 +31,5 @@ def draws_as_now(*tensors: Tensor) -> Surrounding:
             torch.set_rng_state(on_host)
             set_device_states(devices, states, device_type=kind)
             yield
-
-    return again
-
-
-def training_as_now(module: nn.Module) -> Surrounding:
-    """Records the training flags of a module and its submodules: `model.eval()` may come before the backward pass."""
-    flags = [(inner, inner.training) for inner in module.modules()]
-
-    @contextmanager
-    def again() -> Iterator[None]:
-        before = [(inner, inner.training) for inner, _ in flags]
-        for inner, training in flags:
-            inner.training = training
-        try:
-            yield
-        finally:
-            for inner, training in before:
-                inner.training = training
 
     return again

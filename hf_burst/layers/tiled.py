@@ -21,7 +21,7 @@ from ..errors import KernelError
 from ..numerics import accumulation_dtype, refuse_second_derivative
 from .adapted_linear import adapted_linear
 from .graph import leaves_behind, new_node
-from .surroundings import Surrounding, autocast_as_now, draws_as_now, training_as_now
+from .surroundings import Surrounding, autocast_as_now, draws_as_now
 
 Forward = Callable[..., Tensor]
 
@@ -54,7 +54,7 @@ def tiled(module: nn.Module, forward: Forward, tokens: int, *inputs: Tensor) -> 
     anchor = torch.empty(0, requires_grad=True)  # gives the inputs a graph node even if they need no gradient
     kept = _Keep.apply(anchor, *inputs)
     call.kept = next(tensor.grad_fn for tensor in kept if tensor.grad_fn is not None)
-    call.surroundings = autocast_as_now(inputs[0].device.type), draws_as_now(*inputs), training_as_now(module)
+    call.surroundings = autocast_as_now(inputs[0].device.type), draws_as_now(*inputs)
     output = [call.compute(inputs)]
     if not call.leaves and not any(call.learn):
         return output.pop()
@@ -137,8 +137,8 @@ class _Call:
         versions = zip(self.versions, self._versions(), strict=True)
         if any(before != now for before, now in versions if None not in (before, now)):
             raise KernelError(
-                f"Weights of a {type(self.module).__name__} changed between its forward and backward pass, which "
-                "computes its tiles again. Update weights after the backward pass."
+                f"Weights of a {type(self.module).__name__}, or its mode (train, eval), changed between its forward and "
+                "backward pass, which computes its tiles again. Change them after the backward pass."
             )
         inputs: Sequence[Tensor] = self.kept.saved_tensors
         whole = [torch.empty_like(tensor) if own else None for tensor, own in zip(inputs, self.learn, strict=True)]
@@ -185,11 +185,12 @@ class _Call:
         return _Run(inputs, out, leaves, products.count if products.latest is out else 0)
 
     def _versions(self) -> list[int | None]:
-        """Returns each weight's version; `None` for frozen ones, which peft's ParamWrapper swaps out and back whenever
-        a layer runs."""
+        """Returns which modules train, and each weight's version; `None` for frozen ones, which peft's ParamWrapper
+        swaps out and back whenever a layer runs."""
         # the module's current weights: a wrapper may have replaced them by others of the same shapes
         weights = [weight for weight in self.module.parameters() if weight.is_floating_point()]
-        return [weight._version if weight.requires_grad else None for weight in (*weights, *self.leaves.values())]
+        versions = (weight._version if weight.requires_grad else None for weight in (*weights, *self.leaves.values()))
+        return [*(inner.training for inner in self.module.modules()), *versions]
 
 
 class _Products(TorchFunctionMode):

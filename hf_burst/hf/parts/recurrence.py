@@ -40,15 +40,12 @@ class Recurrence(Part):
     def __init__(self) -> None:
         self.modules: list[Any] = []
         self.sizes: tuple[RecurrentSize, ...] = ()  # by kind; empty if one kind does not tell
-        self.unknown: list[str] = []
         self.warned = False
 
     def look(self, view: ModelView) -> Handles:
         check_recurrent_sources(view)
         self.modules = view.find(recurrent_modules)
         self.sizes = view.find(recurrent_sizes)
-        kinds = set(map(type, self.modules))
-        self.unknown = sorted(kind.__name__ for kind in kinds if not set(functions_of(kind)) <= ON_GPUS)
         self._put()
         return ()
 
@@ -78,12 +75,14 @@ class Recurrence(Part):
         return bool(known) and all("states" in size.ways for size in self.sizes)
 
     def begin(self, run: ForwardPass) -> None:
-        if self.unknown and run.device.type == "cuda" and run.group.size > 1 and not self.warned:
+        kinds = set(map(type, self.modules))
+        unknown = sorted(kind.__name__ for kind in kinds if not set(functions_of(kind)) <= ON_GPUS)
+        if unknown and run.device.type == "cuda" and run.group.size > 1 and not self.warned:
             self.warned = True
             logger.warning(
                 "Over ranks, %s was compared with one process on CPUs only, not by its kernels for GPUs. Compare the "
                 "loss of a batch of yours by hf-burst check --batch.",
-                ", ".join(self.unknown),
+                ", ".join(unknown),
             )
 
 

@@ -78,8 +78,8 @@ def check_averaged(view: ModelView, trained: list[nn.Parameter], group: ContextG
     averaged = [] if wrapper is None else [dist.get_process_group_ranks(wrapper.process_group)]
     meshes = {parameter.device_mesh for parameter in trained if isinstance(parameter, DTensor)}
     averaged += [mesh.mesh.flatten().tolist() for mesh in meshes]
-    # DeepSpeed's ZeRO hooks parameters, too
-    known = averaged or any(map(_is_hooked, trained)) or _leaves_no_mark() or has_fsdp1(view) or view.units_of_fsdp2
+    deepspeed = AcceleratorState._shared_state.get("distributed_type") == DistributedType.DEEPSPEED
+    known = averaged or any(map(_is_hooked, trained)) or deepspeed or has_fsdp1(view) or view.units_of_fsdp2
     few = next((ranks for ranks in averaged if not members <= set(ranks)), [])
     ConfigError.refuse(
         (
@@ -101,14 +101,6 @@ def check_averaged(view: ModelView, trained: list[nn.Parameter], group: ContextG
 def _is_hooked(parameter: nn.Parameter) -> bool:
     """Returns whether a function gets the parameter's gradient, and may average it."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-def _leaves_no_mark() -> bool:
-    """Returns whether accelerate runs DeepSpeed stage 0 or 1, which may leave no hook on parameters."""
-    if not AcceleratorState._shared_state:
-        return False
-    state = AcceleratorState()
-    return state.distributed_type == DistributedType.DEEPSPEED and state.deepspeed_plugin.zero_stage < 2
 
 
 def has_fsdp1(view: ModelView) -> bool:
