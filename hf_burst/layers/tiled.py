@@ -137,8 +137,8 @@ class _Call:
         versions = zip(self.versions, self._versions(), strict=True)
         if any(before != now for before, now in versions if None not in (before, now)):
             raise KernelError(
-                f"Weights of a {type(self.module).__name__}, or its mode (train, eval), changed between its forward and "
-                "backward pass, which computes its tiles again. Change them after the backward pass."
+                f"Weights of a {type(self.module).__name__}, or its mode (train, eval), changed before its backward "
+                "pass, which computes its tiles again. Change them after the backward pass."
             )
         inputs: Sequence[Tensor] = self.kept.saved_tensors
         whole = [torch.empty_like(tensor) if own else None for tensor, own in zip(inputs, self.learn, strict=True)]

@@ -16,6 +16,7 @@ from ..models.support import has_attention
 from ..view import ModelView
 from .base import Handles, Part
 
+register()  # also where a model that was saved whole, with its parts, is loaded
 _PATCHED: WeakKeyDictionary[PreTrainedModel, "Attention"] = WeakKeyDictionary()
 
 
@@ -48,17 +49,9 @@ class Attention(Part):
         self.attends = reader.find(has_attention)
         self.changed: list[tuple[PreTrainedConfig, str | None]] = []  # configs, and their old values
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Registers the attention where a model that was saved whole, with its parts, is loaded."""
-        self.__dict__.update(state)
-        register()
-
-    def install(self, view: ModelView) -> None:
-        if self.attends:
-            register()
-            _PATCHED[view.root] = self
-
     def look(self, view: ModelView) -> Handles:
+        if self.attends:
+            _PATCHED[view.root] = self
         for config in _configs_of(view) if self.attends else ():  # layers may have been added since
             if config._attn_implementation != NAME:
                 self.changed.append((config, config._attn_implementation))

@@ -13,7 +13,6 @@ from ..batches.cutting import kept_tokens
 from ..batches.documents import batch_shape, real_tokens
 from ..batches.joining import Joined, fit, join_texts, obstacle_in
 from ..batches.modalities import same_for_every_text
-from ..batches.sharded import sum_of_bits
 from ..forward_pass import Agreement, Call
 from ..models.cut_point import cut_point_of, sees_blocks
 from ..view import ModelView
@@ -61,8 +60,6 @@ class SharedBeginnings:
             return None
         saved = f"{joined.tokens:,} tokens instead of {joined.given_tokens:,}"
         self._log("joined", f"What texts of a batch have in common at their beginning is computed once: {saved}.")
-        if call.group.size > 1:  # the row does not show which texts and labels it stands for
-            agreement.add("texts that begin alike", _content(joined))
         return joined
 
     def _obstacle(self, call: Call) -> str:
@@ -131,11 +128,3 @@ def _joinable(call: Call) -> bool:
     if caches is None:  # evaluation with labels reads no cache
         caches = labels is None and getattr(call.model.config, "use_cache", False)
     return call.model.training or call.group.size > 1 or not caches
-
-
-def _content(joined: Joined) -> torch.Tensor:
-    """Returns a checksum of what the joined row stands for."""
-    total = torch.tensor(hash(joined.places.shape), device="cpu")
-    for part in (joined.places, joined.scored, *([] if joined.labels is None else [joined.labels.cpu()])):
-        total = total * 3 + sum_of_bits(part)
-    return total

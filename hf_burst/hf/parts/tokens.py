@@ -70,16 +70,13 @@ class LearnedPositions:
 
     def make(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
         """Returns the position ids that the model makes for a full batch without any; `None` if they count from 0."""
-        mask, ids = batch.get("attention_mask"), batch.get("input_ids")
-        if self.padding_idx is not None and ids is not None:
-            real = (ids != self.padding_idx).long()
-            return real.cumsum(dim=1) * real + self.padding_idx
+        real, ids = batch.get("attention_mask"), batch.get("input_ids")
         if self.padding_idx is not None:
-            embeds = batch["inputs_embeds"]
-            return torch.arange(embeds.shape[1], device=embeds.device)[None] + self.padding_idx + 1
-        if self.from_mask and mask is not None:
-            return mask.long().cumsum(dim=1) * mask.long() - 1
-        return None
+            real = torch.ones_like(batch["inputs_embeds"][..., 0]) if ids is None else ids != self.padding_idx
+        elif not self.from_mask or real is None:
+            return None
+        real = real.long()
+        return real.cumsum(dim=1) * real + (-1 if self.padding_idx is None else self.padding_idx)
 
 
 def _span(table: Any) -> tuple[int, int]:
@@ -212,7 +209,7 @@ class Tokens(Part):
         self._check_images(call, given, layout, agreement)
         labelled = row if "labels" in given else {}
         inputs = {**given, **cut_targets(labelled, layout, rank, call.task)}
-        self._add_content(call, given, agreement)
+        self._add_content(call, agreement)
         if not self.cut_point.path:
             inputs = self._cut_inputs(inputs, layout, rank, given)
         way, targets = self.recurrence.way(layout, call.group), inputs.get(call.task.targets)
@@ -229,11 +226,11 @@ class Tokens(Part):
             check_prefixes(types, layout, call.model.config.get_text_config())
         agreement.add("images and sound", held, SAME_MODALITIES)
 
-    def _add_content(self, call: Call, given: Mapping[str, Any], agreement: Agreement) -> None:
-        """Adds a checksum of the batch to the facts."""
-        content = checksum(given, self.cut_point.inputs) if call.group.size > 1 else None
-        if content is None:
+    def _add_content(self, call: Call, agreement: Agreement) -> None:
+        """Adds a checksum of the batch to the facts: of all texts, because a joined row does not show them."""
+        if call.group.size == 1:
             return
+        given, content = call.given, checksum(call.given, self.cut_point.inputs)
         kinds = given.get("mm_token_type_ids")
         others = [*values_besides_text(given), *([] if kinds is None else [kinds])]
         for values in others if self.cut_point.path or call.task.reads else ():
