@@ -150,9 +150,11 @@ class _DetachedLeaf(torch.autograd.Function):
         return None, None, None
 
 
-def detached_leaf(leaf: Tensor) -> Tensor:
-    """Returns a leaf that the autograd graph doesn't keep alive. Graphs normally hold their leaves until the backward
-    pass ends, even if the saved copies have been offloaded."""
+def detached_leaf(leaf: Any) -> Any:
+    """Returns an argument that the autograd graph doesn't keep alive, if it is a leaf, such as embeddings beside frozen
+    weights. Graphs normally hold their leaves until the backward pass ends, even if the saved copies are offloaded."""
+    if type(leaf) is not Tensor or not leaf.is_leaf or not leaf.requires_grad:
+        return leaf
     number = torch.zeros((), device=leaf.device, requires_grad=True)
     return _DetachedLeaf.apply(number, leaf.detach(), weakref.ref(leaf))
 

@@ -490,7 +490,7 @@ def two_groups(rank: int, size: int) -> None:
         (missing_kernel, KernelError, "torch_flash"),
         (large_logits, BatchError, "logits_to_keep"),
         (checkpoint_of_the_model, UnsupportedModelError, "given the whole model.*gradient_checkpointing_enable"),
-        (forward_derivatives, NotImplementedError, "forward AD with hf_burst::attention"),
+        (forward_derivatives, NotImplementedError, "forward mode AD"),
         (partial(transforms, transform="grad"), UnsupportedModelError, "torch.func .*torch.autograd.grad"),
         (partial(transforms, transform="jvp"), UnsupportedModelError, "torch.func .*torch.autograd.grad"),
         (decoder_by_itself, UnsupportedModelError, "LlamaModel was called past the hooks.*2 ranks would hold whole"),

@@ -22,7 +22,7 @@ from hf_burst.check.tiny import Double
 from hf_burst.errors import ConfigError, KernelError
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.models.support import base_model
-from hf_burst.hf.parts.tiles import TiledMLP, candidates
+from hf_burst.hf.parts.tiles import TiledForward, TiledMLP, candidates
 from hf_burst.hf.view import ModelView
 from hf_burst.layers.tiled import tiled
 from hf_burst.plan import Segments
@@ -214,7 +214,8 @@ def test_odd_modules(kind: str, hooks: bool) -> None:
 
 def in_tiles(model: Any) -> list[str]:
     """The modules that the latest pass computed in tiles."""
-    return [name for name, obstacle in part_of(model, TiledMLP).obstacles.items() if not obstacle]
+    obstacles, tiles = part_of(model, TiledMLP).obstacles, TiledForward.of
+    return [name for name, module in model.named_modules() if obstacles.get(id(tiles(module))) == ""]
 
 
 def with_tiles(
@@ -333,7 +334,7 @@ def test_a_forward_that_was_replaced_is_tiled_again() -> None:
     model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=7)))
     batch, calls = models.make_batch("plain", 43), list[int]()
     expected = float(model(**batch).loss)
-    for _, module in candidates(ModelView(model)):
+    for module in candidates(ModelView(model)):
 
         def forward(x: Tensor, module: Any = module) -> Tensor:
             calls.append(x.shape[1])
@@ -343,7 +344,7 @@ def test_a_forward_that_was_replaced_is_tiled_again() -> None:
     assert float(model(**batch).loss) == pytest.approx(expected, rel=1e-6)
     assert set(calls) == {32, 15, 17, 3, 1}, "of a trial, and of tiles"
     hf_burst.unpatch_model(model)
-    assert all(vars(module)["forward"].__name__ == "forward" for _, module in candidates(ModelView(model)))
+    assert all(vars(module)["forward"].__name__ == "forward" for module in candidates(ModelView(model)))
 
 
 @pytest.mark.parametrize("path", ["mlp.up_proj", "mlp.down_proj", "mlp"])

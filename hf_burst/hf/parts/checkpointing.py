@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...attention import AttentionCache
@@ -61,7 +60,6 @@ class Checkpointing(Part):
         self.latest: LayerRun | None = None
         # of the latest run, until the next layer runs: meanwhile its address is not reused
         self.output: tuple[torch.Tensor, Place] | None = None
-        self.hook: RemovableHandle | None = None  # of the embeddings, in this pass
 
     def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
         memory, trains = call.config.memory_settings, call.learns
@@ -101,13 +99,8 @@ class Checkpointing(Part):
         apart = run.memory.activation_offloading or self.per_checkpoint > 1
         if apart and self.count and torch.is_grad_enabled():
             self._prepare_host(run)
-            # after the hook by which Transformers makes the embeddings require a gradient when weights do not
-            self.hook = run.model.get_input_embeddings().register_forward_hook(_detach_embeddings)
 
     def end(self) -> None:
-        if self.hook is not None:
-            self.hook.remove()
-            self.hook = None
         self.latest, self.output, self.started, self.offloading, self.per_checkpoint = None, None, 0, 0, 1
 
     def remove(self, view: ModelView) -> None:
@@ -199,11 +192,6 @@ class Checkpointing(Part):
         return round(inputs + leaving * sizes.attending / sizes.layers * attention)
 
 
-def _detach_embeddings(module: nn.Module, inputs: Any, output: Any) -> torch.Tensor | None:
-    """Gives the first layer an input that can be offloaded, if the embeddings are a leaf that requires a gradient."""
-    return detached_leaf(output) if type(output) is torch.Tensor and output.is_leaf and output.requires_grad else None
-
-
 def _checkpoint_all_layers(view: ModelView, functions: Sequence["_Checkpoint"]) -> bool:
     """Returns whether each layer in training checkpoints, or lies inside one that does."""
     inside = {id(module) for function in functions for module in view.inside(function.module)}
@@ -239,6 +227,7 @@ class _Checkpoint:
         again = CheckpointedRun(run, cache, self.part.advise)
         if layer is None:
             return self.function(again, *args, **kwargs)
+        args = tuple(map(detached_leaf, args))
         if self.part.per_checkpoint > 1:
             for_output = partial(self._gathered, again.for_output)
             layer.may_run_again(for_output, args, named, options.get("preserve_rng_state", True))
