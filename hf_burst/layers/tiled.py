@@ -6,7 +6,7 @@ recomputes each tile, differentiates it with torch's autograd, and sums gradient
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from ..errors import KernelError
 from ..numerics import accumulation_dtype, refuse_second_derivative
 from .adapted_linear import adapted_linear
 from .graph import leaves_behind, new_node
-from .surroundings import Surrounding, autocast_as_now, draws_as_now
+from .surroundings import draws_as_now, function_modes_as_now
 
 Forward = Callable[..., Tensor]
 
@@ -54,7 +54,9 @@ def tiled(module: nn.Module, forward: Forward, tokens: int, *inputs: Tensor) -> 
     anchor = torch.empty(0, requires_grad=True)  # gives the inputs a graph node even if they need no gradient
     kept = _Keep.apply(anchor, *inputs)
     call.kept = next(tensor.grad_fn for tensor in kept if tensor.grad_fn is not None)
-    call.surroundings = autocast_as_now(inputs[0].device.type), draws_as_now(*inputs)
+    kind = inputs[0].device.type
+    call.modes = function_modes_as_now()
+    call.cast, call.draws = torch.autocast(kind, enabled=torch.is_autocast_enabled(kind)), draws_as_now(*inputs)
     output = [call.compute(inputs)]
     if not call.leaves and not any(call.learn):
         return output.pop()
@@ -108,7 +110,9 @@ class _Call:
     size: int  # tokens of a tile
     learn: Sequence[bool]  # the inputs that need gradients
     kept: Any = None  # the node that saved the inputs; `None` without gradients
-    surroundings: Sequence[Surrounding] = ()  # the forward pass's environment
+    cast: Any = None  # autocast of the forward pass
+    draws: Any = None  # its random numbers
+    modes: Any = None  # its torch function modes
     runs: list[tuple[set[int], int]] = field(default_factory=list)  # for each tile, the leaves' ids and `_Run.ended`
     leaves: dict[int, Tensor] = field(default_factory=dict)  # the leaves of all tiles
     versions: list[int | None] = field(default_factory=list)
@@ -143,9 +147,7 @@ class _Call:
         inputs: Sequence[Tensor] = self.kept.saved_tensors
         whole = [torch.empty_like(tensor) if own else None for tensor, own in zip(inputs, self.learn, strict=True)]
         sums: dict[int, Tensor] = {}
-        with ExitStack() as stack:
-            for surrounding in self.surroundings:
-                stack.enter_context(surrounding())
+        with self.cast, self.draws(), self.modes():
             for (start, tile), (expected, ended) in zip(self._tiles(inputs), self.runs, strict=True):
                 run, count = self._run(tile, ended), tile[0].shape[-2]
                 if set(run.leaves) != expected:
