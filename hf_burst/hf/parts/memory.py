@@ -94,9 +94,8 @@ class MemoryRule(Part):
 
     def advise(self, problem: BaseException | None) -> None:
         """Adds advice to an out-of-memory error: the rule's next settings, or else general advice."""
-        if not isinstance(problem, torch.OutOfMemoryError):
-            return
-        if any(note.startswith("hf_burst: ") for note in getattr(problem, "__notes__", ())):
+        noted = any(note.startswith("hf_burst: ") for note in getattr(problem, "__notes__", ()))
+        if noted or not isinstance(problem, torch.OutOfMemoryError):
             return
         step = self.latest if self.steps else None
         following = None if step is None else self._following(step)

@@ -16,7 +16,7 @@ from ..batches.modalities import same_for_every_text
 from ..forward_pass import Agreement, Call
 from ..models.cut_point import cut_point_of, sees_blocks
 from ..view import ModelView
-from .recurrence import NO_FORKS, Recurrence
+from .recurrence import NO_FORKS, forks
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,7 @@ _OF_ROWS = {"adapter_names", "alora_offsets"}  # except these of peft
 class SharedBeginnings:
     """Joins the texts of a full batch into one row, see [`Joined`]."""
 
-    def __init__(self, view: ModelView, recurrence: Recurrence) -> None:
-        self.cut_point, self.recurrence = view.find(cut_point_of), recurrence
-        self.sees_blocks, self.by_place = view.find(sees_blocks), any(map(scales_by_place, view.modules))
+    def __init__(self) -> None:
         self.logged: set[str] = set()  # logged once
 
     def join(
@@ -64,19 +62,20 @@ class SharedBeginnings:
 
     def _obstacle(self, call: Call) -> str:
         """Returns why this pass cannot share anything, or an empty string."""
-        if self.sees_blocks:
+        whole = bool(call.view.find(cut_point_of).path)
+        if call.view.find(sees_blocks):
             return "tokens of images may see later ones"
         if row_of(type(call.model)).positions == "row":
             return "positions of images depend on other rows"
         if call.model.training and getattr(call.model.get_input_embeddings(), "neftune_noise_alpha", None):
             return "noise of neftune_noise_alpha depends on the length of a row"
-        if not self.recurrence.forks:
+        if not forks(call.view):
             return NO_FORKS
-        if found := obstacle_in(call.given, bool(self.cut_point.path)):
+        if found := obstacle_in(call.given, whole):
             return found
-        if self.by_place and any(start for start, _ in real_tokens(call.given)):
+        if call.view.find(by_place) and any(start for start, _ in real_tokens(call.given)):
             return "queries are scaled by places that count padding"
-        if self.cut_point.path and not same_for_every_text(call.given, call.model.config):
+        if whole and not same_for_every_text(call.given, call.model.config):
             return "images and sound are not the same for every text"
         if call.config.share_prefixes == "auto" and call.compiled:
             return "every batch would be compiled anew"
@@ -84,21 +83,28 @@ class SharedBeginnings:
         name = next((name for name, _ in rates), None)
         return "" if name is None else f"{name} would draw once for all of them (share_prefixes=True allows it)"
 
-    def row(self, joined: Joined, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the joined row's arguments, or the original texts for a model that reads them before they are cut."""
-        batch = dict(given) if self.cut_point.path else dict(joined.batch)
-        if "labels" not in given:
-            batch.pop("labels", None)
-        keep = given.get("logits_to_keep", 0)
-        if isinstance(keep, torch.Tensor) or keep:
-            batch["logits_to_keep"] = joined.kept(kept_tokens(keep, batch_shape(given)[1]))
-        return batch
-
     def _log(self, what: str, sentence: str) -> None:
         """Logs a sentence once."""
         if what not in self.logged:
             self.logged.add(what)
             logger.info("hf_burst: %s", sentence)
+
+
+def row_of_texts(joined: Joined, call: Call) -> dict[str, Any]:
+    """Returns the joined row's arguments, or the original texts for a model that reads them before they are cut."""
+    given = call.given
+    batch = dict(given) if call.view.find(cut_point_of).path else dict(joined.batch)
+    if "labels" not in given:
+        batch.pop("labels", None)
+    keep = given.get("logits_to_keep", 0)
+    if isinstance(keep, torch.Tensor) or keep:
+        batch["logits_to_keep"] = joined.kept(kept_tokens(keep, batch_shape(given)[1]))
+    return batch
+
+
+def by_place(view: ModelView) -> bool:
+    """Returns whether a layer scales its queries by their places."""
+    return any(map(scales_by_place, view.modules))
 
 
 def _hooked(view: ModelView) -> str:

@@ -14,7 +14,7 @@ from ...layers.loss import IGNORE_INDEX
 from ...plan import Segments
 from ...ranks.blocks import check_prefixes
 from ...ranks.layout import SequenceLayout
-from ..attention import masks_with_blocks, scales_by_place
+from ..attention import masks_with_blocks
 from ..batches.cutting import bound_arguments, cut_inputs, cut_targets, layout_of, select_rows
 from ..batches.documents import tokens_of
 from ..batches.joining import Joined
@@ -28,8 +28,8 @@ from ..models.task import task_named
 from ..spread.where import Where
 from ..view import ModelView, children_of
 from .base import Handles, Part
-from .recurrence import NO_FORKS, Recurrence
-from .shared_beginnings import SharedBeginnings
+from .recurrence import NO_FORKS, forks, hybrid_of, way_of
+from .shared_beginnings import SharedBeginnings, by_place, row_of_texts
 
 CONTENT = "content (checksum)"
 _SAME_SHARING = "Give every rank the same batch, and BurstConfig(share_prefixes=...) the same value."
@@ -105,12 +105,12 @@ class Tokens(Part):
     """Makes the [`Batch`] of a call: joins texts that begin alike, and lays all tokens over the ranks. Targets are cut
     outside the model, token inputs at its cut point."""
 
-    def __init__(self, view: ModelView, recurrence: Recurrence) -> None:
-        self.cut_point, self.recurrence = view.find(cut_point_of), recurrence
+    def __init__(self, view: ModelView) -> None:
+        self.cut_point = view.find(cut_point_of)
         self._read_tables(view)
         # PaliGemma: type 0 is a prefix, whose tokens see each other
         self.text_type = int(getattr(view.root.config.get_text_config(), "use_bidirectional_attention", None) is True)
-        self.beginnings = SharedBeginnings(view, recurrence)
+        self.beginnings = SharedBeginnings()
         self.run: ForwardPass | None = None
 
     def look(self, view: ModelView) -> Handles:
@@ -154,7 +154,7 @@ class Tokens(Part):
             Segments(layout.sharding, layout.documents, layout.parents),
             call.group,
             replace(call.config, memory=memory),
-            LaidTokens.of(layout, call.group.rank, tokens_of(batch.inputs).device, self.by_place),
+            LaidTokens.of(layout, call.group.rank, tokens_of(batch.inputs).device, call.view.find(by_place)),
             call.task.causal,
             batch.way,
         )
@@ -169,7 +169,6 @@ class Tokens(Part):
         reader = view.part(view.root.get_submodule(self.cut_point.path))  # tables of towers are for images
         self.learned = LearnedPositions.of(reader)
         self.segments = segment_count(reader)
-        self.by_place = any(map(scales_by_place, reader.modules))
 
     def _take_shard(self, call: Call, agreement: Agreement) -> Batch:
         """Returns the batch of a call that arrived sharded."""
@@ -178,11 +177,11 @@ class Tokens(Part):
             raise BatchError(f"{name} reads whole sequences before they are cut. Give full batches (no BurstCollator).")
         made_for = task_named(call.task.causal)  # models without a head have no shards of their own
         layout = layout_of_shard(call.given, call.config, call.group, made_for)
-        by_place = self.by_place and about is not None and about.padded
+        padded = call.view.find(by_place) and about is not None and about.padded
         from_mask = self.learned.from_mask and any(start for start, _ in layout.real)
         BatchError.refuse(
             (
-                layout.parents and (by_place or not self.recurrence.forks),
+                layout.parents and (padded or not forks(call.view)),
                 f"The texts of the batch were joined, and {name} cannot share their beginnings: queries are scaled by "
                 f"places that count padding, or {NO_FORKS}. Leave share_prefixes=True out of the config of "
                 "BurstCollator.",
@@ -196,24 +195,22 @@ class Tokens(Part):
         agreement.add(CONTENT, about.fingerprint if about else None)
         targets = call.given.get(call.task.targets)
         inputs = {key: value for key, value in call.given.items() if key != LAYOUT_KEY} | {"labels": targets}
-        way = self.recurrence.way(layout, call.group)
-        return Batch(call.given, Where(layout, call.group), True, inputs, way, targets)
+        return Batch(call.given, Where(layout, call.group), True, inputs, way_of(call, layout), targets)
 
     def _cut(self, call: Call, joined: Joined | None, agreement: Agreement) -> Batch:
         """Cuts a full batch: its targets here, its token inputs here or at the cut point."""
-        given = call.given if joined is None else self.beginnings.row(joined, call.given)
+        given = call.given if joined is None else row_of_texts(joined, call)
         row, parents = (given, ()) if joined is None else (joined.batch, (joined.parents,))
         patterns, rank = layer_patterns(call.model.config, call.task), call.group.rank
-        hybrid = self.recurrence.hybrid(call.group)
-        layout = layout_of(row, call.config, call.group.size, call.task, patterns, hybrid, parents)
+        layout = layout_of(row, call.config, call.group.size, call.task, patterns, hybrid_of(call), parents)
         self._check_images(call, given, layout, agreement)
         labelled = row if "labels" in given else {}
         inputs = {**given, **cut_targets(labelled, layout, rank, call.task)}
         self._add_content(call, agreement)
         if not self.cut_point.path:
             inputs = self._cut_inputs(inputs, layout, rank, given)
-        way, targets = self.recurrence.way(layout, call.group), inputs.get(call.task.targets)
-        return Batch(given, Where(layout, call.group, joined), False, inputs, way, targets)
+        targets = inputs.get(call.task.targets)
+        return Batch(given, Where(layout, call.group, joined), False, inputs, way_of(call, layout), targets)
 
     def _check_images(self, call: Call, given: Mapping[str, Any], layout: SequenceLayout, agreement: Agreement) -> None:
         """Raises for images and sound that are not served, and for prefixes that a cut would divide."""
