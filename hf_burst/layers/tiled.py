@@ -35,8 +35,7 @@ def tiled(module: nn.Module, forward: Forward, tokens: int, *inputs: Tensor) -> 
         forward (callable): Its forward or a replacement: maps inputs `(..., tokens, features)` to an output of that
             form, each token by itself. All leaves it uses get their gradients.
         tokens (`int`): Most tokens of a tile, counted over all rows of the batch.
-        inputs (`torch.Tensor` of shape `(..., n, features)`): The module's inputs. If their leading shapes differ,
-            everything is computed at once.
+        inputs (`torch.Tensor` of shape `(..., n, features)`): The module's inputs, of the same tokens.
 
     Returns:
         `torch.Tensor` of shape `(..., n, features)`.
@@ -46,8 +45,6 @@ def tiled(module: nn.Module, forward: Forward, tokens: int, *inputs: Tensor) -> 
     """
     rows = inputs[0].shape[:-2].numel()
     size = max(1, tokens // max(1, rows))
-    if inputs[0].shape[-2] <= size or len({tensor.shape[:-1] for tensor in inputs}) > 1:
-        return forward(*inputs)
     call = _Call(module, forward, size, [tensor.requires_grad for tensor in inputs])
     if not torch.is_grad_enabled():
         return call.compute(inputs)

@@ -63,7 +63,7 @@ class Arrivals(Part):
         if not self.under_way:
             return
         # a custom class may leave attention to inner modules
-        arrived = [module] if getattr(module, ARRIVED) else _arrived_inside(module)
+        arrived = [inner for inner in inner_modules(module) if getattr(inner, ARRIVED, False)]
         if not arrived:
             _refuse(module)
         for inner in arrived:
@@ -94,10 +94,6 @@ def _refuse(module: nn.Module) -> None:
 def _attending(view: ModelView) -> list[nn.Module]:
     reader = reader_of(view)
     return list(reader.find(attention_modules)) if reader.find(has_attention) else []
-
-
-def _arrived_inside(module: nn.Module) -> list[nn.Module]:
-    return [inner for inner in inner_modules(module) if getattr(inner, ARRIVED, False)]
 
 
 def _stateful(layer: nn.Module) -> list[nn.Module]:

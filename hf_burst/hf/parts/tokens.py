@@ -107,17 +107,17 @@ class Tokens(Part):
 
     def __init__(self, view: ModelView) -> None:
         self.cut_point = view.find(cut_point_of)
-        self._read_tables(view)
         # PaliGemma: type 0 is a prefix, whose tokens see each other
         self.text_type = int(getattr(view.root.config.get_text_config(), "use_bidirectional_attention", None) is True)
         self.beginnings = SharedBeginnings()
         self.run: ForwardPass | None = None
 
     def look(self, view: ModelView) -> Handles:
-        self._read_tables(view)
+        inner = view.root.get_submodule(self.cut_point.path)
+        reader = view.part(inner)  # tables of towers are for images
+        self.learned, self.segments = LearnedPositions.of(reader), segment_count(reader)
         if not self.cut_point.path:
             return ()
-        inner = view.root.get_submodule(self.cut_point.path)
         return [inner.register_forward_pre_hook(self._cut_inside, prepend=True, with_kwargs=True)]
 
     def cut(self, call: Call, agreement: Agreement) -> Batch:
@@ -164,11 +164,6 @@ class Tokens(Part):
 
     def end(self) -> None:
         self.run = None
-
-    def _read_tables(self, view: ModelView) -> None:
-        reader = view.part(view.root.get_submodule(self.cut_point.path))  # tables of towers are for images
-        self.learned = LearnedPositions.of(reader)
-        self.segments = segment_count(reader)
 
     def _take_shard(self, call: Call, agreement: Agreement) -> Batch:
         """Returns the batch of a call that arrived sharded."""
