@@ -63,7 +63,8 @@ class Arrivals(Part):
         if not self.under_way:
             return
         # a custom class may leave attention to inner modules
-        arrived = [inner for inner in inner_modules(module) if getattr(inner, ARRIVED, False)]
+        modules = [module] if getattr(module, ARRIVED) else inner_modules(module)
+        arrived = [inner for inner in modules if getattr(inner, ARRIVED, False)]
         if not arrived:
             _refuse(module)
         for inner in arrived:
