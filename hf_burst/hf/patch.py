@@ -185,8 +185,7 @@ class _Patch:
     def __init__(self, view: ModelView, config: BurstConfig, group: ContextGroup | None, verdict: str) -> None:
         self.config, self.group, self.verdict, self.task = config, group, verdict, view.find(task_of)
         self.task.check_config(config, type(view.root).__name__)
-        self.memory = MemoryRule(config)
-        self.tokens, self.token_losses = Tokens(view), TokenLosses()
+        self.memory, self.tokens, self.token_losses = MemoryRule(config), Tokens(view), TokenLosses()
         self.checkpointing, self.tiles = Checkpointing(self.memory.advise), TiledMLP()
         self.parts = self.make_parts(view)
         self.view = view  # of the latest pass
