@@ -109,7 +109,7 @@ class LayerContext:
         replay ([`ReplayBuffer`], *optional*): What recurrent layers received in the first run, in a sharded pass.
         cache ([`AttentionCache`], *optional*): What the innermost checkpoint saves of its attention.
         tile (`int`, defaults to 0): The most tokens that an MLP takes at a time; 0 for all.
-        obstacles (`dict`): Reasons not to tile that this pass has found, by the name of a module.
+        obstacles (`dict`): Reasons not to tile that this pass has found, by the id of a forward in tiles.
         within ([`OpenPass`], *optional*): The pass.
         cached ([`ShardedCache`], *optional*): The cache that stores keys, in a pass of an answer over ranks.
     """
@@ -118,7 +118,7 @@ class LayerContext:
     replay: ReplayBuffer | None = None
     cache: AttentionCache | None = None
     tile: int = 0
-    obstacles: dict[str, str] = field(default_factory=dict)
+    obstacles: dict[int, str] = field(default_factory=dict)
     within: OpenPass | None = field(default=None, repr=False)
     cached: ShardedCache | None = None
 

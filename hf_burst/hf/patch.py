@@ -28,6 +28,7 @@ from .context import PASS_KEY, LayerContext, PassContext, current
 from .forward_pass import Agreement, Batch, Call, ForwardPass
 from .groups import OLD_ARGUMENTS, PATCH, check_joined, resolve_group
 from .models.cut_point import reader_of
+from .models.hybrid import recurrent_sizes
 from .models.support import base_model, check_model
 from .models.task import task_of
 from .overrides import remove_overrides
@@ -184,8 +185,7 @@ class _Patch:
     def __init__(self, view: ModelView, config: BurstConfig, group: ContextGroup | None, verdict: str) -> None:
         self.config, self.group, self.verdict, self.task = config, group, verdict, view.find(task_of)
         self.task.check_config(config, type(view.root).__name__)
-        self.recurrence, self.memory = Recurrence(), MemoryRule(config)
-        self.tokens, self.token_losses = Tokens(view, self.recurrence), TokenLosses()
+        self.memory, self.tokens, self.token_losses = MemoryRule(config), Tokens(view), TokenLosses()
         self.checkpointing, self.tiles = Checkpointing(self.memory.advise), TiledMLP()
         self.parts = self.make_parts(view)
         self.view = view  # of the latest pass
@@ -210,7 +210,7 @@ class _Patch:
             ExpertRanks(),
             Attention(view),
             Arrivals(),
-            self.recurrence,
+            Recurrence(),
             GatedNorms(),
             self.memory,
             self.tokens,
@@ -377,7 +377,7 @@ class _Patch:
         """Makes sure, in the first pass over a group, that all ranks have arrived before any asks for hosts."""
         if resources_of(call.group).knows_hosts:
             return
-        sizes = ", ".join(map(str, self.recurrence.sizes)) or "none"
+        sizes = ", ".join(map(str, call.view.find(recurrent_sizes))) or "none"
         call.group.agree({"BurstConfig": str(self.config), "recurrent layers": sizes}, error, call.device, doing=doing)
 
     @torch.compiler.disable

@@ -11,8 +11,9 @@ import os
 import sys
 import time
 import weakref
-from queue import Empty, SimpleQueue
-from threading import Thread, main_thread
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, thread
+from threading import main_thread
 from typing import Any
 
 import torch
@@ -52,7 +53,9 @@ class HostMemory:
         self.size, self.seconds = 0, 0.0  # bytes of all pages, and seconds spent waiting for them
         self.refused: KernelError | None = None  # why no more memory is available
         self.leaving: list[tuple[Tensor, int, Any]] = []  # tensors, their versions, and the events of their copies
-        self._begin_anew()
+        self._makers = ThreadPoolExecutor(max(1, min(_MAKERS, _cores() // processes())), "hf_burst host memory")
+        self._ahead = deque[Future[Tensor]]()  # requested blocks that nobody has taken
+        weakref.finalize(self, self._makers.shutdown, wait=False, cancel_futures=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HostMemory, (self.device,)
@@ -65,30 +68,28 @@ class HostMemory:
     @property
     def most(self) -> int:
         """Bytes made or requested so far, plus those the host still has for this process."""
-        ahead = self._ahead
-        left = host_memory()[1] // processes() - ahead.unmade * self.block_bytes
-        return self.size + ahead.pending * self.block_bytes + max(0, left)
+        unmade = sum(not block.done() for block in self._ahead)
+        left = host_memory()[1] // processes() - unmade * self.block_bytes
+        return self.size + len(self._ahead) * self.block_bytes + max(0, left)
 
-    def reserve(self, size: int, most: int | None = None) -> None:
+    def reserve(self, size: int) -> None:
         """Ensures that `size` bytes exist in total, or will when they are taken.
 
         Args:
             size (`int`): Bytes in total.
-            most (`int`, *optional*): Most bytes that may be requested from the host; `self.most` by default.
 
         Raises:
             ConfigError: If the host has less.
             KernelError: If the driver refuses to page-lock.
         """
-        taken = self.size + self._ahead.pending * self.block_bytes
-        most = self.most if most is None else most
+        taken, most = self.size + len(self._ahead) * self.block_bytes, self.most
         if size > most:
             raise ConfigError(
                 f"Activation offloading needs {size / 2**30:.1f} GiB of host memory for each of {processes()} "
                 f"processes, of which {taken / 2**30:.1f} are taken and {(most - taken) / 2**30:.1f} are left. Lower "
                 "Memory(activation_offloading=...), the share of the layers that are offloaded, or attention_keep."
             )
-        self._ahead.ask(-(-(size - taken) // self.block_bytes))
+        self._request(size - taken)
         if self.size < size:
             self._lock(1)  # a driver that cannot page-lock fails here, where all ranks can be told
 
@@ -100,7 +101,7 @@ class HostMemory:
         """
         count = -(-size // self.page_bytes)
         blocks = -(-(count - len(self.free)) * self.page_bytes // self.block_bytes)
-        self._ahead.ask(blocks - self._ahead.pending)
+        self._request((blocks - len(self._ahead)) * self.block_bytes)
         self._lock(blocks)
         return [self.free.pop() for _ in range(count)]
 
@@ -112,102 +113,28 @@ class HostMemory:
         for tensor, version, _ in left:
             check_unchanged(tensor, version)
 
-    def _begin_anew(self) -> None:
-        """Resets to a state where no blocks are requested or made."""
-        self._ahead = _Ahead(self.block_bytes, self.device)
-        self._end_ahead = weakref.finalize(self, self._ahead.end)
+    def _request(self, size: int) -> None:
+        """Has threads make the blocks of so many bytes."""
+        for _ in range(-(-size // self.block_bytes)):
+            self._ahead.append(self._makers.submit(_new_block, self.block_bytes, self.device))
 
     def _lock(self, blocks: int) -> None:
         """Waits for requested blocks and adds their pages to the free ones."""
         start = time.perf_counter()
         try:
             for _ in range(blocks):
-                memory = self._ahead.take()
+                memory = self._ahead.popleft().result()
                 self.free.extend(Page(page) for page in memory.split(self.page_bytes))
                 self.size += len(memory)
-        except BaseException:
-            self._end_ahead()
-            self._begin_anew()
-            raise
+        except Exception as problem:
+            while self._ahead:
+                self._ahead.pop().cancel()
+            raise KernelError(
+                f"There are no {self.block_bytes / 2**20:.0f} MiB more of host memory for offloading: {problem}. Lower "
+                "Memory(activation_offloading=...), or give the container more memory."
+            ) from problem
         finally:
             self.seconds += time.perf_counter() - start
-
-
-class _Ahead:
-    """Blocks of host memory for one device that threads make ahead. If no thread has, whoever takes a block makes it.
-
-    Args:
-        size (`int`): Bytes of a block.
-        device (`torch.device`): The device whose copies read and write them.
-    """
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.size, self.device = size, device
-        self.pending = 0  # requested blocks that nobody has taken
-        self._threads: list[Thread] = []
-        self._waiting = SimpleQueue[None]()  # one entry for each block that nobody has begun
-        self._made = SimpleQueue[Tensor | Exception]()
-
-    @property
-    def unmade(self) -> int:
-        """Requested blocks that may not have their memory yet."""
-        return self.pending - self._made.qsize()
-
-    def ask(self, blocks: int) -> None:
-        """Requests blocks, and starts threads to make them."""
-        self.pending += max(0, blocks)
-        for _ in range(blocks):
-            self._waiting.put(None)
-        most = max(1, min(_MAKERS, _cores() // processes())) if _locks(self.device) else 0
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        for _ in range(min(self._waiting.qsize(), most - len(self._threads))):
-            thread = Thread(target=self._make_all, name="hf_burst host memory")
-            with contextlib.suppress(RuntimeError):  # no more threads allowed: whoever takes a block makes it
-                thread.start()
-                self._threads.append(thread)
-
-    def take(self) -> Tensor:
-        """Waits for the next block, or makes it.
-
-        Returns:
-            `torch.ByteTensor` of shape `(size,)`: The block's memory.
-
-        Raises:
-            KernelError: If there is no memory for it.
-        """
-        if not self._made.qsize():
-            self._make_next()
-        made = self._made.get()
-        self.pending -= 1
-        if isinstance(made, Exception):
-            raise KernelError(
-                f"There are no {self.size / 2**20:.0f} MiB more of host memory for offloading: {made}. Lower "
-                "Memory(activation_offloading=...), or give the container more memory."
-            ) from made
-        return made
-
-    def end(self) -> None:
-        """Stops making blocks."""
-        with contextlib.suppress(Empty):
-            while True:
-                self._waiting.get_nowait()
-
-    def _make_all(self) -> None:
-        """Runs in a thread. The interpreter joins it at exit, so it stops when the main thread has ended."""
-        while main_thread().is_alive() and self._make_next():
-            pass
-
-    def _make_next(self) -> bool:
-        """Makes one waiting block; returns whether there was one."""
-        try:
-            self._waiting.get_nowait()
-        except Empty:
-            return False
-        try:
-            self._made.put(_new_block(self.size, self.device))
-        except Exception as problem:  # raised in whoever takes it
-            self._made.put(problem)
-        return True
 
 
 class _LockedMemory(mmap.mmap):
@@ -242,6 +169,8 @@ def check_unchanged(tensor: Tensor, version: int) -> None:
 
 def _new_block(size: int, device: torch.device) -> Tensor:
     """Returns new page-locked host memory for a device; for a CPU, memory that is not locked."""
+    if thread._shutdown:  # the interpreter would wait for all blocks that were requested
+        raise MemoryError("the process ends")
     if not _locks(device):
         return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
     pages = _LockedMemory(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

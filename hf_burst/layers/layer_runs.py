@@ -1,7 +1,7 @@
 """Runs of checkpointed layers. Some do not keep their input, and recompute it from the input of an earlier layer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .offload import Saved, SavedByLayer, saved_in_place
-from .surroundings import autocast_as_now, draws_as_now, function_modes_as_now
+from .surroundings import draws_as_now, function_modes_as_now
 
 Place = tuple[Any, ...]
 
@@ -70,17 +70,18 @@ class LayerRun:
         """
         if self.position is None:
             return
-        at, device = self.position, inputs[self.position].device
+        at = self.position
         before, behind = inputs[:at], inputs[at + 1 :]
-        draws = [draws_as_now(inputs[at])] if preserves_rng else []
+        draws = draws_as_now(inputs[at]) if preserves_rng else nullcontext
+        modes = function_modes_as_now()
         # runs with a graph must not find casts that were cached without one
-        casts = [autocast_as_now(kind, cache=False) for kind in dict.fromkeys((device.type, "cpu"))]
-        surroundings = *draws, torch.no_grad, *casts, function_modes_as_now()
+        cast, of_host = (
+            torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False)
+            for kind in (inputs[at].device.type, "cpu")
+        )
 
         def again(tensor: Tensor) -> Tensor:
-            with ExitStack() as stack:
-                for surrounding in surroundings:
-                    stack.enter_context(surrounding())
+            with draws(), torch.no_grad(), cast, of_host, modes():
                 return first_tensor(run(*before, tensor, *behind, **named))
 
         self.again = again

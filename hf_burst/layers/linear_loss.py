@@ -152,16 +152,16 @@ def _liger(device: str, dtype: torch.dtype) -> Any:
     """Returns Liger's module if it can be used."""
     if device != "cuda" or dtype not in (torch.bfloat16, torch.float32):
         return None
+    needed = {"accum_dtype", "compute_gradients", "weight_requires_grad", "chunk_mem_const"}
     try:
         module = importlib.import_module(_LIGER)
+        missing = sorted(needed - inspect.signature(module.fused_linear_cross_entropy_forward).parameters.keys())
     except ImportError:
         return None
     except Exception as problem:  # it does not match this Triton
-        logger.warning("hf_burst does without Liger's fused loss, which cannot be imported: %r", problem)
-        return None
-    known = inspect.signature(module.fused_linear_cross_entropy_forward).parameters
-    missing = sorted({"accum_dtype", "compute_gradients", "weight_requires_grad", "chunk_mem_const"} - set(known))
+        missing = [repr(problem)]
     if missing:
-        why = "hf_burst does without the fused loss of this Liger-Kernel, which lacks %s; install liger-kernel>=0.8.5"
-        logger.warning(why, ", ".join(missing))
+        logger.warning(
+            "hf_burst does without Liger's fused loss (%s). Install liger-kernel>=0.8.5.", ", ".join(missing)
+        )
     return None if missing else module

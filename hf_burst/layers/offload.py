@@ -88,12 +88,12 @@ class SavedByLayer:
     Args:
         host ([`HostMemory`]): Memory for offloaded tensors.
         offloads (`bool`): Whether to offload.
-        following ([`SavedByLayer`], *optional*): The saved tensors of the layer that the backward pass runs next.
     """
 
-    def __init__(self, host: HostMemory, offloads: bool, following: "SavedByLayer | None") -> None:
+    def __init__(self, host: HostMemory, offloads: bool) -> None:
         host.settle()
-        self.host, self.offloads, self.following = host, offloads, following
+        self.host, self.offloads = host, offloads
+        self.following: SavedByLayer | None = None  # that of the layer that the backward pass runs next
         self.offloaded: list[OffloadedTensor] = []
         self.comes = False
 
@@ -150,9 +150,11 @@ class _DetachedLeaf(torch.autograd.Function):
         return None, None, None
 
 
-def detached_leaf(leaf: Tensor) -> Tensor:
-    """Returns a leaf that the autograd graph doesn't keep alive. Graphs normally hold their leaves until the backward
-    pass ends, even if the saved copies have been offloaded."""
+def detached_leaf(leaf: Any) -> Any:
+    """Returns an argument that the autograd graph doesn't keep alive, if it is a leaf, such as embeddings beside frozen
+    weights. Graphs normally hold their leaves until the backward pass ends, even if the saved copies are offloaded."""
+    if type(leaf) is not Tensor or not leaf.is_leaf or not leaf.requires_grad:
+        return leaf
     number = torch.zeros((), device=leaf.device, requires_grad=True)
     return _DetachedLeaf.apply(number, leaf.detach(), weakref.ref(leaf))
 

@@ -6,7 +6,7 @@ recomputes each tile, differentiates it with torch's autograd, and sums gradient
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from ..errors import KernelError
 from ..numerics import accumulation_dtype, refuse_second_derivative
 from .adapted_linear import adapted_linear
 from .graph import leaves_behind, new_node
-from .surroundings import Surrounding, autocast_as_now, draws_as_now, function_modes_as_now, training_as_now
+from .surroundings import draws_as_now, function_modes_as_now
 
 Forward = Callable[..., Tensor]
 
@@ -35,8 +35,7 @@ def tiled(module: nn.Module, forward: Forward, tokens: int, *inputs: Tensor) -> 
         forward (callable): Its forward or a replacement: maps inputs `(..., tokens, features)` to an output of that
             form, each token by itself. All leaves it uses get their gradients.
         tokens (`int`): Most tokens of a tile, counted over all rows of the batch.
-        inputs (`torch.Tensor` of shape `(..., n, features)`): The module's inputs. If their leading shapes differ,
-            everything is computed at once.
+        inputs (`torch.Tensor` of shape `(..., n, features)`): The module's inputs, of the same tokens.
 
     Returns:
         `torch.Tensor` of shape `(..., n, features)`.
@@ -46,18 +45,15 @@ def tiled(module: nn.Module, forward: Forward, tokens: int, *inputs: Tensor) -> 
     """
     rows = inputs[0].shape[:-2].numel()
     size = max(1, tokens // max(1, rows))
-    if inputs[0].shape[-2] <= size or len({tensor.shape[:-1] for tensor in inputs}) > 1:
-        return forward(*inputs)
     call = _Call(module, forward, size, [tensor.requires_grad for tensor in inputs])
     if not torch.is_grad_enabled():
         return call.compute(inputs)
     anchor = torch.empty(0, requires_grad=True)  # gives the inputs a graph node even if they need no gradient
     kept = _Keep.apply(anchor, *inputs)
     call.kept = next(tensor.grad_fn for tensor in kept if tensor.grad_fn is not None)
-    call.surroundings = [
-        *(autocast_as_now(inputs[0].device.type), draws_as_now(*inputs)),
-        *(function_modes_as_now(), training_as_now(module)),
-    ]
+    kind = inputs[0].device.type
+    call.modes = function_modes_as_now()
+    call.cast, call.draws = torch.autocast(kind, enabled=torch.is_autocast_enabled(kind)), draws_as_now(*inputs)
     output = [call.compute(inputs)]
     if not call.leaves and not any(call.learn):
         return output.pop()
@@ -111,7 +107,9 @@ class _Call:
     size: int  # tokens of a tile
     learn: Sequence[bool]  # the inputs that need gradients
     kept: Any = None  # the node that saved the inputs; `None` without gradients
-    surroundings: Sequence[Surrounding] = ()  # the forward pass's environment
+    cast: Any = None  # autocast of the forward pass
+    draws: Any = None  # its random numbers
+    modes: Any = None  # its torch function modes
     runs: list[tuple[set[int], int]] = field(default_factory=list)  # for each tile, the leaves' ids and `_Run.ended`
     leaves: dict[int, Tensor] = field(default_factory=dict)  # the leaves of all tiles
     versions: list[int | None] = field(default_factory=list)
@@ -140,15 +138,13 @@ class _Call:
         versions = zip(self.versions, self._versions(), strict=True)
         if any(before != now for before, now in versions if None not in (before, now)):
             raise KernelError(
-                f"Weights of a {type(self.module).__name__} changed between its forward and backward pass, which "
-                "computes its tiles again. Update weights after the backward pass."
+                f"Weights of a {type(self.module).__name__}, or its mode (train, eval), changed before its backward "
+                "pass, which computes its tiles again. Change them after the backward pass."
             )
         inputs: Sequence[Tensor] = self.kept.saved_tensors
         whole = [torch.empty_like(tensor) if own else None for tensor, own in zip(inputs, self.learn, strict=True)]
         sums: dict[int, Tensor] = {}
-        with ExitStack() as stack:
-            for surrounding in self.surroundings:
-                stack.enter_context(surrounding())
+        with self.cast, self.draws(), self.modes():
             for (start, tile), (expected, ended) in zip(self._tiles(inputs), self.runs, strict=True):
                 run, count = self._run(tile, ended), tile[0].shape[-2]
                 if set(run.leaves) != expected:
@@ -188,11 +184,12 @@ class _Call:
         return _Run(inputs, out, leaves, products.count if products.latest is out else 0)
 
     def _versions(self) -> list[int | None]:
-        """Returns each weight's version; `None` for frozen ones, which peft's ParamWrapper swaps out and back whenever
-        a layer runs."""
+        """Returns which modules train, and each weight's version; `None` for frozen ones, which peft's ParamWrapper
+        swaps out and back whenever a layer runs."""
         # the module's current weights: a wrapper may have replaced them by others of the same shapes
         weights = [weight for weight in self.module.parameters() if weight.is_floating_point()]
-        return [weight._version if weight.requires_grad else None for weight in (*weights, *self.leaves.values())]
+        versions = (weight._version if weight.requires_grad else None for weight in (*weights, *self.leaves.values()))
+        return [*(inner.training for inner in self.module.modules()), *versions]
 
 
 class _Products(TorchFunctionMode):

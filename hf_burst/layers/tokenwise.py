@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .graph import leaves_behind, new_node
-from .surroundings import autocast_as_now, draws_as_now
+from .surroundings import draws_as_now
 from .tiled import Forward
 
 _TOKENS = 64
@@ -53,6 +53,7 @@ def obstacle_to_tiles(module: nn.Module, forward: Forward, inputs: Sequence[Tens
     sample, whole = (
         [tensor.detach().narrow(-2, 0, some).nan_to_num(0.0, 0.0, 0.0) for tensor in inputs] for some in (count, most)
     )
+    kind = inputs[0].device.type
     trial, notes = _Trial(module, forward, inputs), _Notes(module)
     try:
         with (
@@ -60,7 +61,7 @@ def obstacle_to_tiles(module: nn.Module, forward: Forward, inputs: Sequence[Tens
             saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
             torch.no_grad(),
             trial.draws(),
-            autocast_as_now(inputs[0].device.type, cache=False)(),
+            torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False),
             _without_zeros(module),
         ):
             trial.run(whole)

@@ -61,7 +61,8 @@ def offload_under_load(rank: int, size: int, device: str, elements: int, layers:
     for step in range(steps):
         kept, latest = list[Callable[[], torch.Tensor]](), None
         for index in range(layers):
-            latest = SavedByLayer(home, index < layers - 1, latest)
+            before, latest = latest, SavedByLayer(home, index < layers - 1)
+            latest.following = before
             keep_busy(place)
             kept.append(latest.save(numbers + (step * layers + index)))
             torch.full_like(numbers, -1)
@@ -74,7 +75,7 @@ def offload_under_load(rank: int, size: int, device: str, elements: int, layers:
             back.fill_(-1)  # its memory is the caller's
             del back
             torch.full_like(numbers, -1)
-    del kept, latest  # what began to come back for layers that nobody asks for
+    del kept, latest, before  # what began to come back for layers that nobody asks for
     others = [numbers + index for index in range(4)]
     keep_busy(place)
     home.settle()

@@ -158,13 +158,12 @@ def refuse_attention(rank: int, size: int, change: Change, how: str) -> None:
     if how == "checkpointed":
         model.gradient_checkpointing_enable({"use_reentrant": True})
     called = torch.compile(model, backend="eager") if how == "compiled" else model
-    path = "model.layers.0.self_attn" if change is replace_class else "model.layers.1.self_attn"
     with change(model):
         if how == "changed, then patched":
             models.patch(model)
-        with pytest.raises(ConfigError, match=rf"Attention \({path}\) was passed by"):
+        with pytest.raises(ConfigError, match="Attention was passed by"):
             called(**batch)
-        with pytest.raises(ConfigError, match=r"_attn.* was passed by|of a copied model\) was passed by"):
+        with pytest.raises(ConfigError, match="Attention was passed by"):
             copy.deepcopy(model)(**batch)
     loss = model(**batch).loss
     torch.testing.assert_close(loss, models.plain_loss(models.make_model("llama"), batch))

@@ -306,7 +306,7 @@ def fail(rank: int, size: int, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("adapter", "adapter of peft is on experts"),
+        ("adapter", "an adapter of peft on them"),
         ("compiled", "under torch.compile"),
         ("prepared", "accelerator.prepare.optimizer, loader"),
         ("inference", "Use torch.no_grad"),

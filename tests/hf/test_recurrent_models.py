@@ -23,7 +23,7 @@ from hf_burst.errors import UnsupportedModelError
 from hf_burst.hf.models import recurrent
 from hf_burst.hf.models.hybrid import recurrent_sizes
 from hf_burst.hf.models.recurrent import recurrent_modules
-from hf_burst.hf.parts import recurrence
+from hf_burst.hf.parts import tokens
 from hf_burst.hf.view import ModelView
 from hf_burst.plan import Segments
 from hf_burst.ranks.group import ContextGroup
@@ -56,7 +56,7 @@ def slowly(name: str, dtype: torch.dtype = torch.float32) -> Any:
 @contextmanager
 def forced(way: str) -> Iterator[None]:
     """Recurrent layers of passes go that way, whatever would be chosen."""
-    with mock.patch.object(recurrence.Recurrence, "way", return_value=way):
+    with mock.patch.object(tokens, "way_of", return_value=way):
         yield
 
 

@@ -24,7 +24,6 @@ from hf_burst.errors import ConfigError, RankMismatchError
 from hf_burst.hf.batches import sharded
 from hf_burst.hf.batches.sharded import sum_of_bits, sum_of_octets
 from hf_burst.hf.groups import PATCH
-from hf_burst.hf.parts import replicas
 from hf_burst.hf.parts.replicas import Replicas, check_averaged
 from hf_burst.hf.view import ModelView
 from hf_burst.ranks.group import ContextGroup
@@ -48,34 +47,6 @@ def refused(ranks: RankPool, function: Callable[..., Any], *arguments: Any) -> l
         ranks.run(function, *arguments, timeout=60)
     assert all(isinstance(error, ConfigError | RankMismatchError) for error in caught.value.errors)
     return [str(error) for error in caught.value.errors]
-
-
-def hook_gradients(rank: int, size: int) -> list[str]:
-    """Hooks see each rank's part, patched or not: what is averaged is what they return."""
-    model, batch, said = models.make_model("llama").train(), models.make_batch("plain"), list[str]()
-    for patched in (False, True):
-        wrapped = DistributedDataParallel(hf_burst.patch_model(model) if patched else model)
-        weight, seen = model.lm_head.weight, list[torch.Tensor]()
-        handle = weight.register_hook(lambda gradient, seen=seen: seen.append(gradient.clone()))
-        rows = {name: value if patched else value[rank : rank + 1] for name, value in batch.items()}
-        with mock.patch.object(
-            replicas.logger, "warning", side_effect=lambda text, *values: said.append(text % values)
-        ):
-            for _ in range(2):
-                model.zero_grad()
-                wrapped(**rows).loss.backward()
-        parts = [torch.empty_like(seen[-1]) for _ in range(size)]
-        dist.all_gather(parts, seen[-1])
-        assert not torch.allclose(parts[0], parts[1])
-        torch.testing.assert_close(weight.grad, torch.stack(parts).mean(0))
-        handle.remove()
-    return said
-
-
-def test_hooks_on_gradients_see_the_part_of_a_rank_as_under_plain_ddp(ranks: Ranks) -> None:
-    for said in ranks(2).run(hook_gradients):
-        assert len(said) == 1, "once"
-        assert said[0].startswith("1 trained parameters have hooks (register_hook). Under DDP")
 
 
 def train_unprepared(rank: int, size: int) -> None:
@@ -171,9 +142,7 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 def test_layers_unfrozen_after_ddp_was_made_are_refused(ranks: Ranks, when: str) -> None:
     """DDP does not average their gradients."""
     for sentence in refused(ranks(2), train_unfrozen, when):
-        assert "of the 12 parameters that required one when it was made. By now 21 are or were trained" in sentence
-        assert (", such as model.layers.0.self_attn.q_proj.weight" in sentence) == (when != "before the first pass")
-        assert "unfrozen layers" in sentence
+        assert "differ after an update" in sentence
         assert "ddp_find_unused_parameters=True" in sentence
 
 
@@ -197,15 +166,13 @@ def test_weights_that_are_partitioned_are_compared_once(ranks: Ranks) -> None:
     ranks(2).run(train_partitioned)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_deepspeeds_first_stages_need_not_leave_a_hook(stage: int) -> None:
+def test_deepspeed_need_not_leave_a_hook() -> None:
     model, group = models.make_model("llama").train(), ContextGroup(0, 2, "pair", (0, 1))
-    allowed = pytest.raises(ConfigError, match="Nothing averages") if stage > 1 else contextlib.nullcontext()
-    with mock.patch("hf_burst.hf.parts.replicas.AcceleratorState") as state, allowed:
-        state._shared_state = {"distributed_type": DistributedType.DEEPSPEED}
-        state.return_value.distributed_type = DistributedType.DEEPSPEED
-        state.return_value.deepspeed_plugin.zero_stage = stage
-        check_averaged(ModelView(model), list(model.parameters()), group)
+    for kind in (DistributedType.DEEPSPEED, DistributedType.NO):
+        allowed = contextlib.nullcontext() if kind == DistributedType.DEEPSPEED else pytest.raises(ConfigError)
+        with mock.patch("hf_burst.hf.parts.replicas.AcceleratorState") as state, allowed:
+            state._shared_state = {"distributed_type": kind}
+            check_averaged(ModelView(model), list(model.parameters()), group)
 
 
 def train_in_pairs(rank: int, size: int) -> None:
@@ -274,7 +241,7 @@ def test_weights_that_differ_are_refused_at_once(ranks: Ranks, make: Callable[..
     for sentence in refused(ranks(2), pass_with, make, training):
         assert "begin with the same weights" in sentence
         assert "BurstParallelismConfig" not in sentence
-        assert ("parameters" if make is other_layers else "weights (checksum)") in sentence
+        assert "weights (checksum)" in sentence
 
 
 def pass_with(rank: int, size: int, make: Callable[..., Any], training: bool) -> None:

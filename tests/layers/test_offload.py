@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def test_memory_is_locked_until_nothing_needs_it() -> None:
     home = HostMemory(CPU)
     home.reserve(700)
     assert home.size == 256, "where the driver refuses, all ranks are told before"
-    ended()
+    made(home)
     assert len(driver.locked) == 3, "threads page-lock what they make"
     assert home.free[0].memory.data_ptr() in driver.locked
     home.reserve(700)
@@ -137,7 +138,7 @@ def test_memory_is_locked_until_nothing_needs_it() -> None:
     assert driver.locked == []
     home = HostMemory(CPU)
     home.reserve(700)
-    ended()
+    made(home)
     assert len(driver.locked) == 3
     del home
     gc.collect()
@@ -159,12 +160,8 @@ def test_pages_are_used_again(tiny_pages: None) -> None:
     assert copy.deepcopy(home).size == pickle.loads(pickle.dumps(home)).size == 0
 
 
-def makers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "hf_burst host memory"]
-
-
 class Slow:
-    """Makes blocks, and counts them. The threads that do nothing else wait until they are allowed to."""
+    """Makes blocks when it is allowed to, and counts them."""
 
     def __init__(self) -> None:
         self.allowed, self.make = threading.Semaphore(0), host_memory._new_block
@@ -172,13 +169,12 @@ class Slow:
         self.lock = threading.Lock()
 
     def __call__(self, size: int, device: torch.device) -> torch.Tensor:
-        ahead = threading.current_thread() in makers()
         with self.lock:
-            self.begun, self.at_once = self.begun + 1, self.at_once + ahead
+            self.begun, self.at_once = self.begun + 1, self.at_once + 1
             self.most = max(self.most, self.at_once)
-        assert not ahead or self.allowed.acquire(timeout=60)
+        assert self.allowed.acquire(timeout=60)
         with self.lock:
-            self.at_once -= ahead
+            self.at_once -= 1
         return self.make(size, device)
 
     def until(self, begun: int) -> None:
@@ -189,11 +185,9 @@ class Slow:
             time.sleep(0.01)
 
 
-def ended() -> None:
-    """Waits for all threads that make blocks."""
-    for thread in makers():
-        thread.join(60)
-        assert not thread.is_alive(), "there is nothing more to make"
+def made(home: HostMemory) -> None:
+    """Waits for all blocks that were requested."""
+    assert not wait(home._ahead, 60).not_done
 
 
 @locking()
@@ -203,46 +197,32 @@ def test_blocks_are_made_while_others_compute(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(host_memory, "_new_block", slow)
     monkeypatch.setattr(host_memory, "_cores", lambda: 13)
     home = HostMemory(CPU)
+    slow.allowed.release(3)
     home.reserve(8 * 256)
-    slow.until(4)
-    assert (home.size, slow.begun, slow.most) == (256, 4, 3), "one made here, three by a fourth of 13 cores"
-    home.reserve(9 * 256)
+    slow.until(6)
+    assert (home.size, slow.begun, slow.most) == (256, 6, 3), "a fourth of 13 cores makes blocks"
     left = OffloadedTensor(torch.arange(64.0), home)
     taker = threading.Thread(target=partial(taken, home, 7))
     taker.start()
-    slow.until(9)
     waited = home.seconds
     assert taker.is_alive(), "it waits for blocks that are made"
-    slow.allowed.release(3)
+    slow.allowed.release(5)
     taker.join(60)
     assert not taker.is_alive()
     assert home.seconds > waited
     assert torch.equal(left.fetch(), torch.arange(64.0))
-    ended()
-    home.reserve(9 * 256)
-    assert (home.size, slow.begun, slow.most) == (9 * 256, 9, 3), "all of it is there"
+    home.reserve(8 * 256)
+    assert (home.size, slow.begun, slow.most) == (8 * 256, 8, 3), "all of it is there"
+    slow.allowed.release(3)
     home.reserve(40 * 256)
-    slow.until(9 + 4)
+    slow.until(8 + 6)
+    threads = home._makers._threads
     del home, left, taker
     gc.collect()
     slow.allowed.release(40)
-    ended()
-    assert slow.begun == 9 + 4, "nobody takes what would be made"
-
-
-@locking()
-def test_who_takes_a_block_makes_it_where_no_thread_does() -> None:
-    home = HostMemory(CPU)
-    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
-        home.reserve(5 * 256)
-        taken(home, 3)
-        home.reserve(9 * 256)
-    taken(home, 6)
-    with mock.patch.object(host_memory, "main_thread", return_value=mock.Mock(is_alive=bool)):
-        home.reserve(12 * 256)
-        taken(home, 3)
-    assert home.size == 12 * 256
-    ended()
+    for thread in threads:
+        thread.join(60)
+    assert slow.begun == 8 + 6, "nobody takes what would be made"
 
 
 @locking()
@@ -257,7 +237,7 @@ def test_memory_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             home.reserve(10 * 256)
         with pytest.raises(KernelError, match="Cannot allocate memory"):
             home.reserve(256)
-        layer = SavedByLayer(home, True, None)
+        layer = SavedByLayer(home, True)
         kept = layer.save(torch.arange(64.0))
         assert torch.equal(kept(), torch.arange(64.0)), "it stays where it is"
         assert "Cannot allocate memory" in str(home.refused)
@@ -267,15 +247,22 @@ def test_memory_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_room_is_that_of_all_processes(tiny_pages: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(host_memory, "host_memory", lambda: (2**20, 2 * 1024))
+    slow = Slow()
+    monkeypatch.setattr(host_memory, "_new_block", slow)
+    monkeypatch.setattr(host_memory, "_cores", lambda: 2)
     home = HostMemory(CPU)
     with pytest.raises(ConfigError, match=r"each of 2 processes, of which 0\.0 are taken"):
         home.reserve(1025)
+    slow.allowed.release(1)
     home.reserve(1024)  # of which 768 are not made
+    slow.allowed.release(1)
     home.reserve(1024)
-    home.reserve(1024 + 256)
+    slow.allowed.release(1)
+    home.reserve(1024 + 512)
     with pytest.raises(ConfigError):
-        home.reserve(1024 + 256 + 513)
-    taken(home, 5)
+        home.reserve(1024 + 512 + 257)
+    slow.allowed.release(9)
+    taken(home, 6)
     home.reserve(2 * 1024)
 
 
@@ -299,9 +286,7 @@ def test_pages_are_there_and_no_fork_copies_them() -> None:
 ENDS = """
 import time, torch
 from hf_burst.layers import host_memory
-make = host_memory._new_block
-host_memory._locks, host_memory._LockedMemory.lock = lambda device: True, lambda *options: None
-host_memory._new_block = lambda *options: [time.sleep(0.2), make(*options)][1]
+host_memory._locks, host_memory._LockedMemory.lock = lambda device: True, lambda *options: time.sleep(0.2)
 host_memory.HostMemory.block_bytes = 4096
 home = host_memory.HostMemory(torch.device("cpu"))
 home.reserve(4096 * 4000)
@@ -350,13 +335,13 @@ def test_memory_that_is_refused_on_one_rank(ranks: Ranks, count: int) -> None:
 
 def test_a_tensor_that_changes_is_noticed(tiny_pages: None) -> None:
     home, tensor = HostMemory(CPU), torch.ones(8)
-    layer = SavedByLayer(home, True, None)
+    layer = SavedByLayer(home, True)
     kept = layer.save(tensor)
     tensor.add_(1)
     with pytest.raises(KernelError, match="in place"):
         kept()
     assert not home.leaving, "the next pass is another one"
-    stays = SavedByLayer(home, False, None).save(tensor)
+    stays = SavedByLayer(home, False).save(tensor)
     tensor.add_(1)
     with pytest.raises(KernelError, match="in place"):
         stays()
@@ -365,7 +350,8 @@ def test_a_tensor_that_changes_is_noticed(tiny_pages: None) -> None:
 def test_the_layer_before_comes_back_meanwhile(tiny_pages: None) -> None:
     home, layers = HostMemory(CPU), list[SavedByLayer]()
     for index in range(4):
-        layers.append(SavedByLayer(home, index < 3, layers[-1] if layers else None))
+        layers.append(SavedByLayer(home, index < 3))
+        layers[-1].following = layers[-2] if index else None
     kept = [[layer.save(torch.full((8,), index + part)) for part in (0, 10)] for index, layer in enumerate(layers)]
 
     def coming() -> list[int]:

@@ -21,13 +21,12 @@ class Adapters(Part):
         # Not used if the model is compiled (a compiler fuses these passes itself), if hooks on all modules expect
         # peft's modules (such as a counter), or if selective checkpoints save outputs of peft's operators. Decided once
         # for each pass of the model, because a recomputed layer must do what it did before.
-        if run.call.compiled or run.checkpoints.selective or nn.modules.module._has_any_global_hook():
-            for layer in run.call.view.where(_is_adapter):
-                if (own := _AdaptedForward.of(layer)) is not None:
-                    own.remove()
-            return
+        plain = run.call.compiled or run.checkpoints.selective or nn.modules.module._has_any_global_hook()
         for layer in run.call.view.where(_is_adapter):
-            if "forward" not in vars(layer):
+            own = _AdaptedForward.of(layer)
+            if plain and own is not None:
+                own.remove()
+            elif not plain and "forward" not in vars(layer):
                 _AdaptedForward.put(layer)
 
 
@@ -37,8 +36,8 @@ class _AdaptedForward(Override):
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer: Any = self.module
-        name = None if args or kwargs else _adapter(layer)
-        if name is None or _is_left_alone(layer, x) or not _is_plain(layer, x, name):
+        name = None if args or kwargs else _adapter(layer, x)
+        if name is None:
             plain: Tensor = self.plain(x, *args, **kwargs)
             return plain
         base, dropout = layer.base_layer, layer.lora_dropout[name]
@@ -51,37 +50,33 @@ def _is_adapter(module: nn.Module) -> bool:
     return (type(module).__module__, type(module).__name__) in _LAYERS
 
 
-def _adapter(layer: Any) -> str | None:
-    """Returns the name of the only active adapter; `None` if there is none, or several."""
+def _adapter(layer: Any, x: Tensor) -> str | None:
+    """Returns the name of the only active adapter, if the layer is just three linear products in one dtype, and the
+    call is neither compiled, nor transformed by torch.func, nor of a vector or a single generated token."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or x.dim() < 2:
+        return None
+    if x.shape[-2] == 1 and not layer.training and not torch.is_grad_enabled():
+        return None
     names = [] if layer.disable_adapters or layer.merged else layer.active_adapters
     active = [name for name in names if name in layer.lora_A]
-    return active[0] if len(active) == 1 and active[0] not in layer.lora_variant else None
-
-
-def _is_left_alone(layer: Any, x: Tensor) -> bool:
-    """Returns whether a call is compiled, transformed by torch.func, of a vector, or of a single generated token."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or x.dim() < 2:
-        return True
-    return x.shape[-2] == 1 and not layer.training and not torch.is_grad_enabled()
-
-
-def _is_plain(layer: Any, x: Tensor, name: str) -> bool:
-    """Returns whether the layer is just three linear products in one dtype."""
+    if len(active) != 1 or active[0] in layer.lora_variant:
+        return None
+    name: str = active[0]
     base, down, up, dropout = layer.base_layer, layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
     if type(dropout) not in (nn.Dropout, nn.Identity) or _is_changed(dropout):
-        return False
+        return None
     if not all(map(_is_bare, (base, down, up))) or down.bias is not None or up.bias is not None:
-        return False
+        return None
     if any(weight.requires_grad for weight in base.parameters()) or not isinstance(layer.scaling[name], float | int):
-        return False
+        return None
     dtypes, cast = {x.dtype, down.weight.dtype, up.weight.dtype}, autocast_dtype(x, base.weight)
     if type(base) is nn.Linear:
         dtypes.add(base.weight.dtype)
     else:
         computes = base.compute_dtype if base.compute_type_is_set else x.dtype  # taken from the first input
         if not computes == x.dtype == (cast or x.dtype):
-            return False
-    return len(dtypes) == 1 or (cast is not None and torch.float64 not in dtypes)
+            return None
+    return name if len(dtypes) == 1 or (cast is not None and torch.float64 not in dtypes) else None
 
 
 def _is_bare(linear: Any) -> bool:

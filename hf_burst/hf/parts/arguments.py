@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 import transformers
-from torch.autograd import forward_ad
 from transformers import PreTrainedModel
 
 from ...errors import BatchError, UnsupportedModelError
@@ -49,10 +48,6 @@ def _check_model(call: Call) -> None:
         torch.is_grad_enabled() and saving and getattr(saving[0], "__module__", "") == torch.utils.checkpoint.__name__
     )
     noisy = model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None)
-    dual = forward_ad._current_level >= 0 and any(
-        isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
-        for value in (*call.given.values(), *model.parameters())
-    )
     UnsupportedModelError.refuse(
         (
             key,  # its mask would not be that of one process
@@ -63,11 +58,6 @@ def _check_model(call: Call) -> None:
             again,
             "torch.utils.checkpoint was given the whole model, and would stop its second run in the middle. Checkpoint "
             "its layers: model.gradient_checkpointing_enable(), or TrainingArguments(gradient_checkpointing=True).",
-        ),
-        (
-            dual,
-            "Forward-mode derivatives (torch.autograd.forward_ad) are not computed by attention over ranks. Take "
-            "gradients by loss.backward() or torch.autograd.grad, or unpatch the model (hf_burst.unpatch_model).",
         ),
         (
             noisy and call.group.size > 1,

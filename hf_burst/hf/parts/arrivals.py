@@ -22,92 +22,79 @@ class Arrivals(Part):
     an error."""
 
     def __init__(self) -> None:
-        self.hook = _Hook()
-        self.attending: list[nn.Module] = []
-        self.modules: list[nn.Module] = []  # these and the recurrent ones
+        self.under_way = self.ran = False  # whether a pass is, and whether an attention module ran in it
 
     def look(self, view: ModelView) -> Handles:
-        reader = reader_of(view)
-        attending = reader.find(attention_modules) if reader.find(has_attention) else {}
-        self.attending, self.hook.paths = list(attending), {id(module): path for module, path in attending.items()}
-        self.modules = [*attending, *view.find(recurrent_modules)]
-        handles = [module.register_forward_hook(self.hook.attended) for module in attending]
-        return handles + [layer.register_forward_hook(self.hook.passed) for layer in view.layers if _stateful(layer)]
+        handles = [module.register_forward_hook(self._attended) for module in _attending(view)]
+        return handles + [layer.register_forward_hook(self._passed) for layer in view.layers if _stateful(layer)]
 
     def admit(self, call: Call, agreement: Agreement) -> None:
-        forwards = (vars(module).get("forward") or type(module).forward for module in self.attending)
-        distinct = {id(forward): forward for forward in forwards}
-        names = sorted({function_name(forward) for forward in distinct.values()})
-        agreement.add("forward of attention", names, "Replace or wrap it on all ranks, or on none.")
+        names = {function_name(vars(module).get("forward") or type(module).forward) for module in _attending(call.view)}
+        agreement.add("forward of attention", sorted(names), "Replace or wrap it on all ranks, or on none.")
 
     def begin(self, run: ForwardPass) -> None:
-        self.hook.under_way, self.hook.ran = True, run.call.compiled
-        for module in self.modules:
+        self.under_way, self.ran = True, run.call.compiled
+        for module in (*_attending(run.call.view), *run.call.view.find(recurrent_modules)):
             vars(module)[ARRIVED] = False
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
-        if self.hook.ran or any(vars(module)[ARRIVED] for module in self.attending):
+        view, attending = run.call.view, _attending(run.call.view)
+        if self.ran or any(vars(module)[ARRIVED] for module in attending):
             return
-        view = run.call.view
         decoder = reader_of(view).root.base_model
         forwards = map(forward_name, (view.root, decoder, *view.part(decoder).layers))
         other = next((name for name in forwards if not name.startswith(("transformers.", "hf_burst."))), None)
-        if self.attending and other is not None:
+        if attending and other is not None:
             raise ConfigError(
                 f"The model computed without its attention modules, by {other}, so each rank would know its "
                 "own tokens alone. Put back the forward of the class: it calls the layers, and they their attention."
             )
 
     def end(self) -> None:
-        self.hook.under_way = False
+        self.under_way = False
 
     def remove(self, view: ModelView) -> None:
         for module in view.modules:
             vars(module).pop(ARRIVED, None)
 
-
-class _Hook:
-    """The forward hooks. They hold no module, so that a model can be freed."""
-
-    def __init__(self) -> None:
-        self.under_way = self.ran = False  # whether a pass is, and whether an attention module ran in it
-        self.paths: dict[int, str] = {}  # of the attention modules, by id
-
-    def attended(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _attended(self, module: nn.Module, args: Any, output: Any) -> None:
         """Checks an attention module. A compiled graph holds nothing of this hook: it is evaluated when the graph is
         made."""
         if not self.under_way:
             return
         # a custom class may leave attention to inner modules
-        arrived = [module] if getattr(module, ARRIVED) else _arrived_inside(module)
+        modules = [module] if getattr(module, ARRIVED) else inner_modules(module)
+        arrived = [inner for inner in modules if getattr(inner, ARRIVED, False)]
         if not arrived:
-            self._refuse(module, self.paths.get(id(module), "of a copied model"))
+            _refuse(module)
         for inner in arrived:
             setattr(inner, ARRIVED, False)
         if not torch.compiler.is_compiling():  # a graph may not change state outside a checkpoint
             self.ran = True
 
     @torch.compiler.disable
-    def passed(self, layer: nn.Module, args: Any, output: Any) -> None:
+    def _passed(self, layer: nn.Module, args: Any, output: Any) -> None:
         """Checks a layer with recurrent modules."""
         for module in _stateful(layer) if self.under_way else ():
             if not vars(module)[ARRIVED]:
-                self._refuse(module, f"of a {type(layer).__name__}")
+                _refuse(module)
             vars(module)[ARRIVED] = False
 
-    @torch.compiler.disable
-    def _refuse(self, module: nn.Module, where: str) -> None:
-        raise ConfigError(
-            f"{type(module).__name__} ({where}) was passed by: hf_burst did not compute it, so each rank would know "
-            f"its own tokens alone. Its forward is {forward_name(module)}. If a package replaced it, or that of its "
-            "layer, as patches of attention, of rotary positions and of windows do, switch that off, or unpatch the "
-            "model and patch it anew. A class of your own has to call the function that Transformers' "
-            "ALL_ATTENTION_FUNCTIONS names, with all keyword arguments that it is given."
-        )
+
+@torch.compiler.disable
+def _refuse(module: nn.Module) -> None:
+    raise ConfigError(
+        f"{type(module).__name__} was passed by: hf_burst did not compute it, so each rank would know its own tokens "
+        f"alone. Its forward is {forward_name(module)}. If a package replaced it, or that of its layer, as patches of "
+        "attention, of rotary positions and of windows do, switch that off, or unpatch the model and patch it anew. A "
+        "class of your own has to call the function that Transformers' ALL_ATTENTION_FUNCTIONS names, with all keyword "
+        "arguments that it is given."
+    )
 
 
-def _arrived_inside(module: nn.Module) -> list[nn.Module]:
-    return [inner for inner in inner_modules(module) if getattr(inner, ARRIVED, False)]
+def _attending(view: ModelView) -> list[nn.Module]:
+    reader = reader_of(view)
+    return list(reader.find(attention_modules)) if reader.find(has_attention) else []
 
 
 def _stateful(layer: nn.Module) -> list[nn.Module]:

@@ -14,11 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...attention import AttentionCache
-from ...errors import BatchError, ConfigError
+from ...errors import ConfigError
 from ...layers.host_memory import HostMemory
 from ...layers.layer_runs import LayerRun, Place, first_tensor, place_of
 from ...layers.offload import SavedByLayer, detached_leaf, saved_in_place
@@ -53,8 +52,6 @@ class Checkpointing(Part):
         self.advise = advise  # on running out of memory
         self.host: HostMemory | None = None
         self.reserved = 0  # bytes of the host, on every rank
-        self.available: int | None = None  # the fewest bytes that a host had left when they did not suffice
-        self.requested = 0  # bytes that the hosts were last asked for
         self.logged = False  # whether the log says that fewer layers are offloaded
         self.count = self.offloading = self.started = 0  # that checkpoint; that offload in this pass; that have run
         self.per_checkpoint = 1
@@ -63,7 +60,6 @@ class Checkpointing(Part):
         self.latest: LayerRun | None = None
         # of the latest run, until the next layer runs: meanwhile its address is not reused
         self.output: tuple[torch.Tensor, Place] | None = None
-        self.hook: RemovableHandle | None = None  # of the embeddings, in this pass
 
     def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
         memory, trains = call.config.memory_settings, call.learns
@@ -71,27 +67,16 @@ class Checkpointing(Part):
         if trains and self.host is not None and self.host.refused is not None:
             raise self.host.refused
         wrapped = self.wrap(call.view)
-        if wrapped and 0 < share < 1 and call.group.size > 1 and batch.layout.beginning(1 - share) is None:
-            raise BatchError(
-                f"Memory(attention_keep={share}) needs batches of which every rank holds as much of each "
-                f"part of the sequence, and this one was cut into {len(batch.layout.owners)} chunks by another "
-                "BurstConfig. Give the BurstCollator (or shard_batch) the config of the model."
-            )
         repeatable = bool(wrapped) and not call.compiled and all(function.repeatable for function in wrapped)
         repeatable = repeatable and _checkpoint_all_layers(call.view, wrapped)
         self.found = Checkpoints(len(wrapped), repeatable, self.selective)
         again = memory.layers_per_checkpoint > 1
-        offloads = f"Memory(activation_offloading={offloading}) offloads"
         settings = f"tiled_mlp={memory.tiled_mlp}, layers_per_checkpoint={memory.layers_per_checkpoint}"
         ConfigError.refuse(
             (
-                offloading and not wrapped and trains,
-                f"{offloads} what checkpointed layers keep, and no layer checkpoints. Set TrainingArguments("
-                "gradient_checkpointing=True), or call model.gradient_checkpointing_enable().",
-            ),
-            (
-                offloading and call.compiled and trains,
-                f"{offloads} nothing of compiled layers: torch.compile decides what these keep. Leave out one of both.",
+                offloading and (call.compiled or not wrapped) and trains,
+                f"Memory(activation_offloading={offloading}) offloads what checkpointed layers keep, and nothing of "
+                "compiled layers. Call model.gradient_checkpointing_enable(), and leave out torch.compile.",
             ),
             (
                 (again or memory.tiled_mlp) and takes_weights_apart(call.view),
@@ -105,9 +90,8 @@ class Checkpointing(Part):
                 "{'use_reentrant': False}).",
             ),
         )
-        keep = [function.options.get("use_reentrant") is False for function in wrapped if share]
-        described = f"{len(wrapped)} modules, {sum(keep)} of them keep attention"
-        agreement.add("activation checkpointing", described if wrapped else None)
+        keep = sum(function.options.get("use_reentrant") is False for function in wrapped if share)
+        agreement.add("activation checkpointing", f"{len(wrapped)} modules, {keep} of them keep attention")
         self.count = len(wrapped)
 
     def begin(self, run: ForwardPass) -> None:
@@ -115,13 +99,8 @@ class Checkpointing(Part):
         apart = run.memory.activation_offloading or self.per_checkpoint > 1
         if apart and self.count and torch.is_grad_enabled():
             self._prepare_host(run)
-            # after the hook by which Transformers makes the embeddings require a gradient when weights do not
-            self.hook = run.model.get_input_embeddings().register_forward_hook(_detach_embeddings)
 
     def end(self) -> None:
-        if self.hook is not None:
-            self.hook.remove()
-            self.hook = None
         self.latest, self.output, self.started, self.offloading, self.per_checkpoint = None, None, 0, 0, 1
 
     def remove(self, view: ModelView) -> None:
@@ -161,7 +140,7 @@ class Checkpointing(Part):
             return None
         latest, index = self.latest, self.started
         self.started += 1
-        saved = SavedByLayer(self.host, index < self.offloading, None)
+        saved = SavedByLayer(self.host, index < self.offloading)
         run = self.latest = LayerRun(saved, inputs)
         keeps = keeping(index + 1, self.count, self.per_checkpoint) > keeping(index, self.count, self.per_checkpoint)
         if latest is not None and self.output is not None and not keeps:
@@ -175,71 +154,48 @@ class Checkpointing(Part):
         """Reserves host memory for what layers save. If a host has less than the config demands, all ranks raise. If
         the number of offloaded layers was chosen by the rule, as many as needed stay on the GPU. The last layer always
         does, because the backward pass reads it at once."""
-        self.offloading = min(round(run.memory.activation_offloading * self.count), self.count - 1)
+        wanted = self.offloading = min(round(run.memory.activation_offloading * self.count), self.count - 1)
         if self.host is None or self.host.device != run.device:
-            self.host, self.reserved, self.requested, self.available = HostMemory(run.device), 0, 0, None
-        sizes = _kept_bytes(run, self.share)
-        if run.memory.activation_offloading != run.call.config.memory_settings.activation_offloading:
-            self._stay_within(run, sizes)
-        needed = self._bytes_of_host(self.offloading, sizes)
+            self.host, self.reserved = HostMemory(run.device), 0
+        chosen = run.memory.activation_offloading != run.call.config.memory_settings.activation_offloading
+        if chosen and self._bytes_of_host(run, wanted) > self.reserved:  # others may have taken memory since
+            smallest = -run.call.largest([-HOST_ROOM * self.host.most], of_all=False)[0]
+            room = max(self.reserved, smallest)
+            while self.offloading and self._bytes_of_host(run, self.offloading) > room:
+                self.offloading -= 1
+        if self.offloading < wanted and run.group.rank == 0 and not self.logged:
+            self.logged = True
+            logger.warning(
+                "The host has too little memory for each process, so %d instead of %d layers are offloaded, and the "
+                "GPU may run out of memory. Give the host more memory, or run fewer jobs on it.",
+                *(self.offloading, wanted),
+            )
+        needed = self._bytes_of_host(run, self.offloading)
         if needed > self.reserved:
             error = None
             try:
-                self.host.reserve(needed, self.available)
-            except Exception as problem:  # whatever it is, the other ranks must not wait for this one
+                self.host.reserve(needed)
+            except Exception as problem:  # the other ranks must not wait for this one
                 error = problem
             run.group.agree({}, error, run.device)
             self.reserved = needed
 
-    def _stay_within(self, run: ForwardPass, sizes: tuple[float, float]) -> None:
-        """Offloads fewer layers if others have taken host memory since the number was chosen."""
-        assert self.host is not None, "made before"
-        wanted, needed = self.offloading, self._bytes_of_host(self.offloading, sizes)
-        if needed > self.reserved and needed != self.requested:  # once for batches of one size
-            room = HOST_ROOM * (self.host.most - self.host.size)
-            smallest = int(-run.call.largest([-self.host.size - room], of_all=False)[0])
-            self.requested, self.available = needed, max(self.reserved, smallest)
-        while (
-            self.available is not None
-            and self.offloading
-            and self._bytes_of_host(self.offloading, sizes) > self.available
-        ):
-            self.offloading -= 1
-        if self.offloading < wanted and not self.logged and run.group.rank == 0:
-            self.logged = True
-            logger.warning(
-                "The host has %.1f GiB left for each process, so %d instead of %d layers are offloaded, and the GPU "
-                "may run out of memory. Give the host more memory, or run fewer jobs on it.",
-                *((self.available or 0) / 2**30, self.offloading, wanted),
-            )
-
-    def _bytes_of_host(self, leaving: int, sizes: tuple[float, float]) -> int:
-        """Returns the host bytes of the first `leaving` layers, given those of a layer's input and its attention."""
-        inputs, attention = sizes
-        return round(keeping(leaving, self.count, self.per_checkpoint) * inputs + leaving * attention)
-
-
-def _detach_embeddings(module: nn.Module, inputs: Any, output: Any) -> torch.Tensor | None:
-    """Gives the first layer an input that can be offloaded, if the embeddings are a leaf that requires a gradient."""
-    return detached_leaf(output) if type(output) is torch.Tensor and output.is_leaf and output.requires_grad else None
+    def _bytes_of_host(self, run: ForwardPass, leaving: int) -> int:
+        """Returns the host bytes of what the first `leaving` layers save: inputs, and attention outputs with the
+        log-sum-exp of their rows, as a mean over layers with and without attention."""
+        sizes, itemsize = run.call.view.find(layer_sizes), dtype_of_states(run.call.view).itemsize
+        narrow = min(itemsize, 2) if run.device.type == "cuda" else itemsize  # GPU kernels return 16 bits
+        rows = run.batch.layout.batch_size * run.batch.layout.sharding.most_tokens
+        page = HostMemory.page_bytes  # each tensor takes whole pages
+        attention = rows * self.share * sizes.q_heads * (sizes.value_dim * narrow + 4) + 2 * page
+        inputs = keeping(leaving, self.count, self.per_checkpoint) * (rows * sizes.hidden * itemsize + page)
+        return round(inputs + leaving * sizes.attending / sizes.layers * attention)
 
 
 def _checkpoint_all_layers(view: ModelView, functions: Sequence["_Checkpoint"]) -> bool:
     """Returns whether each layer in training checkpoints, or lies inside one that does."""
     inside = {id(module) for function in functions for module in view.inside(function.module)}
     return all(id(layer) in inside for layer in view.layers if layer.training)
-
-
-def _kept_bytes(run: ForwardPass, share: float) -> tuple[float, float]:
-    """Returns the bytes that a layer saves: its input; and its attention output with the log-sum-exp of its rows, as
-    a mean over layers with and without attention. GPU kernels return 16 bits, whatever the dtype of the states."""
-    sizes, itemsize = run.call.view.find(layer_sizes), dtype_of_states(run.call.view).itemsize
-    narrow = min(itemsize, 2) if run.device.type == "cuda" else itemsize
-    attention = sizes.q_heads * (sizes.value_dim * narrow + 4)
-    rows = run.batch.layout.batch_size * run.batch.layout.sharding.most_tokens
-    page = HostMemory.page_bytes  # each tensor takes whole pages
-    kept_attention = sizes.attending / sizes.layers * (rows * share * attention + 2 * page)
-    return rows * sizes.hidden * itemsize + page, kept_attention
 
 
 class _Checkpoint:
@@ -271,6 +227,7 @@ class _Checkpoint:
         again = CheckpointedRun(run, cache, self.part.advise)
         if layer is None:
             return self.function(again, *args, **kwargs)
+        args = tuple(map(detached_leaf, args))
         if self.part.per_checkpoint > 1:
             for_output = partial(self._gathered, again.for_output)
             layer.may_run_again(for_output, args, named, options.get("preserve_rng_state", True))

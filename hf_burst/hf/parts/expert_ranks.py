@@ -17,7 +17,6 @@ from ..forward_pass import Agreement, Call
 from .base import Part
 
 _EXPERTS_DIM, _COPIES_DIM = "ep", "efsdp"  # dimensions of Transformers' mesh of experts
-_ADAPTED = ".base_layer."
 
 
 class ExpertRanks(Part):
@@ -27,23 +26,14 @@ class ExpertRanks(Part):
         experts = dict(weights_of_experts(call.model))
         if not experts:
             return
-        adapted = [name for name in experts if _ADAPTED in name]
-        UnsupportedModelError.refuse(
-            (
-                call.compiled,
-                "The model is compiled, and its experts lie on several ranks. Tokens that travel to them were not "
-                "compared with one process under torch.compile. Leave it out.",
-            ),
-            (
-                adapted,
-                f"An adapter of peft is on experts that lie on several ranks: {', '.join(adapted[:1])}. It would be "
-                "added to those of one rank as if they were all. Train adapters of other layers, or load the model "
-                "without ep_size.",
-            ),
-        )
+        if call.compiled or any(".base_layer." in name for name in experts):
+            raise UnsupportedModelError(
+                "Experts that lie on several ranks are served neither under torch.compile nor with an adapter of peft "
+                "on them. Leave it out, train adapters of other layers, or load the model without ep_size."
+            )
         learns = call.config.gradients != "manual" and call.learns
-        found = [(name, weight.dtype) for name, weight in experts.items() if learns and _is_divided_twice(weight)]
-        twice = ", ".join(f"{name} is in {dtype}" for name, dtype in found[:1])
+        found = (f"{name} is in {weight.dtype}" for name, weight in experts.items() if _is_divided_twice(weight))
+        twice = next(found, "") if learns else ""
         ConfigError.refuse(
             (
                 torch.is_inference_mode_enabled(),

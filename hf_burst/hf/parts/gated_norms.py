@@ -20,8 +20,6 @@ class GatedNorms(Part):
 
     def overrides(self, view: ModelView) -> Iterator[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
         for norm, activation in view.find(gated_norms):
-            if (there := GatedNorm.of(norm)) is not None and there.formula != depends_on(norm):
-                there.remove()
             if "forward" not in vars(norm):
                 yield GatedNorm, norm, (activation, depends_on(norm))
 

@@ -47,17 +47,13 @@ def repeated(values: torch.Tensor, cache: Any) -> torch.Tensor:
 def each_once(cache: ShardedCache, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the batch with each prompt once, where `generate` made consecutive copies. Raises for a tensor that may
     not have one row per prompt."""
-    copies = cache.copies
-    if copies == 1:
-        return dict(batch)
-    part = {}
+    copies, part = cache.copies, dict(batch)
     for name, value in batch.items():
-        if not isinstance(value, torch.Tensor) or not value.ndim:
-            part[name] = value
+        if copies == 1 or not isinstance(value, torch.Tensor) or not value.ndim:
             continue
-        dim = value.ndim - 2 if name == "position_ids" else 0
         if name not in _BY_ROW:
             raise BatchError(f"{name} is not known to have a row for each prompt. Generate without beams, one by one.")
+        dim = value.ndim - 2 if name == "position_ids" else 0
         part[name] = value if value.shape[dim] == 1 else value.unflatten(dim, (-1, copies)).select(dim + 1, 0)
     return part
 

@@ -94,9 +94,8 @@ class MemoryRule(Part):
 
     def advise(self, problem: BaseException | None) -> None:
         """Adds advice to an out-of-memory error: the rule's next settings, or else general advice."""
-        if not isinstance(problem, torch.OutOfMemoryError):
-            return
-        if any(note.startswith("hf_burst: ") for note in getattr(problem, "__notes__", ())):
+        noted = any(note.startswith("hf_burst: ") for note in getattr(problem, "__notes__", ()))
+        if noted or not isinstance(problem, torch.OutOfMemoryError):
             return
         step = self.latest if self.steps else None
         following = None if step is None else self._following(step)
@@ -176,14 +175,13 @@ class MemoryRule(Part):
         if not self.steps:
             return Memory(tiled_mlp=chosen.tiled_mlp, head_groups=chosen.head_groups)
         share = chosen.attention_keep
-        if 0 < share < 1 and layout.beginning(1 - share) is None:  # ranks hold unequal amounts of a part
+        if 0 < share < 1 and layout.beginning(1 - share) is None:  # ranks hold unequal amounts: all would be kept
             chosen = replace(chosen, attention_keep=0.0)
         step.settings, self.latest = chosen, step
         if level and not self.expandable:
             self.expandable = expand_segments()
         if call.group.rank == 0:
-            given = f"{layout.batch_size} x {layout.length:,} tokens"
-            self._log(given, layout.batch_size * layout.length, step, expected)
+            self._log(f"{layout.batch_size} x {layout.length:,} tokens", step, expected)
         return chosen
 
     def _rule(self, call: Call, checkpoints: Checkpoints, trained: list[nn.Parameter]) -> MeasuredLevels:
@@ -206,25 +204,22 @@ class MemoryRule(Part):
             exact = reading.most > step.before.most  # else something took more before the step
             step.rule.measured(step.settings, step.size, reading.most - step.before.held, exact)
 
-    def _log(self, given: str, tokens: int, step: Step, expected: float) -> None:
+    def _log(self, given: str, step: Step, expected: float) -> None:
         """Logs what was chosen, or that nothing fits."""
         short = expected > step.free
         if (step.settings, short) in self.logged or not (short or step.settings != Memory()):
             return
         self.logged.add((step.settings, short))
-        if not short:
+        if short:
+            logger.warning(
+                "A training step of %s may run out of memory: it takes about %.1f GiB with %s, and %.1f are left of "
+                "each GPU. Shard the sequence over more GPUs, shorten it, give fewer images, train adapters (LoRA), or "
+                "set gradient_checkpointing=True.%s",
+                *(given, expected / 2**30, named(step.settings), step.free / 2**30),
+                "" if self.expandable else f" {EXPANDABLE}",
+            )
+        else:
             logger.info("hf_burst trains %s with %s", given, named(step.settings))
-            return
-        logger.warning(
-            "A training step of %s may run out of memory: it takes about %.1f GiB with %s, and %.1f are left of each "
-            "GPU, for about %s tokens. Shard the sequence over more GPUs, train adapters (LoRA),%s or%s shorten it.",
-            *(given, expected / 2**30, named(step.settings), step.free / 2**30),
-            f"{int(tokens * step.free / expected):,}",
-            " give fewer or smaller images," if step.size.seen else "",
-            "" if step.rule.estimate.checkpointing else " set gradient_checkpointing=True, or",
-        )
-        if not self.expandable:
-            logger.info(EXPANDABLE)
 
 
 def _impossible(call: Call, found: Checkpoints) -> set[str]:

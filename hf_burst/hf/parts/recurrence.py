@@ -2,16 +2,14 @@
 
 import inspect
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...errors import ConfigError
-from ...plan import Hybrid, RecurrentSize
+from ...plan import Hybrid
 from ...plan.recurrence import Way
-from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
 from ...recurrent import fla_kernels
 from ..admission import ON_GPUS
@@ -39,54 +37,52 @@ class Recurrence(Part):
     """Gives recurrent modules a forward over ranks."""
 
     def __init__(self) -> None:
-        self.modules: list[Any] = []
-        self.sizes: tuple[RecurrentSize, ...] = ()  # by kind; empty if one kind does not tell
-        self.unknown: list[str] = []
         self.warned = False
 
     def look(self, view: ModelView) -> Handles:
         check_recurrent_sources(view)
-        self.modules = view.find(recurrent_modules)
-        self.sizes = view.find(recurrent_sizes)
-        kinds = set(map(type, self.modules))
-        self.unknown = sorted(kind.__name__ for kind in kinds if not set(functions_of(kind)) <= ON_GPUS)
+        _put(view)
         return ()
 
-    def overrides(self, view: ModelView) -> Iterator[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
-        for module in self.modules:
-            _check_forward(module)
-            yield RecurrentForward, module, ()
-
     def admit(self, call: Call, agreement: Agreement) -> None:
-        for module in self.modules:
-            _check_forward(module)
-            RecurrentForward.put(module)  # somebody may have removed it since, such as a model that shares the module
-        if self.modules:  # with them, delta rules send other messages
+        _put(call.view)  # somebody may have removed it since, such as a model that shares the module
+        if call.view.find(recurrent_modules):  # with them, delta rules send other messages
             agreement.add("kernels of flash-linear-attention", fla_kernels(call.device, 1) is not None)
 
-    def hybrid(self, group: ContextGroup) -> Hybrid | None:
-        """Returns what a cut must know of the recurrent layers; `None` in one process."""
-        return Hybrid(self.sizes) if self.sizes and group.size > 1 else None
-
-    def way(self, layout: SequenceLayout, group: ContextGroup) -> Way:
-        """Returns the schedule by which recurrent layers exchange data in a pass."""
-        hybrid = self.hybrid(group)
-        return "states" if hybrid is None else chosen_way(hybrid, layout, group.rank)
-
-    @property
-    def forks(self) -> bool:
-        """Whether several continuations of a text may each begin with its final states."""
-        known = not self.modules or self.sizes
-        return bool(known) and all("states" in size.ways for size in self.sizes)
-
     def begin(self, run: ForwardPass) -> None:
-        if self.unknown and run.device.type == "cuda" and run.group.size > 1 and not self.warned:
+        kinds = set(map(type, run.call.view.find(recurrent_modules)))
+        unknown = sorted(kind.__name__ for kind in kinds if not set(functions_of(kind)) <= ON_GPUS)
+        if unknown and run.device.type == "cuda" and run.group.size > 1 and not self.warned:
             self.warned = True
             logger.warning(
                 "Over ranks, %s was compared with one process on CPUs only, not by its kernels for GPUs. Compare the "
                 "loss of a batch of yours by hf-burst check --batch.",
-                ", ".join(self.unknown),
+                ", ".join(unknown),
             )
+
+
+def hybrid_of(call: Call) -> Hybrid | None:
+    """Returns what a cut must know of the recurrent layers; `None` in one process, or if one kind does not tell."""
+    sizes = call.view.find(recurrent_sizes)
+    return Hybrid(sizes) if sizes and call.group.size > 1 else None
+
+
+def way_of(call: Call, layout: SequenceLayout) -> Way:
+    """Returns the schedule by which recurrent layers exchange data in a pass."""
+    hybrid = hybrid_of(call)
+    return "states" if hybrid is None else chosen_way(hybrid, layout, call.group.rank)
+
+
+def forks(view: ModelView) -> bool:
+    """Returns whether several continuations of a text may each begin with its final states."""
+    sizes = view.find(recurrent_sizes)
+    return bool(sizes or not view.find(recurrent_modules)) and all("states" in size.ways for size in sizes)
+
+
+def _put(view: ModelView) -> None:
+    for module in view.find(recurrent_modules):
+        _check_forward(module)
+        RecurrentForward.put(module)
 
 
 def _check_forward(module: nn.Module) -> None:

@@ -1,6 +1,5 @@
 """Checks that the ranks of a group hold equal weights, at the first pass and after the first update."""
 
-import logging
 import zlib
 from collections.abc import Mapping
 
@@ -21,10 +20,7 @@ from ..spread.heads import is_partitioned
 from ..view import ModelView
 from .base import Part
 
-logger = logging.getLogger(__name__)
-
-_SEEN = "_hf_burst_trained"  # attribute of a DDP wrapper: the parameters that were trained under it
-PARAMETERS, WEIGHTS = "parameters", "weights (checksum)"
+WEIGHTS = "weights (checksum)"
 _AT_FIRST = (
     "Every rank must begin with the same weights: load one checkpoint on all of them, or call "
     "accelerate.utils.set_seed(seed) before the model is made. accelerator.prepare(model) sends those of rank 0 to all."
@@ -32,7 +28,8 @@ _AT_FIRST = (
 _UPDATED = (
     "The ranks began with the same weights, and differ after an update. Their gradients must be averaged and their "
     "optimizers be alike: train what accelerator.prepare(model, optimizer) returns, as Trainer does. DDP averages what "
-    "required a gradient when it was made: layers that were unfrozen later, each rank trains by itself."
+    "required a gradient when it was made: let what will be unfrozen later require one then, and freeze it afterwards, "
+    "with ddp_find_unused_parameters=True. FSDP2 needs neither."
 )
 
 
@@ -47,10 +44,9 @@ class Replicas(Part):
     def __init__(self, config: BurstConfig) -> None:
         self.manual = config.gradients == "manual"
         self.key: tuple[int, ...] = ()  # how many parameters there are, and which are trained
-        self.parameters = ""  # names and shapes at the latest comparison
-        self.first = 0  # their checksum at the first comparison
+        self.first: int | None = None  # their checksum at the first comparison
         self.settled = False  # whether an update was seen
-        self.compared: tuple[str, torch.Tensor] | None = None  # in this pass: description and checksum
+        self.compared: torch.Tensor | None = None  # the checksum in this pass
 
     def admit(self, call: Call, agreement: Agreement) -> None:
         self.compared = None
@@ -63,25 +59,16 @@ class Replicas(Part):
             check_averaged(call.view, trained, call.group)
         key = (len(parameters), *(id(parameter) for parameter in trained if _is_replicated(parameter)))
         if key != self.key:
-            if learns and call.model.training and not self.manual:
-                check_known_to_ddp(call.model)
-                _tell_of_hooks(trained)
-            self.key, self.parameters, self.settled = key, "", False
-        if self.settled or (self.parameters and not learns) or has_fsdp1(call.view):
-            return
-        held = dict(call.model.named_parameters())
-        description, checksum = _description(held), _checksum(held)
-        self.compared = description, checksum
-        agreement.add(PARAMETERS, description, _AT_FIRST)
-        agreement.add(WEIGHTS, checksum, _UPDATED if description == self.parameters else _AT_FIRST)
+            self.key, self.first, self.settled = key, None, False
+        if not (self.settled or (self.first is not None and not learns) or has_fsdp1(call.view)):
+            self.compared = _checksum(dict(call.model.named_parameters()))
+            agreement.add(WEIGHTS, self.compared, _AT_FIRST if self.first is None else _UPDATED)
 
     def begin(self, run: ForwardPass) -> None:
-        if self.compared is None:
-            return
-        description, checksum = self.compared[0], int(self.compared[1])
-        if description != self.parameters:
-            self.parameters, self.first = description, checksum
-        self.settled = checksum != self.first or len(self.key) == 1  # no trained weight is replicated
+        if self.compared is not None:
+            checksum = int(self.compared)
+            self.first = checksum if self.first is None else self.first
+            self.settled = checksum != self.first or len(self.key) == 1  # no trained weight is replicated
 
 
 def check_averaged(view: ModelView, trained: list[nn.Parameter], group: ContextGroup) -> None:
@@ -91,8 +78,8 @@ def check_averaged(view: ModelView, trained: list[nn.Parameter], group: ContextG
     averaged = [] if wrapper is None else [dist.get_process_group_ranks(wrapper.process_group)]
     meshes = {parameter.device_mesh for parameter in trained if isinstance(parameter, DTensor)}
     averaged += [mesh.mesh.flatten().tolist() for mesh in meshes]
-    # DeepSpeed's ZeRO hooks parameters, too
-    known = averaged or any(map(_is_hooked, trained)) or _leaves_no_mark() or has_fsdp1(view) or view.units_of_fsdp2
+    deepspeed = AcceleratorState._shared_state.get("distributed_type") == DistributedType.DEEPSPEED
+    known = averaged or any(map(_is_hooked, trained)) or deepspeed or has_fsdp1(view) or view.units_of_fsdp2
     few = next((ranks for ranks in averaged if not members <= set(ranks)), [])
     ConfigError.refuse(
         (
@@ -111,54 +98,9 @@ def check_averaged(view: ModelView, trained: list[nn.Parameter], group: ContextG
     )
 
 
-def check_known_to_ddp(model: nn.Module) -> None:
-    """Raises a ConfigError if more parameters were trained under DDP than it averages: those that required a gradient
-    when it was made. DDP tells how many they are, but not which."""
-    wrapper = DistributedDataParallel._get_active_ddp_module()
-    if wrapper is None:
-        return
-    seen: dict[int, str] = vars(wrapper).setdefault(_SEEN, {})
-    new = {
-        id(parameter): name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not _is_hooked(parameter) and id(parameter) not in seen
-    }
-    averaged, trained = wrapper._get_ddp_logging_data()["num_parameter_tensors"], len(seen) + len(new)
-    if trained > averaged:
-        example = f", such as {next(iter(new.values()))}" if seen else ""
-        raise ConfigError(
-            f"DDP averages the gradients of the {averaged} parameters that required one when it was made. By now "
-            f"{trained} are or were trained{example}: each rank would train those that came later by itself. "
-            "A callback has probably unfrozen layers, or added an adapter. Let all that will be trained require a "
-            "gradient when the model is prepared (Trainer: when train() is called), and freeze it afterwards, with "
-            "ddp_find_unused_parameters=True. FSDP2 needs neither."
-        )
-    seen |= new
-
-
-def _tell_of_hooks(trained: list[nn.Parameter]) -> None:
-    """Warns of hooks on gradients, because DDP averages after them."""
-    hooked = sum(bool(weight._backward_hooks) for weight in trained)
-    if hooked and DistributedDataParallel._get_active_ddp_module() is not None:
-        logger.warning(
-            "%d trained parameters have hooks (register_hook). Under DDP they are given what this rank's tokens add to "
-            "a gradient, times the ranks, before it is averaged: clamping that is not clamping the gradient. Change "
-            "parameter.grad after the backward pass, such as in on_pre_optimizer_step of a TrainerCallback.",
-            hooked,
-        )
-
-
 def _is_hooked(parameter: nn.Parameter) -> bool:
     """Returns whether a function gets the parameter's gradient, and may average it."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-def _leaves_no_mark() -> bool:
-    """Returns whether accelerate runs DeepSpeed stage 0 or 1, which may leave no hook on parameters."""
-    if not AcceleratorState._shared_state:
-        return False
-    state = AcceleratorState()
-    return state.distributed_type == DistributedType.DEEPSPEED and state.deepspeed_plugin.zero_stage < 2
 
 
 def has_fsdp1(view: ModelView) -> bool:
@@ -185,24 +127,14 @@ def _is_replicated(parameter: nn.Parameter) -> bool:
     return not (isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") or parameter.is_meta)
 
 
-def _description(parameters: Mapping[str, nn.Parameter]) -> str:
-    """Returns the number of parameters and a checksum of their names, shapes and dtypes."""
-    text = "".join(
-        f"{name}{tuple(getattr(parameter, 'ds_shape', parameter.shape))}{parameter.dtype}"
-        for name, parameter in parameters.items()
-    )
-    return f"{len(parameters)} (checksum {zlib.crc32(text.encode()):x})"
-
-
 def _checksum(parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
-    """Returns a checksum of parameter values: a scalar `torch.LongTensor`, which the host need not wait for."""
-    sums: dict[torch.device, list[torch.Tensor]] = {}
+    """Returns a checksum of names, shapes, dtypes and values: a scalar `torch.LongTensor`, which the host need not wait
+    for."""
+    text, sums = "", dict[torch.device, list[torch.Tensor]]()
     for name, parameter in parameters.items():
-        if not _is_replicated(parameter):
-            continue
-        own = sum_of_octets(parameter) * (zlib.crc32(name.encode()) | 1)
-        sums.setdefault(parameter.device, []).append(own)
-    totals = [torch.stack(own).sum() for own in sums.values()]
-    if not totals:
-        return torch.zeros((), dtype=torch.int64)
-    return torch.stack([total.to(totals[0].device) for total in totals]).sum()
+        text += f"{name}{tuple(getattr(parameter, 'ds_shape', parameter.shape))}{parameter.dtype}"
+        if _is_replicated(parameter):
+            own = sum_of_octets(parameter) * (zlib.crc32(name.encode()) | 1)
+            sums.setdefault(parameter.device, []).append(own)
+    totals = [torch.stack(own).sum() for own in sums.values()] or [torch.zeros((), dtype=torch.int64)]
+    return torch.stack([total.to(totals[0].device) for total in totals]).sum() + zlib.crc32(text.encode())

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ...errors import UnsupportedModelError
 from ..admission import LAYERS
 from ..batches.sharded import LAYOUT_KEY, ShardedBatch, longest_position
-from ..forward_pass import Agreement, Batch, Call, ForwardPass
+from ..forward_pass import Agreement, Batch, Call
 from ..view import ModelView
 from .base import Handles, Part
 
@@ -23,23 +22,23 @@ class LongestPosition(Part):
 
     def __init__(self) -> None:
         self.rotary: list[nn.Module] = []  # whose frequencies depend on the longest position, or may later
-        self.inside: list[nn.Module] = []  # those inside layers
-        self.longest: int | None = None  # of the batch, if frequencies depend on it
-        self.value: int | None = None  # the same, only while the model runs
+        self.longest: int | None = None  # of the batch, in a pass whose frequencies depend on it
 
     def look(self, view: ModelView) -> Handles:
         self.rotary = [module for module in view.modules if hasattr(module, "rope_type")]
-        within = {inner for layer in view.layers for inner in view.inside(layer)}
-        self.inside = [module for module in self.rotary if module in within]
-        self._check_inside(view.root)
         appends = [module.register_forward_pre_hook(self._append, with_kwargs=True) for module in self.rotary]
         return appends + [module.register_forward_hook(self._cut) for module in self.rotary]
 
     def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
-        self.longest = None
-        if not any(map(follows_length, self.rotary)):
+        rotary = list(filter(follows_length, self.rotary))
+        if not rotary:
             return
-        self._check_inside(call.model)
+        if any(module in call.view.inside(layer) for layer in call.view.layers for module in rotary):
+            raise UnsupportedModelError(
+                f"{type(call.model).__name__} has rotary positions that depend on the longest position inside of its "
+                "layers, where they cannot be known when a layer is recomputed. Set "
+                "config.rope_parameters['rope_type'] to another."
+            )
         about: ShardedBatch | None = batch.given.get(LAYOUT_KEY)
         if about is not None:
             self.longest = about.longest
@@ -49,30 +48,19 @@ class LongestPosition(Part):
             self.longest = batch.layout.length - 1 if batch.sharded else longest_position(batch.given)
         agreement.add("longest position", self.longest)
 
-    def begin(self, run: ForwardPass) -> None:
-        self.value = self.longest
-
     def end(self) -> None:
-        self.value = None  # the next call may hold a whole sequence
-
-    def _check_inside(self, model: PreTrainedModel) -> None:
-        if any(map(follows_length, self.inside)):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has rotary positions that depend on the longest position inside of its "
-                "layers, where they cannot be known when a layer is recomputed. Set "
-                "config.rope_parameters['rope_type'] to another."
-            )
+        self.longest = None  # the next call may hold a whole sequence
 
     def _append(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.value is None or not follows_length(module):
+        if self.longest is None or not follows_length(module):
             return None
         named = "position_ids" in kwargs
         positions = kwargs["position_ids"] if named else args[1]
-        longer = torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), self.value)], dim=-1)
+        longer = torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), self.longest)], dim=-1)
         return (args, {**kwargs, "position_ids": longer}) if named else ((args[0], longer, *args[2:]), kwargs)
 
     def _cut(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self.value is None or not follows_length(module):
+        if self.longest is None or not follows_length(module):
             return None
         return tuple(part[:, :-1] for part in output) if isinstance(output, tuple) else output[:, :-1]
 

@@ -7,18 +7,16 @@ from typing import Any
 
 import torch
 
-from ...errors import BatchError
 from ..admission import row_of
 from ..attention import scales_by_place
 from ..batches.cutting import kept_tokens
 from ..batches.documents import batch_shape, real_tokens
 from ..batches.joining import Joined, fit, join_texts, obstacle_in
 from ..batches.modalities import same_for_every_text
-from ..batches.sharded import is_sharded, sum_of_bits
 from ..forward_pass import Agreement, Call
 from ..models.cut_point import cut_point_of, sees_blocks
 from ..view import ModelView
-from .recurrence import NO_FORKS, Recurrence
+from .recurrence import NO_FORKS, forks
 
 logger = logging.getLogger(__name__)
 
@@ -31,41 +29,25 @@ _OF_ROWS = {"adapter_names", "alora_offsets"}  # except these of peft
 
 
 class SharedBeginnings:
-    """Joins the texts of a full batch into one row, see [`Joined`].
+    """Joins the texts of a full batch into one row, see [`Joined`]."""
 
-    Args:
-        view ([`ModelView`]): The model.
-        recurrence ([`Recurrence`]): The part for its recurrent layers.
-        positions (`Callable`): Returns the model's own position ids for a batch, or `None` if they count from 0.
-    """
-
-    def __init__(
-        self,
-        view: ModelView,
-        recurrence: Recurrence,
-        positions: Callable[[Mapping[str, Any]], torch.Tensor | None],
-    ) -> None:
-        self.cut_point, self.recurrence, self.positions = view.find(cut_point_of), recurrence, positions
-        self.sees_blocks, self.by_place = view.find(sees_blocks), any(map(scales_by_place, view.modules))
+    def __init__(self) -> None:
         self.logged: set[str] = set()  # logged once
 
-    def join(self, call: Call, agreement: Agreement) -> Joined | None:
-        """Returns the texts of a batch as one row; `None` if that is not possible, or saves too little."""
+    def join(
+        self, call: Call, agreement: Agreement, positions: Callable[[Mapping[str, Any]], torch.Tensor | None]
+    ) -> Joined | None:
+        """Returns the texts of a batch as one row; `None` if that is not possible, or saves too little. `positions`
+        returns the model's own position ids for a batch, or `None` if they count from 0."""
         given, asked = call.given, call.config.share_prefixes
-        if asked is False or is_sharded(given) or not call.task.causal or "input_ids" not in given:
+        if asked is False or call.task.reads or call.pooling or not call.task.causal:  # or outputs are of all texts
             return None
-        if call.task.reads or call.pooling:  # their outputs are of all texts
+        if given.get("inputs_embeds") is not None or given.get("input_ids") is None or not _joinable(call):
             return None
-        if given.get("inputs_embeds") is not None or given["input_ids"] is None:
-            return None
-        labels = given.get("labels")
-        if not fit(given, labels) or not _joinable(call, labels is not None):
-            return None  # parts raise with the reason
         obstacle = self._obstacle(call)
         if obstacle in self.logged:
             return None
-        least = _LEAST if asked == "auto" else 1
-        joined = join_texts(given, self.positions(given), least)
+        joined = join_texts(given, positions(given), _LEAST if asked == "auto" else 1)
         if joined is None or (asked == "auto" and joined.tokens > (1 - _SAVED) * joined.given_tokens):
             return None
         hooked = _hooked(call.view)
@@ -76,25 +58,24 @@ class SharedBeginnings:
             return None
         saved = f"{joined.tokens:,} tokens instead of {joined.given_tokens:,}"
         self._log("joined", f"What texts of a batch have in common at their beginning is computed once: {saved}.")
-        if call.group.size > 1:  # the row does not show which texts and labels it stands for
-            agreement.add("texts that begin alike", _content(joined))
         return joined
 
     def _obstacle(self, call: Call) -> str:
         """Returns why this pass cannot share anything, or an empty string."""
-        if self.sees_blocks:
+        whole = bool(call.view.find(cut_point_of).path)
+        if call.view.find(sees_blocks):
             return "tokens of images may see later ones"
         if row_of(type(call.model)).positions == "row":
             return "positions of images depend on other rows"
         if call.model.training and getattr(call.model.get_input_embeddings(), "neftune_noise_alpha", None):
             return "noise of neftune_noise_alpha depends on the length of a row"
-        if not self.recurrence.forks:
+        if not forks(call.view):
             return NO_FORKS
-        if found := obstacle_in(call.given, bool(self.cut_point.path)):
+        if found := obstacle_in(call.given, whole):
             return found
-        if self.by_place and any(start for start, _ in real_tokens(call.given)):
+        if call.view.find(by_place) and any(start for start, _ in real_tokens(call.given)):
             return "queries are scaled by places that count padding"
-        if self.cut_point.path and not same_for_every_text(call.given, call.model.config):
+        if whole and not same_for_every_text(call.given, call.model.config):
             return "images and sound are not the same for every text"
         if call.config.share_prefixes == "auto" and call.compiled:
             return "every batch would be compiled anew"
@@ -102,21 +83,28 @@ class SharedBeginnings:
         name = next((name for name, _ in rates), None)
         return "" if name is None else f"{name} would draw once for all of them (share_prefixes=True allows it)"
 
-    def row(self, joined: Joined, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the joined row's arguments, or the original texts for a model that reads them before they are cut."""
-        batch = dict(given) if self.cut_point.path else dict(joined.batch)
-        if "labels" not in given:
-            batch.pop("labels", None)
-        keep = given.get("logits_to_keep", 0)
-        if isinstance(keep, torch.Tensor) or keep:
-            batch["logits_to_keep"] = joined.kept(kept_tokens(keep, batch_shape(given)[1]))
-        return batch
-
     def _log(self, what: str, sentence: str) -> None:
         """Logs a sentence once."""
         if what not in self.logged:
             self.logged.add(what)
             logger.info("hf_burst: %s", sentence)
+
+
+def row_of_texts(joined: Joined, call: Call) -> dict[str, Any]:
+    """Returns the joined row's arguments, or the original texts for a model that reads them before they are cut."""
+    given = call.given
+    batch = dict(given) if call.view.find(cut_point_of).path else dict(joined.batch)
+    if "labels" not in given:
+        batch.pop("labels", None)
+    keep = given.get("logits_to_keep", 0)
+    if isinstance(keep, torch.Tensor) or keep:
+        batch["logits_to_keep"] = joined.kept(kept_tokens(keep, batch_shape(given)[1]))
+    return batch
+
+
+def by_place(view: ModelView) -> bool:
+    """Returns whether a layer scales its queries by their places."""
+    return any(map(scales_by_place, view.modules))
 
 
 def _hooked(view: ModelView) -> str:
@@ -135,31 +123,14 @@ def _may_know_rows(hook: Any) -> bool:
     return str(hook.__module__).partition(".")[0] not in _LIBRARIES
 
 
-def _joinable(call: Call, labelled: bool) -> bool:
-    """Returns whether a pass returns nothing that needs separate rows: a cache to continue with, or both some logits
-    and a loss."""
-    given = call.given
-    if call.cache is not None:
+def _joinable(call: Call) -> bool:
+    """Returns whether the arguments fit (else parts raise with the reason), and a pass returns nothing that needs
+    separate rows: a cache to continue with, or both some logits and a loss."""
+    given, labels, keep = call.given, call.given.get("labels"), call.given.get("logits_to_keep", 0)
+    some_logits = isinstance(keep, torch.Tensor) or bool(keep)
+    if call.cache is not None or not fit(given, labels) or (some_logits and labels is not None):
         return False
-    keep = given.get("logits_to_keep", 0)
-    if isinstance(keep, torch.Tensor) or keep:
-        try:
-            kept_tokens(keep, batch_shape(given)[1])
-        except BatchError:
-            return False
-        if labelled:
-            return False
     caches = given.get("use_cache")
     if caches is None:  # evaluation with labels reads no cache
-        caches = not labelled and getattr(call.model.config, "use_cache", False)
+        caches = labels is None and getattr(call.model.config, "use_cache", False)
     return call.model.training or call.group.size > 1 or not caches
-
-
-def _content(joined: Joined) -> torch.Tensor:
-    """Returns a checksum of what the joined row stands for."""
-    parts = [torch.tensor(joined.places.shape, device="cpu"), joined.places, joined.scored]
-    parts += [] if joined.labels is None else [joined.labels.cpu()]
-    total = torch.zeros((), dtype=torch.int64, device="cpu")
-    for part in parts:
-        total = total * 3 + sum_of_bits(part)
-    return total

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...layers.tiled import tiled
@@ -32,14 +31,14 @@ class TiledMLP(Part):
     router, by `Memory.tiled_mlp`. Whether a module does is found out when it runs."""
 
     def __init__(self) -> None:
-        self.obstacles: dict[str, str] = {}  # of the latest pass
+        self.obstacles: dict[int, str] = {}  # of the latest pass
         self.logged = {""}
 
     def begin(self, run: ForwardPass) -> None:
         self.obstacles = {}
         # adapters, wrappers and Liger's forwards may have come since the last pass
-        for name, module in reader_of(run.call.view).find(candidates) if run.memory.tiled_mlp else ():
-            _TiledForward.put(module, name)
+        for module in reader_of(run.call.view).find(candidates) if run.memory.tiled_mlp else ():
+            TiledForward.put(module)
 
     def end(self) -> None:
         for obstacle in dict.fromkeys(self.obstacles.values()):
@@ -48,12 +47,11 @@ class TiledMLP(Part):
                 logger.info(obstacle)
 
 
-class _TiledForward(Override):
+class TiledForward(Override):
     """A module's own forward on some tokens at a time. If an obstacle prevents it, inner modules may be tiled."""
 
-    def __init__(self, module: nn.Module, own: Any, name: str) -> None:
+    def __init__(self, module: nn.Module, own: Any) -> None:
         super().__init__(module, own)
-        self.path = name
         self.tried: tuple[Any, str] | None = None  # a form of the module, and the obstacle found in its run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,9 +68,9 @@ class _TiledForward(Override):
 
         if not _have_tiles(inputs, context.tile):
             return self.plain(*args, **kwargs)
-        if self.path not in context.obstacles:  # found once, so that a rerun of the layer does the same
-            context.obstacles[self.path] = self._obstacle(forward, inputs, context.tile)
-        if context.obstacles[self.path]:
+        if id(self) not in context.obstacles:  # found once, so that a rerun of the layer does the same
+            context.obstacles[id(self)] = self._obstacle(forward, inputs, context.tile)
+        if context.obstacles[id(self)]:
             return self.plain(*args, **kwargs)
         return tiled(self.module, forward, context.tile, *inputs)
 
@@ -86,38 +84,32 @@ class _TiledForward(Override):
             found = self.tried[1]
         return found and f"{type(self.module).__name__} is not computed in tiles as a whole: {found}."
 
-    def _given(self) -> tuple[Any, ...]:
-        return self.module, self.own, self.path
+
+def candidates(view: ModelView) -> list[nn.Module]:
+    """Returns the modules inside a model's layers that multiply by several matrices and contain no attention or
+    recurrence. One may be inside another."""
+    found, recurrent = list[nn.Module](), set(map(id, view.find(recurrent_modules)))
+    for layer in view.layers:
+        for child in children_of(layer).values():
+            _collect(child, recurrent, found)
+    return list(dict.fromkeys(found))
 
 
-def candidates(view: ModelView) -> list[tuple[str, nn.Module]]:
-    """Returns the modules inside a model's layers, with their names, that multiply by several matrices and contain no
-    attention or recurrence. One may be inside another."""
-    found, recurrent = dict[int, tuple[str, nn.Module]](), set(map(id, view.find(recurrent_modules)))
-    for path, layer in view.named:
-        if isinstance(layer, GradientCheckpointingLayer):
-            for name, child in children_of(layer).items():
-                inside = list[tuple[str, nn.Module]]()
-                _collect(f"{path}.{name}", child, recurrent, inside)
-                found |= {id(module): (of, module) for of, module in inside}
-    return list(found.values())
-
-
-def _collect(path: str, module: nn.Module, recurrent: set[int], found: list[tuple[str, nn.Module]]) -> tuple[int, bool]:
+def _collect(module: nn.Module, recurrent: set[int], found: list[nn.Module]) -> tuple[int, bool]:
     """Adds a module and its inner ones to `found`. Returns its number of matrices, and whether it mixes tokens."""
     begin, matrices, mixes = len(found), _own_matrices(module), False
     children = children_of(module)
     if "base_layer" in children:  # of a peft adapter, whose own matrices do not count
         children = {"base_layer": children["base_layer"]}
-    for name, child in children.items():
-        more, mixing = _collect(f"{path}.{name}", child, recurrent, found)
+    for child in children.values():
+        more, mixing = _collect(child, recurrent, found)
         matrices, mixes = matrices + more, mixes or mixing
     if (is_attention(type(module)) and not mixes) or id(module) in recurrent:
         del found[begin:]  # attention and recurrence projections
         return matrices, True
     passes = isinstance(module, GradientCheckpointingLayer | _CONTAINERS) or not _WRAPPED.isdisjoint(children)
     if matrices > 1 and not mixes and not passes:
-        found.append((path, module))
+        found.append(module)
     return matrices, mixes
 
 
@@ -144,20 +136,10 @@ def _visible_obstacle(module: nn.Module) -> str:
     if any(weights_of_experts(module)):  # a tile would wait for tiles of other ranks, which may have fewer
         return "its experts lie on several ranks"
     for inner in inner_modules(module):
-        if is_parametrized(inner):
-            return "a weight of it is parametrized"
-        if len(_adapters(inner)) > 1:
-            return "it has several adapters, of which another may be set before the backward pass"
         hooks = inner._forward_pre_hooks or inner._forward_hooks or inner._backward_pre_hooks or inner._backward_hooks
         if hooks and inner is not module:  # such as hooks of an FSDP2 unit, which see all tokens at once
             return f"a {type(inner).__name__} in it has hooks"
     return ""
-
-
-def _adapters(module: Any) -> set[str]:
-    """Returns the names of the adapters that peft has added to a module."""
-    layers = (getattr(module, name, {}) for name in getattr(module, "adapter_layer_names", ()))
-    return {name for layer in layers for name in layer}
 
 
 def _form(module: nn.Module) -> tuple[Any, ...]:

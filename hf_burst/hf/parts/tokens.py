@@ -14,7 +14,7 @@ from ...layers.loss import IGNORE_INDEX
 from ...plan import Segments
 from ...ranks.blocks import check_prefixes
 from ...ranks.layout import SequenceLayout
-from ..attention import masks_with_blocks, scales_by_place
+from ..attention import masks_with_blocks
 from ..batches.cutting import bound_arguments, cut_inputs, cut_targets, layout_of, select_rows
 from ..batches.documents import tokens_of
 from ..batches.joining import Joined
@@ -28,8 +28,8 @@ from ..models.task import task_named
 from ..spread.where import Where
 from ..view import ModelView, children_of
 from .base import Handles, Part
-from .recurrence import NO_FORKS, Recurrence
-from .shared_beginnings import SharedBeginnings
+from .recurrence import NO_FORKS, forks, hybrid_of, way_of
+from .shared_beginnings import SharedBeginnings, by_place, row_of_texts
 
 CONTENT = "content (checksum)"
 _SAME_SHARING = "Give every rank the same batch, and BurstConfig(share_prefixes=...) the same value."
@@ -70,16 +70,13 @@ class LearnedPositions:
 
     def make(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
         """Returns the position ids that the model makes for a full batch without any; `None` if they count from 0."""
-        mask, ids = batch.get("attention_mask"), batch.get("input_ids")
-        if self.padding_idx is not None and ids is not None:
-            real = (ids != self.padding_idx).long()
-            return real.cumsum(dim=1) * real + self.padding_idx
+        real, ids = batch.get("attention_mask"), batch.get("input_ids")
         if self.padding_idx is not None:
-            embeds = batch["inputs_embeds"]
-            return torch.arange(embeds.shape[1], device=embeds.device)[None] + self.padding_idx + 1
-        if self.from_mask and mask is not None:
-            return mask.long().cumsum(dim=1) * mask.long() - 1
-        return None
+            real = torch.ones_like(batch["inputs_embeds"][..., 0]) if ids is None else ids != self.padding_idx
+        elif not self.from_mask or real is None:
+            return None
+        real = real.long()
+        return real.cumsum(dim=1) * real + (-1 if self.padding_idx is None else self.padding_idx)
 
 
 def _span(table: Any) -> tuple[int, int]:
@@ -108,19 +105,19 @@ class Tokens(Part):
     """Makes the [`Batch`] of a call: joins texts that begin alike, and lays all tokens over the ranks. Targets are cut
     outside the model, token inputs at its cut point."""
 
-    def __init__(self, view: ModelView, recurrence: Recurrence) -> None:
-        self.cut_point, self.recurrence = view.find(cut_point_of), recurrence
-        self._read_tables(view)
+    def __init__(self, view: ModelView) -> None:
+        self.cut_point = view.find(cut_point_of)
         # PaliGemma: type 0 is a prefix, whose tokens see each other
         self.text_type = int(getattr(view.root.config.get_text_config(), "use_bidirectional_attention", None) is True)
-        self.beginnings = SharedBeginnings(view, recurrence, self.own_positions)
+        self.beginnings = SharedBeginnings()
         self.run: ForwardPass | None = None
 
     def look(self, view: ModelView) -> Handles:
-        self._read_tables(view)
+        inner = view.root.get_submodule(self.cut_point.path)
+        reader = view.part(inner)  # tables of towers are for images
+        self.learned, self.segments = LearnedPositions.of(reader), segment_count(reader)
         if not self.cut_point.path:
             return ()
-        inner = view.root.get_submodule(self.cut_point.path)
         return [inner.register_forward_pre_hook(self._cut_inside, prepend=True, with_kwargs=True)]
 
     def cut(self, call: Call, agreement: Agreement) -> Batch:
@@ -128,18 +125,18 @@ class Tokens(Part):
         if is_sharded(call.given):
             batch = self._take_shard(call, agreement)
         else:
-            batch = self._cut(call, self.beginnings.join(call, agreement), agreement)
+            batch = self._cut(call, self.beginnings.join(call, agreement, self.learned.make), agreement)
         vocabulary = call.model.config.get_text_config().vocab_size
         labels = {"labels": None} if call.task.reads else {}  # these are of another kind
         check_ranges({**batch.inputs, **labels}, vocabulary, self.segments, self.learned.limits)
         layout = batch.layout
-        documents, chunks = layout.documents, layout.owners + layout.boundaries
+        documents = layout.documents
         agreement.advice["shared beginnings"] = _SAME_SHARING
         agreement.facts |= {
             "batch": f"{layout.batch_size} x {layout.length - layout.padding} tokens",
             "documents": f"{sum(map(len, documents)) - layout.batch_size} (checksum {hash(documents):x})",
             "shared beginnings": f"{sum(map(bool, layout.parents))} (checksum {hash(layout.parents):x})",
-            "chunks": f"{len(layout.owners)} (checksum {hash(chunks):x})",
+            "chunks": f"{len(layout.owners)} (checksum {hash(layout.owners + layout.boundaries):x})",
             "labels": batch.inputs.get("labels") is not None,
             "sharded already": batch.sharded,
             "recurrent layers by": batch.way,
@@ -157,7 +154,7 @@ class Tokens(Part):
             Segments(layout.sharding, layout.documents, layout.parents),
             call.group,
             replace(call.config, memory=memory),
-            LaidTokens.of(layout, call.group.rank, tokens_of(batch.inputs).device, self.by_place),
+            LaidTokens.of(layout, call.group.rank, tokens_of(batch.inputs).device, call.view.find(by_place)),
             call.task.causal,
             batch.way,
         )
@@ -168,16 +165,6 @@ class Tokens(Part):
     def end(self) -> None:
         self.run = None
 
-    def own_positions(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
-        """Returns the position ids that the model makes for a full batch without any; `None` if they count from 0."""
-        return self.learned.make(batch)
-
-    def _read_tables(self, view: ModelView) -> None:
-        reader = view.part(view.root.get_submodule(self.cut_point.path))  # tables of towers are for images
-        self.learned = LearnedPositions.of(reader)
-        self.segments = segment_count(reader)
-        self.by_place = any(map(scales_by_place, reader.modules))
-
     def _take_shard(self, call: Call, agreement: Agreement) -> Batch:
         """Returns the batch of a call that arrived sharded."""
         name, about = type(call.model).__name__, call.given.get(LAYOUT_KEY)
@@ -185,44 +172,40 @@ class Tokens(Part):
             raise BatchError(f"{name} reads whole sequences before they are cut. Give full batches (no BurstCollator).")
         made_for = task_named(call.task.causal)  # models without a head have no shards of their own
         layout = layout_of_shard(call.given, call.config, call.group, made_for)
-        by_place = "queries are scaled by places that count padding" if self.by_place and about and about.padded else ""
-        why = by_place if self.recurrence.forks else NO_FORKS
+        padded = call.view.find(by_place) and about is not None and about.padded
         from_mask = self.learned.from_mask and any(start for start, _ in layout.real)
-        begins = "the first token after the padding" if from_mask else ""
-        begins = begins if self.learned.padding_idx is None else "its padding_idx + 1"
         BatchError.refuse(
             (
-                layout.parents and why,
-                f"The texts of the batch were joined, and in {name} {why}. Leave share_prefixes=True out of the config "
-                "of BurstCollator.",
+                layout.parents and (padded or not forks(call.view)),
+                f"The texts of the batch were joined, and {name} cannot share their beginnings: queries are scaled by "
+                f"places that count padding, or {NO_FORKS}. Leave share_prefixes=True out of the config of "
+                "BurstCollator.",
             ),
             (
-                begins,
-                f"{name} counts positions from {begins}, which was not known when the batch was sharded. Give full "
+                from_mask or self.learned.padding_idx is not None,
+                f"{name} counts positions from its padding, which was not known when the batch was sharded. Give full "
                 "batches (no BurstCollator).",
             ),
         )
         agreement.add(CONTENT, about.fingerprint if about else None)
         targets = call.given.get(call.task.targets)
         inputs = {key: value for key, value in call.given.items() if key != LAYOUT_KEY} | {"labels": targets}
-        way = self.recurrence.way(layout, call.group)
-        return Batch(call.given, Where(layout, call.group), True, inputs, way, targets)
+        return Batch(call.given, Where(layout, call.group), True, inputs, way_of(call, layout), targets)
 
     def _cut(self, call: Call, joined: Joined | None, agreement: Agreement) -> Batch:
         """Cuts a full batch: its targets here, its token inputs here or at the cut point."""
-        given = call.given if joined is None else self.beginnings.row(joined, call.given)
+        given = call.given if joined is None else row_of_texts(joined, call)
         row, parents = (given, ()) if joined is None else (joined.batch, (joined.parents,))
         patterns, rank = layer_patterns(call.model.config, call.task), call.group.rank
-        hybrid = self.recurrence.hybrid(call.group)
-        layout = layout_of(row, call.config, call.group.size, call.task, patterns, hybrid, parents)
+        layout = layout_of(row, call.config, call.group.size, call.task, patterns, hybrid_of(call), parents)
         self._check_images(call, given, layout, agreement)
         labelled = row if "labels" in given else {}
         inputs = {**given, **cut_targets(labelled, layout, rank, call.task)}
-        self._add_content(call, given, agreement)
+        self._add_content(call, agreement)
         if not self.cut_point.path:
             inputs = self._cut_inputs(inputs, layout, rank, given)
-        way, targets = self.recurrence.way(layout, call.group), inputs.get(call.task.targets)
-        return Batch(given, Where(layout, call.group, joined), False, inputs, way, targets)
+        targets = inputs.get(call.task.targets)
+        return Batch(given, Where(layout, call.group, joined), False, inputs, way_of(call, layout), targets)
 
     def _check_images(self, call: Call, given: Mapping[str, Any], layout: SequenceLayout, agreement: Agreement) -> None:
         """Raises for images and sound that are not served, and for prefixes that a cut would divide."""
@@ -235,11 +218,11 @@ class Tokens(Part):
             check_prefixes(types, layout, call.model.config.get_text_config())
         agreement.add("images and sound", held, SAME_MODALITIES)
 
-    def _add_content(self, call: Call, given: Mapping[str, Any], agreement: Agreement) -> None:
-        """Adds a checksum of the batch to the facts."""
-        content = checksum(given, self.cut_point.inputs) if call.group.size > 1 else None
-        if content is None:
+    def _add_content(self, call: Call, agreement: Agreement) -> None:
+        """Adds a checksum of the batch to the facts: of all texts, because a joined row does not show them."""
+        if call.group.size == 1:
             return
+        given, content = call.given, checksum(call.given, self.cut_point.inputs)
         kinds = given.get("mm_token_type_ids")
         others = [*values_besides_text(given), *([] if kinds is None else [kinds])]
         for values in others if self.cut_point.path or call.task.reads else ():
@@ -250,9 +233,8 @@ class Tokens(Part):
         self, inputs: Mapping[str, Any], layout: SequenceLayout, rank: int, given: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Returns this rank's token inputs. Positions that the model makes are computed from the `given` batch."""
-        masked = self.cut_point.masked
-        part = select_rows(inputs, masked, lambda values: layout.shard(values, rank))
-        done = [known.rows for known in masked]
+        part = select_rows(inputs, self.cut_point.masked, lambda values: layout.shard(values, rank))
+        done = [known.rows for known in self.cut_point.masked]
         return cut_inputs(part, layout, rank, self.cut_point.inputs, self.learned.make(given), done)
 
     @torch.compiler.disable

@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 from transformers.utils import logging
 
 from ...errors import BatchError
+from ...layers.by_parts import token_values
 from ...layers.linear_loss import Linear, learned_by, linear_loss_sum, rows_at_a_time
 from ...layers.loss import token_loss_sum, weighted_loss_sum
-from ...layers.token_values import token_values
 from ..batches.sharded import sum_of_bits
 from ..overrides import Override
 from ..view import children_of
