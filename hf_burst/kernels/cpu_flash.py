@@ -18,14 +18,14 @@ from .reference import admitted
 _BLOCK_ROWS = 512
 
 
-class CpuFlashKernel(PiecewiseKernel[Piece]):
+class CpuFlashKernel(PiecewiseKernel):
     """`aten::_scaled_dot_product_flash_attention_for_cpu` and its backward."""
 
     capabilities = Capabilities(
         name="cpu_flash",
         devices=("cpu",),
         dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-        head_dims=(1, 1 << 16),
+        most_head_dim=1 << 16,
         wide=True,
         wants_out=True,
         derives_delta=True,

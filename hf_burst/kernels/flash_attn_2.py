@@ -8,9 +8,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from .base import BackwardInputs, OutputBuffers, Scores
-from .flash import FLASH, LENGTHS, FlashCall, aligned, gradient_buffers, library_keywords
+from .flash import FLASH, LENGTHS, aligned, gradient_buffers, library_keywords
 from .library import Signatures, package_refusal
-from .torch_flash import Flash2Kernel
+from .pieces import Piece
+from .torch_flash import TorchFlashKernel
 
 _SCORES = ("dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes")
 _UNUSED = {"dropout_p": 0.0, "alibi_slopes": None}
@@ -23,7 +24,7 @@ _SIGNATURES: Signatures = (
 )
 
 
-class FlashAttn2Kernel(Flash2Kernel):
+class FlashAttn2Kernel(TorchFlashKernel):
     """`_flash_attn_forward`, `_flash_attn_backward` and their `_varlen_` forms."""
 
     module = "flash_attn.flash_attn_interface"
@@ -33,7 +34,7 @@ class FlashAttn2Kernel(Flash2Kernel):
         return super().unavailable(head_dim, value_dim) or package_refusal("flash-attn", self.module, _SIGNATURES)
 
     def launch_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor]:
         library = self.library
         function = library._flash_attn_varlen_forward if call.packed else library._flash_attn_forward
@@ -42,7 +43,7 @@ class FlashAttn2Kernel(Flash2Kernel):
         return out, lse
 
     def launch_backward(
-        self, inputs: BackwardInputs, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
+        self, inputs: BackwardInputs, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert inputs.out is not None, "the capabilities say wants_out"
         library = self.library

@@ -1,7 +1,5 @@
 """Head sizes that a kernel does not take, brought to ones that it does by zeros."""
 
-from dataclasses import replace
-
 from torch import Tensor
 from torch.nn import functional
 
@@ -18,10 +16,7 @@ class PaddedHeads:
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
-        largest = kernel.capabilities.head_dims[1]
-        self.capabilities = replace(
-            kernel.capabilities, head_dims=(1, largest), head_multiple=1, head_sizes=(), own_value_dim=True
-        )
+        self.capabilities = kernel.capabilities
 
     def for_sizes(self, head_dim: int, value_dim: int) -> Kernel:
         """The kernel for heads of these sizes: the inner one alone if it takes them as they are."""
@@ -71,8 +66,7 @@ def padded_sizes(capabilities: Capabilities, head_dim: int, value_dim: int, shar
 def _enough(capabilities: Capabilities, dim: int) -> int:
     if capabilities.head_sizes:
         return min(size for size in capabilities.head_sizes if size >= dim)
-    least = max(capabilities.head_dims[0], dim)
-    return least + -least % capabilities.head_multiple
+    return dim + -dim % capabilities.head_multiple
 
 
 def _pad(tensor: Tensor, size: int) -> Tensor:

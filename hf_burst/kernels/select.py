@@ -15,9 +15,6 @@ from .torch_cudnn import TorchCudnnKernel
 from .torch_flash import TorchFlashKernel
 
 logger = logging.getLogger(__name__)
-# of a layer of Gemma 4 by plain torch on an H200, forward and backward, with 16 query heads of 512 elements and 32,768
-# tokens: half of what two layers take of 6.37 s, by 1.92 s at 16,384; at rates of other kernels they would take 0.3 s
-_PLAIN_SECONDS = 2.5
 
 
 def make_kernels(deterministic: bool) -> tuple[Kernel, ...]:
@@ -62,17 +59,13 @@ def select_kernel(requested: KernelName, request: KernelRequest) -> Kernel:
                 logging.WARNING if plain else logging.INFO,
                 "hf_burst computes attention with the kernel %s (%s, %s, head size %d%s): %s%s",
                 *(capabilities.name, *request[:3], ", deterministic" * request.deterministic, reason),
-                _cost(request) if plain and request.device == "cuda" else "",
+                ". Plain torch takes some 17 times as long as a kernel" if plain and request.device == "cuda" else "",
             )
             return kernel.for_sizes(request.head_dim, request.value_dim) if isinstance(kernel, PaddedHeads) else kernel
         refusals.append((capabilities, refusal))
-    features = " and soft-capped scores" * request.softcap + " and a sliding window" * request.window
-    able = ", ".join(kernel.capabilities.name for kernel in kernels if kernel.capabilities.deterministic)
     raise KernelError(
-        f"No {'deterministic ' * request.deterministic}kernel for {request.dtype} on {request.device} with "
-        f"head sizes {request.head_dim} (q, k) and {request.value_dim} (v){features}: {_joined(refusals)}. "
-        f"{f'Deterministic ones are {able}. ' if request.deterministic else ''}"
-        "Set BurstConfig(kernel=...) to one that can, or convert the model."
+        f"No kernel computes {request}: {_joined(refusals)}. Set BurstConfig(kernel=...) to one that can, or convert "
+        "the model."
     )
 
 
@@ -81,15 +74,6 @@ def explain_kernels(request: KernelRequest) -> list[tuple[str, str | None]]:
     `None` if nothing speaks against it."""
     kernels = _DETERMINISTIC if request.deterministic else KERNELS
     return [(kernel.capabilities.name, _refusal(kernel, "auto", request)) for kernel in kernels]
-
-
-def _cost(request: KernelRequest) -> str:
-    """The end of a sentence: what plain torch takes of a step on a GPU."""
-    seconds = _PLAIN_SECONDS * (request.head_dim + request.value_dim) / 1024
-    return (
-        f". Plain torch takes some 17 times as long as a kernel: on an H200 about {seconds:.2g} s of a step for each "
-        "such layer with 16 query heads and 32,768 tokens, and four times that for twice as many"
-    )
 
 
 def _refusal(kernel: Kernel, requested: KernelName, request: KernelRequest) -> str | None:

@@ -13,15 +13,17 @@ from torch import Tensor
 
 from ..plan import Band
 from .base import BackwardInputs, OutputBuffers, Scores
-from .flash import FLASH, FlashCall, FlashKernel, aligned
+from .flash import FLASH, FlashKernel, aligned
 from .library import gpu_refusal
 from .pieces import Piece, crop
 
 _LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
-class Flash2Kernel(FlashKernel):
-    """The common part of the FlashAttention-2 kernels in torch and in their package."""
+class TorchFlashKernel(FlashKernel):
+    """`aten::_flash_attention_forward` and `aten::_flash_attention_backward`."""
+
+    capabilities = replace(FLASH, name="torch_flash", softcap=False)
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
         refusal = gpu_refusal((8, 0))
@@ -42,14 +44,8 @@ class Flash2Kernel(FlashKernel):
         yield from self.cut(Piece(slice(rows.start, middle), columns, band))
         yield from self.cut(Piece(slice(middle, rows.stop), columns, band.shift(cropped.width)))
 
-
-class TorchFlashKernel(Flash2Kernel):
-    """`aten::_flash_attention_forward` and `aten::_flash_attention_backward`."""
-
-    capabilities = replace(FLASH, name="torch_flash", softcap=False)
-
     def launch_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor]:
         causal, left, right = call.window
         out, lse, *_ = self.library._flash_attention_forward(
@@ -59,7 +55,7 @@ class TorchFlashKernel(Flash2Kernel):
         return out, lse
 
     def launch_backward(
-        self, inputs: BackwardInputs, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
+        self, inputs: BackwardInputs, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert inputs.out is not None, "the capabilities say wants_out"
         causal, left, right = call.window
