@@ -8,6 +8,8 @@ the user's group: no rank leaves an agreement before all have arrived, so nothin
 import ipaddress
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from ..errors import LostRankError
 from .host import address_towards
-from .watch import Watch, group_key
+from .watch import Watch, group_key, watch_of_process
 
 
 class ControlGroup:
@@ -25,7 +27,7 @@ class ControlGroup:
     job's store, so that a rank that waits in vain sends nothing."""
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch, limit: timedelta) -> None:
-        self.watch = watch
+        self.watch, self.limit = watch, limit
         self.size = group.size()
         self.opened = set[str]()  # devices on which the process group has had its first call
         key = f"control {group_key(group.group_name, tuple(dist.get_process_group_ranks(group)))}"
@@ -45,32 +47,32 @@ class ControlGroup:
                 "the interface by which their hosts reach each other; or look for the first error of another rank."
             ) from problem
 
-    def gather(self, mine: Tensor, limit: timedelta) -> Tensor:
+    def gather(self, mine: Tensor) -> Tensor:
         """Gathers CPU tensors of one shape from all ranks, stacked in rank order."""
         every = [torch.empty_like(mine) for _ in range(self.size)]
-        work = self.backend.allgather(every, mine, limit)
+        work = self.backend.allgather(every, mine, self.limit)
         try:
             work.wait(timedelta(seconds=self.watch.interval))
         except RuntimeError:  # it failed, or a rank is late
-            self.watch.wait(work.is_completed, limit)
+            self.watch.wait(work.is_completed, self.limit)
             work.wait()
         return torch.stack(every)
 
-    def broadcast(self, content: Tensor, limit: timedelta) -> Tensor:
+    def broadcast(self, content: Tensor) -> Tensor:
         """Fills a CPU tensor, of one length on all ranks, with the first rank's content."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        options.timeout = limit
+        options.timeout = self.limit
         work = self.backend.broadcast([content], options)
-        self.watch.wait(work.is_completed, limit)
+        self.watch.wait(work.is_completed, self.limit)
         work.wait()
         return content
 
-    def gather_objects(self, mine: Any, limit: timedelta) -> list[Any]:
+    def gather_objects(self, mine: Any) -> list[Any]:
         """Gathers the objects of all ranks, in rank order."""
         content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-        sizes = self.gather(torch.tensor(len(content), device="cpu"), limit).tolist()
-        rows = self.gather(torch.nn.functional.pad(content, (0, max(sizes) - len(content))), limit)
+        sizes = self.gather(torch.tensor(len(content), device="cpu")).tolist()
+        rows = self.gather(torch.nn.functional.pad(content, (0, max(sizes) - len(content))))
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -87,8 +89,19 @@ def _connect(group: dist.ProcessGroup, store: Any, limit: timedelta) -> Any:
     return gloo(store, group.rank(), group.size(), options)
 
 
-def control_of(group: dist.ProcessGroup, watch: Watch, limit: timedelta) -> ControlGroup:
-    """Returns the control group of a process group. All ranks make it at its first use; it ends with the group."""
-    found: ControlGroup = watch.controls.get(group) or ControlGroup(group, watch, limit)
-    watch.controls[group] = found
-    return found
+@contextmanager
+def agreeing(group: dist.ProcessGroup, device: torch.device, doing: str) -> Iterator[ControlGroup]:
+    """Surrounds a call in which all ranks of a process group meet, see [`Watch.calling`]. Yields their control group,
+    which they make at its first use, with the time limit of the process group on the device."""
+    limit = limit_of(group, device)
+    with watch_of_process().calling(group, doing) as watch:
+        control: ControlGroup = watch.controls.get(group) or ControlGroup(group, watch, limit)
+        watch.controls[group] = control
+        control.limit = limit
+        yield control
+
+
+def limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Returns how long a process group waits for other ranks."""
+    limit: timedelta = group._get_backend(device).options._timeout
+    return limit

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import BurstError, ConfigError, RankMismatchError
-from .control import control_of
+from .control import agreeing, limit_of
 from .watch import LEFT, START_ANEW, watch_of_process
 
 CP_DIM = "cp"
@@ -88,10 +88,12 @@ class ContextGroup:
     @classmethod
     def from_name(cls, name: str) -> "ContextGroup":
         """Makes the group of a process group's name; an empty name means one process."""
-        if not name:
-            return cls()
-        group = group_by_name(name)
-        return cls(group.rank(), group.size(), name, tuple(dist.get_process_group_ranks(group)))
+        return cls._of(group_by_name(name)) if name else cls()
+
+    @classmethod
+    def _of(cls, group: dist.ProcessGroup) -> "ContextGroup":
+        """Makes the group of a process group, which may have one rank."""
+        return cls(group.rank(), group.size(), group.group_name, tuple(dist.get_process_group_ranks(group)))
 
     def renewed(self) -> "ContextGroup":
         """Returns the group that has this name now, with this process's current rank, because ranks may have changed.
@@ -101,10 +103,7 @@ class ContextGroup:
         """
         now = ContextGroup.from_name(self.name)
         if now.members != self.members:
-            raise ConfigError(
-                f"The mesh had the ranks {self.members}, and what torch.distributed calls {self.name!r} by now has "
-                f"{now.members}. Pass the mesh anew: unpatch_model(model), then patch_model(model, group=mesh)."
-            )
+            raise self._made_anew(now)
         return now
 
     def part(self, ranks: Sequence[int], device: torch.device) -> "ContextGroup":
@@ -124,14 +123,9 @@ class ContextGroup:
         members = [self.members[rank] for rank in ranks]
         c10d: Any = dist.distributed_c10d
         backend, store = c10d._world.pg_map[dist.group.WORLD]
+        name, own = f"{drawn[0]}/{ranks[0]}", list(ranks).index(self.rank)
         group, _ = c10d._new_process_group_helper(
-            len(ranks),
-            list(ranks).index(self.rank),
-            members,
-            backend,
-            store,
-            f"{drawn[0]}/{ranks[0]}",
-            timeout=self.time_limit(device),
+            len(ranks), own, members, backend, store, name, timeout=self.time_limit(device)
         )
         c10d._world.pg_group_ranks[group] = {member: number for number, member in enumerate(members)}
         _open(group, device)
@@ -152,9 +146,8 @@ class ContextGroup:
         self.agree({"call": "gather"}, None, device, doing=doing)  # else its sizes could pair with another call
         if self.size == 1:
             return [mine]
-        process_group, limit = self.process_group, self.time_limit(device)
-        with watch_of_process().calling(process_group, doing) as watch:
-            return control_of(process_group, watch, limit).gather_objects(mine, limit)
+        with agreeing(self.process_group, device, doing) as control:
+            return control.gather_objects(mine)
 
     def first_says(self, mine: bytes, device: torch.device, doing: str, error: BaseException | None = None) -> bytes:
         """Broadcasts the first rank's bytes, in two messages. All ranks call this at the same time, as [`gather`].
@@ -172,13 +165,12 @@ class ContextGroup:
         if self.size == 1 or not length:
             return mine
         content = torch.frombuffer(bytearray(mine or length), dtype=torch.uint8)
-        process_group, limit = self.process_group, self.time_limit(device)
-        with watch_of_process().calling(process_group, doing) as watch:
-            return control_of(process_group, watch, limit).broadcast(content, limit).numpy().tobytes()
+        with agreeing(self.process_group, device, doing) as control:
+            return control.broadcast(content).numpy().tobytes()
 
     def time_limit(self, device: torch.device) -> timedelta:
         """Returns how long the device's backend waits for other ranks."""
-        return _limit_of(self.process_group, device)
+        return limit_of(self.process_group, device)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -230,7 +222,6 @@ class ContextGroup:
                 raise error
             return tally, seed
         process_group = group_by_name(self.name)
-        limit = _limit_of(process_group, device)
         error = error if _interrupts(error) else self._refusal(process_group) or error
         facts = facts | {_EXCHANGES: watch_of_process().counts_of(process_group).exchanges}
         text = json.dumps(facts, sort_keys=True, default=str)
@@ -240,9 +231,8 @@ class ContextGroup:
             contents += checksum.to(device) * (zlib.crc32(name.encode()) | 1)
         numbers = [digest, int(error is not None), tally, int(contents) if checksums else 0, seed]
         mine = torch.tensor(numbers, device="cpu")  # whatever the default device is
-        with _raised_anyway(error), watch_of_process().calling(process_group, doing) as watch:
-            control = control_of(process_group, watch, limit)
-            digests, flags, tallies, sums, seeds = control.gather(mine, limit).unbind(1)
+        with _raised_anyway(error), agreeing(process_group, device, doing) as control:
+            digests, flags, tallies, sums, seeds = control.gather(mine).unbind(1)
             if not flags.any() and (digests == digest).all() and (sums == sums[0]).all():
                 if device.type not in control.opened:
                     _open(process_group, device)
@@ -251,7 +241,7 @@ class ContextGroup:
             facts = facts | {name: f"{int(checksum) % 2**64:x}" for name, checksum in (checksums or {}).items()}
             said = repr(error) if _interrupts(error) else str(error) or repr(error)
             report = {"facts": facts, "error": said if error is not None else None}
-            reports = control.gather_objects(report | {"doing": doing}, limit)
+            reports = control.gather_objects(report | {"doing": doing})
         if error is not None:
             raise error
         raise _mismatch(reports, {_EXCHANGES: f"{LEFT} {START_ANEW}", **(advice or {})})
@@ -280,12 +270,14 @@ class ContextGroup:
 
     def _refusal(self, process_group: dist.ProcessGroup) -> ConfigError | None:
         """Returns an error if the process group of this name is no longer this object's."""
-        rank, members = process_group.rank(), tuple(dist.get_process_group_ranks(process_group))
-        if (rank, members) == (self.rank, self.members):
-            return None
+        now = ContextGroup._of(process_group)
+        return None if now == self else self._made_anew(now)
+
+    def _made_anew(self, now: "ContextGroup") -> ConfigError:
         return ConfigError(
             f"The process group {self.name!r} was made anew: this process was rank {self.rank} of {self.members} and "
-            f"is rank {rank} of {members}. Make the ContextGroup anew."
+            f"is rank {now.rank} of {now.members}. Pass the mesh anew: unpatch_model(model), then patch_model(model, "
+            "group=mesh)."
         )
 
 
@@ -305,11 +297,6 @@ def _raised_anyway(error: BaseException | None) -> Iterator[None]:
         raise
 
 
-def _limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    limit: timedelta = group._get_backend(device).options._timeout
-    return limit
-
-
 def _open(group: dist.ProcessGroup, device: torch.device) -> None:
     """Makes the first call of a process group, in which NCCL needs all ranks, because messages may leave some out."""
     if device.type != "cpu":
@@ -322,19 +309,13 @@ def _mismatch(reports: Sequence[Mapping[str, Any]], advice: Mapping[str, str]) -
         if report["error"]:
             return RankMismatchError(f"Rank {rank} of the group stopped before any communication: {report['error']}")
     facts = [report["facts"] for report in reports]
-    names = [
-        name
-        for name in sorted(set().union(*facts))
-        if len({json.dumps(own.get(name), default=str) for own in facts}) > 1
-    ]
-    values = [", ".join(f"rank {rank} has {own.get(name)}" for rank, own in enumerate(facts)) for name in names]
-    different = "; ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
+    said, sentences = list[str](), dict[str, None]()
     if len({report["doing"] for report in reports}) > 1:
-        different = (
-            "; ".join(f"rank {rank}: {report['doing']}" for rank, report in enumerate(reports)) + f". {different}"
-        )
-    sentences = [advice.get(name, _SAME_BATCHES) for name in names]
-    return RankMismatchError(
-        f"The ranks that share a sequence are about to compute different things. {different}. "
-        + " ".join(dict.fromkeys(sentences))
-    )
+        said.append("; ".join(f"rank {rank}: {report['doing']}" for rank, report in enumerate(reports)))
+    for name in sorted(set().union(*facts)):
+        if len({json.dumps(own.get(name), default=str) for own in facts}) > 1:
+            values = ", ".join(f"rank {rank} has {own.get(name)}" for rank, own in enumerate(facts))
+            said.append(f"{name}: {values}")
+            sentences[advice.get(name, _SAME_BATCHES)] = None
+    what = "The ranks that share a sequence are about to compute different things"
+    return RankMismatchError(f"{'. '.join([what, *said])}. {' '.join(sentences)}")

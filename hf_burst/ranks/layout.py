@@ -1,9 +1,10 @@
 """Applies a plan's sharding to tensors: shards a batch of sequences over the ranks, and gathers it again."""
 
+import marshal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -251,31 +252,14 @@ class SequenceLayout:
 
     @lru_cache(maxsize=64)  # noqa: B019, since layouts are values
     def encode(self) -> Tensor:
-        """Encodes the layout for the operator, as a one-dimensional `torch.LongTensor` on the CPU."""
-        numbers = [self.length, self.padding, self.batch_size, len(self.owners), *self.owners]
-        numbers += [2 * len(self.real), *chain.from_iterable(self.real), len(self.boundaries), *self.boundaries]
-        numbers += [*map(len, self.documents), *chain.from_iterable(self.documents)]
-        numbers += [len(self.blocks), *map(len, self.blocks)]
-        numbers += [token for row in self.blocks for block in row for token in block]
-        numbers += chain.from_iterable(self.parents)  # one per document, or none
+        """Encodes the layout for the operator, as a one-dimensional `torch.ByteTensor` on the CPU."""
+        fields = self.length, self.owners, self.documents, self.padding, self.real, self.boundaries, self.blocks
+        content = bytearray(marshal.dumps((*fields, self.parents), 2))  # version 2: equal layouts have equal bytes
         with torch.inference_mode(False):  # a later pass may save it for backward
-            return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            return torch.frombuffer(content, dtype=torch.uint8)
 
     @classmethod
     @lru_cache(maxsize=64)
     def decode(cls, encoded: bytes) -> "SequenceLayout":
         """Decodes the bytes of a tensor from [`SequenceLayout.encode`]."""
-        length, padding, rows, chunks, *rest = memoryview(encoded).cast("q").tolist()
-        owners, bounds, rest = tuple(rest[:chunks]), rest[chunks], rest[chunks + 1 :]
-        real = tuple(zip(rest[:bounds:2], rest[1:bounds:2], strict=True))
-        edges, rest = rest[bounds], rest[bounds + 1 :]
-        boundaries, sizes, rest = tuple(rest[:edges]), rest[edges : edges + rows], rest[edges + rows :]
-        documents = tuple(tuple(rest[start:stop]) for start, stop in pairwise([0, *accumulate(sizes)]))
-        count, *rest = rest[sum(sizes) :]
-        sizes, rest = rest[:count], rest[count:]
-        flat, rest = rest[: 2 * sum(sizes)], rest[2 * sum(sizes) :]
-        spans = list(zip(flat[::2], flat[1::2], strict=True))
-        blocks = tuple(tuple(spans[start:stop]) for start, stop in pairwise([0, *accumulate(sizes)]))
-        ends = [0, *accumulate(len(row) - 1 for row in documents)] if rest else []
-        parents = tuple(tuple(rest[start:stop]) for start, stop in pairwise(ends))
-        return cls(length, owners, documents, padding, real, boundaries, blocks, parents)
+        return cls(*marshal.loads(encoded))

@@ -8,7 +8,7 @@ fetches       block 1    block 0        block 3
 returns                  gradients 1    gradients 0    gradients 3     (in the backward pass)
 ```
 
-On one host `_rotate` is all of it. Over several hosts it runs on two levels, see `_rotate_over_hosts`.
+On one host `_rotate` is all of it. Over several hosts it runs on two levels, see `_run`.
 """
 
 from collections.abc import Callable, Sequence
@@ -162,13 +162,26 @@ def _run(
     compute: Compute,
     single_dtype: torch.dtype | None = None,
 ) -> None:
-    """Runs the ring of a plan; `single_dtype` as in [`level_of`]."""
+    """Runs the ring of a plan; `single_dtype` as in [`level_of`]. Over several hosts it has two levels: a step of the
+    outer one, between hosts, is all of an inner one. While the ranks of a host pass on the blocks of one host, those of
+    the next one cross, and the gradients of the last one cross back."""
     shapes = tuple((tensor.shape, tensor.dtype) for tensor in own.tensors)
     level = partial(level_of, attention, rotating, shapes, len(own.gradients), single_dtype)
-    if attention.plan.hosts == 1:
-        _rotate(level(0), exchanges.near, own, compute)
-    else:
-        _rotate_over_hosts(attention, rotating, exchanges, level, own, compute)
+    plan, near = attention.plan, exchanges.near
+    if plan.hosts == 1:
+        _rotate(level(0), near, own, compute)
+        return
+    outer = level(None)
+    if plan.per_host > 1:
+        near.reserve("blocks", outer.block_bytes)
+        if outer.gradients:
+            near.reserve("gradients", outer.gradient_bytes)
+
+    def visit(block: Block, crossing: Step, _: OutputBuffers) -> None:
+        if plan.visited(attention.ring_rank, rotating, crossing.order):
+            _rotate(level(crossing.order), near, block, compute)
+
+    _rotate(outer, exchanges.far, own, visit)
 
 
 def _rotate(level: Level, exchange: Exchange, own: Block, compute: Compute) -> None:
@@ -256,27 +269,3 @@ class _Returns:
             total = self.own.gradients[part.target.index]
             total.add((0, total.shape[0]), part.target.rows, gradient)
         self.pending = None
-
-
-def _rotate_over_hosts(
-    attention: RingAttention,
-    rotating: Rotating,
-    exchanges: Exchanges,
-    level: Callable[[int | None], Level],
-    own: Block,
-    compute: Compute,
-) -> None:
-    """Runs a ring on two levels: a step of the outer one, between hosts, is all of an inner one. While the ranks of a
-    host pass on the blocks of one host, those of the next one cross, and the gradients of the last one cross back.
-    """
-    plan, outer = attention.plan, level(None)
-    if plan.per_host > 1:
-        exchanges.near.reserve("blocks", outer.block_bytes)
-        if outer.gradients:
-            exchanges.near.reserve("gradients", outer.gradient_bytes)
-
-    def visit(block: Block, crossing: Step, _: OutputBuffers) -> None:
-        if plan.visited(attention.ring_rank, rotating, crossing.order):
-            _rotate(level(crossing.order), exchanges.near, block, compute)
-
-    _rotate(outer, exchanges.far, own, visit)

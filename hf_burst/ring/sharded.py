@@ -19,7 +19,6 @@ from .exchange import Exchange, Exchanges, Pending
 from .loop import backward, forward
 from .merge import by_head, heads_first
 from .rounds import RingAttention
-from .symmetric import Symmetric
 from .ulysses import HeadsToTokens, TokensToHeads, UlyssesRanks, ulysses_ranks_of
 
 
@@ -283,7 +282,7 @@ class ShardedAttention:
     def _use_current_stream(self, exchange: Exchange, slices: int) -> None:
         """Where nothing else is exchanged on a host, with one slice and no ring there, copies need no stream of their
         own."""
-        if slices == 1 and self.schedule.ulysses == self.near_ranks and isinstance(exchange, Symmetric):
+        if slices == 1 and self.schedule.ulysses == self.near_ranks:
             exchange.use_current_stream()
 
     @cached_property

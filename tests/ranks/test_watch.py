@@ -30,14 +30,14 @@ import hf_burst
 from hf_burst.errors import ConfigError, LostRankError, RankMismatchError
 from hf_burst.kernels.cpu_flash import CpuFlashKernel
 from hf_burst.ranks import control
+from hf_burst.ranks import watch as channel
 from hf_burst.ranks.control import ControlGroup
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ranks.host import SIZE_VARIABLE, address_towards
-from hf_burst.ranks.watch import Counts, Report, Verdict, Watch, channel, stuck, watch_of_process
-from hf_burst.ranks.watch.report import why_lost
-from hf_burst.ring.resources import resources_of
+from hf_burst.ranks.watch import Counts, Report, Verdict, Watch, stuck, watch_of_process, why_lost
 from tests.support import models, trainers
 from tests.support.ranks import forked
+from tests.support.shared_memory import forget_resources
 
 PATIENCE, INTERVAL = 1.0, 0.25  # seconds
 SOON = 45.0  # seconds in which an error has to come, on a busy machine; the time limit is far beyond
@@ -265,7 +265,7 @@ def agree_and_gather(rank: int, size: int) -> list[Any]:
     gathered += group.gather({"rank": rank, "text": "long" * 10 * rank}, cpu, "a comparison of texts")
     with pytest.raises(RankMismatchError) as caught:
         group.gather("more", cpu, "a comparison of more") if rank else group.agree({}, None, cpu, doing="the next pass")
-    resources_of(group).close()
+    forget_resources(group)
     group.agree({}, None, cpu)  # over a control group made anew
     return [*gathered, str(caught.value)]
 

@@ -45,6 +45,7 @@ from hf_burst.ring.rounds import RingAttention
 from tests.plan.test_balance import imbalance_of_steps
 from tests.support.oracle import admitted_pairs, relative_error, softmax_attention
 from tests.support.ranks import RankError, forked
+from tests.support.traffic import Counted
 
 SCHEDULES = ("kv_ring", "burst", "ulysses")
 PRODUCTS = {
@@ -464,7 +465,7 @@ def direct(plan: Plan, rank: int, size: int, rotating: str, heads: tuple[int, in
     kernel = select_kernel("cpu_flash", KernelRequest("cpu", dtype, *dims))
     attention = RingAttention(plan, rank, tuple(range(size)), kernel, Scores(dims[0] ** -0.5))
     group = context_group(size)
-    there, back = PeerToPeer(group, q.device), PeerToPeer(group, q.device)
+    there, back = Counted(group, q.device), Counted(group, q.device)
     with poisoned_memory():
         out, lse = forward(attention, Exchanges(there, there), q, k, v)
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - dlse
