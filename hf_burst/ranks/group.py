@@ -1,7 +1,10 @@
 """The only distributed object: the group of ranks that share a sequence, which agree before they communicate."""
 
 import hashlib
+import ipaddress
 import json
+import os
+import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import BurstError, ConfigError, RankMismatchError
-from .control import agreeing, limit_of
-from .watch import LEFT, START_ANEW, watch_of_process
+from ..errors import BurstError, ConfigError, LostRankError, RankMismatchError
+from .host import address_towards
+from .watch import LEFT, START_ANEW, Watch, group_key, watch_of_process
 
 CP_DIM = "cp"
 set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public from torch 2.14 on
@@ -146,7 +149,7 @@ class ContextGroup:
         self.agree({"call": "gather"}, None, device, doing=doing)  # else its sizes could pair with another call
         if self.size == 1:
             return [mine]
-        with agreeing(self.process_group, device, doing) as control:
+        with _agreeing(self.process_group, device, doing) as control:
             return control.gather_objects(mine)
 
     def first_says(self, mine: bytes, device: torch.device, doing: str, error: BaseException | None = None) -> bytes:
@@ -165,12 +168,12 @@ class ContextGroup:
         if self.size == 1 or not length:
             return mine
         content = torch.frombuffer(bytearray(mine or length), dtype=torch.uint8)
-        with agreeing(self.process_group, device, doing) as control:
+        with _agreeing(self.process_group, device, doing) as control:
             return control.broadcast(content).numpy().tobytes()
 
     def time_limit(self, device: torch.device) -> timedelta:
         """Returns how long the device's backend waits for other ranks."""
-        return limit_of(self.process_group, device)
+        return _limit_of(self.process_group, device)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -231,17 +234,22 @@ class ContextGroup:
             contents += checksum.to(device) * (zlib.crc32(name.encode()) | 1)
         numbers = [digest, int(error is not None), tally, int(contents) if checksums else 0, seed]
         mine = torch.tensor(numbers, device="cpu")  # whatever the default device is
-        with _raised_anyway(error), agreeing(process_group, device, doing) as control:
-            digests, flags, tallies, sums, seeds = control.gather(mine).unbind(1)
-            if not flags.any() and (digests == digest).all() and (sums == sums[0]).all():
-                if device.type not in control.opened:
-                    _open(process_group, device)
-                    control.opened.add(device.type)
-                return int(tallies.sum()), int(seeds[0])
-            facts = facts | {name: f"{int(checksum) % 2**64:x}" for name, checksum in (checksums or {}).items()}
-            said = repr(error) if _interrupts(error) else str(error) or repr(error)
-            report = {"facts": facts, "error": said if error is not None else None}
-            reports = control.gather_objects(report | {"doing": doing})
+        try:
+            with _agreeing(process_group, device, doing) as control:
+                digests, flags, tallies, sums, seeds = control.gather(mine).unbind(1)
+                if not flags.any() and (digests == digest).all() and (sums == sums[0]).all():
+                    if device.type not in control.opened:
+                        _open(process_group, device)
+                        control.opened.add(device.type)
+                    return int(tallies.sum()), int(seeds[0])
+                facts = facts | {name: f"{int(checksum) % 2**64:x}" for name, checksum in (checksums or {}).items()}
+                said = repr(error) if _interrupts(error) else str(error) or repr(error)
+                report = {"facts": facts, "error": said if error is not None else None}
+                reports = control.gather_objects(report | {"doing": doing})
+        except BurstError as problem:
+            if error is not None and _interrupts(error):
+                raise error from problem
+            raise
         if error is not None:
             raise error
         raise _mismatch(reports, {_EXCHANGES: f"{LEFT} {START_ANEW}", **(advice or {})})
@@ -286,17 +294,6 @@ def _interrupts(error: BaseException | None) -> bool:
     return error is not None and not isinstance(error, Exception)
 
 
-@contextmanager
-def _raised_anyway(error: BaseException | None) -> Iterator[None]:
-    """Raises this rank's interrupt instead of the agreement's error."""
-    try:
-        yield
-    except BurstError as problem:
-        if error is not None and _interrupts(error):
-            raise error from problem
-        raise
-
-
 def _open(group: dist.ProcessGroup, device: torch.device) -> None:
     """Makes the first call of a process group, in which NCCL needs all ranks, because messages may leave some out."""
     if device.type != "cpu":
@@ -319,3 +316,93 @@ def _mismatch(reports: Sequence[Mapping[str, Any]], advice: Mapping[str, str]) -
             sentences[advice.get(name, _SAME_BATCHES)] = None
     what = "The ranks that share a sequence are about to compute different things"
     return RankMismatchError(f"{'. '.join([what, *said])}. {' '.join(sentences)}")
+
+
+class ControlGroup:
+    """The gloo group of a process group, over which its ranks agree. All ranks make it at the same time, within a time
+    limit. They meet through the job's store, so that a rank that waits in vain sends nothing.
+
+    On the user's group, if only one rank called the model, its agreement would pair with a collective of the others,
+    which would receive our numbers as data. Gloo takes no GPU memory, and detects a killed rank at once. Messages of a
+    pass use the user's group: no rank leaves an agreement before all have arrived, so nothing can come in between.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, watch: Watch, limit: timedelta) -> None:
+        self.watch, self.limit = watch, limit
+        self.size = group.size()
+        self.opened = set[str]()  # devices on which the process group has had its first call
+        key = f"control {group_key(group.group_name, tuple(dist.get_process_group_ranks(group)))}"
+        came = watch.store.add(key, 1)
+        all_came = -(-came // self.size) * self.size  # earlier groups of this name may have been made
+        try:
+            watch.wait(lambda: int(watch.store.add(key, 0)) >= all_came, limit)
+        except BaseException:  # interrupts too: later ranks must not try to connect to this one
+            watch.store.add(key, -1)
+            raise
+        store = dist.PrefixStore(f"{key} {all_came}", watch.store)  # type: ignore[attr-defined]
+        try:
+            self.backend = _connect(group, store, min(limit, timedelta(minutes=1)))
+        except RuntimeError as problem:
+            raise LostRankError(
+                f"The ranks could not be connected by gloo, by which they agree: {problem}. Set GLOO_SOCKET_IFNAME to "
+                "the interface by which their hosts reach each other; or look for the first error of another rank."
+            ) from problem
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """Gathers CPU tensors of one shape from all ranks, stacked in rank order."""
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        work = self.backend.allgather(every, mine, self.limit)
+        try:
+            work.wait(timedelta(seconds=self.watch.interval))
+        except RuntimeError:  # it failed, or a rank is late
+            self.watch.wait(work.is_completed, self.limit)
+            work.wait()
+        return torch.stack(every)
+
+    def broadcast(self, content: Tensor) -> Tensor:
+        """Fills a CPU tensor, of one length on all ranks, with the first rank's content."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = self.limit
+        work = self.backend.broadcast([content], options)
+        self.watch.wait(work.is_completed, self.limit)
+        work.wait()
+        return content
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """Gathers the objects of all ranks, in rank order."""
+        content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        sizes = self.gather(torch.tensor(len(content), device="cpu")).tolist()
+        rows = self.gather(torch.nn.functional.pad(content, (0, max(sizes) - len(content))))
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _connect(group: dist.ProcessGroup, store: Any, limit: timedelta) -> Any:
+    """Returns the gloo backend. It uses torch's default address if the user's group already uses gloo or the user names
+    an interface. Otherwise host names may not resolve, so it listens at this host's address towards the store."""
+    gloo: Any = dist.ProcessGroupGloo
+    served = "gloo" in dist.get_backend(group) or "GLOO_SOCKET_IFNAME" in os.environ
+    address = "" if served else address_towards(store)
+    if not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return gloo(store, group.rank(), group.size(), limit)
+    options = gloo._Options()
+    options._devices, options._timeout = [gloo.create_device(hostname=address)], limit
+    return gloo(store, group.rank(), group.size(), options)
+
+
+@contextmanager
+def _agreeing(group: dist.ProcessGroup, device: torch.device, doing: str) -> Iterator[ControlGroup]:
+    """Surrounds a call in which all ranks of a process group meet, see [`Watch.calling`]. Yields their control group,
+    which they make at its first use, with the time limit of the process group on the device."""
+    limit = _limit_of(group, device)
+    with watch_of_process().calling(group, doing) as watch:
+        control: ControlGroup = watch.controls.get(group) or ControlGroup(group, watch, limit)
+        watch.controls[group] = control
+        control.limit = limit
+        yield control
+
+
+def _limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Returns how long a process group waits for other ranks."""
+    limit: timedelta = group._get_backend(device).options._timeout
+    return limit

@@ -13,9 +13,6 @@ from ..errors import ConfigError
 
 HOST_VARIABLE = "NCCL_HOSTID"
 SIZE_VARIABLE = "HF_BURST_SIZE"
-NEIGHBOURS = (
-    "Number the ranks host by host: srun --distribution=block, or torchrun and accelerate launch once on every host."
-)
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -89,7 +86,8 @@ def misplaced(hosts: Sequence[str], size: int) -> str | None:
         if len(runs) > min(len(set(runs)), fewest):
             return (
                 f"Ranks {first} to {first + size - 1} share a sequence over {', '.join(dict.fromkeys(runs))}: ranks of "
-                f"a host are not neighbours, or fewer hosts would do. {NEIGHBOURS} Choose a burst_size that divides "
-                "the ranks of every host, or a multiple."
+                "a host are not neighbours, or fewer hosts would do. Number the ranks host by host (srun "
+                "--distribution=block, or torchrun and accelerate launch once on every host), and choose a burst_size "
+                "that divides the ranks of every host, or a multiple."
             )
     return None

@@ -1,19 +1,22 @@
 """Applies a plan's sharding to tensors: shards a batch of sequences over the ranks, and gathers it again."""
 
 import marshal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..config import Chunking
-from ..errors import BatchError, ShardingError
+from ..errors import BatchError, ShardingError, UnsupportedModelError
 from ..plan import Hybrid, Mask, MaskPattern, Segments, Sharding, chunks_per_rank, cut, imbalance, sharding_for
 from ..plan.blocks import LaterKeys, later_keys
+
+Blocks = tuple[tuple[tuple[int, int], ...], ...]  # for every row of the batch, tokens [start, stop)
 
 
 @dataclass(frozen=True)
@@ -263,3 +266,60 @@ class SequenceLayout:
     def decode(cls, encoded: bytes) -> "SequenceLayout":
         """Decodes the bytes of a tensor from [`SequenceLayout.encode`]."""
         return cls(*marshal.loads(encoded))
+
+
+def blocks_of(numbers: torch.Tensor, layout: SequenceLayout) -> Blocks:
+    """Returns the runs of tokens in one document with the same number of at least 0; padding has none.
+
+    Args:
+        numbers (`torch.LongTensor` of shape `(batch, tokens)`): As `block_sequence_ids` of Transformers.
+        layout ([`SequenceLayout`]): The layout of the batch.
+
+    Raises:
+        UnsupportedModelError: If tokens of one number are not adjacent, so that their keys are not an interval.
+    """
+    rows, real = numbers.cpu(), layout.real or ((0, numbers.shape[1]),) * len(numbers)
+    return tuple(
+        tuple(_runs(row, span, bounds)) for row, span, bounds in zip(rows, real, layout.documents, strict=True)
+    )
+
+
+def _runs(numbers: torch.Tensor, real: tuple[int, int], documents: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields the blocks of one row."""
+    first, last = real[0], min(real[1], len(numbers))
+    changes = (numbers[first + 1 : last] != numbers[first : last - 1]).nonzero().flatten() + first + 1
+    edges, seen = set(documents), set[int]()
+    bounds = sorted({first, last, *changes.tolist(), *(edge for edge in edges if first < edge < last)})
+    for start, stop in pairwise(bounds):
+        if start in edges:
+            seen.clear()
+        number = int(numbers[start])
+        if number in seen:
+            raise UnsupportedModelError(
+                f"Token {start} sees tokens of an image or a prefix that do not lie beside it, with text between them. "
+                "Over ranks a token sees one interval of others. Put them side by side."
+            )
+        if number >= 0:
+            seen.add(number)
+            yield start, stop
+
+
+def check_prefixes(types: torch.Tensor, layout: SequenceLayout, config: Any) -> None:
+    """Raises for PaliGemma prefixes, whose tokens of type 0 see each other, if they are not contiguous, or longer than
+    the sliding window of the language model's config. No rank has sent anything yet."""
+    blocks = blocks_of(torch.where(types == 0, 0, -1), layout)
+    window: int | None = getattr(config, "sliding_window", None)
+    if window is not None:
+        check_window(blocks, window - 1)
+
+
+def check_window(blocks: Blocks, window: int, sees: Callable[[int, int, int], bool] | None = None) -> None:
+    """Raises for tokens that see each other beyond a sliding window. `sees` tells for a row and a longer block's start
+    and stop whether they do; all do by default."""
+    for row, spans in enumerate(blocks):
+        for start, stop in spans:
+            if stop - start > window + 1 and (sees is None or sees(row, start, stop)):
+                raise UnsupportedModelError(
+                    f"Tokens {start} to {stop - 1} see each other, {stop - start} of them, and the sliding window "
+                    f"reaches {window} back. Make the image or the prefix shorter."
+                )

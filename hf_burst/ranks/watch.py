@@ -193,14 +193,13 @@ class Watch:
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self.store: Any = dist.PrefixStore("hf_burst", store)  # type: ignore[attr-defined]
         self.store.delete_key(f"verdict {self.rank}")  # left by an earlier default group on the same store
-        self.handled = id(sys.exc_info()[1])  # a fork inherits the exception its parent is handling
         self.counts: WeakKeyDictionary[dist.ProcessGroup, Counts] = WeakKeyDictionary()
         self.controls: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
         self.report = Report(self.rank)  # the last call, and whether it is under way
         self.beats = 0
         self.state = ""
-        self.since = 0.0  # when the state began
-        self.again = 0.0  # when to check the others
+        self.pause = self.patience  # seconds between two looks at the others, more and more in one state
+        self.again = 0.0  # when to look at them
         self.seen: dict[tuple[int, str], int] = {}  # the first beat at which each stuck rank was seen in its state
         self.verdict: Verdict | None = None  # the verdict that names this rank
         self.told = 0.0  # when this rank learned of it
@@ -338,9 +337,8 @@ class Watch:
         report = self._post()
         now = time.monotonic()
         if report.state != self.state:
-            self.state = report.state
-            self.since = now
-            self.again = now + self.patience
+            self.state, self.pause = report.state, self.patience
+            self.again = now + self.pause
         if self.verdict is not None:
             self._obey(self.verdict, report, now)
         elif report.kind and now >= self.again:
@@ -352,7 +350,8 @@ class Watch:
         twice = [one.ended or one.beat > self.seen.setdefault((one.rank, one.state), one.beat) + 1 for one in found]
         if found and all(twice):
             self._tell(Verdict.of(found))
-        self.again = now if found else now + min(15.0, max(self.interval, (now - self.since) / 2))
+        self.pause = min(15.0, 1.5 * self.pause)
+        self.again = now if found else now + self.pause
 
     def _obey(self, verdict: Verdict, own: Report, now: float) -> None:
         """Shows the stacks of this rank. If it hangs in other code, where nothing can be raised, it logs the verdict,
@@ -398,7 +397,7 @@ class Watch:
         answers = self._within(2.0, self._post)
         problem = _uncaught()
         ended = "ended"
-        if problem is not None and id(problem) != self.handled:
+        if problem is not None:
             ended = f"ended by {problem!r}".splitlines()[0][:300]
             if lost(problem):
                 everyone = range(dist.get_world_size())

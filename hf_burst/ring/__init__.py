@@ -3,13 +3,13 @@
 from .exchange import MAX_TENSORS, Exchange, ExchangeClock, Exchanges, PeerToPeer
 from .merge import merge_, row_products
 from .sharded import HeadSizes, ShardedAttention, kept_shapes
-from .symmetric import Symmetric, SymmetricPool, open_pool
+from .symmetric import SymmetricPool
 from .ulysses import HeadsToTokens, TokensToHeads, ulysses_ranks_of
 
 # fmt: off
 __all__ = [
     "MAX_TENSORS", "Exchange", "ExchangeClock", "Exchanges", "HeadSizes", "HeadsToTokens", "PeerToPeer",
-    "ShardedAttention", "Symmetric", "SymmetricPool", "TokensToHeads", "kept_shapes", "merge_", "open_pool",
+    "ShardedAttention", "SymmetricPool", "TokensToHeads", "kept_shapes", "merge_",
     "row_products", "ulysses_ranks_of",
 ]
 # fmt: on

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from ..errors import ConfigError
 from ..ranks.group import ContextGroup, group_by_name
 from ..ranks.host import Topology, host_id, neighbours_per_host
-from . import Exchange, ExchangeClock, Exchanges, PeerToPeer, Symmetric, SymmetricPool, open_pool
+from .exchange import Exchange, ExchangeClock, Exchanges, PeerToPeer
+from .symmetric import Symmetric, SymmetricPool, open_pool, remembered
 
 _NOT_SYMMETRIC = "BurstConfig(transport='symmetric') cannot be had: {}. Take 'auto', which falls back to 'p2p'."
 
@@ -64,36 +65,31 @@ class GroupResources:
 
     def pool(self, device: torch.device) -> SymmetricPool | str:
         """The symmetric memory of the ranks on this rank's device, or why they have none."""
-        pool = self._pools.get(device)
-        if pool is None:
-            pool = self._pools[device] = open_pool(self.group, device)
-        return pool
+        return remembered(self._pools, device, lambda: open_pool(self.group, device))
 
     def levels(self, device: torch.device, per_host: int) -> tuple[ContextGroup, ContextGroup]:
         """The ranks on the host of this rank, of `per_host` ranks each, and those of its number on all hosts.
 
         They have process groups of their own, so that what travels inside does not wait for what crosses.
         """
-        levels = self._levels.get(per_host)
-        if levels is None:
+        if per_host not in self._levels:
             number, ranks = self.group.rank % per_host, range(self.group.size)
             first = self.group.rank - number
             near = self.group.part(ranks[first : first + per_host], device)
             far = self.group if per_host == 1 else self.group.part(ranks[number::per_host], device)
-            levels = self._levels[per_host] = near, far
-        return levels
+            self._levels[per_host] = near, far
+        return self._levels[per_host]
 
     def _check_reach(self, device: torch.device, per_host: int) -> None:
         """Raises a ConfigError on all ranks if those of some host cannot read each other's memory."""
-        problems = self._unreached.get(per_host)
-        if problems is None:
+        if per_host not in self._unreached:
             near, _ = self.levels(device, per_host)
             pool = resources_of(near).pool(device) if near.size > 1 else ""
             own = pool if isinstance(pool, str) else ""
             every = self.group.gather(own, device, "the reach of symmetric memory")
-            problems = self._unreached[per_host] = "; ".join(dict.fromkeys(filter(None, every)))
-        if problems:
-            raise ConfigError(_NOT_SYMMETRIC.format(problems))
+            self._unreached[per_host] = "; ".join(dict.fromkeys(filter(None, every)))
+        if self._unreached[per_host]:
+            raise ConfigError(_NOT_SYMMETRIC.format(self._unreached[per_host]))
 
     @contextmanager
     def messages(self, device: torch.device, transport: str, near_ranks: int | None = None) -> Iterator[Exchanges]:
@@ -117,8 +113,9 @@ class GroupResources:
             if transport == "symmetric":
                 self._check_reach(device, near_ranks)
         exchanges = [inside._exchange(device, transport), *([] if far is None else [PeerToPeer(far, device)])]
-        for exchange in exchanges if self.clock is not None else ():
-            self.clock.watch(exchange)
+        if self.clock is not None:
+            for exchange in exchanges:
+                self.clock.watch(exchange)
         with self.group.messages():
             yield Exchanges(exchanges[0], exchanges[-1])
 
@@ -149,7 +146,6 @@ def resources_of(group: ContextGroup | str) -> GroupResources:
     if not name:
         return _ONE_PROCESS
     process_group = group_by_name(name)
-    resources = _OPEN.get(process_group)
-    if resources is None:
-        resources = _OPEN[process_group] = GroupResources(ContextGroup.from_name(name))
-    return resources
+    if process_group not in _OPEN:
+        _OPEN[process_group] = GroupResources(ContextGroup.from_name(name))
+    return _OPEN[process_group]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -16,9 +16,8 @@ from ..numerics import accumulation_dtype
 from ..plan import Mask, Sharding, head_slices, make_plan, rotating_of
 from ..ranks.group import ContextGroup
 from .exchange import Exchange, Exchanges, Pending
-from .loop import backward, forward
+from .loop import RingAttention, backward, forward
 from .merge import by_head, heads_first
-from .rounds import RingAttention
 from .ulysses import HeadsToTokens, TokensToHeads, UlyssesRanks, ulysses_ranks_of
 
 
@@ -67,9 +66,7 @@ def kept_shapes(
 
 def unpack(packed: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
     """The tensors of `(heads, dim)` that lie side by side in the last dimension."""
-    ends = [0]
-    for heads, dim in sizes:
-        ends.append(ends[-1] + heads * dim)
+    ends = [0, *accumulate(heads * dim for heads, dim in sizes)]
     return [packed[..., a:b].unflatten(2, size) for (a, b), size in zip(pairwise(ends), sizes, strict=True)]
 
 
@@ -102,11 +99,11 @@ class ShardedAttention:
     ranks_per_host: int | None = None
 
     def __post_init__(self) -> None:
-        queries, keys = ([who.tokens(rank) for rank in range(self.group.size)] for who in (self.queries, self.keys))
-        if self.schedule.ulysses > 1 and len({*queries, *keys}) > 1:
+        held = {who.tokens(rank) for who in (self.queries, self.keys) for rank in range(self.group.size)}
+        if self.schedule.ulysses > 1 and len(held) > 1:
             raise ShardingError(
-                f"The ranks that exchange heads hold {queries} queries and {keys} keys; each needs as many as the "
-                "others, and as many queries as keys. Take a schedule without 'ulysses'."
+                f"Ranks that exchange heads need as many tokens each, and as many queries as keys, not {sorted(held)}. "
+                "Take a schedule without 'ulysses'."
             )
 
     def forward(

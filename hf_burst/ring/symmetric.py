@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .fused import Table
 
 logger = logging.getLogger(__name__)
+_Key = TypeVar("_Key", bound=Hashable)
 _Kept = TypeVar("_Kept")
 
 _ALIGNMENT = 256
@@ -254,7 +255,7 @@ def _allocated(group: ContextGroup, device: torch.device, nbytes: int) -> Tensor
     return buffer
 
 
-def remembered(memory: dict[Hashable, _Kept], key: Hashable, make: Callable[[], _Kept]) -> _Kept:
+def remembered(memory: dict[_Key, _Kept], key: _Key, make: Callable[[], _Kept]) -> _Kept:
     """Makes a value once, and forgets the oldest if there are many; lengths that come and go do not fill the memory."""
     if key not in memory:
         made = make()

@@ -67,10 +67,8 @@ class UlyssesRanks:
         return spans
 
 
-@lru_cache(maxsize=64)
-def ulysses_ranks_of(sharding: Sharding, rank: int, degree: int, first: int = 0) -> UlyssesRanks:
-    """The [`UlyssesRanks`]: one object for all layers and for batches that are cut alike."""
-    return UlyssesRanks(sharding, rank, degree, first)
+# one object for all layers and for batches that are cut alike
+ulysses_ranks_of = lru_cache(maxsize=64)(UlyssesRanks)
 
 
 class TokensToHeads:

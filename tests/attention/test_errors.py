@@ -22,7 +22,7 @@ from hf_burst.errors import (
 from hf_burst.kernels import Scores
 from hf_burst.plan import MaskPattern
 from hf_burst.plan.sharding import pattern
-from hf_burst.ranks.control import ControlGroup
+from hf_burst.ranks.group import ControlGroup
 
 TOKENS = 12
 PATIENCE = 30.0

@@ -33,12 +33,11 @@ from hf_burst.kernels import (
 )
 from hf_burst.kernels.base import Capabilities
 from hf_burst.kernels.flash import aligned
-from hf_burst.kernels.flash_attn_2 import FlashAttn2Kernel
+from hf_burst.kernels.flash_2 import FlashAttn2Kernel, TorchFlashKernel
 from hf_burst.kernels.flash_attn_4 import FlashAttn4Kernel, _cudnn_knows_wide_heads
-from hf_burst.kernels.head_size import PaddedHeads
 from hf_burst.kernels.library import gpu_refusal, package_refusal
+from hf_burst.kernels.select import PaddedHeads
 from hf_burst.kernels.torch_cudnn import TorchCudnnKernel
-from hf_burst.kernels.torch_flash import TorchFlashKernel
 from hf_burst.numerics import accumulation_dtype
 from hf_burst.ring import merge_
 from tests.support import flash_libraries

@@ -29,10 +29,9 @@ from transformers import TrainerCallback
 import hf_burst
 from hf_burst.errors import ConfigError, LostRankError, RankMismatchError
 from hf_burst.kernels.cpu_flash import CpuFlashKernel
-from hf_burst.ranks import control
+from hf_burst.ranks import group as groups
 from hf_burst.ranks import watch as channel
-from hf_burst.ranks.control import ControlGroup
-from hf_burst.ranks.group import ContextGroup
+from hf_burst.ranks.group import ContextGroup, ControlGroup
 from hf_burst.ranks.host import SIZE_VARIABLE, address_towards
 from hf_burst.ranks.watch import Counts, Report, Verdict, Watch, stuck, watch_of_process, why_lost
 from tests.support import models, trainers
@@ -288,8 +287,8 @@ def test_the_address_at_which_gloo_listens() -> None:
     group = mock.Mock(rank=lambda: 0, size=lambda: 1)  # of NCCL
     with mock.patch.object(dist, "get_backend", return_value="nccl"), mock.patch.dict(os.environ):
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
-        with mock.patch.object(control, "address_towards", return_value=address) as asked:
-            backend = control._connect(group, store, timedelta(seconds=5))
+        with mock.patch.object(groups, "address_towards", return_value=address) as asked:
+            backend = groups._connect(group, store, timedelta(seconds=5))
     asked.assert_called_once()
     received = [torch.zeros(3)]
     backend.allgather(received, torch.ones(3), timedelta(seconds=5)).wait()
@@ -422,15 +421,15 @@ class EndsBetween:
 
 
 def test_a_collective_that_ends_just_after_a_look_is_no_error() -> None:
-    group = mock.Mock(size=1, watch=mock.Mock(interval=INTERVAL, wait=partial(Watch.wait, mock.Mock(verdict=None))))
-    limit = timedelta(seconds=SOON)
+    watch = mock.Mock(interval=INTERVAL, wait=partial(Watch.wait, mock.Mock(verdict=None)))
+    group = mock.Mock(size=1, watch=watch, limit=timedelta(seconds=SOON))
     for work in (EndsBetween(), EndsBetween("Connection closed")):
         group.backend.allgather.return_value = work
         if work.problem:
             with pytest.raises(RuntimeError, match="Connection closed"):
-                ControlGroup.gather(group, torch.ones(1), limit)
+                ControlGroup.gather(group, torch.ones(1))
         else:
-            ControlGroup.gather(group, torch.ones(1), limit)
+            ControlGroup.gather(group, torch.ones(1))
 
 
 def end_early(rank: int, size: int) -> None:

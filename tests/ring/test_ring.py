@@ -40,8 +40,7 @@ from hf_burst.plan import (
     rank_traffic,
 )
 from hf_burst.ring import Exchanges, HeadSizes, PeerToPeer, ShardedAttention, merge_
-from hf_burst.ring.loop import backward, forward
-from hf_burst.ring.rounds import RingAttention
+from hf_burst.ring.loop import RingAttention, backward, forward
 from tests.plan.test_balance import imbalance_of_steps
 from tests.support.oracle import admitted_pairs, relative_error, softmax_attention
 from tests.support.ranks import RankError, forked

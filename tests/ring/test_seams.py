@@ -18,8 +18,7 @@ from hf_burst.kernels import BackwardInputs, KernelRequest, Scores, select_kerne
 from hf_burst.plan import Mask, Plan, Sharding, Step, cut, make_plan, make_sharding
 from hf_burst.ring import Exchange, Exchanges, HeadSizes, PeerToPeer, ShardedAttention
 from hf_burst.ring.exchange import Channel, Pending, Region, Round
-from hf_burst.ring.loop import backward, forward
-from hf_burst.ring.rounds import RingAttention
+from hf_burst.ring.loop import RingAttention, backward, forward
 from tests.plan.test_plan import masks_of
 from tests.ring.test_ring import context_group, poisoned_memory
 from tests.support.oracle import admitted_pairs, softmax_attention
