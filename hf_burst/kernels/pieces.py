@@ -64,7 +64,6 @@ class PiecewiseKernel:
         raise NotImplementedError
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
-        """See [`Kernel.unavailable`]; nothing by default."""
         return None
 
     def forward(

@@ -71,14 +71,11 @@ def padded_sizes(capabilities: Capabilities, head_dim: int, value_dim: int, shar
     heads share key heads."""
     if (head_dim, value_dim) in capabilities.value_dims and not shared:
         return head_dim, value_dim
-    size, value_size = (_enough(capabilities, dim) for dim in (head_dim, value_dim))
+    sizes, multiple = capabilities.head_sizes, capabilities.head_multiple
+    size, value_size = (
+        min(size for size in sizes if size >= dim) if sizes else dim + -dim % multiple for dim in (head_dim, value_dim)
+    )
     return (size, value_size) if capabilities.own_value_dim else (max(size, value_size),) * 2
-
-
-def _enough(capabilities: Capabilities, dim: int) -> int:
-    if capabilities.head_sizes:
-        return min(size for size in capabilities.head_sizes if size >= dim)
-    return dim + -dim % capabilities.head_multiple
 
 
 def _pad(tensor: Tensor, size: int) -> Tensor:
@@ -113,15 +110,14 @@ def select_kernel(requested: KernelName, request: KernelRequest) -> Kernel:
         KernelError: If the kernel asked for, or every one, cannot compute it; the message says why.
     """
     kernels = _DETERMINISTIC if request.deterministic else KERNELS
-    refusals: list[tuple[Capabilities, str]] = []
+    refusals, faster = list[str](), list[str]()
     for kernel in kernels:
         capabilities = kernel.capabilities
         if requested not in ("auto", capabilities.name):
             continue
         refusal = _refusal(kernel, requested, request)
         if refusal is None:
-            faster = _joined([(passed, why) for passed, why in refusals if request.device in passed.devices])
-            reason = "asked for" if requested != "auto" else faster or "the fastest for this device"
+            reason = "asked for" if requested != "auto" else "; ".join(faster) or "the fastest for this device"
             plain = requested == "auto" and capabilities.name == "reference"
             logger.log(
                 logging.WARNING if plain else logging.INFO,
@@ -130,10 +126,11 @@ def select_kernel(requested: KernelName, request: KernelRequest) -> Kernel:
                 ". Plain torch takes some 17 times as long as a kernel" if plain and request.device == "cuda" else "",
             )
             return kernel.for_sizes(request.head_dim, request.value_dim) if isinstance(kernel, PaddedHeads) else kernel
-        refusals.append((capabilities, refusal))
+        refusals.append(f"{capabilities.name} {refusal}")
+        faster += refusals[-1:] * (request.device in capabilities.devices)
     raise KernelError(
-        f"No kernel computes {request}: {_joined(refusals)}. Set BurstConfig(kernel=...) to one that can, or convert "
-        "the model."
+        f"No kernel computes {request}: {'; '.join(refusals)}. Set BurstConfig(kernel=...) to one that can, or "
+        "convert the model."
     )
 
 
@@ -148,7 +145,3 @@ def _refusal(kernel: Kernel, requested: KernelName, request: KernelRequest) -> s
     """Why a kernel is not taken: by its capabilities, then by its package and this machine."""
     refusal = kernel.capabilities.refusal(request) or kernel.unavailable(request.head_dim, request.value_dim)
     return refusal or (kernel.capabilities.auto_refusal if requested == "auto" else None)
-
-
-def _joined(refusals: list[tuple[Capabilities, str]]) -> str:
-    return "; ".join(f"{capabilities.name} {why}" for capabilities, why in refusals)

@@ -7,7 +7,7 @@ import os
 import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -254,15 +254,10 @@ class ContextGroup:
             raise error
         raise _mismatch(reports, {_EXCHANGES: f"{LEFT} {START_ANEW}", **(advice or {})})
 
-    @contextmanager
-    def messages(self) -> Iterator[None]:
+    def messages(self) -> AbstractContextManager[None]:
         """Surrounds the messages of one exchange, to record a failure in the middle and name lost ranks. All ranks
         enter it equally often between two calls of [`agree`], which compares the counts."""
-        if self.size == 1:
-            yield
-            return
-        with watch_of_process().messaging(self.process_group):
-            yield
+        return nullcontext() if self.size == 1 else watch_of_process().messaging(self.process_group)
 
     def interrupted(self, problem: BaseException) -> None:
         """Tells ranks that wait for a pass's messages that this rank was interrupted in the middle. From now on, calls

@@ -163,9 +163,7 @@ class SequenceLayout:
             even = 0 < length < self.length
         elif self.boundaries or chunks != len(self.owners) * share or not owners:
             return None
-        if not even:
-            return None
-        if any(start < length < stop for row in self.blocks for start, stop in row):
+        if not even or any(start < length < stop for row in self.blocks for start, stop in row):
             return None  # some of these tokens see later ones
         blocks = tuple(tuple(block for block in row if block[1] <= length) for row in self.blocks)
         rows = tuple((*(bound for bound in row if bound < length), length) for row in self.documents)
@@ -211,10 +209,8 @@ class SequenceLayout:
                 parent = self.parents[row][document] if self.parents else -1
                 shifts.append(first - (ends[parent] if parent >= 0 else 0) if packed else 0)
                 ends.append(end - shifts[-1])
-            sizes = torch.tensor(bounds, device="cpu").diff()
-            rows.append(torch.tensor(shifts, device="cpu").repeat_interleave(sizes))
-        tokens = self.indices(rank)
-        return tokens - torch.stack(rows)[:, tokens]
+            rows.append(shifts)
+        return self.indices(rank) - self._by_token(rows, rank)
 
     def texts(self, rank: int) -> Tensor:
         """Returns how many texts contain each token of `rank`: the number of final continuations of its document.
@@ -226,9 +222,16 @@ class SequenceLayout:
                 counts[document] = counts[document] or 1
                 if parents and parents[document] >= 0:
                     counts[parents[document]] += counts[document]
-            sizes = torch.tensor(bounds, device="cpu").diff()
-            rows.append(torch.tensor(counts, device="cpu").repeat_interleave(sizes))
-        return torch.stack(rows)[:, self.indices(rank)]
+            rows.append(counts)
+        return self._by_token(rows, rank)
+
+    def _by_token(self, rows: list[list[int]], rank: int) -> Tensor:
+        """Returns the number of its document for each token of `rank`, from those of each row's documents."""
+        spread = [
+            torch.tensor(numbers, device="cpu").repeat_interleave(torch.tensor(bounds, device="cpu").diff())
+            for numbers, bounds in zip(rows, self.documents, strict=True)
+        ]
+        return torch.stack(spread)[:, self.indices(rank)]
 
     def shard(self, tensor: Tensor, rank: int, pad_value: float | int = 0, dim: int = 1) -> Tensor:
         """Returns a copy of a rank's shard, with `length / ranks` tokens along `dim` in the order of the shard.

@@ -164,22 +164,6 @@ class Verdict:
         return cls(text, {one.rank: "" if one.broken else one.state for one in found})
 
 
-def why_lost(late: bool, found: dict[int, Report | None], silent: Sequence[int], reached: bool) -> str:
-    """Returns what a rank knows about the others, and advice, after messages failed (`late`: at the time limit).
-    `found` has their reports, `None` for ranks that never posted; `silent` ranks stopped posting. If the store was not
-    `reached`, no rank was asked."""
-    known = [] if reached else ["The store of the job cannot be reached: mostly rank 0, which holds it, has ended."]
-    for rank, report in found.items():
-        if report is None:
-            known.append(f"Rank {rank} never came to a call of hf_burst.")
-        elif late or report.ended or report.broken:
-            known.append(str(report))
-    if silent and reached:
-        known.append(f"Nothing was heard of rank {', '.join(map(str, silent))}: killed, stalled, or out of reach.")
-    look = "Look for the first error in the logs of the other ranks, at the memory of their hosts, and at the network."
-    return " ".join([*known, TOO_SLOW if late and reached and not silent else look, START_ANEW])
-
-
 class Watch:
     """The side channel of one process, from its first call over ranks until the default group `world` ends."""
 
@@ -286,16 +270,21 @@ class Watch:
         limit = f"waited in {doing} until the time limit of the process group ran out"
         what = f"Rank {self.rank} {limit if late else f'lost the connection to another rank in {doing}'}."
         others = [rank for rank in members if rank != self.rank]
-        found: dict[int, Report | None] = {}
+        heard = dict[int, str]()
         told = f"{what} {TOO_SLOW} {START_ANEW}" if late else ""
-        reached = self._within(4 * self.interval, lambda: self._hear(others, found, told))
+        reached = self._within(4 * self.interval, lambda: self._hear(others, heard, told))
         if self.verdict is not None and not late:
             return RankMismatchError(self.verdict.text)
-        silent = [rank for rank in others if rank not in found]
-        return LostRankError(f"{what} {why_lost(late, found, silent, reached)}")
+        silent = ", ".join(str(rank) for rank in others if rank not in heard)
+        gone = f"Nothing was heard of rank {silent}: killed, stalled, or out of reach." if silent else ""
+        if not reached:
+            gone = "The store of the job cannot be reached: mostly rank 0, which holds it, has ended."
+        look = "Look for the first error in the logs of other ranks, at the memory of their hosts, and at the network."
+        known = [what, *heard.values(), gone, TOO_SLOW if late and not gone else look, START_ANEW]
+        return LostRankError(" ".join(filter(None, known)))
 
-    def _hear(self, ranks: Sequence[int], found: dict[int, Report | None], told: str) -> None:
-        """Fills `found` with the ranks' reports of the next seconds, `None` for ranks that never posted. Ranks that are
+    def _hear(self, ranks: Sequence[int], heard: dict[int, str], told: str) -> None:
+        """Fills `heard` with what is known of ranks that post within the next seconds, or never have. Ranks that are
         `told` something show their stacks, and raise it in a later call."""
         before = {rank: self._read(rank) for rank in ranks}
         if told:
@@ -305,8 +294,10 @@ class Watch:
             self._beat()
         for rank, earlier in before.items():
             report = self._read(rank)
-            if earlier is None or report.ended or report.beat > earlier.beat:
-                found[rank] = report
+            if report is None:
+                heard[rank] = f"Rank {rank} never came to a call of hf_burst."
+            elif earlier is None or report.ended or report.beat > earlier.beat:
+                heard[rank] = str(report) if told or report.ended or report.broken else ""
 
     def _run(self) -> None:
         """Runs the heart, which also does the main thread's tasks. It ends with the store or the default group."""

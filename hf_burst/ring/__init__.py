@@ -2,9 +2,8 @@
 
 from .exchange import MAX_TENSORS, Exchange, ExchangeClock, Exchanges, PeerToPeer
 from .merge import merge_, row_products
-from .sharded import HeadSizes, ShardedAttention, kept_shapes
+from .sharded import HeadSizes, HeadsToTokens, ShardedAttention, TokensToHeads, kept_shapes, ulysses_ranks_of
 from .symmetric import SymmetricPool
-from .ulysses import HeadsToTokens, TokensToHeads, ulysses_ranks_of
 
 # fmt: off
 __all__ = [

@@ -41,7 +41,8 @@ def combine(
     first_batch, last_batch = batch if in_place else (0, so_far.shape[0])
     first_row, last_row = rows if in_place else (0, so_far.shape[1])
     _, _, heads, dim = so_far.shape
-    width, block = _block_of(dim)
+    width = triton.next_power_of_2(dim)
+    block = max(1, 4096 // width)
     scalars = (0, 0, 0) if lse is None else lse.stride()
     part_scalars = (0, 0, 0) if part_lse is None else part_lse.stride()
     grid = (triton.cdiv(last_row - first_row, block), heads, last_batch - first_batch)
@@ -55,12 +56,6 @@ def combine(
             block=block,
             merges=lse is not None,
         )
-
-
-def _block_of(dim: int) -> tuple[int, int]:
-    """Elements and rows of a program's block."""
-    width = triton.next_power_of_2(dim)
-    return width, max(1, 4096 // width)
 
 
 _SPANS = ["first_batch", "first_row", "last_row", "batch_start", "batch_stop", "row_start", "row_stop"]
@@ -106,7 +101,8 @@ def _combine(
 def product(dout: Tensor, out: Tensor, dlse: Tensor | None, delta: Tensor) -> None:
     """Writes `rowsum(dout * out) - dlse` of shape `(B, S, H)`, in fp32, to `delta`."""
     batch, rows, heads, dim = dout.shape
-    width, block = _block_of(dim)
+    width = triton.next_power_of_2(dim)
+    block = max(1, 4096 // width)
     scalars = (0, 0, 0) if dlse is None else dlse.stride()
     with torch.cuda.device(dout.device):
         _product[(triton.cdiv(rows, block), heads, batch)](

@@ -339,8 +339,10 @@ def _rotate(level: Level, exchange: Exchange, own: Block, compute: Compute) -> N
         following = level.steps[index + 1] if index + 1 < len(level.steps) else None
         if following is not None and sends_before_compute(step, following.step, level.gradients > 0):
             arriving = exchange.fetch("blocks", following.blocks, own.tensors)
-        compute(block, step, returns.output_buffers(rounds))
-        returns.send(rounds, block)
+        sends_back = level.gradients > 0 and step.order > 0
+        compute(block, step, returns.output_buffers(rounds) if sends_back else ())
+        if sends_back:
+            returns.send(rounds, block)
     returns.finish()
 
 
@@ -361,8 +363,6 @@ class _Returns:
     def output_buffers(self, rounds: StepRounds) -> OutputBuffers:
         """Where the gradients of a step may be written, if they are those of a single tile."""
         step = rounds.step
-        if not (self.level.gradients and step.order):
-            return ()
         self._skip_to(step.order)
         if step.recv is None:
             return ()
@@ -372,8 +372,6 @@ class _Returns:
     def send(self, rounds: StepRounds, block: Block) -> None:
         """Sends the gradients of a step's block back, and adds those of the step before that came to this rank."""
         step, this_round = rounds.step, rounds.gradients
-        if not (self.level.gradients and step.order):
-            return
         sums = block.gradients if step.recv else ()
         tensors = [
             (total.only_part if step.recv and step.recv.single_tile else total.wide).to(dtype)

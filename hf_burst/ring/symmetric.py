@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -274,11 +275,8 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _offsets(shapes: Sequence[Shape]) -> list[int]:
     """Where in a segment each tensor begins, in bytes."""
-    offsets, total = [], 0
-    for shape, dtype in shapes:
-        offsets.append(total)
-        total += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    return offsets
+    sizes = (-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in shapes)
+    return list(accumulate(sizes, initial=0))[:-1]
 
 
 def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
@@ -287,7 +285,9 @@ def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
     `hf_burst.ring.resources`.
     """
     doing = "a trial of memory that peers read"
-    reports = group.gather((host_id(), device.index, _refusal(device)), device, doing)
+    fits = device.type == "cuda" and torch.version.hip is None and find_spec("triton") is not None
+    refusal = None if fits else f"symmetric memory needs a GPU of NVIDIA and Triton, not {device.type} alone"
+    reports = group.gather((host_id(), device.index, refusal), device, doing)
     problems = _by_rank(problem for _, _, problem in reports)
     if len({host for host, _, _ in reports}) > 1:
         problems.append("the ranks are on several hosts")
@@ -314,13 +314,3 @@ def _trial(pool: SymmetricPool, indices: Sequence[int]) -> str | None:
     except (RuntimeError, RankMismatchError) as problem:  # containers may forbid it
         return str(problem).splitlines()[0]
     return f"cannot read the memory of devices {unreachable}" if unreachable else None
-
-
-def _refusal(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"symmetric memory is for GPUs, not for {device.type}"
-    if find_spec("triton") is None:
-        return "symmetric memory needs Triton"
-    if torch.version.hip is not None:
-        return "symmetric memory was not tried on ROCm"
-    return None

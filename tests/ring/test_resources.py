@@ -198,8 +198,7 @@ def test_a_patched_model_follows_its_group(tmp_path: Path) -> None:
 
 def test_a_group_of_the_same_name_with_another_neighbour_is_refused(tmp_path: Path) -> None:
     error, *_ = answers(change_the_neighbour, tmp_path, range(SIZE))
-    assert "The mesh had the ranks (0, 1)" in error
-    assert "has (0, 2)" in error
+    assert "was rank 0 of (0, 1) and is rank 0 of (0, 2). Pass the mesh anew" in error
 
 
 def test_a_group_of_before_is_refused_on_every_rank(tmp_path: Path) -> None:
