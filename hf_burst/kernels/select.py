@@ -109,9 +109,8 @@ def select_kernel(requested: KernelName, request: KernelRequest) -> Kernel:
     Raises:
         KernelError: If the kernel asked for, or every one, cannot compute it; the message says why.
     """
-    kernels = _DETERMINISTIC if request.deterministic else KERNELS
     refusals, faster = list[str](), list[str]()
-    for kernel in kernels:
+    for kernel in _DETERMINISTIC if request.deterministic else KERNELS:
         capabilities = kernel.capabilities
         if requested not in ("auto", capabilities.name):
             continue

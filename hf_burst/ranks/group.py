@@ -225,7 +225,8 @@ class ContextGroup:
                 raise error
             return tally, seed
         process_group = group_by_name(self.name)
-        error = error if _interrupts(error) else self._refusal(process_group) or error
+        interrupted = error is not None and not isinstance(error, Exception)  # by the user, sys.exit, or cancelled
+        error = error if interrupted else self._refusal(process_group) or error
         facts = facts | {_EXCHANGES: watch_of_process().counts_of(process_group).exchanges}
         text = json.dumps(facts, sort_keys=True, default=str)
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
@@ -243,11 +244,11 @@ class ContextGroup:
                         control.opened.add(device.type)
                     return int(tallies.sum()), int(seeds[0])
                 facts = facts | {name: f"{int(checksum) % 2**64:x}" for name, checksum in (checksums or {}).items()}
-                said = repr(error) if _interrupts(error) else str(error) or repr(error)
+                said = repr(error) if interrupted else str(error) or repr(error)
                 report = {"facts": facts, "error": said if error is not None else None}
                 reports = control.gather_objects(report | {"doing": doing})
         except BurstError as problem:
-            if error is not None and _interrupts(error):
+            if error is not None and interrupted:
                 raise error from problem
             raise
         if error is not None:
@@ -282,11 +283,6 @@ class ContextGroup:
             f"is rank {now.rank} of {now.members}. Pass the mesh anew: unpatch_model(model), then patch_model(model, "
             "group=mesh)."
         )
-
-
-def _interrupts(error: BaseException | None) -> bool:
-    """Whether this is an interrupt (by the user, `sys.exit`, or a cancelled task) and not an error."""
-    return error is not None and not isinstance(error, Exception)
 
 
 def _open(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -100,21 +100,10 @@ class UlyssesRanks:
         """How many tokens these ranks hold together."""
         return self.together.tokens(self.rank // self.degree)
 
-    @cached_property
-    def most_tokens(self) -> tuple[int, int]:
-        """How many tokens the rank, and the ring rank, with the most of them holds."""
-        return self.sharding.most_tokens, self.together.most_tokens
-
     @property
     def member(self) -> int:
         """The number of this rank among them."""
         return self.rank % self.degree
-
-    @property
-    def ranks(self) -> range:
-        """Their ranks in the group."""
-        first = self.rank - self.member
-        return range(first, first + self.degree)
 
     def spans(self, rank: int) -> list[tuple[int, int, int]]:
         """Where the tokens of one of the ranks lie among those of all: first row there, first row in the rank's own
@@ -147,7 +136,7 @@ class TokensToHeads:
         self.exchange, self.owners, self.tensors, self.slices = exchange, tuple(owners), tensors, slices
         self.shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         owned = zip(tensors, self.owners, strict=True)
-        capacity = sum(tensor.nbytes // tensor.shape[1] * owner.most_tokens[0] for tensor, owner in owned)
+        capacity = sum(tensor.nbytes // tensor.shape[1] * owner.sharding.most_tokens for tensor, owner in owned)
         exchange.publish("tokens to heads", tensors, capacity)
 
     def fetch(self, index: int, into: Sequence[Tensor], during_kernel: bool) -> Pending:
@@ -179,7 +168,7 @@ class HeadsToTokens:
         self.pending: list[Pending] = []
         parts = self.owners[0].degree * slices
         self.capacity = sum(
-            result.nbytes // (result.shape[1] * parts) * owner.most_tokens[1]
+            result.nbytes // (result.shape[1] * parts) * owner.together.most_tokens
             for result, owner in zip(results, self.owners, strict=True)
         )
 
@@ -209,7 +198,7 @@ def _round(
     heads, or back."""
     own = owners[0]
     outgoing, incoming = list[tuple[int, Region]](), list[Incoming]()
-    for member, rank in enumerate(own.ranks):
+    for member, rank in enumerate(range(own.rank - own.member, own.rank - own.member + own.degree)):
         published = tuple(
             ((shape[0], owner.sharding.tokens(rank) if to_heads else owner.tokens, *shape[2:]), dtype)
             for (shape, dtype), owner in zip(shapes, owners, strict=True)
