@@ -107,7 +107,7 @@ def _facts(
     return {
         "shapes of q, k, v": [list(tensor.shape) for tensor in (q, k, v)],
         "dtype": str(q.dtype),
-        "layout": str(layout.encode().tolist()),
+        "layout": str(layout),
         "mask pattern": str(request.pattern),
         "scores": str(request.scores),
         "sinks": sinks is not None,

@@ -17,8 +17,7 @@ from ..attention import AttentionRequest, attend
 from ..errors import UnsupportedModelError
 from ..kernels import Scores
 from ..plan import MaskPattern
-from ..ranks.blocks import Blocks, blocks_of, longer_than, refuse_window
-from ..ranks.layout import SequenceLayout
+from ..ranks.layout import Blocks, SequenceLayout, blocks_of, check_window
 from .context import ShardedPass, current, refuse_blind_run
 
 NAME = "hf_burst"
@@ -104,10 +103,12 @@ class LazyMask:
         numbers, window = self._held(_BLOCKS, "block_sequence_ids"), self.pattern.window
         blocks = blocks_of(numbers, layout)
         if window is not None:
-            for row, start, stop in longer_than(blocks, window + 1):
-                places = torch.tensor([row, 0, stop - 1, start], device=numbers.device)
-                if bool(self.arguments["mask_function"](*places)):
-                    refuse_window(start, stop, window)
+            mask_function = self.arguments["mask_function"]
+
+            def sees(row: int, start: int, stop: int) -> bool:
+                return bool(mask_function(*torch.tensor([row, 0, stop - 1, start], device=numbers.device)))
+
+            check_window(blocks, window, sees)
         return blocks
 
     def _held(self, part: str, name: str) -> Any:

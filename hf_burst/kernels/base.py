@@ -55,7 +55,7 @@ class Capabilities:
         name (`str`): Its name in [`BurstConfig`].
         devices (`tuple[str, ...]`): Types of devices.
         dtypes (`tuple[torch.dtype, ...]`): Dtypes of q, k and v.
-        head_dims (`tuple[int, int]`): Smallest and largest head size.
+        most_head_dim (`int`): Largest head size. Others are padded, see [`PaddedHeads`].
         head_multiple (`int`, defaults to 1): Head sizes are multiples of it.
         head_sizes (`tuple[int, ...]`, defaults to `()`): The only head sizes, if they are few.
         own_value_dim (`bool`, defaults to `False`): Whether v may have any other head size than q and k.
@@ -74,7 +74,7 @@ class Capabilities:
     name: str
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
-    head_dims: tuple[int, int]
+    most_head_dim: int
     head_multiple: int = 1
     head_sizes: tuple[int, ...] = ()
     own_value_dim: bool = False
@@ -89,8 +89,7 @@ class Capabilities:
 
     def refusal(self, request: KernelRequest) -> str | None:
         """Why the kernel cannot compute such an attention; `None` if it can."""
-        smallest, largest = self.head_dims
-        sizes = head_dim, value_dim = request.head_dim, request.value_dim
+        largest = max(request.head_dim, request.value_dim)
         if request.device not in self.devices:
             return f"runs on {', '.join(self.devices)}, not on {request.device}"
         if request.dtype not in self.dtypes:
@@ -101,14 +100,7 @@ class Capabilities:
             return "cannot give the same bits each time"
         if request.window and not self.windows:
             return "computes no windows"
-        if not self.own_value_dim and value_dim != head_dim and sizes not in self.value_dims:
-            return f"needs one head size, got {head_dim} for q and k and {value_dim} for v"
-        for size in sizes:
-            if self.head_sizes and size not in self.head_sizes:
-                return f"takes head sizes {', '.join(map(str, self.head_sizes))}, not {size}"
-            if not smallest <= size <= largest or size % self.head_multiple:
-                return f"takes head sizes {smallest} to {largest} in steps of {self.head_multiple}, not {size}"
-        return None
+        return f"takes head sizes up to {self.most_head_dim}, not {largest}" if largest > self.most_head_dim else None
 
 
 class BackwardInputs(NamedTuple):

@@ -5,6 +5,7 @@ each with the columns that it can see and a mask of that block only. bf16 and fp
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +19,14 @@ from .reference import admitted
 _BLOCK_ROWS = 512
 
 
-class CpuFlashKernel(PiecewiseKernel[Piece]):
+class CpuFlashKernel(PiecewiseKernel):
     """`aten::_scaled_dot_product_flash_attention_for_cpu` and its backward."""
 
     capabilities = Capabilities(
         name="cpu_flash",
         devices=("cpu",),
         dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-        head_dims=(1, 1 << 16),
+        most_head_dim=1 << 16,
         wide=True,
         wants_out=True,
         derives_delta=True,
@@ -43,9 +44,8 @@ class CpuFlashKernel(PiecewiseKernel[Piece]):
     def forward_piece(
         self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor]:
-        tensors, causal = map(_heads_first, (q, k, v)), _is_causal_square(piece)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *tensors, 0.0, causal, attn_mask=_mask(piece, q), scale=scores.scale
+            *map(_heads_first, (q, k, v)), **_keywords(piece, q, scores)
         )
         return out.transpose(1, 2), lse.transpose(1, 2)
 
@@ -54,9 +54,8 @@ class CpuFlashKernel(PiecewiseKernel[Piece]):
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert inputs.out is not None, "the capabilities say wants_out"
         tensors = map(_heads_first, (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out))
-        mask, causal = _mask(piece, inputs.q), _is_causal_square(piece)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *tensors, inputs.lse.transpose(1, 2), 0.0, causal, attn_mask=mask, scale=scores.scale
+            *tensors, inputs.lse.transpose(1, 2), **_keywords(piece, inputs.q, scores)
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
@@ -72,10 +71,10 @@ def _is_causal_square(piece: Piece) -> bool:
     return piece.band == Band(low=0) and piece.height == piece.width
 
 
-def _mask(piece: Piece, q: Tensor) -> Tensor | None:
-    """A mask that is added to the scores, `(1, 1, height, width)`; `None` where the kernel needs none."""
-    if piece.band == Band() or _is_causal_square(piece):
-        return None
-    wide = accumulation_dtype(q.dtype)
-    mask = torch.zeros(1, 1, piece.height, piece.width, dtype=wide, device=q.device)
-    return mask.masked_fill_(~admitted(piece.band, piece.height, piece.width, q.device), -torch.inf)
+def _keywords(piece: Piece, q: Tensor, scores: Scores) -> dict[str, Any]:
+    """How scores are made, with a mask `(1, 1, height, width)` that is added to them where the kernel needs one."""
+    causal, mask = _is_causal_square(piece), None
+    if piece.band != Band() and not causal:
+        mask = torch.zeros(1, 1, piece.height, piece.width, dtype=accumulation_dtype(q.dtype), device=q.device)
+        mask.masked_fill_(~admitted(piece.band, piece.height, piece.width, q.device), -torch.inf)
+    return {"dropout_p": 0.0, "is_causal": causal, "attn_mask": mask, "scale": scores.scale}

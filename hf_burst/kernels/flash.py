@@ -5,8 +5,8 @@ from the bottom right corner, and a log-sum-exp of `(B, H, S)` or `(H, T)`, whic
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -16,12 +16,7 @@ from torch import Tensor
 
 from ..plan import Band
 from .base import BackwardInputs, Capabilities, OutputBuffers, Scores, from_host
-from .pieces import Piece, PiecewiseKernel, crop
-
-# cu_seqlens of q and k, longest of q and k
-Lengths = tuple[Tensor | None, Tensor | None, int, int]
-# causal, window to the left, window to the right; `None` is unbounded
-Window = tuple[bool, int | None, int | None]
+from .pieces import Piece, PiecewiseKernel, Window, crop
 
 # how the packages call `Lengths`
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -30,7 +25,7 @@ FLASH = Capabilities(
     name="",
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
-    head_dims=(8, 256),
+    most_head_dim=256,
     head_multiple=8,
     wants_out=True,
     derives_delta=True,
@@ -39,20 +34,7 @@ FLASH = Capabilities(
 )
 
 
-@dataclass(frozen=True)
-class FlashCall(Piece):
-    """A piece of a tile as the call of a library that computes it."""
-
-    lengths: Lengths
-    window: Window
-
-    @property
-    def packed(self) -> bool:
-        """Whether it is a call of variable length."""
-        return self.lengths[0] is not None
-
-
-class FlashKernel(PiecewiseKernel[FlashCall]):
+class FlashKernel(PiecewiseKernel):
     """The common part of all libraries. Subclasses launch a call, and cut pieces that its windows do not express.
 
     Args:
@@ -64,17 +46,12 @@ class FlashKernel(PiecewiseKernel[FlashCall]):
 
     def __init__(self, deterministic: bool = False, library: Any = None) -> None:
         self.deterministic = deterministic
-        self._library = library
+        if library is not None:
+            self.library = library
 
-    @property
+    @cached_property
     def library(self) -> Any:
         """The module that is called. It is imported on first use, which takes seconds for some."""
-        if self._library is None:
-            self._library = self.load()
-        return self._library
-
-    def load(self) -> Any:
-        """Imports the library."""
         return import_module(self.module) if self.module else torch.ops.aten
 
     def cut(self, piece: Piece) -> Iterator[Piece]:
@@ -84,7 +61,7 @@ class FlashKernel(PiecewiseKernel[FlashCall]):
             yield cropped
 
     def launch_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor]:
         """`out` and `lse` of one call, possibly written to `buffers`.
 
@@ -93,12 +70,12 @@ class FlashKernel(PiecewiseKernel[FlashCall]):
         raise NotImplementedError
 
     def launch_backward(
-        self, inputs: BackwardInputs, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
+        self, inputs: BackwardInputs, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`dq`, `dk` and `dv` of one call. Shapes are those of `launch_forward`; either `out` or `delta` is `None`."""
         raise NotImplementedError
 
-    def pieces(self, band: Band, q: Tensor, k: Tensor) -> Iterable[FlashCall]:
+    def pieces(self, band: Band, q: Tensor, k: Tensor) -> Iterable[Piece]:
         if not band.documents:
             return _dense_calls(self, band, q.shape[1], k.shape[1])
         stream = torch.cuda.current_stream(q.device) if q.is_cuda else None
@@ -107,7 +84,7 @@ class FlashKernel(PiecewiseKernel[FlashCall]):
         return packed(band, q.shape[0], q.device, stream)
 
     def forward_piece(
-        self, piece: FlashCall, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers | None = None
+        self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor]:
         if piece.packed:
             out, lse = self.launch_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), piece, scores)
@@ -119,7 +96,7 @@ class FlashKernel(PiecewiseKernel[FlashCall]):
         return out, lse.transpose(1, 2)
 
     def backward_piece(
-        self, piece: FlashCall, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers | None = None
+        self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse, delta = inputs
         delta = delta if out is None else None
@@ -144,7 +121,7 @@ def window_of(band: Band, ahead: int) -> Window:
     return False, None if band.high is None else band.high + ahead, None if band.low is None else -ahead - band.low
 
 
-def library_keywords(call: FlashCall, scores: Scores, no_window: int | None = -1) -> dict[str, Any]:
+def library_keywords(call: Piece, scores: Scores, no_window: int | None = -1) -> dict[str, Any]:
     """A call in the words that the packages share; `no_window` is how a library writes a missing window."""
     causal, left, right = call.window
     keywords: dict[str, Any] = {
@@ -180,18 +157,20 @@ def _by_head(rows: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _dense_calls(kernel: FlashKernel, band: Band, rows: int, columns: int) -> tuple[FlashCall, ...]:
+def _dense_calls(kernel: FlashKernel, band: Band, rows: int, columns: int) -> tuple[Piece, ...]:
     """The calls that compute a band without segments."""
-    calls = []
-    for piece in kernel.cut(Piece(slice(0, rows), slice(0, columns), band)):
-        lengths = (None, None, piece.height, piece.width)
-        window = window_of(piece.band, ahead=piece.width - piece.height)
-        calls.append(FlashCall(piece.rows, piece.columns, piece.band, lengths, window))
-    return tuple(calls)
+    return tuple(
+        replace(
+            piece,
+            lengths=(None, None, piece.height, piece.width),
+            window=window_of(piece.band, ahead=piece.width - piece.height),
+        )
+        for piece in kernel.cut(Piece(slice(0, rows), slice(0, columns), band))
+    )
 
 
 @lru_cache(maxsize=64)
-def _packed_calls(band: Band, batch: int, device: torch.device, stream: torch.cuda.Stream | None) -> tuple[FlashCall]:
+def _packed_calls(band: Band, batch: int, device: torch.device, stream: torch.cuda.Stream | None) -> tuple[Piece]:
     """The call that computes all documents of all batch rows. Their boundaries lie on the device, for each stream its
     own, since another stream would not wait for the copy."""
     size = band.documents[-1]
@@ -199,4 +178,4 @@ def _packed_calls(band: Band, batch: int, device: torch.device, stream: torch.cu
     bounds = from_host([0, *stops], torch.int32, device)
     longest = max(stop - start for start, stop in pairwise(band.documents))
     whole = slice(0, size)
-    return (FlashCall(whole, whole, band, (bounds, bounds, longest, longest), window_of(band, ahead=0)),)
+    return (Piece(whole, whole, band, (bounds, bounds, longest, longest), window_of(band, ahead=0)),)

@@ -10,7 +10,8 @@ Its backward subtracts `dlse`, the gradient of the log-sum-exp, from `rowsum(dou
 
 import warnings
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from ..plan import Band
 from .base import BackwardInputs, OutputBuffers, Scores
-from .flash import FLASH, LENGTHS, FlashCall, FlashKernel, gradient_buffers, library_keywords
+from .flash import FLASH, LENGTHS, FlashKernel, gradient_buffers, library_keywords
 from .library import Signatures, gpu_refusal, package_refusal
+from .pieces import Piece
 from .torch_cudnn import TorchCudnnKernel
 
 _SCORES = ("softmax_scale", "causal", "softcap", "window_size_left", "window_size_right")
@@ -53,9 +55,7 @@ class FlashAttn4Kernel(FlashKernel):
     """
 
     module = "flash_attn.cute.interface"
-    capabilities = replace(
-        FLASH, name="flash_attn_4", head_dims=(64, 256), head_sizes=_SIZES, value_dims=((192, 128),), wants_out=False
-    )
+    capabilities = replace(FLASH, name="flash_attn_4", head_sizes=_SIZES, value_dims=((192, 128),), wants_out=False)
 
     def __init__(self, deterministic: bool = False, library: Any = None, cudnn: TorchCudnnKernel | None = None) -> None:
         super().__init__(deterministic, library)
@@ -67,13 +67,14 @@ class FlashAttn4Kernel(FlashKernel):
             refusal = f"takes head sizes up to 128 on Blackwell, not {max(head_dim, value_dim)}"
         return refusal or package_refusal("flash-attn-4", self.module, _SIGNATURES)
 
-    def load(self) -> Any:
-        """See [`FlashKernel.load`]; ignores a warning of its compiler, a page for each kernel."""
+    @cached_property
+    def library(self) -> Any:
+        """See [`FlashKernel.library`]; ignores a warning of its compiler, a page for each kernel."""
         warnings.filterwarnings("ignore", _COMPILER_WARNING, UserWarning)
-        return super().load()
+        return import_module(self.module)
 
     def launch_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor]:
         """See [`FlashKernel.launch_forward`]; the library copies tensors that are not aligned."""
         out, lse = buffers or (None, None)
@@ -82,7 +83,7 @@ class FlashAttn4Kernel(FlashKernel):
         return out, lse
 
     def launch_backward(
-        self, inputs: BackwardInputs, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
+        self, inputs: BackwardInputs, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See [`FlashKernel.launch_backward`].
 
@@ -101,14 +102,14 @@ class FlashAttn4Kernel(FlashKernel):
         return dq, dk, dv
 
     def backward_piece(
-        self, piece: FlashCall, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers | None = None
+        self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See [`PiecewiseKernel.backward_piece`]; cuDNN writes its results elsewhere."""
         if self._is_faster_by_cudnn(piece, inputs, scores):
             return self.cudnn.backward_piece(piece, inputs, scores)
         return super().backward_piece(piece, inputs, scores, buffers)
 
-    def _is_faster_by_cudnn(self, piece: FlashCall, inputs: BackwardInputs, scores: Scores) -> bool:
+    def _is_faster_by_cudnn(self, piece: Piece, inputs: BackwardInputs, scores: Scores) -> bool:
         """Whether cuDNN can compute this backward pass, and sooner: with `out`, for heads of 256, a long causal square
         or a long tile of whole blocks, whose largest tensor has no more elements than were tried."""
         q, v = inputs.q, inputs.v

@@ -3,7 +3,6 @@
 import inspect
 from functools import lru_cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -26,16 +25,12 @@ def package_refusal(package: str, module: str, signatures: Signatures) -> str | 
         reason = str(problem).strip().splitlines() or [""]
         return f"needs the package {package}, and {module} cannot be imported ({type(problem).__name__}: {reason[0]})"
     for name, passed in signatures:
-        function, called = getattr(library, name, None), f"{module}.{name}"
-        if function is None:
-            return f"needs {called}, which {_release(package)} does not have: reinstall it"
+        function = getattr(library, name, lambda: None)
         known = inspect.signature(getattr(function, "_init_fn", function)).parameters  # or of a custom operator
-        unknown = [name for name in passed if name not in known]
-        if unknown:
-            return f"passes {', '.join(unknown)} to {called}, which {_release(package)} does not know: reinstall it"
-        more = [own.name for own in known.values() if own.default is own.empty and own.name not in passed]
-        if more:
-            return f"passes no {', '.join(more)} to {called}, which {_release(package)} asks for: reinstall it"
+        asked = {own.name for own in known.values() if own.default is own.empty}
+        if not asked <= set(passed) <= known.keys():
+            called = f"{module}.{name}({', '.join(passed)})"
+            return f"calls {called}, which the {package} that is installed does not have: reinstall it"
     return None
 
 
@@ -49,10 +44,3 @@ def gpu_refusal(lowest: tuple[int, int], beyond: tuple[int, int] | None = None) 
         upper = "" if beyond is None else f" and below {beyond[0]}.{beyond[1]}"
         return f"needs compute capability {lowest[0]}.{lowest[1]} or above{upper}, this GPU has {own[0]}.{own[1]}"
     return None
-
-
-def _release(package: str) -> str:
-    try:
-        return f"{package} {version(package)}"
-    except PackageNotFoundError:
-        return f"the {package} that is installed"

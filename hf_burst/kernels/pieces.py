@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,14 +11,22 @@ from ..numerics import accumulation_dtype
 from ..plan import Band
 from .base import BackwardInputs, Capabilities, OutputBuffers, Scores
 
+# cu_seqlens of q and k, longest of q and k
+Lengths = tuple[Tensor | None, Tensor | None, int, int]
+# causal, window to the left, window to the right; `None` is unbounded
+Window = tuple[bool, int | None, int | None]
+
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows and columns of a tile, and the band between them, counted from their corner."""
+    """Some rows and columns of a tile, and the band between them, counted from their corner; for FlashAttention
+    libraries also as the call that computes it."""
 
     rows: slice
     columns: slice
     band: Band
+    lengths: Lengths = (None, None, 0, 0)
+    window: Window = (False, None, None)
 
     @property
     def height(self) -> int:
@@ -29,33 +36,34 @@ class Piece:
     def width(self) -> int:
         return self.columns.stop - self.columns.start
 
+    @property
+    def packed(self) -> bool:
+        """Whether it is a call of variable length."""
+        return self.lengths[0] is not None
 
-AnyPiece = TypeVar("AnyPiece", bound=Piece)
 
-
-class PiecewiseKernel(Generic[AnyPiece]):
+class PiecewiseKernel:
     """A [`Kernel`] that computes a tile piece by piece. Subclasses cut the tile and compute a piece."""
 
     capabilities: Capabilities
 
-    def pieces(self, band: Band, q: Tensor, k: Tensor) -> Iterable[AnyPiece]:
+    def pieces(self, band: Band, q: Tensor, k: Tensor) -> Iterable[Piece]:
         """Cuts the tile of these queries and keys. No row is in two pieces; rows in no piece see nothing."""
         raise NotImplementedError
 
     def forward_piece(
-        self, piece: AnyPiece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers | None = None
+        self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor]:
         """`out` and `lse` of a piece, from its rows and columns. Only a piece that is the whole tile has buffers."""
         raise NotImplementedError
 
     def backward_piece(
-        self, piece: AnyPiece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers | None = None
+        self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`dq`, `dk` and `dv` of a piece, from its rows and columns. Only a whole tile has buffers."""
         raise NotImplementedError
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
-        """See [`Kernel.unavailable`]; nothing by default."""
         return None
 
     def forward(

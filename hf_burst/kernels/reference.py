@@ -13,14 +13,14 @@ from .pieces import Piece, PiecewiseKernel, blocks, documents
 _BLOCK_SCORES = 1 << 26  # the most that are in memory at once
 
 
-class ReferenceKernel(PiecewiseKernel[Piece]):
+class ReferenceKernel(PiecewiseKernel):
     """Plain torch, in blocks of rows that bound its memory. Slow, right by inspection, and it takes everything."""
 
     capabilities = Capabilities(
         name="reference",
         devices=("cpu", "cuda"),
         dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-        head_dims=(1, 1 << 16),
+        most_head_dim=1 << 16,
         own_value_dim=True,
         wide=True,
         softcap=True,

@@ -28,7 +28,7 @@ _OLDEST = 90000  # below it, rows and columns have to come in multiples of 64
 _BLOCK = 128  # keys of a block on Hopper
 
 
-class TorchCudnnKernel(PiecewiseKernel[Piece]):
+class TorchCudnnKernel(PiecewiseKernel):
     """`aten::_scaled_dot_product_cudnn_attention` and its backward.
 
     Args:
@@ -39,7 +39,7 @@ class TorchCudnnKernel(PiecewiseKernel[Piece]):
         name="torch_cudnn",
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
-        head_dims=(8, 128),
+        most_head_dim=128,
         head_multiple=8,
         own_value_dim=True,
         wants_out=True,
@@ -113,15 +113,12 @@ class TorchCudnnKernel(PiecewiseKernel[Piece]):
         self, inputs: BackwardInputs, piece: Piece, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of a whole tile whose last keys would be half a block, in columns that end otherwise."""
-        rows, stop, dqs, dks, dvs = slice(0, piece.height), piece.width, [], [], []
-        quarter = _BLOCK // 4
+        rows, stop, quarter, parts = slice(0, piece.height), piece.width, _BLOCK // 4, []
         bounds = sorted({0, stop - 2 * quarter, stop - quarter, stop})
         for columns in map(slice, bounds, bounds[1:]):
             part = Piece(rows, slice(0, columns.stop - columns.start), Band())
-            dq, dk, dv = self.backward_piece(part, inputs.cut(rows, columns), scores)
-            dqs.append(dq)
-            dks.append(dk)
-            dvs.append(dv)
+            parts.append(self.backward_piece(part, inputs.cut(rows, columns), scores))
+        dqs, dks, dvs = zip(*parts, strict=True)
         return torch.stack(dqs).sum(0, dtype=torch.float32), torch.cat(dks, 1), torch.cat(dvs, 1)
 
 

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -65,7 +65,7 @@ class Sharding:
         """How many tokens `rank` holds."""
         return sum(run.size for run in self.runs(rank))
 
-    @property
+    @cached_property
     def most_tokens(self) -> int:
         """How many tokens the rank with the most of them holds."""
         return max(self.tokens(rank) for rank in range(self.ranks))

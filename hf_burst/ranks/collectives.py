@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..numerics import refuse_second_derivative
 from .group import ContextGroup
-from .layout import SequenceLayout
 
 
 def all_gather(tensor: Tensor, group: ContextGroup, saved: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
@@ -31,23 +30,12 @@ def gather_stacked(tensor: Tensor, group: ContextGroup) -> Tensor:
     return every
 
 
-@torch.compiler.disable
-def group_loss(local_sum: Tensor, weight: Tensor | float, group: ContextGroup) -> Tensor:
-    """Returns the loss of the whole batch from each rank's sum, the same value on every rank of the group.
+def group_sum(tensor: Tensor, group: ContextGroup) -> Tensor:
+    """Sums tensors of one shape over the ranks, the same on every rank.
 
     The gradient is that of this rank's part times `size`, because data-parallel wrappers average gradients over all
     ranks, but the `size` ranks of a group hold one batch.
-
-    Args:
-        local_sum (`torch.Tensor`, scalar): Sum over this rank's tokens.
-        weight (`torch.Tensor` or `float`): Weight of a token, 1 / tokens.
-        group ([`ContextGroup`]): The ranks.
     """
-    return group_sum(local_sum * weight, group)
-
-
-def group_sum(tensor: Tensor, group: ContextGroup) -> Tensor:
-    """Sums tensors of one shape over the ranks, the same on every rank; the gradient is as in [`group_loss`]."""
     if group.size == 1:
         return tensor
     with _messages(group):
@@ -57,20 +45,6 @@ def group_sum(tensor: Tensor, group: ContextGroup) -> Tensor:
 def _messages(group: ContextGroup) -> AbstractContextManager[None]:
     """Returns a context whose errors say which rank was lost and why; does nothing in compiled graphs."""
     return nullcontext() if torch.compiler.is_compiling() else group.messages()
-
-
-def gather_tokens(tensor: Tensor, layout: SequenceLayout, group: ContextGroup) -> Tensor:
-    """Gathers the whole batch on every rank, in sequence order and without padding.
-
-    Args:
-        tensor (`torch.Tensor` of shape `(batch, n, ...)`): This rank's results for its tokens.
-        layout ([`SequenceLayout`]): The layout of the tokens.
-        group ([`ContextGroup`]): The ranks.
-
-    Returns:
-        `torch.Tensor` of shape `(batch, length, ...)`; the backward pass sums the gradients of all ranks.
-    """
-    return layout.unshard(all_gather(tensor, group))
 
 
 class _AllGather(torch.autograd.Function):

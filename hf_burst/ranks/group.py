@@ -1,10 +1,13 @@
 """The only distributed object: the group of ranks that share a sequence, which agree before they communicate."""
 
 import hashlib
+import ipaddress
 import json
+import os
+import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import BurstError, ConfigError, RankMismatchError
-from .control import control_of
-from .watch import LEFT, START_ANEW, watch_of_process
+from ..errors import BurstError, ConfigError, LostRankError, RankMismatchError
+from .host import address_towards
+from .watch import LEFT, START_ANEW, Watch, group_key, watch_of_process
 
 CP_DIM = "cp"
 set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public from torch 2.14 on
@@ -88,10 +91,12 @@ class ContextGroup:
     @classmethod
     def from_name(cls, name: str) -> "ContextGroup":
         """Makes the group of a process group's name; an empty name means one process."""
-        if not name:
-            return cls()
-        group = group_by_name(name)
-        return cls(group.rank(), group.size(), name, tuple(dist.get_process_group_ranks(group)))
+        return cls._of(group_by_name(name)) if name else cls()
+
+    @classmethod
+    def _of(cls, group: dist.ProcessGroup) -> "ContextGroup":
+        """Makes the group of a process group, which may have one rank."""
+        return cls(group.rank(), group.size(), group.group_name, tuple(dist.get_process_group_ranks(group)))
 
     def renewed(self) -> "ContextGroup":
         """Returns the group that has this name now, with this process's current rank, because ranks may have changed.
@@ -101,10 +106,7 @@ class ContextGroup:
         """
         now = ContextGroup.from_name(self.name)
         if now.members != self.members:
-            raise ConfigError(
-                f"The mesh had the ranks {self.members}, and what torch.distributed calls {self.name!r} by now has "
-                f"{now.members}. Pass the mesh anew: unpatch_model(model), then patch_model(model, group=mesh)."
-            )
+            raise self._made_anew(now)
         return now
 
     def part(self, ranks: Sequence[int], device: torch.device) -> "ContextGroup":
@@ -124,14 +126,9 @@ class ContextGroup:
         members = [self.members[rank] for rank in ranks]
         c10d: Any = dist.distributed_c10d
         backend, store = c10d._world.pg_map[dist.group.WORLD]
+        name, own = f"{drawn[0]}/{ranks[0]}", list(ranks).index(self.rank)
         group, _ = c10d._new_process_group_helper(
-            len(ranks),
-            list(ranks).index(self.rank),
-            members,
-            backend,
-            store,
-            f"{drawn[0]}/{ranks[0]}",
-            timeout=self.time_limit(device),
+            len(ranks), own, members, backend, store, name, timeout=self.time_limit(device)
         )
         c10d._world.pg_group_ranks[group] = {member: number for number, member in enumerate(members)}
         _open(group, device)
@@ -152,9 +149,8 @@ class ContextGroup:
         self.agree({"call": "gather"}, None, device, doing=doing)  # else its sizes could pair with another call
         if self.size == 1:
             return [mine]
-        process_group, limit = self.process_group, self.time_limit(device)
-        with watch_of_process().calling(process_group, doing) as watch:
-            return control_of(process_group, watch, limit).gather_objects(mine, limit)
+        with _agreeing(self.process_group, device, doing) as control:
+            return control.gather_objects(mine)
 
     def first_says(self, mine: bytes, device: torch.device, doing: str, error: BaseException | None = None) -> bytes:
         """Broadcasts the first rank's bytes, in two messages. All ranks call this at the same time, as [`gather`].
@@ -172,9 +168,8 @@ class ContextGroup:
         if self.size == 1 or not length:
             return mine
         content = torch.frombuffer(bytearray(mine or length), dtype=torch.uint8)
-        process_group, limit = self.process_group, self.time_limit(device)
-        with watch_of_process().calling(process_group, doing) as watch:
-            return control_of(process_group, watch, limit).broadcast(content, limit).numpy().tobytes()
+        with _agreeing(self.process_group, device, doing) as control:
+            return control.broadcast(content).numpy().tobytes()
 
     def time_limit(self, device: torch.device) -> timedelta:
         """Returns how long the device's backend waits for other ranks."""
@@ -230,8 +225,8 @@ class ContextGroup:
                 raise error
             return tally, seed
         process_group = group_by_name(self.name)
-        limit = _limit_of(process_group, device)
-        error = error if _interrupts(error) else self._refusal(process_group) or error
+        interrupted = error is not None and not isinstance(error, Exception)  # by the user, sys.exit, or cancelled
+        error = error if interrupted else self._refusal(process_group) or error
         facts = facts | {_EXCHANGES: watch_of_process().counts_of(process_group).exchanges}
         text = json.dumps(facts, sort_keys=True, default=str)
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
@@ -240,31 +235,30 @@ class ContextGroup:
             contents += checksum.to(device) * (zlib.crc32(name.encode()) | 1)
         numbers = [digest, int(error is not None), tally, int(contents) if checksums else 0, seed]
         mine = torch.tensor(numbers, device="cpu")  # whatever the default device is
-        with _raised_anyway(error), watch_of_process().calling(process_group, doing) as watch:
-            control = control_of(process_group, watch, limit)
-            digests, flags, tallies, sums, seeds = control.gather(mine, limit).unbind(1)
-            if not flags.any() and (digests == digest).all() and (sums == sums[0]).all():
-                if device.type not in control.opened:
-                    _open(process_group, device)
-                    control.opened.add(device.type)
-                return int(tallies.sum()), int(seeds[0])
-            facts = facts | {name: f"{int(checksum) % 2**64:x}" for name, checksum in (checksums or {}).items()}
-            said = repr(error) if _interrupts(error) else str(error) or repr(error)
-            report = {"facts": facts, "error": said if error is not None else None}
-            reports = control.gather_objects(report | {"doing": doing}, limit)
+        try:
+            with _agreeing(process_group, device, doing) as control:
+                digests, flags, tallies, sums, seeds = control.gather(mine).unbind(1)
+                if not flags.any() and (digests == digest).all() and (sums == sums[0]).all():
+                    if device.type not in control.opened:
+                        _open(process_group, device)
+                        control.opened.add(device.type)
+                    return int(tallies.sum()), int(seeds[0])
+                facts = facts | {name: f"{int(checksum) % 2**64:x}" for name, checksum in (checksums or {}).items()}
+                said = repr(error) if interrupted else str(error) or repr(error)
+                report = {"facts": facts, "error": said if error is not None else None}
+                reports = control.gather_objects(report | {"doing": doing})
+        except BurstError as problem:
+            if error is not None and interrupted:
+                raise error from problem
+            raise
         if error is not None:
             raise error
         raise _mismatch(reports, {_EXCHANGES: f"{LEFT} {START_ANEW}", **(advice or {})})
 
-    @contextmanager
-    def messages(self) -> Iterator[None]:
+    def messages(self) -> AbstractContextManager[None]:
         """Surrounds the messages of one exchange, to record a failure in the middle and name lost ranks. All ranks
         enter it equally often between two calls of [`agree`], which compares the counts."""
-        if self.size == 1:
-            yield
-            return
-        with watch_of_process().messaging(self.process_group):
-            yield
+        return nullcontext() if self.size == 1 else watch_of_process().messaging(self.process_group)
 
     def interrupted(self, problem: BaseException) -> None:
         """Tells ranks that wait for a pass's messages that this rank was interrupted in the middle. From now on, calls
@@ -280,34 +274,15 @@ class ContextGroup:
 
     def _refusal(self, process_group: dist.ProcessGroup) -> ConfigError | None:
         """Returns an error if the process group of this name is no longer this object's."""
-        rank, members = process_group.rank(), tuple(dist.get_process_group_ranks(process_group))
-        if (rank, members) == (self.rank, self.members):
-            return None
+        now = ContextGroup._of(process_group)
+        return None if now == self else self._made_anew(now)
+
+    def _made_anew(self, now: "ContextGroup") -> ConfigError:
         return ConfigError(
             f"The process group {self.name!r} was made anew: this process was rank {self.rank} of {self.members} and "
-            f"is rank {rank} of {members}. Make the ContextGroup anew."
+            f"is rank {now.rank} of {now.members}. Pass the mesh anew: unpatch_model(model), then patch_model(model, "
+            "group=mesh)."
         )
-
-
-def _interrupts(error: BaseException | None) -> bool:
-    """Whether this is an interrupt (by the user, `sys.exit`, or a cancelled task) and not an error."""
-    return error is not None and not isinstance(error, Exception)
-
-
-@contextmanager
-def _raised_anyway(error: BaseException | None) -> Iterator[None]:
-    """Raises this rank's interrupt instead of the agreement's error."""
-    try:
-        yield
-    except BurstError as problem:
-        if error is not None and _interrupts(error):
-            raise error from problem
-        raise
-
-
-def _limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    limit: timedelta = group._get_backend(device).options._timeout
-    return limit
 
 
 def _open(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -322,19 +297,103 @@ def _mismatch(reports: Sequence[Mapping[str, Any]], advice: Mapping[str, str]) -
         if report["error"]:
             return RankMismatchError(f"Rank {rank} of the group stopped before any communication: {report['error']}")
     facts = [report["facts"] for report in reports]
-    names = [
-        name
-        for name in sorted(set().union(*facts))
-        if len({json.dumps(own.get(name), default=str) for own in facts}) > 1
-    ]
-    values = [", ".join(f"rank {rank} has {own.get(name)}" for rank, own in enumerate(facts)) for name in names]
-    different = "; ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
+    said, sentences = list[str](), dict[str, None]()
     if len({report["doing"] for report in reports}) > 1:
-        different = (
-            "; ".join(f"rank {rank}: {report['doing']}" for rank, report in enumerate(reports)) + f". {different}"
-        )
-    sentences = [advice.get(name, _SAME_BATCHES) for name in names]
-    return RankMismatchError(
-        f"The ranks that share a sequence are about to compute different things. {different}. "
-        + " ".join(dict.fromkeys(sentences))
-    )
+        said.append("; ".join(f"rank {rank}: {report['doing']}" for rank, report in enumerate(reports)))
+    for name in sorted(set().union(*facts)):
+        if len({json.dumps(own.get(name), default=str) for own in facts}) > 1:
+            values = ", ".join(f"rank {rank} has {own.get(name)}" for rank, own in enumerate(facts))
+            said.append(f"{name}: {values}")
+            sentences[advice.get(name, _SAME_BATCHES)] = None
+    what = "The ranks that share a sequence are about to compute different things"
+    return RankMismatchError(f"{'. '.join([what, *said])}. {' '.join(sentences)}")
+
+
+class ControlGroup:
+    """The gloo group of a process group, over which its ranks agree. All ranks make it at the same time, within a time
+    limit. They meet through the job's store, so that a rank that waits in vain sends nothing.
+
+    On the user's group, if only one rank called the model, its agreement would pair with a collective of the others,
+    which would receive our numbers as data. Gloo takes no GPU memory, and detects a killed rank at once. Messages of a
+    pass use the user's group: no rank leaves an agreement before all have arrived, so nothing can come in between.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, watch: Watch, limit: timedelta) -> None:
+        self.watch, self.limit = watch, limit
+        self.size = group.size()
+        self.opened = set[str]()  # devices on which the process group has had its first call
+        key = f"control {group_key(group.group_name, tuple(dist.get_process_group_ranks(group)))}"
+        came = watch.store.add(key, 1)
+        all_came = -(-came // self.size) * self.size  # earlier groups of this name may have been made
+        try:
+            watch.wait(lambda: int(watch.store.add(key, 0)) >= all_came, limit)
+        except BaseException:  # interrupts too: later ranks must not try to connect to this one
+            watch.store.add(key, -1)
+            raise
+        store = dist.PrefixStore(f"{key} {all_came}", watch.store)  # type: ignore[attr-defined]
+        try:
+            self.backend = _connect(group, store, min(limit, timedelta(minutes=1)))
+        except RuntimeError as problem:
+            raise LostRankError(
+                f"The ranks could not be connected by gloo, by which they agree: {problem}. Set GLOO_SOCKET_IFNAME to "
+                "the interface by which their hosts reach each other; or look for the first error of another rank."
+            ) from problem
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """Gathers CPU tensors of one shape from all ranks, stacked in rank order."""
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        work = self.backend.allgather(every, mine, self.limit)
+        try:
+            work.wait(timedelta(seconds=self.watch.interval))
+        except RuntimeError:  # it failed, or a rank is late
+            self.watch.wait(work.is_completed, self.limit)
+            work.wait()
+        return torch.stack(every)
+
+    def broadcast(self, content: Tensor) -> Tensor:
+        """Fills a CPU tensor, of one length on all ranks, with the first rank's content."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = self.limit
+        work = self.backend.broadcast([content], options)
+        self.watch.wait(work.is_completed, self.limit)
+        work.wait()
+        return content
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """Gathers the objects of all ranks, in rank order."""
+        content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        sizes = self.gather(torch.tensor(len(content), device="cpu")).tolist()
+        rows = self.gather(torch.nn.functional.pad(content, (0, max(sizes) - len(content))))
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _connect(group: dist.ProcessGroup, store: Any, limit: timedelta) -> Any:
+    """Returns the gloo backend. It uses torch's default address if the user's group already uses gloo or the user names
+    an interface. Otherwise host names may not resolve, so it listens at this host's address towards the store."""
+    gloo: Any = dist.ProcessGroupGloo
+    served = "gloo" in dist.get_backend(group) or "GLOO_SOCKET_IFNAME" in os.environ
+    address = "" if served else address_towards(store)
+    if not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return gloo(store, group.rank(), group.size(), limit)
+    options = gloo._Options()
+    options._devices, options._timeout = [gloo.create_device(hostname=address)], limit
+    return gloo(store, group.rank(), group.size(), options)
+
+
+@contextmanager
+def _agreeing(group: dist.ProcessGroup, device: torch.device, doing: str) -> Iterator[ControlGroup]:
+    """Surrounds a call in which all ranks of a process group meet, see [`Watch.calling`]. Yields their control group,
+    which they make at its first use, with the time limit of the process group on the device."""
+    limit = _limit_of(group, device)
+    with watch_of_process().calling(group, doing) as watch:
+        control: ControlGroup = watch.controls.get(group) or ControlGroup(group, watch, limit)
+        watch.controls[group] = control
+        control.limit = limit
+        yield control
+
+
+def _limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Returns how long a process group waits for other ranks."""
+    limit: timedelta = group._get_backend(device).options._timeout
+    return limit

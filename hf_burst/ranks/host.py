@@ -13,9 +13,6 @@ from ..errors import ConfigError
 
 HOST_VARIABLE = "NCCL_HOSTID"
 SIZE_VARIABLE = "HF_BURST_SIZE"
-NEIGHBOURS = (
-    "Number the ranks host by host: srun --distribution=block, or torchrun and accelerate launch once on every host."
-)
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -83,20 +80,14 @@ def misplaced(hosts: Sequence[str], size: int) -> str | None:
     """
     if size == 1:
         return None
-    runs = [host for host, _ in groupby(hosts)]
-    counts = {host: hosts.count(host) for host in hosts}
+    fewest = -(-size // max(hosts.count(host) for host in hosts))
     for first in range(0, len(hosts), size):
-        used = list(dict.fromkeys(hosts[first : first + size]))
-        apart = len(list(groupby(hosts[first : first + size]))) > len(used)
-        if not apart and len(used) <= -(-size // max(counts.values())):
-            continue
-        if len(runs) > len(counts):
-            order = ", ".join(f"rank {rank} on {host}" for rank, host in enumerate(hosts[:4]))
-            text = f"Ranks of a host are not neighbours ({order}, ...), so groups of {size} cross the network."
-            return f"{text} {NEIGHBOURS}"
-        held = ", ".join(f"{count} on {host}" for host, count in counts.items())
-        return (
-            f"The group of ranks {first} to {first + size - 1} reaches over {len(used)} hosts ({held}), although "
-            f"{size} ranks need fewer. Choose a burst_size that divides the ranks of every host, or a multiple."
-        )
+        runs = [host for host, _ in groupby(hosts[first : first + size])]
+        if len(runs) > min(len(set(runs)), fewest):
+            return (
+                f"Ranks {first} to {first + size - 1} share a sequence over {', '.join(dict.fromkeys(runs))}: ranks of "
+                "a host are not neighbours, or fewer hosts would do. Number the ranks host by host (srun "
+                "--distribution=block, or torchrun and accelerate launch once on every host), and choose a burst_size "
+                "that divides the ranks of every host, or a multiple."
+            )
     return None

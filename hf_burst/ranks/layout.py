@@ -1,18 +1,22 @@
 """Applies a plan's sharding to tensors: shards a batch of sequences over the ranks, and gathers it again."""
 
-from collections.abc import Mapping, Sequence
+import marshal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, pairwise
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..config import Chunking
-from ..errors import BatchError, ShardingError
+from ..errors import BatchError, ShardingError, UnsupportedModelError
 from ..plan import Hybrid, Mask, MaskPattern, Segments, Sharding, chunks_per_rank, cut, imbalance, sharding_for
 from ..plan.blocks import LaterKeys, later_keys
+
+Blocks = tuple[tuple[tuple[int, int], ...], ...]  # for every row of the batch, tokens [start, stop)
 
 
 @dataclass(frozen=True)
@@ -159,9 +163,7 @@ class SequenceLayout:
             even = 0 < length < self.length
         elif self.boundaries or chunks != len(self.owners) * share or not owners:
             return None
-        if not even:
-            return None
-        if any(start < length < stop for row in self.blocks for start, stop in row):
+        if not even or any(start < length < stop for row in self.blocks for start, stop in row):
             return None  # some of these tokens see later ones
         blocks = tuple(tuple(block for block in row if block[1] <= length) for row in self.blocks)
         rows = tuple((*(bound for bound in row if bound < length), length) for row in self.documents)
@@ -207,10 +209,8 @@ class SequenceLayout:
                 parent = self.parents[row][document] if self.parents else -1
                 shifts.append(first - (ends[parent] if parent >= 0 else 0) if packed else 0)
                 ends.append(end - shifts[-1])
-            sizes = torch.tensor(bounds, device="cpu").diff()
-            rows.append(torch.tensor(shifts, device="cpu").repeat_interleave(sizes))
-        tokens = self.indices(rank)
-        return tokens - torch.stack(rows)[:, tokens]
+            rows.append(shifts)
+        return self.indices(rank) - self._by_token(rows, rank)
 
     def texts(self, rank: int) -> Tensor:
         """Returns how many texts contain each token of `rank`: the number of final continuations of its document.
@@ -222,9 +222,16 @@ class SequenceLayout:
                 counts[document] = counts[document] or 1
                 if parents and parents[document] >= 0:
                     counts[parents[document]] += counts[document]
-            sizes = torch.tensor(bounds, device="cpu").diff()
-            rows.append(torch.tensor(counts, device="cpu").repeat_interleave(sizes))
-        return torch.stack(rows)[:, self.indices(rank)]
+            rows.append(counts)
+        return self._by_token(rows, rank)
+
+    def _by_token(self, rows: list[list[int]], rank: int) -> Tensor:
+        """Returns the number of its document for each token of `rank`, from those of each row's documents."""
+        spread = [
+            torch.tensor(numbers, device="cpu").repeat_interleave(torch.tensor(bounds, device="cpu").diff())
+            for numbers, bounds in zip(rows, self.documents, strict=True)
+        ]
+        return torch.stack(spread)[:, self.indices(rank)]
 
     def shard(self, tensor: Tensor, rank: int, pad_value: float | int = 0, dim: int = 1) -> Tensor:
         """Returns a copy of a rank's shard, with `length / ranks` tokens along `dim` in the order of the shard.
@@ -251,31 +258,71 @@ class SequenceLayout:
 
     @lru_cache(maxsize=64)  # noqa: B019, since layouts are values
     def encode(self) -> Tensor:
-        """Encodes the layout for the operator, as a one-dimensional `torch.LongTensor` on the CPU."""
-        numbers = [self.length, self.padding, self.batch_size, len(self.owners), *self.owners]
-        numbers += [2 * len(self.real), *chain.from_iterable(self.real), len(self.boundaries), *self.boundaries]
-        numbers += [*map(len, self.documents), *chain.from_iterable(self.documents)]
-        numbers += [len(self.blocks), *map(len, self.blocks)]
-        numbers += [token for row in self.blocks for block in row for token in block]
-        numbers += chain.from_iterable(self.parents)  # one per document, or none
+        """Encodes the layout for the operator, as a one-dimensional `torch.ByteTensor` on the CPU."""
+        fields = self.length, self.owners, self.documents, self.padding, self.real, self.boundaries, self.blocks
+        content = bytearray(marshal.dumps((*fields, self.parents), 2))  # version 2: equal layouts have equal bytes
         with torch.inference_mode(False):  # a later pass may save it for backward
-            return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            return torch.frombuffer(content, dtype=torch.uint8)
 
     @classmethod
     @lru_cache(maxsize=64)
     def decode(cls, encoded: bytes) -> "SequenceLayout":
         """Decodes the bytes of a tensor from [`SequenceLayout.encode`]."""
-        length, padding, rows, chunks, *rest = memoryview(encoded).cast("q").tolist()
-        owners, bounds, rest = tuple(rest[:chunks]), rest[chunks], rest[chunks + 1 :]
-        real = tuple(zip(rest[:bounds:2], rest[1:bounds:2], strict=True))
-        edges, rest = rest[bounds], rest[bounds + 1 :]
-        boundaries, sizes, rest = tuple(rest[:edges]), rest[edges : edges + rows], rest[edges + rows :]
-        documents = tuple(tuple(rest[start:stop]) for start, stop in pairwise([0, *accumulate(sizes)]))
-        count, *rest = rest[sum(sizes) :]
-        sizes, rest = rest[:count], rest[count:]
-        flat, rest = rest[: 2 * sum(sizes)], rest[2 * sum(sizes) :]
-        spans = list(zip(flat[::2], flat[1::2], strict=True))
-        blocks = tuple(tuple(spans[start:stop]) for start, stop in pairwise([0, *accumulate(sizes)]))
-        ends = [0, *accumulate(len(row) - 1 for row in documents)] if rest else []
-        parents = tuple(tuple(rest[start:stop]) for start, stop in pairwise(ends))
-        return cls(length, owners, documents, padding, real, boundaries, blocks, parents)
+        return cls(*marshal.loads(encoded))
+
+
+def blocks_of(numbers: torch.Tensor, layout: SequenceLayout) -> Blocks:
+    """Returns the runs of tokens in one document with the same number of at least 0; padding has none.
+
+    Args:
+        numbers (`torch.LongTensor` of shape `(batch, tokens)`): As `block_sequence_ids` of Transformers.
+        layout ([`SequenceLayout`]): The layout of the batch.
+
+    Raises:
+        UnsupportedModelError: If tokens of one number are not adjacent, so that their keys are not an interval.
+    """
+    rows, real = numbers.cpu(), layout.real or ((0, numbers.shape[1]),) * len(numbers)
+    return tuple(
+        tuple(_runs(row, span, bounds)) for row, span, bounds in zip(rows, real, layout.documents, strict=True)
+    )
+
+
+def _runs(numbers: torch.Tensor, real: tuple[int, int], documents: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields the blocks of one row."""
+    first, last = real[0], min(real[1], len(numbers))
+    changes = (numbers[first + 1 : last] != numbers[first : last - 1]).nonzero().flatten() + first + 1
+    edges, seen = set(documents), set[int]()
+    bounds = sorted({first, last, *changes.tolist(), *(edge for edge in edges if first < edge < last)})
+    for start, stop in pairwise(bounds):
+        if start in edges:
+            seen.clear()
+        number = int(numbers[start])
+        if number in seen:
+            raise UnsupportedModelError(
+                f"Token {start} sees tokens of an image or a prefix that do not lie beside it, with text between them. "
+                "Over ranks a token sees one interval of others. Put them side by side."
+            )
+        if number >= 0:
+            seen.add(number)
+            yield start, stop
+
+
+def check_prefixes(types: torch.Tensor, layout: SequenceLayout, config: Any) -> None:
+    """Raises for PaliGemma prefixes, whose tokens of type 0 see each other, if they are not contiguous, or longer than
+    the sliding window of the language model's config. No rank has sent anything yet."""
+    blocks = blocks_of(torch.where(types == 0, 0, -1), layout)
+    window: int | None = getattr(config, "sliding_window", None)
+    if window is not None:
+        check_window(blocks, window - 1)
+
+
+def check_window(blocks: Blocks, window: int, sees: Callable[[int, int, int], bool] | None = None) -> None:
+    """Raises for tokens that see each other beyond a sliding window. `sees` tells for a row and a longer block's start
+    and stop whether they do; all do by default."""
+    for row, spans in enumerate(blocks):
+        for start, stop in spans:
+            if stop - start > window + 1 and (sees is None or sees(row, start, stop)):
+                raise UnsupportedModelError(
+                    f"Tokens {start} to {stop - 1} see each other, {stop - start} of them, and the sliding window "
+                    f"reaches {window} back. Make the image or the prefix shorter."
+                )

@@ -14,11 +14,9 @@ from torch import Tensor
 from ..numerics import accumulation_dtype
 from ..ranks.group import ContextGroup
 from .exchange import to_heads, to_tokens
-from .gather import join_backward
-from .last import LastStates
 from .pieces import Rule, joined
 from .replay import Shards
-from .states import by_matrix, ends_of, in_full_precision, incoming_states
+from .states import LastStates, by_matrix, ends_of, in_full_precision, incoming_states, join_backward
 
 
 def delta_rule_by_states(
@@ -75,10 +73,5 @@ def delta_rule_by_states(
 
 def delta_rule_by_heads(rule: Rule, inputs: Sequence[Tensor], shards: Shards) -> Tensor:
     """Does as [`delta_rule_by_states`] by exchanging heads: every rank gets whole sequences of some heads."""
-    query, key, value, decay, beta = inputs
-    repeats = value.shape[2] // key.shape[2]
-    if key.shape[2] % shards.group.size:  # some value heads' keys would be on another rank
-        query, key = (tensor.repeat_interleave(repeats, dim=2) for tensor in (query, key))
-    whole = to_heads((query, key, value, decay, beta), shards)
-    out = delta_rule_by_states(rule, whole, Shards(shards.segments.whole, ContextGroup()))
-    return to_tokens(out, value.shape[2], shards)
+    out = delta_rule_by_states(rule, to_heads(inputs, shards), Shards(shards.segments.whole, ContextGroup()))
+    return to_tokens(out, inputs[2].shape[2], shards)

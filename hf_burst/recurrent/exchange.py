@@ -14,9 +14,13 @@ from .replay import Shards
 
 def to_heads(tensors: Sequence[Tensor], shards: Shards) -> list[Tensor]:
     """Exchanges this rank's tokens of all heads, `(batch, n, heads, ...)` each, for all tokens of its own heads,
-    `(batch, length, heads per rank, ...)`. Appends heads of zeros if the ranks do not divide the heads."""
+    `(batch, length, heads per rank, ...)`. If the ranks do not divide the heads, appends heads of zeros, and repeats
+    those that others share."""
+    size, heads = shards.group.size, max(x.shape[2] for x in tensors)
     flat = [x.reshape(*x.shape[:3], -1) for x in tensors]
-    size = shards.group.size
+    flat = [
+        x.repeat_interleave(heads // x.shape[2], dim=2) if x.shape[2] % size and x.shape[2] < heads else x for x in flat
+    ]
     padded = [functional.pad(x, (0, 0, 0, -x.shape[2] % size)) if x.shape[2] % size else x for x in flat]
     whole = tokens_to_heads(padded, shards.segments.sharding, shards.group)
     return [heads.reshape(*heads.shape[:3], *x.shape[3:]) for heads, x in zip(whole, tensors, strict=True)]

@@ -151,19 +151,9 @@ class _FlaKernels:
         q, k, v, _, beta = _rows(inputs)
         dstates, _, dvalues = _dstates(q, k, w, decay, dout, dvalues, dend, passing)
         chunks = passing.laid.for_chunks
+        gradients = {"do": dout, "dh": dstates, "dv": dvalues}
         dq, dk, dw, ddecay = chunk_bwd_dqkwg(
-            q=q,
-            k=k,
-            v=values,
-            w=w,
-            g=decay,
-            h=states,
-            dv=dvalues,
-            do=dout,
-            dh=dstates,
-            scale=_scale(q),
-            chunk_size=_CHUNK,
-            **chunks,
+            q=q, k=k, v=values, w=w, g=decay, h=states, scale=_scale(q), chunk_size=_CHUNK, **gradients, **chunks
         )
         more_k, dv, dbeta, more_decay = prepare_wy_repr_bwd(
             k=k, v=v, beta=beta, g=decay, A=inverse, dw=dw, du=dvalues, **chunks
@@ -216,42 +206,19 @@ def _states(
     final states of pieces as the third, by the same kernel variant, because tuning takes minutes."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
 
+    wanted = {"output_final_state": ends, "save_new_value": not ends}
     return chunk_gated_delta_rule_fwd_h(
-        k=k,
-        w=w,
-        u=u,
-        g=decay,
-        initial_state=begin,
-        output_final_state=ends,
-        save_new_value=not ends,
-        chunk_size=_CHUNK,
-        **passing.laid.for_states,
+        k=k, w=w, u=u, g=decay, initial_state=begin, chunk_size=_CHUNK, **wanted, **passing.laid.for_states
     )
 
 
 def _dstates(
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    decay: Tensor,
-    dout: Tensor,
-    dvalues: Tensor,
-    dend: Tensor,
-    passing: Passing,
+    q: Tensor, k: Tensor, w: Tensor, decay: Tensor, dout: Tensor, dvalues: Tensor, dend: Tensor, passing: Passing
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of the states before chunks, of the states before pieces, and of values."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu
 
+    gradients = {"do": dout, "dv": dvalues, "dht": dend, "h0": dend}  # `h0` requests those of initial states
     return chunk_gated_delta_rule_bwd_dhu(
-        q=q,
-        k=k,
-        w=w,
-        g=decay,
-        h0=dend,  # requests the initial states' gradients, of the same shape
-        dht=dend,
-        do=dout,
-        dv=dvalues,
-        scale=_scale(q),
-        chunk_size=_CHUNK,
-        **passing.laid.for_states,
+        q=q, k=k, w=w, g=decay, scale=_scale(q), chunk_size=_CHUNK, **gradients, **passing.laid.for_states
     )

@@ -13,7 +13,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from ..kernels import from_host
 from ..numerics import refuse_second_derivative
 from ..plan import Segments
-from .once import made_once
+from .pieces import made_once
 from .replay import Shards
 
 

@@ -3,14 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..kernels import from_host
 from ..plan import Segment, Segments
-from .once import made_once
 
+_Made = TypeVar("_Made")
 Function = Callable[[Sequence[Tensor], Tensor | None, Tensor | None, bool], tuple[Tensor, Tensor | None]]
 
 
@@ -81,3 +82,12 @@ def joined(tensors: Sequence[Tensor], segments: Sequence[Segment]) -> list[Tenso
     if len(spans) == 1:
         return [tensor[slice(*spans[0])] for tensor in flat]
     return [torch.cat([tensor[start:stop] for start, stop in spans]) for tensor in flat]
+
+
+def made_once(segments: Segments, make: Callable[..., _Made], device: torch.device, *arguments: Any) -> _Made:
+    """Returns `make(segments, device, *arguments)`, made once on the first caller's stream for all layers and passes of
+    the batch. During CUDA graph capture it is made anew, because the result belongs to that graph."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return make(segments, device, *arguments)
+    with torch.inference_mode(False):  # a later pass over the same batch may train
+        return segments.once(make, device, *arguments)

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from .exchange import to_heads, to_tokens, whole_tokens
-from .gather import join_backward
-from .last import LastStates
 from .pieces import Rule, joined
 from .replay import Shards
-from .states import by_number, ends_of, in_full_precision, incoming_states
+from .states import LastStates, by_number, ends_of, in_full_precision, incoming_states, join_backward
 
 
 def scan_by_states(

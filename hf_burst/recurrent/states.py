@@ -6,13 +6,19 @@ A run of tokens maps a state affinely to `advance(transition, state) + own`. Tra
 the incoming states of its segments from all segments' exports.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .gather import gather_slots
+from ..plan import Segments
+from ..ranks.collectives import all_gather
+from ..ranks.group import ContextGroup
 from .replay import Shards
+
+Slots = dict[tuple[int, int], Tensor]  # by the segment's rank and index there
 
 
 def incoming_states(
@@ -86,3 +92,69 @@ def by_matrix(transition: Tensor, state: Tensor) -> Tensor:
 def by_number(transition: Tensor, state: Tensor) -> Tensor:
     """Multiplies each head by one number: `(heads,)` times `(heads, ...)`."""
     return transition.view(-1, *[1] * (state.ndim - 1)) * state
+
+
+def gather_slots(own: Mapping[int, Tensor], shards: Shards) -> Slots:
+    """Returns the exports of all segments with a successor, tensors of one shape, by rank and index. `own` holds those
+    of [`Shards.exports`], by index. The backward pass sums the gradients of all ranks, all of which must join it, see
+    [`join_backward`]."""
+    mine = [own[index] for index in sorted(shards.exports)]
+    mine += mine[:1] * (shards.segments.most_slots - len(mine))  # padding that nobody reads
+    received = shards.replay.all_gather(torch.stack(mine), shards.group)
+    every = [tensor.unbind() for tensor in received]  # so that gradients are stacked once
+    return {piece: every[piece[0]][place] for piece, place in shards.segments.slots.items()}
+
+
+def join_backward(output: Tensor, slots: Iterable[Tensor]) -> Tensor:
+    """Returns the output, whose backward pass makes this rank join the slots' backward pass even if it used none."""
+    return _JoinBackward.apply(output, *slots)
+
+
+class _JoinBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *slots: Tensor) -> Tensor:
+        ctx.like = [(slot.shape, slot.dtype, slot.device) for slot in slots]
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.like)
+        return gradients[0], *zeros
+
+
+@dataclass
+class LastStates:
+    """Collects the final states of rows, each on the rank that holds the last token.
+
+    Args:
+        places (sequence of `tuple[int, int]`): For each row, the rank with its last token, and the segment there.
+        group ([`ContextGroup`]): The ranks.
+        states (`dict`): The states found by this rank, by segment.
+    """
+
+    places: Sequence[tuple[int, int]]
+    group: ContextGroup
+    states: dict[int, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, segments: Segments, group: ContextGroup, stops: Sequence[int]) -> "LastStates":
+        """Makes the collector for rows that end before the tokens `stops`."""
+        return cls([segments.holder(row, stop - 1) for row, stop in enumerate(stops)], group)
+
+    @property
+    def own(self) -> set[int]:
+        """This rank's segments whose final states are needed."""
+        return {index for rank, index in self.places if rank == self.group.rank}
+
+    def on_all_ranks(self, like: Tensor) -> Tensor:
+        """Gathers all final states, `(rows, ...)`, on every rank. All ranks call it.
+
+        Args:
+            like (`torch.Tensor`): A tensor with the shape and dtype of one state.
+        """
+        mine = like.new_zeros(len(self.places), *like.shape)
+        for row, (rank, index) in enumerate(self.places):
+            if rank == self.group.rank:
+                mine[row] = self.states[index]
+        every = all_gather(mine, self.group)
+        return torch.stack([every[rank][row] for row, (rank, _) in enumerate(self.places)])

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -13,13 +12,12 @@ import torch
 logger = logging.getLogger(__name__)
 
 _THREADS = 16  # most per process
-_TOLD_S = 5.0
 
 
 @contextmanager
 def tuning(what: str) -> Iterator[None]:
-    """Lets Triton compile all candidates of a kernel in parallel before timing them one after another. Logs the time
-    if it is long. If the GPU has no room, kernels are tuned when they first run.
+    """Lets Triton compile all candidates of a kernel in parallel before timing them one after another. If the
+    GPU has no room, kernels are tuned when they first run.
 
     Args:
         what (`str`): The name of the kernels, for the log.
@@ -27,7 +25,7 @@ def tuning(what: str) -> Iterator[None]:
     from triton.runtime._async_compile import AsyncCompileMode
     from triton.runtime.autotuner import Autotuner
 
-    start, bench = time.monotonic(), Autotuner._bench
+    bench = Autotuner._bench
     compiled: dict[Any, Any] = {}  # by kernel, the arguments of the call whose candidates are compiled
     threads = max(1, min(_THREADS, (os.cpu_count() or 1) // max(1, torch.cuda.device_count())))
 
@@ -46,10 +44,5 @@ def tuning(what: str) -> Iterator[None]:
             yield
     except torch.OutOfMemoryError as problem:
         logger.info("%s are tuned within the step, since the GPU has no room before it: %s", what, problem)
-        return
     finally:
         Autotuner._bench = bench
-    seconds = time.monotonic() - start
-    if seconds > _TOLD_S:
-        where = "TRITON_CACHE_DIR or ~/.triton/cache"
-        logger.info("Triton tuned %s in %.0f s. It keeps what it compiled for other runs, in %s.", what, seconds, where)

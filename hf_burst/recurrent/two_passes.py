@@ -21,11 +21,9 @@ from torch import Tensor
 from ..numerics import refuse_second_derivative
 from ..plan import Segments
 from ..ranks.group import ContextGroup
-from .gather import join_backward
-from .once import made_once
-from .pieces import Rule, joined
+from .pieces import Rule, joined, made_once
 from .replay import Shards
-from .states import by_matrix, in_full_precision, incoming_states
+from .states import by_matrix, in_full_precision, incoming_states, join_backward
 
 
 class Inputs(NamedTuple):

@@ -1,21 +1,20 @@
-"""How blocks move between the ranks of a group: published by their owner, fetched by who needs them, and counted.
+"""How blocks move between the ranks of a group: published by their owner, fetched by who needs them.
 
 [`PeerToPeer`] sends and receives (NCCL, gloo). Every rank posts its rounds in the same sequence, and a message belongs
 to the same round at both of its ends. So no rank waits for a round that its peer has not reached.
 """
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..plan import Traffic
 from ..ranks.group import ContextGroup
 
 # Blocks of one channel are published one after another; those of different channels live side by side.
@@ -84,12 +83,6 @@ class Round:
     tag: int
 
     @cached_property
-    def sent(self) -> Traffic:
-        """Messages and bytes that leave this rank."""
-        shapes = [block.shape(self.shapes) for _, block in self.outgoing]
-        return Traffic(len(shapes), sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes))
-
-    @cached_property
     def of_heads(self) -> bool:
         """Whether it exchanges heads, not whole rows."""
         return any(part.source.heads is not None for part in self.incoming)
@@ -109,14 +102,9 @@ class Pending(Protocol):
         """The tensors that were fetched; on a GPU the current stream waits for them, not the host."""
 
 
-class Exchange(Protocol):
-    """The messages of one rank in one pass.
-
-    Args:
-        sent ([`Traffic`]): Messages and bytes that have left this rank so far.
-    """
-
-    sent: Traffic
+class Exchange:
+    """The messages of one rank in one pass: published tensors leave from any memory when they are fetched, and need
+    neither room nor buffers, unless a subclass says otherwise."""
 
     def reserve(self, channel: Channel, capacity: int) -> None:
         """Makes room for what will be published, before anything is under way that other ranks must join.
@@ -137,6 +125,10 @@ class Exchange(Protocol):
         Returns:
             A tensor each, or `None` where there is no such buffer.
         """
+        return [None] * len(shapes)
+
+    def use_current_stream(self) -> None:
+        """Lets copies go on the stream of the kernels, where they hide behind nothing, and cost the host less."""
 
     def publish(self, channel: Channel, tensors: Sequence[Tensor], capacity: int) -> None:
         """Lets the peers fetch these tensors, which stay as they are until the next ones are published.
@@ -167,9 +159,12 @@ class Exchange(Protocol):
                 a new tensor for each part by default.
             during_kernel (`bool`, defaults to `False`): Whether a kernel computes while heads are exchanged.
         """
+        raise NotImplementedError
 
     def wait_later(self, pending: Pending) -> None:
-        """Leaves a round under way; the next pass over these ranks waits for it, and nobody touches it before."""
+        """Leaves a round under way; the next pass over these ranks waits for it, and nobody touches it before. Messages
+        are waited for at once."""
+        pending.wait()
 
 
 class Exchanges(NamedTuple):
@@ -182,12 +177,6 @@ class Exchanges(NamedTuple):
 
     near: Exchange
     far: Exchange
-
-    @property
-    def sent(self) -> Traffic:
-        """Messages and bytes that have left this rank so far."""
-        far = self.far.sent
-        return self.near.sent if self.far is self.near else self.near.sent + replace(far, across=far.bytes)
 
 
 @dataclass
@@ -211,22 +200,11 @@ class _Messages:
 
 
 @dataclass
-class PeerToPeer:
+class PeerToPeer(Exchange):
     """An [`Exchange`] by `isend` and `irecv`."""
 
     group: ContextGroup
     device: torch.device
-    sent: Traffic = field(default_factory=Traffic)
-
-    def reserve(self, channel: Channel, capacity: int) -> None:
-        """See [`Exchange.reserve`]; messages need none."""
-
-    def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[None]:
-        """See [`Exchange.output_buffers`]; messages leave from any memory."""
-        return [None] * len(shapes)
-
-    def publish(self, channel: Channel, tensors: Sequence[Tensor], capacity: int) -> None:
-        """See [`Exchange.publish`]; here a tensor leaves when it is fetched."""
 
     def fetch(
         self,
@@ -251,15 +229,53 @@ class PeerToPeer:
             operations.append(dist.P2POp(dist.irecv, landed, group=process_group, tag=this_round.tag, group_peer=peer))
             targets.append(target)
             landing.append(landed)
-        self.sent += Traffic(len(sent), sum(tensor.nbytes for tensor in sent))
         works = dist.batch_isend_irecv(operations) if operations else []
         return _Messages(works, sent, landing, targets, self._limit if works else ())
-
-    def wait_later(self, pending: Pending) -> None:
-        """See [`Exchange.wait_later`]; messages are waited for at once."""
-        pending.wait()
 
     @cached_property
     def _limit(self) -> tuple[timedelta, ...]:
         """That of the group, which gloo's messages would take from the time when the group was made."""
         return () if self.device.type == "cuda" else (self.group.time_limit(self.device),)
+
+
+class ExchangeClock:
+    """Adds up the time in which messages hold up a rank: sends, barriers, copies on the stream of the kernels, and
+    waits. Messages during a kernel count for as long as something waits for them.
+
+    Args:
+        device (`torch.device`): Where the rank computes. GPUs are timed by events on the current stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.spans: list[tuple[Any, Any]] = []
+
+    def watch(self, exchange: Exchange) -> None:
+        """Times the messages of one pass."""
+        for name in ("publish", "fetch"):
+            setattr(exchange, name, self._timed(getattr(exchange, name)))
+
+    def seconds(self) -> float:
+        """The time so far; the host waits until the device has come that far."""
+        if self.device.type != "cuda":
+            return float(sum(stop - start for start, stop in self.spans))
+        torch.cuda.synchronize(self.device)
+        return float(sum(start.elapsed_time(stop) for start, stop in self.spans)) / 1e3
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            start = self._now()
+            result = call(*args, **options)
+            self.spans.append((start, self._now()))
+            if hasattr(result, "wait"):
+                result.wait = self._timed(result.wait)
+            return result
+
+        return timed
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event

@@ -194,15 +194,12 @@ class Table:
 def _runs(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor, int, int, int, int]]:
     """Each copy as runs of adjacent elements: where the first ones begin, how many runs, how long, and both steps."""
     rows, heads, dim = source.shape[1:]
-    pairs = list(zip(source, target, strict=True))
-    if source.stride(3) == target.stride(3) == 1 and source.stride(2) == target.stride(2) == dim:
-        for one, other in pairs:
+    for one, other in zip(source, target, strict=True):
+        if one.stride(2) == other.stride(2) == 1 and one.stride(1) == other.stride(1) == dim:
             yield one, other, rows, heads * dim, one.stride(0), other.stride(0)
-    elif dim == 1 and source.stride(1) == target.stride(1) == 1:
-        for one, other in pairs:
+        elif dim == 1 and one.stride(0) == other.stride(0) == 1:
             yield one, other, heads, rows, one.stride(1), other.stride(1)
-    else:
-        for one, other in pairs:
+        else:
             for head in range(heads):
                 for element in range(dim):
                     first, second = one[:, head, element:], other[:, head, element:]

@@ -64,13 +64,20 @@ class _Accumulator:
         self.lse: Tensor | None = None
         self.waiting: list[_Partial] = []
 
-    def _take(self, part: _Partial) -> None:
-        """Merges or adds a part, now or later."""
+    def add(self, batch: Span, rows: Span, value: Tensor, lse: Tensor | None = None) -> None:
+        """Merges or adds a part, now or later, into some of the rows.
+
+        Args:
+            batch, rows (`tuple[int, int]`): Which.
+            value (`torch.Tensor` of shape `(b, s, H, D)`): The part, of any dtype; kept, and possibly changed.
+            lse (`torch.Tensor` of shape `(b, s, H)`, *optional*): The log-sum-exp of a partial attention.
+        """
+        part = _Partial(batch, rows, value, lse)
         if any(part.meets(other) for other in self.waiting):
             self._settle(self.accumulator)
         self.waiting.append(part)
-        rows = sum(other.value.shape[0] * other.value.shape[1] for other in self.waiting)
-        if self.whole is None and rows == self.shape[0] * self.shape[1]:
+        held = sum(other.value.shape[0] * other.value.shape[1] for other in self.waiting)
+        if self.whole is None and held == self.shape[0] * self.shape[1]:
             self._join()
 
     def _settle(self, dtype: torch.dtype) -> Tensor:
@@ -118,16 +125,6 @@ class Merged(_Accumulator):
         super().__init__(shape, dtype, device)
         self.sinks = sinks
 
-    def add(self, batch: Span, rows: Span, part: Tensor, part_lse: Tensor) -> None:
-        """Merges a partial attention into some of the rows.
-
-        Args:
-            batch, rows (`tuple[int, int]`): Which.
-            part (`torch.Tensor` of shape `(b, s, H, D)`): Its output, of any dtype; kept, and possibly changed.
-            part_lse (`torch.Tensor` of shape `(b, s, H)`): Its log-sum-exp.
-        """
-        self._take(_Partial(batch, rows, part, part_lse))
-
     def result(self) -> tuple[Tensor, Tensor]:
         """`out` in its dtype and `lse` of shape `(B, S, H)`; rows that nothing was merged into are 0 and -inf, or the
         score of their sink."""
@@ -144,10 +141,6 @@ class Merged(_Accumulator):
 
 class Summed(_Accumulator):
     """A gradient that comes in parts."""
-
-    def add(self, batch: Span, rows: Span, part: Tensor) -> None:
-        """Adds `part` of shape `(b, s, H, D)`, which is kept and possibly changed, to some of the rows."""
-        self._take(_Partial(batch, rows, part))
 
     @property
     def only_part(self) -> Tensor:

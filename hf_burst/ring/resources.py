@@ -2,7 +2,7 @@
 
 Each is made or agreed on at its first use, by all ranks at the same time. It lives as long as the process group itself:
 a group that is destroyed takes its resources along, and one that is made anew begins without any. The process groups of
-hosts end with `close()`, or with the default group.
+hosts end with the default group.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ..errors import ConfigError
 from ..ranks.group import ContextGroup, group_by_name
 from ..ranks.host import Topology, host_id, neighbours_per_host
-from ..ranks.watch import watch_of_process
-from . import Exchange, ExchangeClock, Exchanges, PeerToPeer, Symmetric, SymmetricPool, open_pool
+from .exchange import Exchange, ExchangeClock, Exchanges, PeerToPeer
+from .symmetric import Symmetric, SymmetricPool, open_pool, remembered
 
 _NOT_SYMMETRIC = "BurstConfig(transport='symmetric') cannot be had: {}. Take 'auto', which falls back to 'p2p'."
 
@@ -65,53 +65,36 @@ class GroupResources:
 
     def pool(self, device: torch.device) -> SymmetricPool | str:
         """The symmetric memory of the ranks on this rank's device, or why they have none."""
-        pool = self._pools.get(device)
-        if pool is None:
-            pool = self._pools[device] = open_pool(self.group, device)
-        return pool
+        return remembered(self._pools, device, lambda: open_pool(self.group, device))
 
     def levels(self, device: torch.device, per_host: int) -> tuple[ContextGroup, ContextGroup]:
         """The ranks on the host of this rank, of `per_host` ranks each, and those of its number on all hosts.
 
         They have process groups of their own, so that what travels inside does not wait for what crosses.
         """
-        levels = self._levels.get(per_host)
-        if levels is None:
+        if per_host not in self._levels:
             number, ranks = self.group.rank % per_host, range(self.group.size)
             first = self.group.rank - number
             near = self.group.part(ranks[first : first + per_host], device)
             far = self.group if per_host == 1 else self.group.part(ranks[number::per_host], device)
-            levels = self._levels[per_host] = near, far
-        return levels
+            self._levels[per_host] = near, far
+        return self._levels[per_host]
 
     def _check_reach(self, device: torch.device, per_host: int) -> None:
         """Raises a ConfigError on all ranks if those of some host cannot read each other's memory."""
-        problems = self._unreached.get(per_host)
-        if problems is None:
+        if per_host not in self._unreached:
             near, _ = self.levels(device, per_host)
             pool = resources_of(near).pool(device) if near.size > 1 else ""
             own = pool if isinstance(pool, str) else ""
             every = self.group.gather(own, device, "the reach of symmetric memory")
-            problems = self._unreached[per_host] = "; ".join(dict.fromkeys(filter(None, every)))
-        if problems:
-            raise ConfigError(_NOT_SYMMETRIC.format(problems))
-
-    def check(self) -> None:
-        """Raises a ConfigError if a pass ended in the middle on this rank."""
-        for near, _ in self._levels.values():
-            if near.size > 1:
-                resources_of(near).check()
-        for pool in self._pools.values():
-            if isinstance(pool, SymmetricPool) and pool.failure:
-                raise ConfigError(
-                    f"A pass over these ranks ended in the middle ({pool.failure}), so that they no longer agree "
-                    "on what was sent. Start the job anew, with smaller batches if memory was short."
-                )
+            self._unreached[per_host] = "; ".join(dict.fromkeys(filter(None, every)))
+        if self._unreached[per_host]:
+            raise ConfigError(_NOT_SYMMETRIC.format(self._unreached[per_host]))
 
     @contextmanager
     def messages(self, device: torch.device, transport: str, near_ranks: int | None = None) -> Iterator[Exchanges]:
-        """The messages of one pass, by a transport of [`BurstConfig`]. A failure in its middle is noted down: ranks
-        need not agree then on what was sent.
+        """The messages of one pass, by a transport of [`BurstConfig`]. After a failure in its middle, later ones are
+        refused, see [`ContextGroup.messages`].
 
         Args:
             device (`torch.device`): This rank's device.
@@ -129,54 +112,28 @@ class GroupResources:
             inside = resources_of(near)
             if transport == "symmetric":
                 self._check_reach(device, near_ranks)
-        with inside._exchange(device, transport) as exchange, self.group.messages():
-            exchange = self._timed(exchange)
-            yield Exchanges(exchange, exchange if far is None else self._timed(PeerToPeer(far, device)))
+        exchanges = [inside._exchange(device, transport), *([] if far is None else [PeerToPeer(far, device)])]
+        if self.clock is not None:
+            for exchange in exchanges:
+                self.clock.watch(exchange)
+        with self.group.messages():
+            yield Exchanges(exchanges[0], exchanges[-1])
 
-    @contextmanager
-    def _exchange(self, device: torch.device, transport: str) -> Iterator[Exchange]:
+    def _exchange(self, device: torch.device, transport: str) -> Exchange:
         """The messages among the ranks of this group."""
         direct = self.group.size == 1 or transport == "p2p" or (transport == "auto" and device.type != "cuda")
         pool = "" if direct else self.pool(device)
         if isinstance(pool, str):
             if pool and transport == "symmetric":
                 raise ConfigError(_NOT_SYMMETRIC.format(pool))
-            yield PeerToPeer(self.group, device)
-            return
-        self.check()
+            return PeerToPeer(self.group, device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
                 "Attention over ranks cannot be part of a CUDA graph of yours while ranks read each other's memory. "
                 "Set BurstConfig(transport='p2p'), or leave it out of the graph."
             )
         pool.settle()
-        try:
-            yield Symmetric(pool)
-        except BaseException as problem:  # also when the user interrupts
-            pool.failure = repr(problem).splitlines()[0]
-            raise
-
-    def _timed(self, exchange: Exchange) -> Exchange:
-        return exchange if self.clock is None else self.clock.watch(exchange)
-
-    def close(self) -> None:
-        """Frees the symmetric memory, ends the process groups of hosts and that of agreements, and forgets the hosts;
-        the next use makes them anew, on all ranks."""
-        for near, far in self._levels.values():
-            if near.size > 1:
-                resources_of(near).close()
-            for level in (near, far):
-                if level.size > 1 and level.name != self.group.name:
-                    dist.destroy_process_group(level.process_group)
-        self._levels.clear()
-        self._unreached.clear()
-        for pool in self._pools.values():
-            if isinstance(pool, SymmetricPool):
-                pool.close()
-        self._pools.clear()
-        self._ranks_per_host = None
-        if self.group.size > 1:
-            watch_of_process().controls.pop(self.group.process_group, None)
+        return Symmetric(pool)
 
 
 _OPEN: WeakKeyDictionary[dist.ProcessGroup, GroupResources] = WeakKeyDictionary()
@@ -189,7 +146,6 @@ def resources_of(group: ContextGroup | str) -> GroupResources:
     if not name:
         return _ONE_PROCESS
     process_group = group_by_name(name)
-    resources = _OPEN.get(process_group)
-    if resources is None:
-        resources = _OPEN[process_group] = GroupResources(ContextGroup.from_name(name))
-    return resources
+    if process_group not in _OPEN:
+        _OPEN[process_group] = GroupResources(ContextGroup.from_name(name))
+    return _OPEN[process_group]

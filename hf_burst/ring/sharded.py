@@ -1,9 +1,14 @@
-"""Attention over the ranks of a group by a schedule: heads over neighbouring ranks, the sequence over the rest."""
+"""Attention over the ranks of a group by a schedule: heads over neighbouring ranks, the sequence over the rest.
+
+Heads are exchanged for tokens (DeepSpeed Ulysses, arXiv 2309.14509), slice by slice, and results back: the next slice
+is on its way while one is computed. Any ownership of chunks will do: the tokens of the ranks together are in the
+sequence's order.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -15,12 +20,9 @@ from ..kernels import BackwardInputs, Kernel, OutputBuffers, Scores
 from ..numerics import accumulation_dtype
 from ..plan import Mask, Sharding, head_slices, make_plan, rotating_of
 from ..ranks.group import ContextGroup
-from .exchange import Exchange, Exchanges, Pending
-from .loop import backward, forward
+from .exchange import Exchange, Exchanges, Incoming, Pending, Region, Round, Shape
+from .loop import RingAttention, backward, forward
 from .merge import by_head, heads_first
-from .rounds import RingAttention
-from .symmetric import Symmetric
-from .ulysses import HeadsToTokens, TokensToHeads, UlyssesRanks, ulysses_ranks_of
 
 
 class HeadSizes(NamedTuple):
@@ -68,10 +70,159 @@ def kept_shapes(
 
 def unpack(packed: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
     """The tensors of `(heads, dim)` that lie side by side in the last dimension."""
-    ends = [0]
-    for heads, dim in sizes:
-        ends.append(ends[-1] + heads * dim)
+    ends = [0, *accumulate(heads * dim for heads, dim in sizes)]
     return [packed[..., a:b].unflatten(2, size) for (a, b), size in zip(pairwise(ends), sizes, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class UlyssesRanks:
+    """The neighbouring ranks that exchange heads, together one ring rank, and the tokens that each of them holds.
+
+    Args:
+        sharding ([`Sharding`]): Which rank of the whole group holds which tokens.
+        rank (`int`): This rank of the group.
+        degree (`int`): How many ranks exchange heads.
+        first (`int`, defaults to 0): The rank of the group that is the first one of the exchange.
+    """
+
+    sharding: Sharding
+    rank: int
+    degree: int
+    first: int = 0
+
+    @cached_property
+    def together(self) -> Sharding:
+        """The tokens of each ring rank."""
+        return self.sharding.joined(self.degree)
+
+    @cached_property
+    def tokens(self) -> int:
+        """How many tokens these ranks hold together."""
+        return self.together.tokens(self.rank // self.degree)
+
+    @property
+    def member(self) -> int:
+        """The number of this rank among them."""
+        return self.rank % self.degree
+
+    def spans(self, rank: int) -> list[tuple[int, int, int]]:
+        """Where the tokens of one of the ranks lie among those of all: first row there, first row in the rank's own
+        shard, how many."""
+        whole = self.together.runs(self.rank // self.degree)
+        spans = []
+        for run in self.sharding.runs(rank):
+            around = next(place for place in whole if place.start <= run.start < place.stop)
+            spans.append((around.local + run.start - around.start, run.local, run.size))
+        return spans
+
+
+# one object for all layers and for batches that are cut alike
+ulysses_ranks_of = lru_cache(maxsize=64)(UlyssesRanks)
+
+
+class TokensToHeads:
+    """Tensors on their way from a rank's tokens of all heads to all tokens of a rank's heads.
+
+    Args:
+        exchange ([`Exchange`]): The messages.
+        owners (sequence of [`UlyssesRanks`]): Who exchanges, and holds which tokens, of each tensor.
+        tensors (sequence of `torch.Tensor` of shape `(B, n, H, D)`): What is exchanged.
+        slices (`int`): Into how many slices the heads of a rank are cut.
+    """
+
+    def __init__(
+        self, exchange: Exchange, owners: Sequence[UlyssesRanks], tensors: Sequence[Tensor], slices: int
+    ) -> None:
+        self.exchange, self.owners, self.tensors, self.slices = exchange, tuple(owners), tensors, slices
+        self.shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        owned = zip(tensors, self.owners, strict=True)
+        capacity = sum(tensor.nbytes // tensor.shape[1] * owner.sharding.most_tokens for tensor, owner in owned)
+        exchange.publish("tokens to heads", tensors, capacity)
+
+    def fetch(self, index: int, into: Sequence[Tensor], during_kernel: bool) -> Pending:
+        """Starts to fetch a slice.
+
+        Args:
+            index (`int`): The slice.
+            into (sequence of `torch.Tensor` of shape `(B, N, H / ranks / slices, D)`): Where it goes.
+            during_kernel (`bool`): Whether a kernel computes meanwhile, so that few multiprocessors are taken.
+        """
+        this_round = _round(self.owners, self.shapes, self.slices, index, to_heads=True)
+        return self.exchange.fetch("tokens to heads", this_round, self.tensors, into, during_kernel)
+
+
+class HeadsToTokens:
+    """Results on their way back, slice by slice.
+
+    Args:
+        exchange ([`Exchange`]): The messages.
+        owners (sequence of [`UlyssesRanks`]): Who exchanges, and holds which tokens, of each result.
+        results (sequence of `torch.Tensor` of shape `(B, n, H, D)`): Where results go.
+        slices (`int`): Into how many slices the heads of a rank are cut.
+    """
+
+    def __init__(
+        self, exchange: Exchange, owners: Sequence[UlyssesRanks], results: Sequence[Tensor], slices: int
+    ) -> None:
+        self.exchange, self.owners, self.results, self.slices = exchange, tuple(owners), results, slices
+        self.pending: list[Pending] = []
+        parts = self.owners[0].degree * slices
+        self.capacity = sum(
+            result.nbytes // (result.shape[1] * parts) * owner.together.most_tokens
+            for result, owner in zip(results, self.owners, strict=True)
+        )
+
+    def output_buffers(self, shapes: Sequence[Shape]) -> Sequence[Tensor | None]:
+        """Buffers into which a kernel may write the results of the next slice, of these shapes."""
+        return self.exchange.output_buffers("heads to tokens", shapes, self.capacity)
+
+    def send(self, index: int, tensors: Sequence[Tensor]) -> None:
+        """Sends the results of a slice, each of shape `(B, N, H / ranks / slices, D)`."""
+        self.exchange.publish("heads to tokens", tensors, self.capacity)
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        this_round = _round(self.owners, shapes, self.slices, index, to_heads=False)
+        during_kernel = index + 1 < self.slices
+        self.pending.append(self.exchange.fetch("heads to tokens", this_round, tensors, self.results, during_kernel))
+
+    def finish(self) -> None:
+        """Waits for the slices that are still under way."""
+        for pending in self.pending:
+            pending.wait()
+
+
+@lru_cache(maxsize=256)
+def _round(
+    owners: tuple[UlyssesRanks, ...], shapes: tuple[Shape, ...], slices: int, index: int, to_heads: bool
+) -> Round:
+    """Who fetches which rows and heads of a slice, of tensors of which this rank has published these shapes: tokens to
+    heads, or back."""
+    own = owners[0]
+    outgoing, incoming = list[tuple[int, Region]](), list[Incoming]()
+    for member, rank in enumerate(range(own.rank - own.member, own.rank - own.member + own.degree)):
+        published = tuple(
+            ((shape[0], owner.sharding.tokens(rank) if to_heads else owner.tokens, *shape[2:]), dtype)
+            for (shape, dtype), owner in zip(shapes, owners, strict=True)
+        )
+        for tensor, (owner, (shape, _)) in enumerate(zip(owners, shapes, strict=True)):
+            count = shape[2] // (own.degree * slices) if to_heads else shape[2]
+            theirs, ours = ((number * slices + index) * count for number in (member, own.member))
+            leaving = _moves(owner, own.rank, tensor, theirs, count)
+            coming = _moves(owner, rank, tensor, ours, count)
+            if not to_heads:
+                leaving, coming = ([(whole, shard) for shard, whole in moves] for moves in (coming, leaving))
+            if rank != own.rank:
+                outgoing += [(rank - own.first, source) for source, _ in leaving]
+            incoming += [Incoming(rank - own.first, published, source, target) for source, target in coming]
+    return Round(shapes, tuple(outgoing), tuple(incoming), 2 * index + (not to_heads))
+
+
+def _moves(owner: UlyssesRanks, holder: int, tensor: int, first: int, count: int) -> list[tuple[Region, Region]]:
+    """`count` heads from `first` on of the shard of `holder`, and where they lie among all tokens of a slice."""
+    heads = first, first + count
+    return [
+        (Region(tensor, (row, row + size), heads), Region(tensor, (row_together, row_together + size), (0, count)))
+        for row_together, row, size in owner.spans(holder)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,11 +254,11 @@ class ShardedAttention:
     ranks_per_host: int | None = None
 
     def __post_init__(self) -> None:
-        queries, keys = ([who.tokens(rank) for rank in range(self.group.size)] for who in (self.queries, self.keys))
-        if self.schedule.ulysses > 1 and len({*queries, *keys}) > 1:
+        held = {who.tokens(rank) for who in (self.queries, self.keys) for rank in range(self.group.size)}
+        if self.schedule.ulysses > 1 and len(held) > 1:
             raise ShardingError(
-                f"The ranks that exchange heads hold {queries} queries and {keys} keys; each needs as many as the "
-                "others, and as many queries as keys. Take a schedule without 'ulysses'."
+                f"Ranks that exchange heads need as many tokens each, and as many queries as keys, not {sorted(held)}. "
+                "Take a schedule without 'ulysses'."
             )
 
     def forward(
@@ -283,7 +434,7 @@ class ShardedAttention:
     def _use_current_stream(self, exchange: Exchange, slices: int) -> None:
         """Where nothing else is exchanged on a host, with one slice and no ring there, copies need no stream of their
         own."""
-        if slices == 1 and self.schedule.ulysses == self.near_ranks and isinstance(exchange, Symmetric):
+        if slices == 1 and self.schedule.ulysses == self.near_ranks:
             exchange.use_current_stream()
 
     @cached_property

@@ -9,30 +9,29 @@ limit of the process group.
 
 import logging
 import math
-import os
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from ..errors import RankMismatchError
-from ..plan import Traffic
 from ..ranks.group import ContextGroup
 from ..ranks.host import host_id
-from .exchange import Channel, Pending, Round, Shape
+from .exchange import Channel, Exchange, Pending, Round, Shape
 
 if TYPE_CHECKING:
     from .fused import Table
 
 logger = logging.getLogger(__name__)
+_Key = TypeVar("_Key", bound=Hashable)
+_Kept = TypeVar("_Kept")
 
 _ALIGNMENT = 256
 _GRANULE = 2 << 20
@@ -50,38 +49,30 @@ class ChannelBuffer:
         self.buffer = _allocated(group, device, count * size)
         self.handle = symmetric_memory.rendezvous(self.buffer, group.process_group)
         self.met: deque[torch.cuda.Event] = deque(maxlen=count - 1)  # the barriers so far, the oldest first
-        self.bases: dict[tuple[int, torch.dtype], Tensor] = {}
         self.views: dict[Hashable, list[Tensor]] = {}
         self.tables: dict[Hashable, Table] = {}
 
     def tensors(self, peer: int, turn: int, shapes: Sequence[Shape]) -> list[Tensor]:
         """The tensors of these shapes that a peer publishes in a turn. Scalars, `(B, S, H, 1)`, lie heads first."""
-        key = (peer, turn % self.count, *shapes)
-        views = self.views.get(key)
-        if views is None:
-            views = []
-            for (shape, dtype), offset in zip(shapes, _offsets(tuple(shapes)), strict=True):
-                start = (turn % self.count * self.size + offset) // dtype.itemsize
-                views.append(self._base(peer, dtype).as_strided(shape, _strides(shape), start))
-            remember(self.views, key, views)
-        return views
+        turn %= self.count
+
+        def views() -> list[Tensor]:
+            found = []
+            for (shape, dtype), offset in zip(shapes, _offsets(shapes), strict=True):
+                with torch.inference_mode(False):
+                    whole = self.handle.get_buffer(peer, (self.count * self.size // dtype.itemsize,), dtype)
+                found.append(whole.as_strided(shape, _strides(shape), (turn * self.size + offset) // dtype.itemsize))
+            return found
+
+        return remembered(self.views, (peer, turn, *shapes), views)
 
     def incoming(self, this_round: Round, turn: int) -> list[Tensor]:
         """The parts that are fetched in a round, of the tensors published in a turn."""
-        key = (this_round, turn % self.count)
-        views = self.views.get(key)
-        if views is None:
-            views = [part.source.of(self.tensors(part.peer, turn, part.shapes)) for part in this_round.incoming]
-            remember(self.views, key, views)
-        return views
 
-    def _base(self, peer: int, dtype: torch.dtype) -> Tensor:
-        base = self.bases.get((peer, dtype))
-        if base is None:
-            count = self.count * self.size // dtype.itemsize
-            with torch.inference_mode(False):
-                base = self.bases[peer, dtype] = self.handle.get_buffer(peer, (count,), dtype)
-        return base
+        def views() -> list[Tensor]:
+            return [part.source.of(self.tensors(part.peer, turn, part.shapes)) for part in this_round.incoming]
+
+        return remembered(self.views, (this_round, turn % self.count), views)
 
 
 class SymmetricPool:
@@ -99,7 +90,6 @@ class SymmetricPool:
         self.last = self.stream  # of the latest copies; those on another one have to wait for it
         self.channels: dict[Channel, ChannelBuffer] = {}
         self.pending: list[tuple[Pending, torch.cuda.Stream]] = []  # rounds for which no stream has waited
-        self.failure = ""  # the error that ended a pass in the middle: ranks may disagree on what was published
 
     def buffer(self, channel: Channel, capacity: int) -> ChannelBuffer:
         """The buffer of a channel, made larger on all ranks at once if it has to be."""
@@ -122,12 +112,6 @@ class SymmetricPool:
                     pending.wait()
         self.pending = []
 
-    def close(self) -> None:
-        """Frees the memory once the device has done all that was asked of it."""
-        torch.cuda.synchronize(self.device)
-        self.pending = []
-        self.channels.clear()
-
 
 @dataclass
 class _Copies:
@@ -145,22 +129,20 @@ class _Copies:
 
 
 @dataclass
-class Symmetric:
+class Symmetric(Exchange):
     """An [`Exchange`] by copies from the memory of peers.
 
     Args:
         pool ([`SymmetricPool`]): The memory.
         own_stream (`bool`, defaults to `True`): Whether copies go on a stream of their own; on the current one they
             hide behind nothing, and cost the host less.
-        sent ([`Traffic`]): Messages and bytes that have left this rank so far.
     """
 
     pool: SymmetricPool
     own_stream: bool = True
-    sent: Traffic = field(default_factory=Traffic)
 
     def use_current_stream(self) -> None:
-        """From now on copies go on the current stream, behind those of passes before."""
+        """See [`Exchange.use_current_stream`]; behind the copies of passes before."""
         self.own_stream = False
         current = torch.cuda.current_stream(self.pool.device)
         if current != self.pool.last:
@@ -172,7 +154,6 @@ class Symmetric:
         self.pool.buffer(channel, capacity)
 
     def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[Tensor | None]:
-        """See [`Exchange.output_buffers`]."""
         buffer = self.pool.buffer(channel, capacity)
         if buffer.count < 3:
             return [None] * len(shapes)
@@ -181,7 +162,6 @@ class Symmetric:
         return buffer.tensors(self.pool.group.rank, buffer.published, shapes)
 
     def publish(self, channel: Channel, tensors: Sequence[Tensor], capacity: int) -> None:
-        """See [`Exchange.publish`]."""
         buffer = self.pool.buffer(channel, capacity)
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         published = buffer.tensors(self.pool.group.rank, buffer.published, shapes)
@@ -207,26 +187,23 @@ class Symmetric:
     ) -> _Copies:
         """See [`Exchange.fetch`]. Rows are copied one part after another, heads by one kernel that reads from all
         peers. A fetch of a peer costs this rank nothing."""
-        buffer = self.pool.channels[channel]
+        buffer, table = self.pool.channels[channel], None
         turn = buffer.published - 1
         if this_round.of_heads:
             assert into is not None, "exchanged heads have their places"
-            table = self._table(buffer, turn, this_round, into)
-            with self._stream():
-                table.run(into, during_kernel)
-                done = self._event() if self.own_stream else None
-            self.sent += this_round.sent
-            return _Copies(into, done, self.pool.device, table)
-        sources, targets = buffer.incoming(this_round, turn), this_round.targets(into, self.pool.device)
+            table, targets = self._table(buffer, turn, this_round, into), into
+        else:
+            sources, targets = buffer.incoming(this_round, turn), this_round.targets(into, self.pool.device)
         with self._stream():  # which waits for the current one, where the memory may have been in use
-            for source, target in zip(sources, targets, strict=True):
-                target.copy_(source, non_blocking=True)
+            if table is not None:
+                table.run(targets, during_kernel)
+            else:
+                for source, target in zip(sources, targets, strict=True):
+                    target.copy_(source, non_blocking=True)
             done = self._event() if self.own_stream else None
-        self.sent += this_round.sent
-        return _Copies(targets, done, self.pool.device)
+        return _Copies(targets, done, self.pool.device, table)
 
     def wait_later(self, pending: Pending) -> None:
-        """See [`Exchange.wait_later`]."""
         self.pool.pending.append((pending, torch.cuda.current_stream(self.pool.device)))
 
     def _stream(self) -> AbstractContextManager[None]:
@@ -254,19 +231,12 @@ class Symmetric:
         current = not self.own_stream and self.pool.device.type == "cuda"
         stream = torch.cuda.current_stream(self.pool.device) if current else None  # on which a new table arrives
         layouts = ((tensor.shape, tensor.stride(), tensor.dtype) for tensor in into)
-        key = (this_round, turn % buffer.count, stream, *layouts)
-        table = buffer.tables.get(key)
-        if table is None:
-            sources = buffer.incoming(this_round, turn)
-            table = Table(
-                [
-                    (source, part.target.of(into), part.target.index)
-                    for source, part in zip(sources, this_round.incoming, strict=True)
-                ],
-                into,
-            )
-            remember(buffer.tables, key, table)
-        return table
+
+        def table() -> Table:
+            parts = zip(buffer.incoming(this_round, turn), this_round.incoming, strict=True)
+            return Table([(source, part.target.of(into), part.target.index) for source, part in parts], into)
+
+        return remembered(buffer.tables, (this_round, turn % buffer.count, stream, *layouts), table)
 
 
 def _allocated(group: ContextGroup, device: torch.device, nbytes: int) -> Tensor:
@@ -286,31 +256,27 @@ def _allocated(group: ContextGroup, device: torch.device, nbytes: int) -> Tensor
     return buffer
 
 
-def remember(memory: dict[Any, Any], key: Hashable, value: Any) -> None:
-    """Keeps a value, and forgets the oldest if there are many; lengths that come and go do not fill the memory."""
-    if key not in memory and len(memory) >= _REMEMBERED:
-        del memory[next(iter(memory))]
-    memory[key] = value
+def remembered(memory: dict[_Key, _Kept], key: _Key, make: Callable[[], _Kept]) -> _Kept:
+    """Makes a value once, and forgets the oldest if there are many; lengths that come and go do not fill the memory."""
+    if key not in memory:
+        made = make()
+        if len(memory) >= _REMEMBERED:
+            del memory[next(iter(memory))]
+        memory[key] = made
+    return memory[key]
 
 
-def _strides(shape: Sequence[int]) -> list[int]:
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Those of a contiguous tensor; of scalars of rows, `(B, S, H, 1)`, those of `(B, H, S)`."""
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    if len(shape) == 4 and shape[3] == 1:
-        strides[1], strides[2] = 1, shape[1]
-    return strides
+    if shape[3:] == (1,):
+        return torch.empty(shape[0], shape[2], shape[1], 1, device="meta").transpose(1, 2).stride()
+    return torch.empty(shape, device="meta").stride()
 
 
-@lru_cache(maxsize=1024)
-def _offsets(shapes: tuple[Shape, ...]) -> list[int]:
+def _offsets(shapes: Sequence[Shape]) -> list[int]:
     """Where in a segment each tensor begins, in bytes."""
-    offsets, total = [], 0
-    for shape, dtype in shapes:
-        offsets.append(total)
-        total += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    return offsets
+    sizes = (-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in shapes)
+    return list(accumulate(sizes, initial=0))[:-1]
 
 
 def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
@@ -318,31 +284,21 @@ def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
     of them alike. Every rank calls it at the same time. What it returns belongs to the group, see
     `hf_burst.ring.resources`.
     """
-    refusal = _refusal(device)
-    mine = (host_id(), device.index, refusal)
-    reports: list[tuple[str, int, str | None]] = [mine] * group.size
-    dist.all_gather_object(reports, mine, group=group.process_group)
+    doing = "a trial of memory that peers read"
+    fits = device.type == "cuda" and torch.version.hip is None and find_spec("triton") is not None
+    refusal = None if fits else f"symmetric memory needs a GPU of NVIDIA and Triton, not {device.type} alone"
+    reports = group.gather((host_id(), device.index, refusal), device, doing)
     problems = _by_rank(problem for _, _, problem in reports)
     if len({host for host, _, _ in reports}) > 1:
         problems.append("the ranks are on several hosts")
-    elif len({index for _, index, _ in reports}) < group.size and not problems and not _may_share_devices():
-        problems.append("every rank sees one GPU as its first; let all see all GPUs of the host")
     if problems:
         return "; ".join(problems)
     limit = group.time_limit(device)  # after which the process group gives up, too
     pool = SymmetricPool(group, device, int(1000 * limit.total_seconds()))
-    failure = _trial(pool, [index for _, index, _ in reports])
-    failures: list[str | None] = [failure] * group.size
-    dist.all_gather_object(failures, failure, group=group.process_group)
-    problems = _by_rank(failures)
+    problems = _by_rank(group.gather(_trial(pool, [index for _, index, _ in reports]), device, doing))
     if problems:
         logger.warning("hf_burst sends and receives, since symmetric memory cannot be had: %s", "; ".join(problems))
-    return "; ".join(problems) if problems else pool
-
-
-def _may_share_devices() -> bool:
-    """Whether torch lets ranks of one GPU read each other's memory, as tests do."""
-    return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+    return "; ".join(problems) or pool
 
 
 def _by_rank(problems: Iterable[str | None]) -> list[str]:
@@ -358,13 +314,3 @@ def _trial(pool: SymmetricPool, indices: Sequence[int]) -> str | None:
     except (RuntimeError, RankMismatchError) as problem:  # containers may forbid it
         return str(problem).splitlines()[0]
     return f"cannot read the memory of devices {unreachable}" if unreachable else None
-
-
-def _refusal(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"symmetric memory is for GPUs, not for {device.type}"
-    if find_spec("triton") is None:
-        return "symmetric memory needs Triton"
-    if torch.version.hip is not None:
-        return "symmetric memory was not tried on ROCm"
-    return None

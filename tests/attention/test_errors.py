@@ -22,7 +22,7 @@ from hf_burst.errors import (
 from hf_burst.kernels import Scores
 from hf_burst.plan import MaskPattern
 from hf_burst.plan.sharding import pattern
-from hf_burst.ranks.control import ControlGroup
+from hf_burst.ranks.group import ControlGroup
 
 TOKENS = 12
 PATIENCE = 30.0
@@ -487,5 +487,5 @@ def ask_for_symmetric_memory(rank: int, size: int, schedule: str) -> str:
 def test_symmetric_memory_is_refused_where_there_is_none(ask):
     for schedule in ("kv_ring", "auto"):
         for message in ask(2, ask_for_symmetric_memory, schedule):
-            assert "rank 0: symmetric memory is for GPUs, not for cpu; rank 1" in message
+            assert "rank 0: symmetric memory needs a GPU of NVIDIA and Triton, not cpu alone; rank 1" in message
             assert "'p2p'" in message

@@ -27,9 +27,9 @@ from hf_burst.errors import (
 from hf_burst.hf.parts import head
 from hf_burst.hf.patch import patch_under_check
 from hf_burst.ranks.group import ContextGroup
-from hf_burst.ring.resources import resources_of
 from tests.support import models
 from tests.support.ranks import RankError, RankPool, reset_accelerate
+from tests.support.shared_memory import forget_resources
 from tests.support.tiny_models import tiny_wrapper
 
 Ranks = Callable[[int], RankPool]
@@ -450,7 +450,7 @@ def negative_items(rank: int, size: int) -> None:
 
 def recurrent_layers_on_one_rank(rank: int, size: int) -> None:
     """The rank with them needs to know the machine before it cuts the batch."""
-    resources_of(ContextGroup.from_mesh(torch.distributed.group.WORLD)).close()
+    forget_resources(ContextGroup.from_mesh(torch.distributed.group.WORLD))
     models.patch(models.make_model(("llama", "qwen3_5")[rank]).train())(**good(rank))
 
 

@@ -12,7 +12,7 @@ from hf_burst.attention import SequenceLayout
 from hf_burst.errors import BurstError, UnsupportedModelError
 from hf_burst.hf.attention import LazyMask, masks_with_blocks
 from hf_burst.hf.parts import tokens
-from hf_burst.ranks.blocks import blocks_of
+from hf_burst.ranks.layout import blocks_of
 from tests.support import models
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
 from tests.support.ranks import RankPool

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hf_burst.kernels import Band
 from hf_burst.kernels.cpu_flash import CpuFlashKernel
 from hf_burst.kernels.flash import window_of
+from hf_burst.kernels.flash_2 import TorchFlashKernel
 from hf_burst.kernels.pieces import Piece
-from hf_burst.kernels.torch_flash import TorchFlashKernel
 
 bounds = st.none() | st.integers(-16, 16)
 

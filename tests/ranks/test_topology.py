@@ -12,6 +12,7 @@ from hf_burst.ranks.group import ContextGroup
 from hf_burst.ranks.host import Topology, host_id, misplaced, neighbours_per_host
 from hf_burst.ring.resources import resources_of
 from tests.support.ranks import RankPool
+from tests.support.shared_memory import forget_resources
 
 Ranks = Callable[[int], RankPool]
 CPU = torch.device("cpu")
@@ -28,16 +29,17 @@ def test_ranks_on_one_host_are_neighbours() -> None:
 
 def topologies(rank: int, size: int, hosts: str) -> tuple[list[Topology], list[bool], int]:
     """What a rank knows at first, again, and with another number of ranks a host; how often it asked for its host."""
-    resources = resources_of(ContextGroup.from_mesh(None))
-    resources.close()
+    group = ContextGroup.from_mesh(None)
+    forget_resources(group)
+    resources = resources_of(group)
     known = [resources.knows_hosts]
     with mock.patch("hf_burst.ring.resources.host_id", return_value=hosts[rank]) as asked:
         found = [resources.topology(CPU), resources.topology(CPU), resources.topology(CPU, 1)]
         with pytest.raises(ConfigError, match=rf"ranks_per_host=3\) does not divide the {size} ranks"):
             resources.topology(CPU, 3)
     known.append(resources.knows_hosts)
-    resources.close()
-    return found, [*known, resources.knows_hosts], asked.call_count
+    forget_resources(group)
+    return found, [*known, resources_of(group).knows_hosts], asked.call_count
 
 
 @pytest.mark.parametrize(("hosts", "per_host"), [("aaaa", 4), ("aabb", 2), ("abab", 1), ("aaab", 1)])
@@ -96,13 +98,13 @@ def test_hosts_are_told_apart_as_nccl_does(
         ("aabb", 2, None),
         ("aabb", 4, None),
         ("aaaabbbbcccc", 6, None),  # a rank of each has to cross
-        ("abab", 2, "rank 0 on a, rank 1 on b, rank 2 on a"),
+        ("abab", 2, "Ranks 0 to 1 share a sequence over a, b"),
         ("abab", 4, "--distribution=block"),
         ("abba", 2, "not neighbours"),
         ("aabbaabb", 2, None),  # no group crosses
         ("aabbaabb", 4, "not neighbours"),
         ("aabbaabb", 8, "not neighbours"),
-        ("aaabbb", 2, "ranks 2 to 3 reaches over 2 hosts (3 on a, 3 on b)"),
+        ("aaabbb", 2, "Ranks 2 to 3 share a sequence over a, b"),
     ],
 )
 def test_groups_that_cross_hosts_without_need(hosts: str, size: int, words: str | None) -> None:

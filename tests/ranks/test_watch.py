@@ -29,15 +29,14 @@ from transformers import TrainerCallback
 import hf_burst
 from hf_burst.errors import ConfigError, LostRankError, RankMismatchError
 from hf_burst.kernels.cpu_flash import CpuFlashKernel
-from hf_burst.ranks import control
-from hf_burst.ranks.control import ControlGroup
-from hf_burst.ranks.group import ContextGroup
+from hf_burst.ranks import group as groups
+from hf_burst.ranks import watch as channel
+from hf_burst.ranks.group import ContextGroup, ControlGroup
 from hf_burst.ranks.host import SIZE_VARIABLE, address_towards
-from hf_burst.ranks.watch import Counts, Report, Verdict, Watch, channel, stuck, watch_of_process
-from hf_burst.ranks.watch.report import why_lost
-from hf_burst.ring.resources import resources_of
+from hf_burst.ranks.watch import Counts, Report, Verdict, Watch, stuck, watch_of_process
 from tests.support import models, trainers
 from tests.support.ranks import forked
+from tests.support.shared_memory import forget_resources
 
 PATIENCE, INTERVAL = 1.0, 0.25  # seconds
 SOON = 45.0  # seconds in which an error has to come, on a busy machine; the time limit is far beyond
@@ -265,7 +264,7 @@ def agree_and_gather(rank: int, size: int) -> list[Any]:
     gathered += group.gather({"rank": rank, "text": "long" * 10 * rank}, cpu, "a comparison of texts")
     with pytest.raises(RankMismatchError) as caught:
         group.gather("more", cpu, "a comparison of more") if rank else group.agree({}, None, cpu, doing="the next pass")
-    resources_of(group).close()
+    forget_resources(group)
     group.agree({}, None, cpu)  # over a control group made anew
     return [*gathered, str(caught.value)]
 
@@ -288,8 +287,8 @@ def test_the_address_at_which_gloo_listens() -> None:
     group = mock.Mock(rank=lambda: 0, size=lambda: 1)  # of NCCL
     with mock.patch.object(dist, "get_backend", return_value="nccl"), mock.patch.dict(os.environ):
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
-        with mock.patch.object(control, "address_towards", return_value=address) as asked:
-            backend = control._connect(group, store, timedelta(seconds=5))
+        with mock.patch.object(groups, "address_towards", return_value=address) as asked:
+            backend = groups._connect(group, store, timedelta(seconds=5))
     asked.assert_called_once()
     received = [torch.zeros(3)]
     backend.allgather(received, torch.ones(3), timedelta(seconds=5)).wait()
@@ -422,15 +421,15 @@ class EndsBetween:
 
 
 def test_a_collective_that_ends_just_after_a_look_is_no_error() -> None:
-    group = mock.Mock(size=1, watch=mock.Mock(interval=INTERVAL, wait=partial(Watch.wait, mock.Mock(verdict=None))))
-    limit = timedelta(seconds=SOON)
+    watch = mock.Mock(interval=INTERVAL, wait=partial(Watch.wait, mock.Mock(verdict=None)))
+    group = mock.Mock(size=1, watch=watch, limit=timedelta(seconds=SOON))
     for work in (EndsBetween(), EndsBetween("Connection closed")):
         group.backend.allgather.return_value = work
         if work.problem:
             with pytest.raises(RuntimeError, match="Connection closed"):
-                ControlGroup.gather(group, torch.ones(1), limit)
+                ControlGroup.gather(group, torch.ones(1))
         else:
-            ControlGroup.gather(group, torch.ones(1), limit)
+            ControlGroup.gather(group, torch.ones(1))
 
 
 def end_early(rank: int, size: int) -> None:
@@ -669,22 +668,42 @@ def test_a_rank_that_never_came_may_be_slow() -> None:
     assert "ran out. Rank 1 never came to a call of hf_burst. If a rank was slow, raise the limit" in text
 
 
+def explained(problem: str, reports: dict[int, Report | None], reached: bool = True) -> str:
+    """What rank 4 says of a problem, of which ranks 0 to 3 may have posted these reports since it first looked."""
+    watch = mock.Mock(Watch, rank=4, verdict=None, interval=0.0)
+
+    def within(seconds: float, task: Callable[[], object]) -> bool:
+        if reached:
+            task()
+        return reached
+
+    def hear(ranks: Sequence[int], heard: dict[int, str], told: str) -> None:
+        for rank, own in reports.items():
+            watch._read = mock.Mock(side_effect=[None, own])
+            Watch._hear(watch, [rank], heard, told)
+
+    watch._within, watch._hear = within, hear
+    return str(Watch.explain(watch, RuntimeError(problem), range(5), "a call"))
+
+
 def test_what_is_said_after_the_limit() -> None:
     """Slowness is blamed only if all answered."""
-    runs = {2: report(2)}
-    assert why_lost(True, runs, [], True).startswith("Rank 2 runs its own code after its start. If a rank was slow, ra")
-    silent, gone = why_lost(True, runs, [1], True), why_lost(True, {}, [1], False)
-    assert silent.startswith("Rank 2 runs its own code after its start. Nothing was heard of rank 1: killed, stalled,")
-    assert gone.startswith("The store of the job cannot be reached: mostly rank 0, which holds it, has ended. Look")
+    runs = {rank: report(rank) for rank in range(4)}
+    all_answer = explained("Timed out", runs)
+    assert "ran out. Rank 0 runs its own code after its start. Rank 1" in all_answer
+    assert "If a rank was slow, ra" in all_answer
+    silent, gone = explained("Timed out", {2: report(2)}), explained("Timed out", {}, reached=False)
+    assert "Rank 2 runs its own code after its start. Nothing was heard of rank 0, 1, 3: killed, stalled," in silent
+    assert "ran out. The store of the job cannot be reached: mostly rank 0, which holds it, has ended. Look" in gone
     assert "slow" not in silent + gone
 
 
 def test_what_is_said_of_a_connection_that_broke() -> None:
     found = {0: report(0, ended="ended"), 2: report(2), 3: None}
-    assert why_lost(False, found, [1], True).startswith(
+    assert (
         "Rank 0 ended after its start. Rank 3 never came to a call of hf_burst. Nothing was heard of rank 1: killed, "
         "stalled, or out of reach. Look for the first error"
-    )
+    ) in explained("Connection closed", found)
 
 
 def lay_meshes(rank: int, size: int) -> None:

@@ -20,7 +20,8 @@ from tests.hf.test_checkpointing import expected_gradients, keep_parts
 from tests.hf.test_patch import group_mean
 from tests.ring.test_ring import Case, assert_exact, attend, attend_to_all, context_group, fitting, put_together
 from tests.support import models
-from tests.support.shared_memory import Access, races, shared_memory
+from tests.support.shared_memory import Access, forget_resources, races, shared_memory
+from tests.support.traffic import Counted, sent_by
 
 PACKED = ((0, 1, 2, 3, 16, 29, 30, 41), (0, 41), (0, 11, 24, 41))
 KINDS = [
@@ -144,12 +145,13 @@ def sent_over(rank: int, size: int, schedule: str, per_host: int, rows: int, kv_
     k, v = (torch.randn(1, rows, kv_heads, 16) for _ in range(2))
     resources, sent = resources_of(attention.group), []
     sizes = HeadSizes(4, kv_heads, 16, 16)
-    with resources.messages(q.device, "p2p", attention.near_ranks) as exchanges:
-        out, lse, kept = attention.forward(exchanges, q, k, v)
-    sent.append(exchanges.sent)
-    with resources.messages(q.device, "p2p", attention.near_ranks) as exchanges:
-        attention.backward(exchanges, sizes, kept or [q, k, v], dout, out, lse, (dout * out).sum(-1))
-    return [*sent, exchanges.sent]
+    with mock.patch("hf_burst.ring.resources.PeerToPeer", Counted):
+        with resources.messages(q.device, "p2p", attention.near_ranks) as exchanges:
+            out, lse, kept = attention.forward(exchanges, q, k, v)
+        sent.append(sent_by(exchanges))
+        with resources.messages(q.device, "p2p", attention.near_ranks) as exchanges:
+            attention.backward(exchanges, sizes, kept or [q, k, v], dout, out, lse, (dout * out).sum(-1))
+    return [*sent, sent_by(exchanges)]
 
 
 @pytest.mark.parametrize("schedule", ["kv_ring", "burst"])
@@ -177,17 +179,17 @@ def test_bytes_between_hosts_are_those_of_the_plan_and_each_block_crosses_once(h
 
 def refuse_on_one_host(rank: int, size: int) -> str:
     """Only the second host has no symmetric memory; what its ranks and the others raise."""
-    resources = resources_of(context_group(size))
-    resources.close()
+    group = context_group(size)
+    forget_resources(group)
     with mock.patch.multiple(torch.cuda, Stream=mock.DEFAULT, synchronize=mock.DEFAULT):
         pool = "no memory here" if rank // 2 else SymmetricPool(ContextGroup(), torch.device("cpu"), 1)
         with (
             mock.patch("hf_burst.ring.resources.open_pool", return_value=pool),
             pytest.raises(ConfigError, match=r"'symmetric'. cannot be had: no memory here. Take 'auto'"),
-            resources.messages(torch.device("cpu"), "symmetric", 2),
+            resources_of(group).messages(torch.device("cpu"), "symmetric", 2),
         ):
             pass
-        resources.close()
+        forget_resources(group)
     return "raised"
 
 
@@ -195,20 +197,20 @@ def test_symmetric_memory_that_one_host_lacks_is_refused_on_all(ranks):
     assert ranks(4).run(refuse_on_one_host) == ["raised"] * 4
 
 
-def make_and_close(rank: int, size: int) -> list[int]:
-    """How many process groups there are, each time that those of hosts were made, used and closed."""
+def make_and_forget(rank: int, size: int) -> list[int]:
+    """How many process groups there are, each time that those of hosts were made, used and ended."""
     if rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True)  # ranks know of different numbers of groups
     counts = []
     for _ in range(3):
         attend(rank, size, Case(((0, 41),), ranks_per_host=2))
-        resources_of(context_group(size)).close()
+        forget_resources(context_group(size))
         counts.append(len(dist.distributed_c10d._world.pg_map))
     return counts
 
 
 def test_groups_of_hosts_are_made_anew_and_leave_nothing(ranks):
-    for counts in ranks(4).run(make_and_close):
+    for counts in ranks(4).run(make_and_forget):
         assert len(set(counts)) == 1
 
 

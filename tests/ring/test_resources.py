@@ -1,4 +1,4 @@
-"""What the ranks of a process group own together: it ends with the group, and after `close` it is made anew."""
+"""What the ranks of a process group own together: it ends with the group."""
 
 import copy
 import gc
@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,7 +25,6 @@ from hf_burst.ring.resources import resources_of
 from tests.ring.test_ring import Case, assert_exact, attend, context_group, put_together
 from tests.support import models, trainers
 from tests.support.ranks import RankPool, forked
-from tests.support.shared_memory import shared_memory
 
 Ranks = Callable[[int], RankPool]
 
@@ -200,8 +198,7 @@ def test_a_patched_model_follows_its_group(tmp_path: Path) -> None:
 
 def test_a_group_of_the_same_name_with_another_neighbour_is_refused(tmp_path: Path) -> None:
     error, *_ = answers(change_the_neighbour, tmp_path, range(SIZE))
-    assert "The mesh had the ranks (0, 1)" in error
-    assert "has (0, 2)" in error
+    assert "was rank 0 of (0, 1) and is rank 0 of (0, 2). Pass the mesh anew" in error
 
 
 def test_a_group_of_before_is_refused_on_every_rank(tmp_path: Path) -> None:
@@ -220,66 +217,7 @@ def test_a_new_process_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     assert_all_exact(dict(lives[0] for lives in every))
 
 
-def close_in_between(rank: int, size: int) -> list:
-    """All results three times, with a `close` before each."""
-    every = []
-    for _ in range(3):
-        resources_of(context_group(size)).close()
-        every.append(attend_and_count(rank))
-    return every
-
-
-def test_what_was_closed_is_made_anew(ranks: Ranks) -> None:
-    every = ranks(SIZE).run(close_in_between, timeout=SECONDS)
-    for life in range(3):
-        assert_all_exact({rank: lives[life] for rank, lives in enumerate(every)})
-
-
-def close_shared_memory(rank: int, size: int, folder: Path, case: Case) -> list:
-    """Results before and after a `close` in the middle of training, each of which needs buffers of its own."""
-    group, device = context_group(size), torch.device("cpu")
-    with shared_memory(folder, group):
-        every = []
-        for _ in range(2):
-            every.append(attend(rank, size, case))
-            pool: Any = resources_of(group).pool(device)
-            assert pool.channels
-            resources_of(group).close()
-            assert not pool.channels
-            assert not pool.pending
-    return every
-
-
-@pytest.mark.parametrize("schedule", ["burst", "ulysses"])
-def test_closed_shared_memory_is_made_anew(ranks: Ranks, schedule: str, tmp_path: Path) -> None:
-    case = Case(((0, 48),), schedule=schedule, heads=(6, 3), kernel="reference", transport="symmetric")
-    every = ranks(SIZE).run(close_shared_memory, tmp_path, case, timeout=SECONDS)
-    for life in range(2):
-        assert_exact(case, put_together([[lives[life]] for lives in every], SIZE, [case])[0])
-
-
-def fail_alone(rank: int, size: int, folder: Path) -> str:
-    """The error of a pass after one in whose middle only the last rank failed."""
-    group, device = context_group(size), torch.device("cpu")
-    config = hf_burst.BurstConfig(transport="symmetric", kernel="reference", schedule="kv_ring")
-    model, batch = models.make_model("llama").train(), models.make_batch("plain")
-    models.patch(model, config)
-    with shared_memory(folder, group):
-        model(**batch).loss.backward()
-        pool: Any = resources_of(group).pool(device)
-        pool.failure = "out of memory" if rank == size - 1 else ""
-        with pytest.raises((ConfigError, RankMismatchError)) as problem:
-            model(**batch)
-    return str(problem.value)
-
-
-def test_a_rank_that_failed_alone_stops_all(ranks: Ranks, tmp_path: Path) -> None:
-    *others, own = ranks(SIZE).run(fail_alone, tmp_path, timeout=SECONDS)
-    assert "ended in the middle (out of memory)" in own
-    assert all(f"Rank {SIZE - 1} of the group stopped before any communication" in text for text in others)
-
-
 def test_one_process_owns_nothing() -> None:
-    with resources_of(ContextGroup()).messages(torch.device("cpu"), "symmetric") as exchange:
-        assert exchange.sent.messages == 0
-    resources_of(ContextGroup()).close()
+    with resources_of(ContextGroup()).messages(torch.device("cpu"), "symmetric") as (near, far):
+        assert near is far
+    assert not resources_of(ContextGroup())._pools

@@ -40,11 +40,11 @@ from hf_burst.plan import (
     rank_traffic,
 )
 from hf_burst.ring import Exchanges, HeadSizes, PeerToPeer, ShardedAttention, merge_
-from hf_burst.ring.loop import backward, forward
-from hf_burst.ring.rounds import RingAttention
+from hf_burst.ring.loop import RingAttention, backward, forward
 from tests.plan.test_balance import imbalance_of_steps
 from tests.support.oracle import admitted_pairs, relative_error, softmax_attention
 from tests.support.ranks import RankError, forked
+from tests.support.traffic import Counted
 
 SCHEDULES = ("kv_ring", "burst", "ulysses")
 PRODUCTS = {
@@ -464,7 +464,7 @@ def direct(plan: Plan, rank: int, size: int, rotating: str, heads: tuple[int, in
     kernel = select_kernel("cpu_flash", KernelRequest("cpu", dtype, *dims))
     attention = RingAttention(plan, rank, tuple(range(size)), kernel, Scores(dims[0] ** -0.5))
     group = context_group(size)
-    there, back = PeerToPeer(group, q.device), PeerToPeer(group, q.device)
+    there, back = Counted(group, q.device), Counted(group, q.device)
     with poisoned_memory():
         out, lse = forward(attention, Exchanges(there, there), q, k, v)
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - dlse

@@ -2,7 +2,7 @@
 of heads as an operation of its own."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -15,11 +15,10 @@ from hf_burst.attention import ContextGroup, heads_to_tokens, tokens_to_heads
 from hf_burst.config import Schedule
 from hf_burst.errors import ShardingError
 from hf_burst.kernels import BackwardInputs, KernelRequest, Scores, select_kernel
-from hf_burst.plan import Mask, Plan, Sharding, Step, Traffic, cut, make_plan, make_sharding
-from hf_burst.ring import Exchanges, HeadSizes, PeerToPeer, ShardedAttention
-from hf_burst.ring.exchange import Channel, Pending, Region, Round, Shape
-from hf_burst.ring.loop import backward, forward
-from hf_burst.ring.rounds import RingAttention
+from hf_burst.plan import Mask, Plan, Sharding, Step, cut, make_plan, make_sharding
+from hf_burst.ring import Exchange, Exchanges, HeadSizes, PeerToPeer, ShardedAttention
+from hf_burst.ring.exchange import Channel, Pending, Region, Round
+from hf_burst.ring.loop import RingAttention, backward, forward
 from tests.plan.test_plan import masks_of
 from tests.ring.test_ring import context_group, poisoned_memory
 from tests.support.oracle import admitted_pairs, softmax_attention
@@ -229,27 +228,17 @@ class Both:
 
 
 @dataclass
-class TwoTransports:
+class TwoTransports(Exchange):
     """An exchange that reaches even distances by one transport and odd ones by another, each with a process group of
     its own: it splits every round by its peers."""
 
     rank: int
     size: int
-    sent: Traffic = field(default_factory=Traffic)
 
     def __post_init__(self) -> None:
         near = frozenset(peer for peer in range(self.size) if (peer - self.rank) % 2 == 0)
         self.peers = (near, frozenset(range(self.size)) - near)
         self.transports = [PeerToPeer(group, torch.device("cpu")) for group in two_groups(self.size)]
-
-    def reserve(self, channel: Channel, capacity: int) -> None: ...
-
-    def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[None]:
-        return [None] * len(shapes)
-
-    def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], capacity: int) -> None:
-        for transport in self.transports:
-            transport.publish(channel, tensors, capacity)
 
     def fetch(
         self,
@@ -272,9 +261,6 @@ class TwoTransports:
             part = replace(this_round, outgoing=outgoing, incoming=incoming)
             pending.append(transport.fetch(channel, part, tensors, [target for target, _ in chosen]))
         return Both(pending, into)
-
-    def wait_later(self, pending: Pending) -> None:
-        pending.wait()
 
 
 @cache

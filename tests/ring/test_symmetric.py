@@ -224,6 +224,6 @@ def test_memory_that_one_rank_cannot_have_is_an_error_on_all(ranks, size, tmp_pa
 def test_what_is_remembered_does_not_grow_for_ever():
     memory: dict = {}
     for number in range(1000):
-        symmetric.remember(memory, number, str(number))
-        assert memory[number] == str(number)
+        made = symmetric.remembered(memory, number, lambda number=number: str(number))
+        assert made is symmetric.remembered(memory, number, lambda: "again")
     assert len(memory) <= 256

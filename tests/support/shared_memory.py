@@ -16,7 +16,19 @@ import torch.distributed as dist
 from hf_burst.attention import prepare
 from hf_burst.kernels import BackwardInputs, Band, Kernel, OutputBuffers, Scores
 from hf_burst.ranks.group import ContextGroup
+from hf_burst.ranks.watch import watch_of_process
 from hf_burst.ring import resources, symmetric
+
+
+def forget_resources(group: ContextGroup) -> None:
+    """Lets a group begin without symmetric memory, known hosts and groups of hosts, and with a new control group."""
+    known = resources._OPEN.pop(group.process_group, None)
+    for levels in () if known is None else known._levels.values():
+        for level in levels:
+            if level.size > 1 and level.name != group.name:
+                forget_resources(level)
+                dist.destroy_process_group(level.process_group)
+    watch_of_process().controls.pop(group.process_group, None)
 
 
 class Mapped:
@@ -228,8 +240,8 @@ def shared_memory(folder: Path, group: ContextGroup, accesses: list[Access] | No
     ):
         prepare._prepared.cache_clear()
         pool = symmetric.SymmetricPool(group, torch.device("cpu"), 10_000)
-        resources.resources_of(group).close()  # tests before may have found that there is no symmetric memory
+        forget_resources(group)  # tests before may have found that there is no symmetric memory
         with mock.patch.object(resources, "open_pool", return_value=pool):
             yield kernels
-        resources.resources_of(group).close()
+        forget_resources(group)
     prepare._prepared.cache_clear()

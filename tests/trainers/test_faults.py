@@ -32,7 +32,7 @@ import hf_burst
 from hf_burst.errors import ConfigError
 from hf_burst.hf.trainers.resume import rows_of, what_is_missing
 from hf_burst.ranks.group import set_timeout
-from hf_burst.ranks.watch.report import START_ANEW
+from hf_burst.ranks.watch import START_ANEW
 from tests.support import restarted
 from tests.support.hosts import refusal
 from tests.support.models import make_model

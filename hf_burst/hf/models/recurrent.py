@@ -153,8 +153,6 @@ def _scan(original: Function) -> Function:
             return out, None
 
         if by_heads:
-            if b.shape[2] % group.size:  # the groups do not divide among the ranks
-                b, c = (tensor.repeat_interleave(x.shape[2] // b.shape[2], dim=2) for tensor in (b, c))
             return scan_by_channels(Rule(rule, packed), (x, dt, b, c), (), shards)
         applied = dt.float() if heads["dt_bias"] is None else dt.float() + heads["dt_bias"].float()
         applied = (functional.softplus(applied) if steps["dt_softplus"] else applied).clamp(*limit)

@@ -7,7 +7,6 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import ConfigError
-from ...ring.resources import resources_of
 from ..attention import NAME, register
 from ..forward_pass import Agreement, Call
 from ..models.bypassed import check_attention_functions
@@ -65,7 +64,6 @@ class Attention(Part):
                 "The attention implementation of the model was changed after it was patched, so its loss would be "
                 "wrong. Call hf_burst.unpatch_model(model) first, then change it."
             )
-        resources_of(call.group).check()
 
     def remove(self, view: ModelView) -> None:
         _PATCHED.pop(view.root, None)

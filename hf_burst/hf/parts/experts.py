@@ -57,7 +57,7 @@ def balance_share(run: ForwardPass) -> float:
 
 
 def balance_loss(scores: tuple[torch.Tensor, ...], per_token: int, run: ForwardPass) -> torch.Tensor:
-    """Returns the load-balancing loss of the whole batch: equal on every rank, with the gradient as in `group_loss`.
+    """Returns the load-balancing loss of the whole batch: equal on every rank, with the gradient as in `group_sum`.
 
     Args:
         scores (tuple of `torch.Tensor` of shape `(batch x n, experts)`): The router scores of this rank's tokens.

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX, rows_by_weight
-from ...ranks.collectives import group_loss
+from ...ranks.collectives import group_sum
 from ...ranks.group import ContextGroup
 from ..context import PASS_KEY
 from ..forward_pass import Agreement, Call, ForwardPass
@@ -169,6 +169,7 @@ class Loss(Part):
         return total
 
 
+@torch.compiler.disable
 def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: torch.Tensor | float | None) -> torch.Tensor:
     """Returns the loss of the whole batch, weighted by tokens over all ranks.
 
@@ -178,7 +179,7 @@ def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: torch.Tensor | 
     full batch, but a sharded batch is counted once.
     """
     if items is None:
-        return group_loss(local_sum, 1 / run.labels if run.labels else math.nan, run.group)
+        return group_sum(local_sum * (1 / run.labels if run.labels else math.nan), run.group)
     if isinstance(items, torch.Tensor):
         items = items.to(local_sum)  # 1 / integer would be fp32
-    return group_loss(local_sum, 1 / (items * run.group.size if run.batch.sharded else items), run.group)
+    return group_sum(local_sum * (1 / (items * run.group.size if run.batch.sharded else items)), run.group)

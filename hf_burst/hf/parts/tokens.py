@@ -12,8 +12,7 @@ from ...config import Memory
 from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX
 from ...plan import Segments
-from ...ranks.blocks import check_prefixes
-from ...ranks.layout import SequenceLayout
+from ...ranks.layout import SequenceLayout, check_prefixes
 from ..attention import masks_with_blocks
 from ..batches.cutting import bound_arguments, cut_inputs, cut_targets, layout_of, select_rows
 from ..batches.documents import tokens_of

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import BatchError
-from ...ranks.collectives import gather_tokens, group_sum
+from ...ranks.collectives import all_gather, group_sum
 from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
 from ..batches.joining import Joined
@@ -113,4 +113,4 @@ class Where:
 
     def _gathered(self, own: Tensor) -> Tensor:
         self.share()
-        return gather_tokens(own, self.layout, self.group) if self.group.size > 1 else own
+        return self.layout.unshard(all_gather(own, self.group)) if self.group.size > 1 else own

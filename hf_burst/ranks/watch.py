@@ -12,11 +12,12 @@ import os
 import pickle
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, lru_cache
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import Any
@@ -24,10 +25,143 @@ from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
-from ...errors import BurstError, ConfigError, LostRankError, RankMismatchError
-from .report import START_ANEW, TOO_SLOW, Counts, Report, Verdict, group_key, stuck, why_lost
+from ..errors import BurstError, ConfigError, LostRankError, RankMismatchError
 
 logger = logging.getLogger(__name__)
+
+START_ANEW = (
+    "Start the job anew: resume_from_checkpoint=True goes on from the last checkpoint, and torchrun --max-restarts "
+    "starts it by itself (docs/how-to/resume.md)."
+)
+LEFT = (
+    "The script of a rank left out the backward pass of a batch, or caught an error in the middle of a pass, such as a "
+    "lack of memory, and others went on with it. Let such an error end the job, and all ranks do the same."
+)
+TOO_SLOW = (
+    "If a rank was slow, raise the limit (ddp_timeout=SECONDS, init_process_group(timeout=...)); else see its stacks."
+)
+_TOGETHER = "Let all ranks call the model equally often, and in one order (docs/how-to/troubleshooting.md, 'It hangs')."
+
+
+@lru_cache(maxsize=64)
+def group_key(name: str, members: tuple[int, ...]) -> str:
+    """Returns a name for a process group that is the same on all ranks and unique among their groups."""
+    return f"{name}/{zlib.crc32(repr(members).encode()):x}"
+
+
+@dataclass
+class Counts:
+    """A rank's counters for a process group: calls in which all ranks meet, exchanges, and collectives of other code
+    since the last call over any group. `exact` says that these exclude messages between two ranks, `base` is the
+    backend's count before, and `broken` is the problem that ended a pass midway."""
+
+    agreed: int = 0
+    exchanges: int = 0
+    since: int = 0
+    exact: bool = False
+    base: int = 0
+    broken: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A rank's report to the others: the report's number, the last completed call, the one under way, the counts for
+    each group, and how the rank ended, if it did."""
+
+    rank: int
+    beat: int = 0
+    latest: str = "its start"
+    met: str = ""
+    kind: str = ""  # or "agree", "messages"
+    doing: str = ""
+    group: str = ""
+    members: Sequence[int] = ()
+    number: int = 0
+    counts: dict[str, Counts] = field(default_factory=dict)
+    ended: str = ""
+
+    def needs(self, other: "Report") -> bool:
+        """Whether this rank waits for something that the other one has not begun; if no call of hf_burst is under way,
+        that is a collective of other code."""
+        if self.kind:
+            there = other.over(self.group)
+            begun = there.agreed if self.kind == "agree" else there.exchanges
+            return begun < self.number or bool(there.broken)
+        return any(
+            self.met == other.met and own.since > theirs.since and (own.exact or not theirs.since)
+            for key, own in self.counts.items()
+            if (theirs := other.counts.get(key)) is not None
+        )
+
+    def has_left(self, other: "Report") -> bool:
+        """Whether this rank is already in a call while the other is still in exchanges of the pass before."""
+        ahead = self.over(self.group).exchanges < other.over(self.group).exchanges
+        return self.kind == "agree" and self.needs(other) and ahead
+
+    def over(self, group: str) -> Counts:
+        return self.counts.get(group) or Counts()
+
+    @property
+    def broken(self) -> str:
+        return next((own.broken for own in self.counts.values() if own.broken), "")
+
+    @property
+    def state(self) -> str:
+        """A string that stays the same while the rank makes no progress."""
+        begun = sum(own.agreed + own.base + own.since for own in self.counts.values())
+        return f"{self.kind} {self.number} of {self.group} {begun} {self.ended}"
+
+    def __str__(self) -> str:
+        if self.ended:
+            return f"Rank {self.rank} {self.ended} after {self.latest}."
+        if self.broken:
+            return f"Rank {self.rank} cannot go on: a pass ended in the middle ({self.broken})."
+        if self.kind:
+            return f"Rank {self.rank} {'is' if self.kind == 'messages' else 'waits'} in {self.doing}."
+        since = sum(own.since for own in self.counts.values())
+        called = f" and {since} other collective{'s' * (since > 1)}" if since else ""
+        return f"Rank {self.rank} runs its own code after {self.latest}{called}."
+
+
+def stuck(rank: int, read: Callable[[int], Report | None], path: tuple[Report, ...] = ()) -> tuple[Report, ...]:
+    """Returns the reports that prove that `rank`, reached by a path, waits forever: a chain to a rank that has ended,
+    or a cycle; empty without proof. From other code's collectives, the chain only leads back to earlier ranks."""
+    report = read(rank)
+    if report is None:
+        return ()
+    path = (*path, report)
+    for number in report.members or [earlier.rank for earlier in path]:
+        other = None if number == rank else read(number)
+        if other is None or not report.needs(other):
+            continue
+        if other in path:
+            return path
+        if other.ended or other.over(report.group).broken or report.has_left(other):
+            return (*path, other)
+        found = stuck(number, read, path)
+        if found:
+            return found
+    return ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The message about a proof, and the ranks that it names with their states."""
+
+    text: str
+    states: dict[int, str]
+
+    @classmethod
+    def of(cls, found: Sequence[Report]) -> "Verdict":
+        """Makes the verdict on ranks that are [`stuck`]."""
+        last = found[-1]
+        ends = last.ended or last.broken
+        left = any(one.has_left(two) or (one.kind == "messages" and one.needs(two)) for one in found for two in found)
+        what, advice = "Ranks wait for each other in different places, or for one that cannot go on.", _TOGETHER
+        if left and not ends:
+            what, advice = "A rank has left a pass that others went on with.", LEFT
+        text = " ".join([what, *map(str, found), advice, START_ANEW])
+        return cls(text, {one.rank: "" if one.broken else one.state for one in found})
 
 
 class Watch:
@@ -43,14 +177,13 @@ class Watch:
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self.store: Any = dist.PrefixStore("hf_burst", store)  # type: ignore[attr-defined]
         self.store.delete_key(f"verdict {self.rank}")  # left by an earlier default group on the same store
-        self.handled = id(sys.exc_info()[1])  # a fork inherits the exception its parent is handling
         self.counts: WeakKeyDictionary[dist.ProcessGroup, Counts] = WeakKeyDictionary()
         self.controls: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
         self.report = Report(self.rank)  # the last call, and whether it is under way
         self.beats = 0
         self.state = ""
-        self.since = 0.0  # when the state began
-        self.again = 0.0  # when to check the others
+        self.pause = self.patience  # seconds between two looks at the others, more and more in one state
+        self.again = 0.0  # when to look at them
         self.seen: dict[tuple[int, str], int] = {}  # the first beat at which each stuck rank was seen in its state
         self.verdict: Verdict | None = None  # the verdict that names this rank
         self.told = 0.0  # when this rank learned of it
@@ -67,12 +200,7 @@ class Watch:
     @contextmanager
     def calling(self, group: dist.ProcessGroup, doing: str) -> Iterator["Watch"]:
         """Surrounds a call in which all ranks of a group meet. Raises a ConfigError if a pass over it was given up."""
-        counts = self.counts_of(group)
-        if counts.broken:
-            raise ConfigError(
-                f"A pass over these ranks ended in the middle ({counts.broken}), so that they no longer agree "
-                f"on what was sent. Take smaller batches if memory was short. {START_ANEW}"
-            )
+        counts = self._usable(group)
         counts.agreed += 1
         with self._under_way(group, "agree", doing, counts.agreed):
             yield self
@@ -82,13 +210,23 @@ class Watch:
 
     @contextmanager
     def messaging(self, group: dist.ProcessGroup) -> Iterator[None]:
-        """Surrounds the messages of one exchange."""
-        counts = self.counts_of(group)
+        """Surrounds the messages of one exchange. Raises as [`calling`]."""
+        counts = self._usable(group)
         counts.exchanges += 1
         with self._under_way(group, "messages", f"the messages after {self.report.latest}", counts.exchanges):
             before = begun_over(group)
             yield
             counts.base += begun_over(group) - before
+
+    def _usable(self, group: dist.ProcessGroup) -> Counts:
+        """Returns the counts of a group over which no pass was given up."""
+        counts = self.counts_of(group)
+        if counts.broken:
+            raise ConfigError(
+                f"A pass over these ranks ended in the middle ({counts.broken}), so that they no longer agree "
+                f"on what was sent. Take smaller batches if memory was short. {START_ANEW}"
+            )
+        return counts
 
     @contextmanager
     def _under_way(self, group: dist.ProcessGroup, kind: str, doing: str, number: int) -> Iterator[None]:
@@ -132,16 +270,21 @@ class Watch:
         limit = f"waited in {doing} until the time limit of the process group ran out"
         what = f"Rank {self.rank} {limit if late else f'lost the connection to another rank in {doing}'}."
         others = [rank for rank in members if rank != self.rank]
-        found: dict[int, Report | None] = {}
+        heard = dict[int, str]()
         told = f"{what} {TOO_SLOW} {START_ANEW}" if late else ""
-        reached = self._within(4 * self.interval, lambda: self._hear(others, found, told))
+        reached = self._within(4 * self.interval, lambda: self._hear(others, heard, told))
         if self.verdict is not None and not late:
             return RankMismatchError(self.verdict.text)
-        silent = [rank for rank in others if rank not in found]
-        return LostRankError(f"{what} {why_lost(late, found, silent, reached)}")
+        silent = ", ".join(str(rank) for rank in others if rank not in heard)
+        gone = f"Nothing was heard of rank {silent}: killed, stalled, or out of reach." if silent else ""
+        if not reached:
+            gone = "The store of the job cannot be reached: mostly rank 0, which holds it, has ended."
+        look = "Look for the first error in the logs of other ranks, at the memory of their hosts, and at the network."
+        known = [what, *heard.values(), gone, TOO_SLOW if late and not gone else look, START_ANEW]
+        return LostRankError(" ".join(filter(None, known)))
 
-    def _hear(self, ranks: Sequence[int], found: dict[int, Report | None], told: str) -> None:
-        """Fills `found` with the ranks' reports of the next seconds, `None` for ranks that never posted. Ranks that are
+    def _hear(self, ranks: Sequence[int], heard: dict[int, str], told: str) -> None:
+        """Fills `heard` with what is known of ranks that post within the next seconds, or never have. Ranks that are
         `told` something show their stacks, and raise it in a later call."""
         before = {rank: self._read(rank) for rank in ranks}
         if told:
@@ -151,8 +294,10 @@ class Watch:
             self._beat()
         for rank, earlier in before.items():
             report = self._read(rank)
-            if earlier is None or report.ended or report.beat > earlier.beat:
-                found[rank] = report
+            if report is None:
+                heard[rank] = f"Rank {rank} never came to a call of hf_burst."
+            elif earlier is None or report.ended or report.beat > earlier.beat:
+                heard[rank] = str(report) if told or report.ended or report.broken else ""
 
     def _run(self) -> None:
         """Runs the heart, which also does the main thread's tasks. It ends with the store or the default group."""
@@ -183,26 +328,21 @@ class Watch:
         report = self._post()
         now = time.monotonic()
         if report.state != self.state:
-            self.state = report.state
-            self.since = now
-            self.again = now + self.patience
+            self.state, self.pause = report.state, self.patience
+            self.again = now + self.pause
         if self.verdict is not None:
             self._obey(self.verdict, report, now)
         elif report.kind and now >= self.again:
-            self._look(report.members, now)
+            self._look(now)
 
-    def _look(self, members: Sequence[int], now: float) -> None:
+    def _look(self, now: float) -> None:
         """Reads the others' reports, and posts a verdict after seeing the same proof twice."""
-        read = cache(self._read)
-        found = stuck(self.rank, read)
+        found = stuck(self.rank, cache(self._read))
         twice = [one.ended or one.beat > self.seen.setdefault((one.rank, one.state), one.beat) + 1 for one in found]
         if found and all(twice):
             self._tell(Verdict.of(found))
-        waited = now - self.since
-        self.again = now if found else now + min(15.0, max(self.interval, waited / 2))
-        if not found and waited > 60.0 > waited - 15.0:
-            others = " ".join(str(read(rank) or "") for rank in members if rank != self.rank)
-            logger.warning("hf_burst: rank %d has waited for %.0f s. %s", self.rank, waited, others)
+        self.pause = min(15.0, 1.5 * self.pause)
+        self.again = now if found else now + self.pause
 
     def _obey(self, verdict: Verdict, own: Report, now: float) -> None:
         """Shows the stacks of this rank. If it hangs in other code, where nothing can be raised, it logs the verdict,
@@ -248,7 +388,7 @@ class Watch:
         answers = self._within(2.0, self._post)
         problem = _uncaught()
         ended = "ended"
-        if problem is not None and id(problem) != self.handled:
+        if problem is not None:
             ended = f"ended by {problem!r}".splitlines()[0][:300]
             if lost(problem):
                 everyone = range(dist.get_world_size())

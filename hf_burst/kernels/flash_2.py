@@ -1,4 +1,4 @@
-"""The FlashAttention-2 kernels inside every CUDA build of torch: for GPUs, with no package but torch.
+"""FlashAttention-2 (arXiv 2307.08691) inside every CUDA build of torch, and from its package, `flash-attn`.
 
 A window as long as the keys counts as infinite, which is right only where there are no more rows than columns; taller
 tiles are cut.
@@ -13,15 +13,26 @@ from torch import Tensor
 
 from ..plan import Band
 from .base import BackwardInputs, OutputBuffers, Scores
-from .flash import FLASH, FlashCall, FlashKernel, aligned
-from .library import gpu_refusal
+from .flash import FLASH, LENGTHS, FlashKernel, aligned, gradient_buffers, library_keywords
+from .library import Signatures, gpu_refusal, package_refusal
 from .pieces import Piece, crop
 
 _LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
+_SCORES = ("dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes")
+_UNUSED = {"dropout_p": 0.0, "alibi_slopes": None}
+_TENSORS = ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv")
+_SIGNATURES: Signatures = (
+    ("_flash_attn_forward", ("q", "k", "v", *_SCORES, "return_softmax")),
+    ("_flash_attn_varlen_forward", ("q", "k", "v", *LENGTHS, *_SCORES, "return_softmax")),
+    ("_flash_attn_backward", (*_TENSORS, *_SCORES, "deterministic")),
+    ("_flash_attn_varlen_backward", (*_TENSORS, *LENGTHS, *_SCORES, "deterministic")),
+)
 
 
-class Flash2Kernel(FlashKernel):
-    """The common part of the FlashAttention-2 kernels in torch and in their package."""
+class TorchFlashKernel(FlashKernel):
+    """`aten::_flash_attention_forward` and `aten::_flash_attention_backward`."""
+
+    capabilities = replace(FLASH, name="torch_flash", softcap=False)
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
         refusal = gpu_refusal((8, 0))
@@ -42,14 +53,8 @@ class Flash2Kernel(FlashKernel):
         yield from self.cut(Piece(slice(rows.start, middle), columns, band))
         yield from self.cut(Piece(slice(middle, rows.stop), columns, band.shift(cropped.width)))
 
-
-class TorchFlashKernel(Flash2Kernel):
-    """`aten::_flash_attention_forward` and `aten::_flash_attention_backward`."""
-
-    capabilities = replace(FLASH, name="torch_flash", softcap=False)
-
     def launch_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor]:
         causal, left, right = call.window
         out, lse, *_ = self.library._flash_attention_forward(
@@ -59,7 +64,7 @@ class TorchFlashKernel(Flash2Kernel):
         return out, lse
 
     def launch_backward(
-        self, inputs: BackwardInputs, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
+        self, inputs: BackwardInputs, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert inputs.out is not None, "the capabilities say wants_out"
         causal, left, right = call.window
@@ -72,6 +77,38 @@ class TorchFlashKernel(Flash2Kernel):
                 **{"scale": scores.scale, "window_size_left": left, "window_size_right": right},
             )
         return dq, dk, dv
+
+
+class FlashAttn2Kernel(TorchFlashKernel):
+    """`_flash_attn_forward`, `_flash_attn_backward` and their `_varlen_` forms, of the package `flash-attn` (read in
+    version 2.8.3.post2): as in torch, and soft-capped scores."""
+
+    module = "flash_attn.flash_attn_interface"
+    capabilities = replace(FLASH, name="flash_attn_2")
+
+    def unavailable(self, head_dim: int, value_dim: int) -> str | None:
+        return super().unavailable(head_dim, value_dim) or package_refusal("flash-attn", self.module, _SIGNATURES)
+
+    def launch_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
+    ) -> tuple[Tensor, Tensor]:
+        library = self.library
+        function = library._flash_attn_varlen_forward if call.packed else library._flash_attn_forward
+        keywords = {**_UNUSED, **library_keywords(call, scores), "return_softmax": False}
+        out, lse, *_ = function(aligned(q), aligned(k), aligned(v), **keywords)
+        return out, lse
+
+    def launch_backward(
+        self, inputs: BackwardInputs, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert inputs.out is not None, "the capabilities say wants_out"
+        library = self.library
+        function = library._flash_attn_varlen_backward if call.packed else library._flash_attn_backward
+        gradients = gradient_buffers(inputs, buffers)
+        keywords = {**_UNUSED, **library_keywords(call, scores), **gradients, "deterministic": self.deterministic}
+        tensors = map(aligned, (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out))
+        function(*tensors, inputs.lse.contiguous(), **keywords)  # the library takes no strides for lse
+        return gradients["dq"], gradients["dk"], gradients["dv"]
 
 
 @contextmanager
