@@ -460,7 +460,7 @@ def test_two_ends_that_agree_on_too_few_rows_are_found_out(rotating):
         (lambda: BurstConfig(schedule="ring"), ConfigError, ["schedule", "'ring'", "'auto', 'kv_ring', 'burst'"]),
         (lambda: BurstConfig(kernel="triton"), ConfigError, ["kernel", "'triton'", "'auto'", "'reference'"]),
         (lambda: BurstConfig(memory="much"), ConfigError, ["memory", "'much'", "'auto', 'manual'", "hf_burst.Memory"]),
-        (lambda: Memory(tiled_mlp=float("nan")), ConfigError, ["Memory.tiled_mlp", "nan", "0 for none"]),
+        (lambda: Memory(tiled_mlp=float("nan")), ConfigError, ["Memory.tiled_mlp", "nan", "at least 0"]),
         (lambda: Memory(head_groups=0), ConfigError, ["Memory.head_groups", "0", "at least 1"]),
         (
             lambda: BurstConfig.from_dict({"kernal": "auto"}),
@@ -491,8 +491,6 @@ def test_a_config_is_copied_changed_and_sent():
     assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config != BurstConfig()
     assert replace(config, schedule="burst") == BurstConfig("burst", memory=Memory(tiled_mlp=7))
     assert eval(repr(config)) == config
-    with pytest.raises(ConfigError, match="tiled_mlp is a setting of hf_burst"):
-        replace(config, tiled_mlp=8)
     with pytest.raises(TypeError, match="unexpected keyword argument 'tiles'"):
         BurstConfig(tiles=3)
 
