@@ -175,15 +175,6 @@ class Plan:
         """The tiles that all ranks of the host of `rank` compute with the block of `source`."""
         return tuple(tile for one in self.host(rank) for tile in _batch_tiles(self, one, source, rotating))
 
-    @property
-    def pairs(self) -> int:
-        """The (query, key) pairs that the masks admit."""
-        if self.queries.length == self.keys.length == max(mask.length for mask in self.masks):
-            return sum(mask.pairs for mask in self.masks)
-        queries = range(self.queries.start, self.queries.stop)
-        spans = (span for mask in self.masks for query in queries for span in mask.intervals(query))
-        return sum(max(0, min(stop, self.keys.stop) - max(start, self.keys.start)) for start, stop in spans)
-
 
 @lru_cache(maxsize=64)
 def make_plan(masks: tuple[Mask, ...], queries: Sharding, keys: Sharding | None = None, hosts: int = 1) -> Plan:

@@ -21,6 +21,11 @@ class Run:
     def size(self) -> int:
         return self.stop - self.start
 
+    def within(self, span: tuple[int, int]) -> "list[Run]":
+        """The part of it that lies in a span, if any."""
+        start, stop = max(self.start, span[0]), min(self.stop, span[1])
+        return [Run(start, stop, self.local + start - self.start)] if start < stop else []
+
 
 @dataclass(frozen=True)
 class Sharding:

@@ -66,7 +66,6 @@ def admitted(plan: Plan) -> torch.Tensor:
 @given(plan=plans())
 def test_every_pair_is_computed_once_whoever_holds_queries_and_keys(plan: Plan) -> None:
     pairs = int(admitted(plan).sum())
-    assert plan.pairs == pairs
     for rotating in ROTATING:
         assert verify_plan(plan, rotating) == pairs
         assert verify_plan(reordered(plan), rotating) == pairs

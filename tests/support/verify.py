@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hf_burst.plan import Plan, Sharding, Step
+from hf_burst.plan import Mask, Plan, Sharding, Step
 from hf_burst.plan.ring import Rotating
 
 # for every row of the batch and every query, the intervals of keys that were computed
@@ -12,6 +12,21 @@ Seen = list[dict[int, list[tuple[int, int]]]]
 
 class PlanError(AssertionError):
     """A plan that does not compute its mask exactly once."""
+
+
+def intervals(mask: Mask, query: int) -> list[tuple[int, int]]:
+    """All keys that a query sees, as intervals in rising order of which no two touch."""
+    merged = list[tuple[int, int]]()
+    for start, stop in sorted(span for span in mask.intervals(query) if span[0] < span[1]):
+        if merged and merged[-1][1] == start:
+            start = merged.pop()[0]
+        merged.append((start, stop))
+    return merged
+
+
+def pairs_of(plan: Plan) -> int:
+    """The (query, key) pairs that the masks of a plan admit, in closed form."""
+    return sum(mask.pairs for mask in plan.masks)
 
 
 def verify_plan(plan: Plan, rotating: Rotating) -> int:
@@ -40,7 +55,7 @@ def verify_plan(plan: Plan, rotating: Rotating) -> int:
     pairs = 0
     for row, mask in enumerate(plan.masks):
         for query in range(queries.start, queries.stop):
-            for start, stop in mask.intervals(query):
+            for start, stop in intervals(mask, query):
                 first = max(start, keys.start)
                 last = max(first, min(stop, keys.stop))
                 position = first
@@ -53,7 +68,7 @@ def verify_plan(plan: Plan, rotating: Rotating) -> int:
                         )
                     position = end
                 pairs += last - first
-            known = mask.intervals(query)
+            known = intervals(mask, query)
             if any(all(not start <= span[0] < stop for start, stop in known) for span in seen[row][query]):
                 raise PlanError(f"row {row}, query {query} is computed with {seen[row][query]}; it sees {known}")
     return pairs
