@@ -3,11 +3,11 @@
 from .balance import assign, chunks_per_rank, imbalance
 from .cuts import sharding_for
 from .mask import Band, Mask, MaskPattern
-from .recurrence import Hybrid, RecurrenceChoice, RecurrentSize, choose_recurrence
+from .recurrence import RecurrentSize, choose_recurrence
 from .ring import Plan, Step, Transfer, make_plan
 from .schedules import Choice, choose_schedule, head_slices, name_of, ring_bytes, rotating_of
 from .segments import Segment, Segments
-from .sharding import Sharding, cut, make_sharding, pattern
+from .sharding import Sharding, cut, make_sharding
 from .tiles import Tile
 from .traffic import Shapes, Traffic, rank_traffic
 
@@ -15,11 +15,9 @@ from .traffic import Shapes, Traffic, rank_traffic
 __all__ = [
     "Band",
     "Choice",
-    "Hybrid",
     "Mask",
     "MaskPattern",
     "Plan",
-    "RecurrenceChoice",
     "RecurrentSize",
     "Segment",
     "Segments",
@@ -39,7 +37,6 @@ __all__ = [
     "make_plan",
     "make_sharding",
     "name_of",
-    "pattern",
     "rank_traffic",
     "ring_bytes",
     "rotating_of",

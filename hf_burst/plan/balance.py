@@ -9,7 +9,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
-from typing import get_args
 
 from ..config import Chunking
 from ..errors import ConfigError
@@ -51,10 +50,8 @@ def assign(
         ConfigError: If there is no such chunking.
         ShardingError: If there are more chunks than tokens, or no ranks.
     """
-    if chunking == "documents":
-        raise ConfigError("The chunks of 'documents' are not equal, so that owners alone do not say where they end.")
-    if chunking not in get_args(Chunking):
-        raise ConfigError(f"There is no chunking {chunking!r}; it must be one of {', '.join(get_args(Chunking))}.")
+    if chunking not in ("contiguous", "zigzag", "balanced"):
+        raise ConfigError(f"{chunking!r} deals out no equal chunks; take 'contiguous', 'zigzag' or 'balanced'.")
     length = masks[0].length
     contiguous, zigzag = (pattern(ranks, way) * stretches for way in ("contiguous", "zigzag"))
     owners = zigzag if chunking == "zigzag" else contiguous

@@ -8,7 +8,7 @@ from itertools import pairwise
 from ..config import Chunking
 from .balance import assign
 from .mask import Mask, MaskPattern
-from .recurrence import Hybrid
+from .recurrence import RecurrentSize
 from .sharding import Sharding, cut, pattern
 from .work import pairs_of_chunks
 
@@ -24,7 +24,7 @@ def sharding_for(
     ranks: int,
     chunking: Chunking,
     stretches: int = 1,
-    hybrid: Hybrid | None = None,
+    hybrid: tuple[RecurrentSize, ...] = (),
     parents: Batch = (),
 ) -> Sharding:
     """Who holds what of a batch, by the name of a chunking.
@@ -39,7 +39,7 @@ def sharding_for(
         ranks (`int`): Ranks of the group.
         chunking (`str`): As in [`BurstConfig`].
         stretches (`int`, defaults to 1): Equal parts of the sequence, each of which is dealt out by itself.
-        hybrid ([`Hybrid`], *optional*): The recurrent layers of the model, if it has any.
+        hybrid (`tuple[RecurrentSize, ...]`, *optional*): The recurrent layers of the model, if it has any.
         parents (`tuple[tuple[int, ...], ...]`, *optional*): Which documents of each row continue others, see [`Mask`].
 
     Raises:
@@ -47,7 +47,7 @@ def sharding_for(
         ShardingError: If there are more chunks than tokens, or no ranks.
     """
     length = documents[0][-1]
-    if chunking == "balanced" and ranks > 1 and hybrid is not None and (hybrid.passes_states or not layers):
+    if chunking == "balanced" and ranks > 1 and hybrid and (any(size.slot_bytes for size in hybrid) or not layers):
         chunking = _chunking_for_states(documents, layers, ranks, stretches)
     if chunking == "documents":
         whole = by_documents(documents, tuple(layers.items()), ranks, parents) if ranks > 1 else None

@@ -84,17 +84,12 @@ class Plan:
     hosts: int = 1
 
     def __post_init__(self) -> None:
-        if self.queries.ranks % self.hosts:
+        length, shardings = min(mask.length for mask in self.masks), (self.queries, self.keys)
+        ranks, ends = [one.ranks for one in shardings], [one.stop for one in shardings]
+        if ranks[0] % self.hosts or ranks[0] != ranks[1] or max(ends) > length:
             raise ShardingError(
-                f"{self.queries.ranks} ring ranks cannot be spread evenly over {self.hosts} hosts: name a number of "
-                "hosts that divides the ranks."
-            )
-        length = min(mask.length for mask in self.masks)
-        if self.queries.ranks != self.keys.ranks or max(self.queries.stop, self.keys.stop) > length:
-            raise ShardingError(
-                f"Queries of tokens {self.queries.start} to {self.queries.stop} on {self.queries.ranks} ranks and keys "
-                f"of tokens {self.keys.start} to {self.keys.stop} on {self.keys.ranks} do not fit masks of {length} "
-                "tokens: they must lie inside of these, on as many ranks."
+                f"Queries and keys up to tokens {ends} on {ranks} ring ranks do not fit masks of {length} tokens and "
+                f"{self.hosts} hosts: they must lie inside of the masks, on as many ranks, which the hosts divide."
             )
 
     @property

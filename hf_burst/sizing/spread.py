@@ -5,7 +5,6 @@ from functools import lru_cache
 
 from ..config import Schedule
 from ..plan import (
-    Hybrid,
     Mask,
     RecurrentSize,
     Segments,
@@ -65,9 +64,8 @@ def _spread(
 ) -> Spread:
     documents, parents = row
     layers = {pattern: max(1, round(count)) for pattern, count in model.patterns}
-    hybrid = Hybrid(model.recurrent) if model.recurrent else None
     together = (parents,) if parents else ()
-    sharding = sharding_for((documents,), layers, ranks, "balanced", hybrid=hybrid, parents=together)
+    sharding = sharding_for((documents,), layers, ranks, "balanced", hybrid=model.recurrent, parents=together)
     masks, counts = [pattern.mask(documents[-1], documents, parents) for pattern in layers], tuple(layers.values())
     segments, heads = Segments(sharding, (documents,), together), (model.q_heads, model.kv_heads)
     schedule = Schedule()
@@ -81,7 +79,7 @@ def _spread(
         hosts=schedule.hosts(ranks, min(ranks, ranks_per_host)),
         slices=head_slices(schedule, heads, tokens, True, head_groups) if layers else 1,
         imbalance=imbalance(masks, sharding.owners, counts, sharding.boundaries) if layers else 0.0,
-        recurrence=choose_recurrence(model.recurrent, segments).way if model.recurrent else None,
+        recurrence=choose_recurrence(model.recurrent, segments)[0] if model.recurrent else None,
         slots=segments.most_slots if model.recurrent else 0,
     )
 

@@ -388,7 +388,7 @@ def test_a_broken_plan_over_hosts_is_found_out(name, rotating):
 
 
 def test_hosts_divide_the_ring_ranks():
-    with pytest.raises(ShardingError, match="4 ring ranks cannot be spread evenly over 3 hosts"):
+    with pytest.raises(ShardingError, match="ring ranks do not fit masks of 34 tokens and 3 hosts"):
         make_plan((Mask(34),), make_sharding(34, 4), hosts=3)
 
 

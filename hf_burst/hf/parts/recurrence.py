@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
-from ...plan import Hybrid, RecurrentSize
+from ...plan import RecurrentSize
 from ...plan.recurrence import Way
 from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
@@ -64,14 +64,14 @@ class Recurrence(Part):
         if self.modules:  # with them, delta rules send other messages
             agreement.add("kernels of flash-linear-attention", fla_kernels(call.device, 1) is not None)
 
-    def hybrid(self, group: ContextGroup) -> Hybrid | None:
-        """Returns what a cut must know of the recurrent layers; `None` in one process."""
-        return Hybrid(self.sizes) if self.sizes and group.size > 1 else None
+    def hybrid(self, group: ContextGroup) -> tuple[RecurrentSize, ...]:
+        """Returns the recurrent layers for which a batch is cut; none in one process."""
+        return self.sizes if group.size > 1 else ()
 
     def way(self, layout: SequenceLayout, group: ContextGroup) -> Way:
         """Returns the schedule by which recurrent layers exchange data in a pass."""
         hybrid = self.hybrid(group)
-        return "states" if hybrid is None else chosen_way(hybrid, layout, group.rank)
+        return chosen_way(hybrid, layout, group.rank) if hybrid else "states"
 
     @property
     def forks(self) -> bool:
