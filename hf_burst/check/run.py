@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ _CLASSES: dict[str, Any] = {
     "AutoModelForMaskedLM": MODEL_FOR_MASKED_LM_MAPPING,
     "AutoModelForImageTextToText": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 }
-_HEADS = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "LMHeadModel")  # endings of class names
 _NAMES = "a name on the hub, a folder or config.json of a model, or a class of Transformers such as LlamaForCausalLM"
 _COPIES = 2 * RANKS  # weights and gradients
 _SHARE = 0.7  # of the free memory
@@ -164,9 +162,8 @@ def find_target(model: str | PreTrainedModel | PreTrainedConfig, trust_remote_co
         if "trust_remote_code" in str(problem):
             raise ConfigError(_remote(model)) from problem
         raise ConfigError(
-            f"{model!r} names no model whose config can be read ({str(problem).strip().splitlines()[0][:200]})."
-            f"{_similar_class(model)} Give {_NAMES}. A class of your own is checked in Python: "
-            "hf_burst.check_model(model)."
+            f"{model!r} names no model whose config can be read ({str(problem).strip().splitlines()[0][:200]}). "
+            f"Give {_NAMES}. A class of your own is checked in Python: hf_burst.check_model(model)."
         ) from problem
     return Target(_class_of(config, model, trust_remote_code), config, path if path.is_dir() else None)
 
@@ -190,12 +187,6 @@ def _hub_answers(name: str) -> bool:
     except Exception:  # releases of huggingface_hub use different HTTP libraries
         return False
     return True
-
-
-def _similar_class(name: str) -> str:
-    """Returns a sentence that suggests the Transformers class with the most similar name; empty if there is none."""
-    classes = [known for known in dir(transformers) if known.endswith(_HEADS)]
-    return "".join(f" Did you mean {match}?" for match in get_close_matches(name, classes, n=1, cutoff=0.85))
 
 
 def _class_of(config: PreTrainedConfig, name: str | None, trust_remote_code: bool) -> type[PreTrainedModel]:

@@ -33,8 +33,7 @@ import hf_burst
 from hf_burst.check.compare import compare, compare_batch
 from hf_burst.check.ranks import run_on_ranks
 from hf_burst.check.run import check_batch, find_target, read_batch
-from hf_burst.check.sizes import LAYERS, WINDOW
-from hf_burst.check.tiny import shrink, tiny_copy
+from hf_burst.check.tiny import LAYERS, WINDOW, shrink, tiny_copy
 from hf_burst.cli import main
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError, UnsupportedModelError
 from hf_burst.hf import admission, patch
@@ -400,7 +399,6 @@ def test_the_vocabulary_stays_for_a_batch() -> None:
     [
         ("no/such-model", "names no model whose config can be read"),
         ("NoSuchForCausalLM", "names no model whose config can be read"),
-        ("LlamaForCausaLM", "Did you mean LlamaForCausalLM? Give a name"),
         ("missing/", "'missing/' does not exist; the current folder is /"),
         ("missing.json", "'missing.json' does not exist; the current folder is /"),
         ("LlamaForSequenceClassification", None),
