@@ -13,7 +13,6 @@ import torch
 import transformers
 from huggingface_hub import file_exists
 from huggingface_hub.errors import HfHubHTTPError
-from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import (
@@ -112,18 +111,13 @@ def check_batch(
 
 
 def read_batch(path: Path) -> dict[str, torch.Tensor]:
-    """Reads a saved batch: from `torch.save(dict(batch), path)`, `.safetensors`, or `.json` with lists.
+    """Reads a batch that was saved by `torch.save(dict(batch), path)`.
 
     Raises:
         BatchError: If the file holds no batch with labels.
     """
     try:
-        if path.suffix == ".json":
-            values: Any = {key: torch.tensor(value) for key, value in json.loads(path.read_text()).items()}
-        elif path.suffix == ".safetensors":
-            values = load_file(path)
-        else:
-            values = torch.load(path, map_location="cpu", weights_only=True)
+        values = torch.load(path, map_location="cpu", weights_only=True)
         tensors = {str(key): value for key, value in values.items() if value is not None}
     except Exception as problem:  # other files may raise anything
         raise _no_batch(path, str(problem).strip().split("\n")[0]) from problem

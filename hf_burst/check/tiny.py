@@ -142,7 +142,6 @@ def note(model: PreTrainedModel) -> str:
 
 
 def _shrunk(values: dict[str, Any], batch_length: int | None) -> dict[str, Any]:
-    """Returns the attributes of a config or sub-config with small sizes."""
     count = next((values[key] for key in LAYER_COUNTS if isinstance(values.get(key), int)), 0)
     layers = _layers(values, count)
     small: dict[str, Any] = {}
@@ -175,7 +174,6 @@ def _shrunk(values: dict[str, Any], batch_length: int | None) -> dict[str, Any]:
 
 
 def _small_size(key: str, value: Any) -> Any:
-    """Returns a small value for an entry that is a size; other values stay."""
     if isinstance(value, list) and key.endswith("token_id") and value:  # several end-of-sequence tokens
         return SIZES.get(key, VOCABULARY - 1)
     if isinstance(value, float) and ("drop" in key or "jitter" in key):
@@ -211,7 +209,6 @@ def _layers(values: dict[str, Any], count: int) -> list[int]:
 
 
 def _lists_layers(key: str, value: Any, count: int) -> bool:
-    """Returns whether an attribute lists layer indices."""
     if not isinstance(value, list) or not LAYER_LISTS.search(key) or len(value) == count:
         return False
     return all(type(layer) is int and 0 <= layer < count for layer in value)

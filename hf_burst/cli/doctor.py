@@ -53,7 +53,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _describe_place(size: int, device: torch.device) -> list[str]:
-    """Returns the lines about versions, devices and the environment."""
     lines = [f"Python {platform.python_version()} on {platform.platform()}"]
     versions = hosts.versions()
     lines.append(f"  {', '.join(f'{name} {version}' for name, version in versions.items())}")

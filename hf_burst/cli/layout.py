@@ -54,7 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises for impossible numbers of ranks and heads."""
     ranks, per_host = arguments.ranks, arguments.ranks_per_host
     if not 1 <= ranks <= _MAX_RANKS:
         raise ConfigError(f"--ranks is {ranks}; it must be 1 to {_MAX_RANKS}.")

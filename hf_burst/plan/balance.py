@@ -189,7 +189,6 @@ def _bounds(length: int, chunks: int) -> tuple[int, ...]:
 
 
 def _work(masks: Sequence[Mask], weights: Sequence[int], chunks: int) -> list[int]:
-    """The pairs whose query lies in each of as many equal chunks."""
     return pairs_of_chunks(masks, _bounds(masks[0].length, chunks), weights)
 
 

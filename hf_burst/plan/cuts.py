@@ -57,7 +57,6 @@ def sharding_for(
 
 
 def _chunking_for_states(documents: Batch, layers: Mapping[MaskPattern, int], ranks: int, stretches: int) -> Chunking:
-    """The cut for layers that pass states, in a model with these `layers` of attention."""
     length = documents[0][-1]
     if not layers or length < 2 * ranks * stretches:
         return "contiguous"
@@ -105,7 +104,6 @@ def by_documents(
 
 
 def _common_bounds(documents: Batch) -> list[int]:
-    """The boundaries of documents that all rows have in common."""
     return sorted(set.intersection(*map(set, documents)) | {0})
 
 
@@ -154,7 +152,6 @@ def _dealt(
 def _masks(
     documents: Batch, layers: Mapping[MaskPattern, int], parents: Batch
 ) -> tuple[tuple[Mask, ...], tuple[int, ...]]:
-    """The masks of all rows and layers, and how often each is computed."""
     rows = zip(documents, parents or ((),) * len(documents), strict=True)
     masks = tuple(kind.mask(row[-1], row, continued) for row, continued in rows for kind in layers)
     return masks, tuple(layers.values()) * len(documents)

@@ -28,13 +28,6 @@ class Tile:
         """How many pairs are admitted in one row of the batch."""
         return self.band.pairs(self.q[1] - self.q[0], self.k[1] - self.k[0])
 
-    def columns(self, row: int) -> tuple[int, int]:
-        """The admitted columns `[start, stop)` of a row; both are counted from the tile's corner."""
-        whole = 0, self.k[1] - self.k[0]
-        if self.band.documents:
-            whole = next(span for span in pairwise(self.band.documents) if row < span[1])
-        return self.band.columns(row, *whole)
-
 
 def tiles_between(mask: Mask, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) -> tuple[Tile, ...]:
     """The tiles that compute `mask` between a shard of queries and a shard of keys.

@@ -151,16 +151,6 @@ def test_names_are_read_as_nccl_reads_them(variable, taken):
     assert chosen(variable, INTERFACES, "nccl") == taken
 
 
-@pytest.mark.parametrize("kind", ["x86_64 Kernel Module", "Open Kernel Module for x86_64"])
-def test_the_version_of_the_driver(kind, tmp_path):
-    told = f"NVRM version: NVIDIA UNIX {kind}  570.86.15  Release Build  (root)\nGCC version:  gcc version 12.2.0\n"
-    (tmp_path / "version").write_text(told)
-    with mock.patch.object(hosts, "_DRIVER", tmp_path / "version"):
-        assert hosts._driver() == "570.86.15"
-    with mock.patch.object(hosts, "_DRIVER", tmp_path / "none"):
-        assert hosts._driver() == ""
-
-
 def test_cards_with_a_link(tmp_path):
     for card, states in {
         "mlx5_1": ["1: DOWN", "4: ACTIVE"],

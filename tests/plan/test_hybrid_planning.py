@@ -79,9 +79,9 @@ def test_layers_pass_states_unless_these_are_more_bytes() -> None:
     even = 2 * slot // token  # tokens of a rank, at which both send as much
     for tokens, way in ((even - 80, "heads"), (even + 80, "states")):
         segments = contiguous(2 * tokens, 2)
-        choice = choose_recurrence([DELTA], segments)
-        assert choice.way == way
-        assert "302.0 MB of states to each rank, or " in choice.reason
+        chosen, reason = choose_recurrence([DELTA], segments)
+        assert chosen == way
+        assert "302.0 MB of states to each rank, or " in reason
     zigzag = Segments(cut(4 * even, pattern(2, "zigzag")), ((0, 4 * even),))
     assert (zigzag.most_slots, choose_recurrence([DELTA], zigzag)[0]) == (1, "states")
 

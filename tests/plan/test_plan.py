@@ -28,7 +28,7 @@ from hf_burst.plan.ring import sends_before_compute
 from hf_burst.plan.sharding import pattern
 from hf_burst.plan.traffic import row_bytes
 from tests.support.oracle import admitted_pairs
-from tests.support.verify import PlanError, pairs_of, verify_plan
+from tests.support.verify import PlanError, columns_of, pairs_of, verify_plan
 
 ROTATING = ("kv", "q")
 BF16_MHA = Shapes(q_heads=32, kv_heads=32, head_dim=128, value_dim=128, itemsize=2, accumulator_itemsize=4)
@@ -119,7 +119,7 @@ def test_zigzag_balances_a_causal_mask():
     work = []
     for rank in range(8):
         tiles = [tile for step in plan.steps(rank, "kv") for tile in step.tiles]
-        columns = (tile.columns(row) for tile in tiles for row in range(tile.q[1] - tile.q[0]))
+        columns = (columns_of(tile, row) for tile in tiles for row in range(tile.q[1] - tile.q[0]))
         work.append(sum(stop - start for start, stop in columns))
     assert sum(work) == pairs_of(plan)
     assert max(work) == min(work)

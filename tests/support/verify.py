@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
-from hf_burst.plan import Mask, Plan, Sharding, Step
+from hf_burst.plan import Mask, Plan, Sharding, Step, Tile
 from hf_burst.plan.ring import Rotating
 
 # for every row of the batch and every query, the intervals of keys that were computed
@@ -22,6 +23,14 @@ def intervals(mask: Mask, query: int) -> list[tuple[int, int]]:
             start = merged.pop()[0]
         merged.append((start, stop))
     return merged
+
+
+def columns_of(tile: Tile, row: int) -> tuple[int, int]:
+    """The admitted columns `[start, stop)` of a row; both are counted from the tile's corner."""
+    whole = 0, tile.k[1] - tile.k[0]
+    if tile.band.documents:
+        whole = next(span for span in pairwise(tile.band.documents) if row < span[1])
+    return tile.band.columns(row, *whole)
 
 
 def pairs_of(plan: Plan) -> int:
@@ -122,7 +131,7 @@ def _collect(seen: Seen, plan: Plan, rank: int, step: Step, rotating: Rotating) 
         if step.recv and step.recv.single_tile and rotating_rows != (step.recv.start, step.recv.stop):
             raise PlanError(f"rank {rank}, step {step.order}: {tile} is not all of the single {step.recv}")
         for row in range(*tile.q):
-            start, stop = tile.columns(row - tile.q[0])
+            start, stop = columns_of(tile, row - tile.q[0])
             if start >= stop:
                 raise PlanError(f"rank {rank}, step {step.order}: row {row} of {tile} sees nothing")
             query = next(_tokens(plan.queries, q_rank, row, row + 1))[0]
