@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,9 +73,6 @@ def check_model(
         return Verdict("wrong", note=f"the comparison failed: {problem}")
     if verdict.fingerprint:
         remember(verdict)
-    if verdict.result != "exact" and isinstance(model, str) and model == target.model_class.__name__:
-        advice = " This is of the class's default config: give the config.json of a model, which may set more."
-        return replace(verdict, note=verdict.note.rstrip(".") + "." + advice)
     return verdict
 
 

@@ -189,17 +189,14 @@ def _positions(config: Any, mask: Mask) -> list[str]:
 def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:
     """Returns the data sheet, capacity and number of the GPUs: the named ones, those of this host, or else H200s."""
     here = torch.cuda.device_count()
+    on_these = here and not arguments.machine
     gpus = (here or 8) if arguments.gpus is None else arguments.gpus
-    per_host = arguments.gpus_per_host
-    if per_host is None:
-        per_host = here if here and not arguments.machine else 8
-    if min(gpus, per_host) < 1:
-        raise ConfigError(f"--gpus is {gpus} and --gpus-per-host {per_host}; give at least 1.")
-    if gpus > per_host and gpus % per_host:
-        raise ConfigError(f"{gpus} GPUs do not lie on hosts of {per_host} each: give --gpus-per-host that divides.")
-    sheet = gpu_named(arguments.machine or (torch.cuda.get_device_name(0) if here else "h200"))
+    per_host = (here if on_these else 8) if arguments.gpus_per_host is None else arguments.gpus_per_host
+    if min(gpus, per_host) < 1 or (gpus > per_host and gpus % per_host):
+        raise ConfigError(f"--gpus is {gpus} and --gpus-per-host {per_host}; give at least 1, and one that divides.")
+    sheet = gpu_named(torch.cuda.get_device_name(0) if on_these else arguments.machine or "h200")
     capacity = capacity_of(sheet, ranks_per_host=per_host)
-    if here and not arguments.machine:
+    if on_these:
         device = torch.device("cuda", 0)
         share = host_memory()[0] // max(per_host, gpus_of_host(device))
         memory = torch.cuda.mem_get_info(device)[1] * torch.cuda.get_per_process_memory_fraction(device)

@@ -439,7 +439,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "llama-3-8b", "--length", "64", "--gpus", "-1"], "--gpus is -1"),
         (["--model", "llama-3-8b", "--length", "64", "--gpus", "0"], "--gpus is 0"),
         (["--model", "llama-3-8b", "--length", "64", "--gpus-per-host", "0"], "--gpus-per-host 0; give at least 1"),
-        (["--model", "llama-3-8b", "--length", "64", "--gpus", "4", "--gpus-per-host", "3"], "do not lie on hosts"),
+        (["--model", "llama-3-8b", "--length", "64", "--gpus", "4", "--gpus-per-host", "3"], "and one that divides"),
         (["--model", "llama-3-8b", "--length", "64", "--lora", "-3"], "--lora is -3; give the rank"),
         (["--model", "llama-3-8b", "--length", "64", "--qlora", "0"], "--qlora is 0; give the rank"),
         (["--model", "llama-3-8b", "--length", "64", "--qlora", "--weights", "bf16"], "Leave out --weights bf16"),
