@@ -127,17 +127,16 @@ def _dealt(
         start, stop = bundles[index]
         count = -(-(stop - start) // tokens)
         parts = pattern(count, "zigzag")
-        edges = [start + place * (stop - start) // len(parts) for place in range(len(parts) + 1)]
-        shares = [0] * count
-        for (first, last), part in zip(pairwise(edges), parts, strict=True):
-            shares[part] += last - first
-        able = [rank for rank in range(ranks) if room[rank] >= max(shares)]
-        chosen = sorted(able, key=lambda rank: (loads[rank], -room[rank], rank))[:count]
-        if len(chosen) < count or any(first >= last for first, last in pairwise(edges)):
+        chosen = list[int]()
+        if stop - start >= len(parts):
+            pieces = cut(stop - start, parts)
+            able = [rank for rank in range(ranks) if room[rank] >= pieces.most_tokens]
+            chosen = sorted(able, key=lambda rank: (loads[rank], -room[rank], rank))[:count]
+        if len(chosen) < count:
             rest.append((start, stop))
             continue
-        for (first, last), part in zip(pairwise(edges), parts, strict=True):
-            give(first, last, chosen[part])
+        for (first, last), part in zip(pairwise(pieces.boundaries), parts, strict=True):
+            give(start + first, start + last, chosen[part])
         for rank in chosen:
             loads[rank] += work[index] / count
     for start, stop in sorted(rest):

@@ -161,9 +161,8 @@ class Plan:
         that crossed to it, possibly none."""
         if not crossing:
             return 0, self.blocks(rotating).tokens(rank)
-        source = (rank - crossing * self.per_host) % self.ranks
-        rows = _transfer(self, self._used(rank, source, rotating), source, rotating)
-        return (rows.start, rows.stop) if rows else (0, 0)
+        came = next((step.recv for step in self.crossings(rank, rotating) if step.order == crossing), None)
+        return (came.start, came.stop) if came else (0, 0)
 
     @lru_cache(maxsize=1024)  # noqa: B019, since plans are values
     def _used(self, rank: int, source: int, rotating: Rotating) -> tuple[Tile, ...]:

@@ -105,7 +105,7 @@ def test_one_rank_of_a_launch_tells_the_plan(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
     monkeypatch.delenv("WORLD_SIZE")
     assert main([*PLAN, "--length", "4096"]) == 2
-    assert "RANK=1 cannot be" in capsys.readouterr().err
+    assert "RANK=1 MASTER_ADDR=localhost MASTER_PORT=29500 cannot be" in capsys.readouterr().err
 
 
 def test_a_command_that_is_interrupted_says_so(monkeypatch, capsys):
