@@ -53,14 +53,12 @@ class RecurrentSize:
     itemsize: int = 2
 
     def __str__(self) -> str:
-        heads = {
-            "delta": f"{self.heads} states of {self.keys} x {self.values}",
-            "scan": f"{self.heads} states of {self.keys} x {self.values}",
+        special = {
             "selective": f"{self.heads} channels of {self.keys}",
+            "convolution": f"{self.channels} channels convolved over {self.reach + 1} tokens",
         }
-        convolved = f"{self.channels} channels convolved over {self.reach + 1} tokens"
-        layers = "layer" if self.layers == 1 else "layers"
-        return f"{self.layers} recurrent {layers} ({self.kind}) of {heads.get(self.kind, convolved)}"
+        held = special.get(self.kind, f"{self.heads} states of {self.keys} x {self.values}")
+        return f"{self.layers} recurrent layer{'s' * (self.layers != 1)} ({self.kind}) of {held}"
 
     @property
     def ways(self) -> tuple[Way, ...]:

@@ -36,8 +36,6 @@ def test_the_doctor_in_one_process(tmp_path):
     assert "kernels for torch.float32 and heads of 64, the fastest first:" in report
     assert re.search("^  runs on cuda, not on cpu: .*torch_flash", report, re.MULTILINE)
     assert "  can: cpu_flash, reference" in report
-    assert "hf-burst plan --model llama-3-8b --length 128k --gpus 8 --machine h200" in report
-    assert "hf-burst layout --ranks 8 --length 128k" in report
     assert report.splitlines()[-1] == "Usable."
     assert len(report.splitlines()) < 20
     assert not (tmp_path / "hf_burst").exists()  # nothing is remembered
