@@ -49,9 +49,8 @@ class Report:
         host (`str`): The result of [`host_id`].
         name (`str`): The readable name of the host.
         backend (`str`): `"nccl"` or `"gloo"`.
-        versions (mapping from `str` to `str`): Versions of packages, NCCL and the driver, the GPU's name, and the
-            number of InfiniBand or RoCE cards with a link.
-        environment (mapping from `str` to `str`): The variables that hf_burst, torch, NCCL and accelerate read.
+        facts (mapping from `str` to `str`): Versions of packages and NCCL, the GPU's name, the number of InfiniBand or
+            RoCE cards with a link, and the variables that hf_burst, torch, NCCL and accelerate read.
         interfaces (sequence of `str`): The network interfaces that are up and have an address.
         address (`str`): The address of the host's own name, empty if it has none.
     """
@@ -59,15 +58,14 @@ class Report:
     host: str
     name: str
     backend: str
-    versions: Mapping[str, str]
-    environment: Mapping[str, str]
+    facts: Mapping[str, str]
     interfaces: Sequence[str]
     address: str
 
 
 def report(backend: str) -> Report:
     """Returns the report of this rank."""
-    told = versions()
+    told = versions() | variables()
     ports = [port for port in _CARDS.glob("*/ports/*/state") if "ACTIVE" in port.read_text()]
     told[_LINKED] = str(len({port.parts[-4] for port in ports}))
     if torch.cuda.is_available():
@@ -82,8 +80,7 @@ def report(backend: str) -> Report:
         host=host_id(),
         name=os.environ.get(HOST_VARIABLE) or socket.gethostname(),
         backend=backend,
-        versions=told,
-        environment=variables(),
+        facts=told,
         interfaces=sorted(up & reached),
         address=_own_address(),
     )
@@ -151,7 +148,7 @@ def chosen(variable: str, names: Sequence[str], backend: str) -> list[str]:
 def _interfaces(hosts: Sequence[Report]) -> Iterator[str]:
     for host in hosts:
         variable = "NCCL_SOCKET_IFNAME" if host.backend == "nccl" else "GLOO_SOCKET_IFNAME"
-        wanted, problem = host.environment.get(variable), ""
+        wanted, problem = host.facts.get(variable), ""
         if wanted:
             taken = chosen(wanted, host.interfaces, host.backend)
             if not taken or (host.backend == "gloo" and len(taken) < len(wanted.split(","))):
@@ -168,7 +165,7 @@ def _interfaces(hosts: Sequence[Report]) -> Iterator[str]:
 
 def _places(by_rank: Sequence[Report]) -> Iterator[str]:
     """Yields unequal numbers of ranks per host, and groups that span more hosts than necessary."""
-    size, hosts = by_rank[0].environment.get(SIZE_VARIABLE, ""), [first.name for first in by_rank]
+    size, hosts = by_rank[0].facts.get(SIZE_VARIABLE, ""), [first.name for first in by_rank]
     if len(set(Counter(hosts).values())) > 1:
         held = ", ".join(f"{count} on {host}" for host, count in Counter(hosts).items())
         yield f"Hosts have different numbers of ranks: {held}. Start the same number on each, one a GPU."
@@ -180,16 +177,13 @@ def _places(by_rank: Sequence[Report]) -> Iterator[str]:
 
 def _differences(hosts: Mapping[str, Report]) -> Iterator[str]:
     advice = {"GPU": "Use GPUs of one kind.", _LINKED: "All wait for the host with the fewest: see ibstat."}
-    kinds = (("versions", "Install the same on all hosts."), ("environment", "Launch with the same on all hosts."))
-    for kind, otherwise in kinds:
-        facts = {name: getattr(host, kind) for name, host in hosts.items()}
-        for name in sorted(set().union(*facts.values()) - _OWN):
-            places: dict[str, list[str]] = {}
-            for host, own in facts.items():
-                places.setdefault(own.get(name) or "nothing", []).append(host)
-            if len(places) > 1:
-                values = "; ".join(f"{value} on {', '.join(where)}" for value, where in places.items())
-                yield f"{name} differs: {values}. {advice.get(name, otherwise)}"
+    for name in sorted(set().union(*(host.facts for host in hosts.values())) - _OWN):
+        places: dict[str, list[str]] = {}
+        for host, own in hosts.items():
+            places.setdefault(own.facts.get(name) or "nothing", []).append(host)
+        if len(places) > 1:
+            values = "; ".join(f"{value} on {', '.join(where)}" for value, where in places.items())
+            yield f"{name} differs: {values}. {advice.get(name, 'Install or set the same on all hosts.')}"
 
 
 def _by_rank(reports: Sequence[Report]) -> list[Report]:
