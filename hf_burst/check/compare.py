@@ -20,7 +20,7 @@ from ..hf.models.support import check_model
 from ..hf.patch import patch_under_check, unpatch_model
 from ..hf.view import ModelView
 from ..layers.loss import IGNORE_INDEX
-from .heads import TOKEN_KINDS, judged, judgement, judgement_apart, kinds_of, model_task, padded_on_right, prepared
+from .heads import TOKEN_KINDS, judged, judgement, judgement_apart, kinds_of, model_task, prepared
 from .tiny import VOCABULARY, Double, first_position, note
 
 KINDS = ("one sequence", "packed", "padded")
@@ -131,7 +131,8 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     ids = torch.randint(3, VOCABULARY, (1 if kind == "packed" else 2, _LENGTH), generator=generator)
     if kind == "padded":
         mask = torch.ones_like(ids)
-        mask[0, :6] = 0
+        by_first_token = task.reads and not task.causal and getattr(model.config, "classifier_pooling", "cls") != "mean"
+        mask[0, slice(-6, None) if by_first_token else slice(6)] = 0
         mask[1, -7:] = 0
         batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORE_INDEX)}
         # in eager attention, padding on the left sees all tokens
@@ -148,10 +149,7 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     text = model.config.get_text_config()
     if text is not model.config and getattr(text, "use_bidirectional_attention", None) is True:
         batch["token_type_ids"] = torch.ones_like(ids)  # PaliGemma: no token sees later ones
-    if not task.reads:
-        return batch
-    first = not task.causal and getattr(model.config, "classifier_pooling", "cls") != "mean"
-    return judged(padded_on_right(batch) if kind == "padded" and first else batch, model)
+    return judged(batch, model) if task.reads else batch
 
 
 def gradients(model: PreTrainedModel, loss: torch.Tensor, ranks: int = 1) -> list[torch.Tensor]:
