@@ -243,30 +243,25 @@ def divisions(
 
 
 def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacity: Capacity) -> list[str]:
-    spread = training.sharded if training.shards > 1 else "ddp"
     what = f"all {training.weights}"
     if training.lora:
         base = "4bit" if training.weights == "4bit" else "bf16"
         what = f"{'bf16' if training.weights == 'bf16' else 'fp32'} adapters of rank {training.lora} on {base}"
+    spread = training.sharded if training.shards > 1 else "ddp"
     again = "layers checkpointed" if training.checkpointing else "nothing checkpointed"
-    joined = []
+    lines = [str(model), *(_experts(model, training) if model.experts else [])]
+    if training.images:
+        towers = "towers learn" if training.learns_to_see else "towers do not learn"
+        lines.append(f"{training.images} images of {training.image_tokens:,} tokens among them, {towers}")
+    lines.append(f"{training.gpus} x {sheet.device}, {capacity.gpu_memory / 2**30:.1f} GiB; {sheet.rates}")
+    lines.append(f"{training.length:,} tokens a sequence, {what} weights, AdamW, {spread}, {again}")
     if training.parents:
         endings = ", ".join(f"{stop - start:,}" for start, stop in pairwise(training.documents[1:]))
         once = f"continue the first {training.documents[1]:,} of them, which are computed once (share_prefixes=True)"
-        joined = [f"texts of {endings} tokens {once}"]
-    joined += ["a reference reads all of them, too, which does not count for MFU"] if training.reference else []
-    seen = f"{training.images} images of {training.image_tokens:,} tokens among them, towers {{}}"
-    experts = _experts(model, training) if model.experts else []
-    images = [seen.format("learn" if training.learns_to_see else "do not learn")] if training.images else []
-    return [
-        str(model),
-        *experts,
-        *images,
-        f"{training.gpus} x {sheet.device}, {capacity.gpu_memory / 2**30:.1f} GiB; {sheet.rates}",
-        f"{training.length:,} tokens a sequence, {what} weights, AdamW, {spread}, {again}",
-        *joined,
-        (_PRECISION | _OF_ADAPTERS if training.lora else _PRECISION)[training.weights],
-    ]
+        lines.append(f"texts of {endings} tokens {once}")
+    if training.reference:
+        lines.append("a reference reads all of them, too, which does not count for MFU")
+    return [*lines, (_PRECISION | _OF_ADAPTERS if training.lora else _PRECISION)[training.weights]]
 
 
 def _experts(model: ModelSize, training: Training) -> list[str]:
