@@ -151,7 +151,8 @@ def find_target(model: str | PreTrainedModel | PreTrainedConfig, trust_remote_co
         config = AutoConfig.from_pretrained(path if path.exists() else model, **options)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as problem:
         if "trust_remote_code" in str(problem):
-            raise ConfigError(_remote(model)) from problem
+            told = "comes with code of its own; if you trust it, say --trust-remote-code (trust_remote_code=True)"
+            raise ConfigError(f"{model!r} {told}.") from problem
         raise ConfigError(
             f"{model!r} names no model whose config can be read ({str(problem).strip().splitlines()[0][:200]}). "
             f"Give {_NAMES}. A class of your own is checked in Python: hf_burst.check_model(model)."
@@ -184,25 +185,15 @@ def _class_of(config: PreTrainedConfig, name: str | None, trust_remote_code: boo
     """Returns the language-model class for a config: according to its `architectures`, else the first known."""
     remote = getattr(config, "auto_map", None) or {}
     own = [remote[key] for key in _CLASSES if key in remote]
-    if own and name is not None:
-        if not trust_remote_code:
-            raise ConfigError(_remote(name))
+    if own and name is not None and trust_remote_code:
         return get_class_from_dynamic_module(own[0], name)
     known: list[type[PreTrainedModel]] = [kinds[type(config)] for kinds in _CLASSES.values() if type(config) in kinds]
     if not known:
         raise ConfigError(
-            f"{name or type(config).__name__!r} is a {type(config).__name__}, for which Transformers has no causal and "
-            f"no masked language model class, and none from images and text to text, so there is no loss to compare. "
-            f"Give {_NAMES}."
+            f"{name or type(config).__name__!r} is a {type(config).__name__}, for which Transformers has no class of a "
+            f"language model, so there is no loss to compare. Give {_NAMES}."
         )
     return next((cls for cls in known if cls.__name__ in (config.architectures or ())), known[0])
-
-
-def _remote(name: str) -> str:
-    return (
-        f"{name!r} comes with code of its own. If you trust it, say so: hf-burst check {name} --trust-remote-code (in "
-        "Python, trust_remote_code=True)."
-    )
 
 
 def _cannot_load(target: Target) -> str:

@@ -433,7 +433,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPa
 
 def test_a_config_without_a_language_model_head_is_named(tmp_path: Path) -> None:
     ViTConfig().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="no causal and no masked language model class"):
+    with pytest.raises(ConfigError, match="no class of a language model"):
         find_target(str(tmp_path))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="names no model whose config can be read"):
