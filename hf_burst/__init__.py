@@ -12,41 +12,25 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .check.run import check_model
-    from .config import BurstConfig, Memory
-    from .hf.admission import admit
-    from .hf.batches.collator import BurstCollator, shard_batch
-    from .hf.batches.grouping import GroupCollator
-    from .hf.generation.document import Document, remember
-    from .hf.generation.embeddings import embeddings
-    from .hf.generation.generate import generate
-    from .hf.generation.scores import token_divergences, token_losses
-    from .hf.patch import patch_model, unpatch_model
-    from .hf.trainers.accelerate import BurstParallelismConfig
-    from .hf.trainers.logging import BurstCallback
-    from .hf.trainers.resume import BurstResume, last_checkpoint
-
-__all__ = [
-    "BurstCallback",
-    "BurstCollator",
-    "BurstConfig",
-    "BurstParallelismConfig",
-    "BurstResume",
-    "Document",
-    "GroupCollator",
-    "Memory",
-    "admit",
-    "check_model",
-    "embeddings",
-    "generate",
-    "last_checkpoint",
-    "patch_model",
-    "remember",
-    "shard_batch",
-    "token_divergences",
-    "token_losses",
-    "unpatch_model",
-]
+    from .check.run import check_model as check_model
+    from .config import BurstConfig as BurstConfig
+    from .config import Memory as Memory
+    from .hf.admission import admit as admit
+    from .hf.batches.collator import BurstCollator as BurstCollator
+    from .hf.batches.collator import shard_batch as shard_batch
+    from .hf.batches.grouping import GroupCollator as GroupCollator
+    from .hf.generation.document import Document as Document
+    from .hf.generation.document import remember as remember
+    from .hf.generation.embeddings import embeddings as embeddings
+    from .hf.generation.generate import generate as generate
+    from .hf.generation.scores import token_divergences as token_divergences
+    from .hf.generation.scores import token_losses as token_losses
+    from .hf.patch import patch_model as patch_model
+    from .hf.patch import unpatch_model as unpatch_model
+    from .hf.trainers.accelerate import BurstParallelismConfig as BurstParallelismConfig
+    from .hf.trainers.logging import BurstCallback as BurstCallback
+    from .hf.trainers.resume import BurstResume as BurstResume
+    from .hf.trainers.resume import last_checkpoint as last_checkpoint
 
 _HOME = {
     "BurstCallback": ".hf.trainers.logging",
@@ -69,20 +53,18 @@ _HOME = {
     "token_losses": ".hf.generation.scores",
     "unpatch_model": ".hf.patch",
 }
+__all__ = list(_HOME)
 _ROOMS = ("attention", "errors")
-_FOR_EXPERTS = ("AttentionRequest", "ContextGroup", "MaskPattern", "SequenceLayout", "burst_attention")
 
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return import_module(f".{name}", __name__)
-    if name in _FOR_EXPERTS:
-        raise AttributeError(f"hf_burst.{name} is in hf_burst.attention now: from hf_burst.attention import {name}.")
     if name == "RememberedDocument":
         warnings.warn("hf_burst.RememberedDocument is called hf_burst.Document now.", FutureWarning, stacklevel=2)
         name = "Document"
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"hf_burst has no attribute {name!r}; it has {', '.join([*_ROOMS, *__all__])}.")
     return getattr(import_module(_HOME[name], __name__), name)
 
 

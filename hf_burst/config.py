@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -16,22 +16,6 @@ Gradients = Literal["averaged_by_wrapper", "manual"]
 Transport = Literal["auto", "p2p", "symmetric"]
 KernelName = Literal["auto", "flash_attn_4", "flash_attn_2", "torch_flash", "torch_cudnn", "cpu_flash", "reference"]
 _KEEP = (0.0, 0.25, 0.5, 0.75, 1.0)
-
-
-def renamed(old: Mapping[str, str]) -> Callable[[Function], Function]:
-    """Decorates a function to raise a ConfigError for keywords of earlier versions, saying what to write instead."""
-
-    def decorate(function: Function) -> Function:
-        @wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            sentences = dict.fromkeys(old[name] for name in kwargs if name in old)
-            if sentences:
-                raise ConfigError(" ".join(sentences))
-            return function(*args, **kwargs)
-
-        return cast(Function, checked)
-
-    return decorate
 
 
 def still_called(old: str, new: str) -> Callable[[Function], Function]:
@@ -73,17 +57,15 @@ class Schedule:
         Raises:
             ConfigError: If there is no such schedule.
         """
-        if name in get_args(RingKind):
-            return cls(name)  # type: ignore[arg-type]
         if name == "ulysses":
             return cls("kv_ring", ranks or 1)
-        match = re.fullmatch(r"ulysses_([1-9]\d*)\+(\w+)", name) if isinstance(name, str) else None
-        if match is None or match[2] not in get_args(RingKind):
+        match = re.fullmatch(r"(ulysses_([1-9]\d*)\+)?(kv_ring|burst)", str(name))
+        if match is None:
             raise ConfigError(
                 f"There is no schedule {name!r}; it must be one of 'auto', 'kv_ring', 'burst', 'ulysses', or "
                 "a product such as 'ulysses_2+kv_ring'."
             )
-        return cls(match[2], int(match[1]))  # type: ignore[arg-type]
+        return cls(match[3], int(match[2] or 1))  # type: ignore[arg-type]
 
     def refusal(self, ranks: int, q_heads: int, kv_heads: int) -> str | None:
         """Returns why these numbers of ranks and heads do not fit the schedule, or `None` if they do."""
@@ -143,17 +125,17 @@ class Memory:
     attention_keep: float = 1.0
 
     def __post_init__(self) -> None:
-        share, tile = self.activation_offloading, self.tiled_mlp
-        numbers = {name: getattr(self, name) for name in ("head_groups", "layers_per_checkpoint")}
-        rules = {
-            "activation_offloading": (isinstance(share, int | float) and 0 <= share <= 1, "a share from 0.0 to 1.0"),
-            "tiled_mlp": (type(tile) is int and tile >= 0, "the tokens of a tile, or 0 for none"),
-            **{name: (type(own) is int and own >= 1, "a number of at least 1") for name, own in numbers.items()},
-            "attention_keep": (self.attention_keep in _KEEP, f"one of {', '.join(map(str, _KEEP))}"),
-        }
-        for name, (fits, wanted) in rules.items():
-            if not fits:
-                raise ConfigError(f"Memory.{name} is {getattr(self, name)!r}; it must be {wanted}.")
+        share = self.activation_offloading
+        if not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ConfigError(f"Memory.activation_offloading is {share!r}; it must be a share from 0.0 to 1.0.")
+        for name, least in {"tiled_mlp": 0, "head_groups": 1, "layers_per_checkpoint": 1}.items():
+            count = getattr(self, name)
+            if type(count) is not int or count < least:
+                raise ConfigError(f"Memory.{name} is {count!r}; it must be a number of at least {least}.")
+        if self.attention_keep not in _KEEP:
+            raise ConfigError(
+                f"Memory.attention_keep is {self.attention_keep!r}; it must be one of {str(_KEEP)[1:-1]}."
+            )
 
     @property
     def stretches(self) -> int:
@@ -224,7 +206,7 @@ class BurstConfig:
             - `False`: nothing.
 
     Raises:
-        ConfigError: If a value is not allowed, or a setting has been renamed.
+        ConfigError: If a value is not allowed.
 
     Example:
 
@@ -250,19 +232,16 @@ class BurstConfig:
             "chunking": get_args(Chunking),
             "gradients": get_args(Gradients),
             "share_prefixes": ("auto", True, False),
+            "memory": ("auto", "manual"),
         }
         for name, allowed in choices.items():
-            value = getattr(self, name)
+            value, other = getattr(self, name), ", or an hf_burst.Memory" if name == "memory" else ""
+            if other and isinstance(value, Memory):
+                continue
             if value not in allowed or not isinstance(value, str | bool):  # 1 is no True
                 raise ConfigError(
-                    f"BurstConfig.{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}."
-                    + _OLD_VALUES.get(str(value), "")
+                    f"BurstConfig.{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}{other}."
                 )
-        if not isinstance(self.memory, Memory) and self.memory not in ("auto", "manual"):
-            raise ConfigError(
-                f"BurstConfig.memory is {self.memory!r}; it must be 'auto', 'manual', or an hf_burst.Memory such as "
-                "hf_burst.Memory(tiled_mlp=8192)." + _OLD_VALUES.get(str(self.memory), "")
-            )
         if self.chunking == "documents" and self.memory_settings.stretches > 1:
             raise ConfigError(
                 f"BurstConfig(chunking='documents', memory={self.memory!r}): attention is kept in parts of chunks of "
@@ -286,43 +265,11 @@ class BurstConfig:
         Raises:
             ConfigError: For unknown keys, and as [`BurstConfig`] does.
         """
-        _check_names(cls, values, _OLD_NAMES)
         memory = values.get("memory")
-        if isinstance(memory, Mapping):
-            _check_names(Memory, memory)
-            values = {**values, "memory": Memory(**memory)}
-        return cls(**values)
-
-
-def _check_names(kind: type[BurstConfig] | type[Memory], values: Mapping[str, Any], old: Collection[str] = ()) -> None:
-    names = [field.name for field in fields(kind)]
-    unknown = sorted(set(values) - {*names, *old})
-    if unknown:
-        raise ConfigError(f"{kind.__name__} has no setting {', '.join(unknown)}; it has {', '.join(names)}.")
-
-
-_OLD_VALUES = {  # of earlier versions
-    "averaged_by_hand": " 'averaged_by_hand' is called 'manual' now.",
-    "named": " 'named' is called 'manual' now; settings are given by an hf_burst.Memory.",
-}
-_OLD_NAMES = {  # of earlier versions
-    **{
-        field.name: (
-            f"{field.name} is a setting of hf_burst.Memory now: BurstConfig(memory=hf_burst.Memory({field.name}=...))."
-        )
-        for field in fields(Memory)
-    },
-    "ranks_per_host": (
-        "BurstConfig has no ranks_per_host any more: the ranks of a host are found by their host names, or by "
-        "NCCL_HOSTID where that is set. Leave it out."
-    ),
-    "recurrence": (
-        "BurstConfig has no recurrence any more: how recurrent layers pass their states over the ranks is chosen for "
-        "each batch. Leave it out."
-    ),
-    "logits_limit_gib": (
-        "BurstConfig has no logits_limit_gib any more: logits are gathered over the ranks up to 4 GiB. Leave it out. "
-        "For fewer logits give the model logits_to_keep, and for the losses of tokens call hf_burst.token_losses."
-    ),
-}
-BurstConfig.__init__ = renamed(_OLD_NAMES)(BurstConfig.__init__)  # type: ignore[method-assign]
+        nested = memory if isinstance(memory, Mapping) else {}
+        for kind, given in ((cls, values), (Memory, nested)):
+            names = [field.name for field in fields(kind)]
+            unknown = sorted(set(given) - set(names))
+            if unknown:
+                raise ConfigError(f"{kind.__name__} has no setting {', '.join(unknown)}; it has {', '.join(names)}.")
+        return cls(**{**values, "memory": Memory(**nested)} if memory is nested else values)

@@ -20,10 +20,8 @@ from ..hf.models.support import check_model
 from ..hf.patch import patch_under_check, unpatch_model
 from ..hf.view import ModelView
 from ..layers.loss import IGNORE_INDEX
-from .differences import gradients, worst_error
-from .heads import TOKEN_KINDS, judged, judgement, judgement_apart, kinds_of, model_task, padded_on_right, prepared
-from .sizes import VOCABULARY
-from .tiny import Double, first_position, note
+from .heads import TOKEN_KINDS, judged, judgement, judgement_apart, kinds_of, model_task, prepared
+from .tiny import VOCABULARY, Double, first_position, note
 
 KINDS = ("one sequence", "packed", "padded")
 TOLERANCE = 1e-9
@@ -133,7 +131,8 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     ids = torch.randint(3, VOCABULARY, (1 if kind == "packed" else 2, _LENGTH), generator=generator)
     if kind == "padded":
         mask = torch.ones_like(ids)
-        mask[0, :6] = 0
+        by_first_token = task.reads and not task.causal and getattr(model.config, "classifier_pooling", "cls") != "mean"
+        mask[0, slice(-6, None) if by_first_token else slice(6)] = 0
         mask[1, -7:] = 0
         batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORE_INDEX)}
         # in eager attention, padding on the left sees all tokens
@@ -150,10 +149,38 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     text = model.config.get_text_config()
     if text is not model.config and getattr(text, "use_bidirectional_attention", None) is True:
         batch["token_type_ids"] = torch.ones_like(ids)  # PaliGemma: no token sees later ones
-    if not task.reads:
-        return batch
-    first = not task.causal and getattr(model.config, "classifier_pooling", "cls") != "mean"
-    return judged(padded_on_right(batch) if kind == "padded" and first else batch, model)
+    return judged(batch, model) if task.reads else batch
+
+
+def gradients(model: PreTrainedModel, loss: torch.Tensor, ranks: int = 1) -> list[torch.Tensor]:
+    """Computes the gradients of all weights, averaged over ranks, and clears them in the model."""
+    loss.backward()
+    found = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in model.parameters()]
+    model.zero_grad()
+    if ranks > 1:
+        for gradient in found:
+            dist.all_reduce(gradient)
+            gradient /= ranks
+    return found
+
+
+def worst_error(patched: PreTrainedModel, loss: torch.Tensor, plain: PreTrainedModel, expected: torch.Tensor) -> float:
+    """Returns the largest error of the loss or a gradient, each relative to its largest entry.
+
+    Args:
+        patched (`PreTrainedModel`): The model over the ranks.
+        loss (`torch.Tensor`): Its loss.
+        plain (`PreTrainedModel`): The same model in one process.
+        expected (`torch.Tensor`): The loss of `plain`.
+    """
+    wanted = gradients(plain, expected)
+    errors = [abs(loss - expected) / abs(expected)]
+    # vanishing gradients, such as those of key biases, are compared with the largest gradient
+    least = 1e-3 * max(gradient.abs().max() for gradient in wanted)
+    for averaged, gradient in zip(gradients(patched, loss, dist.get_world_size()), wanted, strict=True):
+        errors.append((averaged - gradient).abs().max() / max(gradient.abs().max(), least))
+    worst = torch.stack([error.detach() for error in errors]).max()  # nan if any error is nan
+    return float(f"{float(worst):.0e}")
 
 
 def _check_text(model: PreTrainedModel) -> None:

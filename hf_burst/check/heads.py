@@ -56,18 +56,6 @@ def prepared(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def padded_on_right(batch: Batch) -> Batch:
-    """Returns a padded batch whose rows all begin with a token, for models that classify by the first one."""
-    mask = batch["attention_mask"].clone()
-    mask[0] = mask[0].sort(descending=True).values
-    hidden = mask == 0
-    return batch | {
-        "attention_mask": mask,
-        "input_ids": batch["input_ids"].clamp(min=3).masked_fill(hidden, 0),
-        "labels": batch["labels"].masked_fill(hidden, IGNORE_INDEX),
-    }
-
-
 def judgement(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor:
     """Returns a model's loss or, for a model without one, a number that depends on all hidden states."""
     outputs = model(**batch)

@@ -3,8 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 import transformers
 from huggingface_hub import file_exists
 from huggingface_hub.errors import HfHubHTTPError
-from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import (
@@ -34,7 +32,6 @@ _CLASSES: dict[str, Any] = {
     "AutoModelForMaskedLM": MODEL_FOR_MASKED_LM_MAPPING,
     "AutoModelForImageTextToText": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 }
-_HEADS = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "LMHeadModel")  # endings of class names
 _NAMES = "a name on the hub, a folder or config.json of a model, or a class of Transformers such as LlamaForCausalLM"
 _COPIES = 2 * RANKS  # weights and gradients
 _SHARE = 0.7  # of the free memory
@@ -76,9 +73,6 @@ def check_model(
         return Verdict("wrong", note=f"the comparison failed: {problem}")
     if verdict.fingerprint:
         remember(verdict)
-    if verdict.result != "exact" and isinstance(model, str) and model == target.model_class.__name__:
-        advice = " This is of the class's default config: give the config.json of a model, which may set more."
-        return replace(verdict, note=verdict.note.rstrip(".") + "." + advice)
     return verdict
 
 
@@ -114,18 +108,13 @@ def check_batch(
 
 
 def read_batch(path: Path) -> dict[str, torch.Tensor]:
-    """Reads a saved batch: from `torch.save(dict(batch), path)`, `.safetensors`, or `.json` with lists.
+    """Reads a batch that was saved by `torch.save(dict(batch), path)`.
 
     Raises:
         BatchError: If the file holds no batch with labels.
     """
     try:
-        if path.suffix == ".json":
-            values: Any = {key: torch.tensor(value) for key, value in json.loads(path.read_text()).items()}
-        elif path.suffix == ".safetensors":
-            values = load_file(path)
-        else:
-            values = torch.load(path, map_location="cpu", weights_only=True)
+        values = torch.load(path, map_location="cpu", weights_only=True)
         tensors = {str(key): value for key, value in values.items() if value is not None}
     except Exception as problem:  # other files may raise anything
         raise _no_batch(path, str(problem).strip().split("\n")[0]) from problem
@@ -162,11 +151,11 @@ def find_target(model: str | PreTrainedModel | PreTrainedConfig, trust_remote_co
         config = AutoConfig.from_pretrained(path if path.exists() else model, **options)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as problem:
         if "trust_remote_code" in str(problem):
-            raise ConfigError(_remote(model)) from problem
+            told = "comes with code of its own; if you trust it, say --trust-remote-code (trust_remote_code=True)"
+            raise ConfigError(f"{model!r} {told}.") from problem
         raise ConfigError(
-            f"{model!r} names no model whose config can be read ({str(problem).strip().splitlines()[0][:200]})."
-            f"{_similar_class(model)} Give {_NAMES}. A class of your own is checked in Python: "
-            "hf_burst.check_model(model)."
+            f"{model!r} names no model whose config can be read ({str(problem).strip().splitlines()[0][:200]}). "
+            f"Give {_NAMES}. A class of your own is checked in Python: hf_burst.check_model(model)."
         ) from problem
     return Target(_class_of(config, model, trust_remote_code), config, path if path.is_dir() else None)
 
@@ -192,35 +181,19 @@ def _hub_answers(name: str) -> bool:
     return True
 
 
-def _similar_class(name: str) -> str:
-    """Returns a sentence that suggests the Transformers class with the most similar name; empty if there is none."""
-    classes = [known for known in dir(transformers) if known.endswith(_HEADS)]
-    return "".join(f" Did you mean {match}?" for match in get_close_matches(name, classes, n=1, cutoff=0.85))
-
-
 def _class_of(config: PreTrainedConfig, name: str | None, trust_remote_code: bool) -> type[PreTrainedModel]:
     """Returns the language-model class for a config: according to its `architectures`, else the first known."""
     remote = getattr(config, "auto_map", None) or {}
     own = [remote[key] for key in _CLASSES if key in remote]
-    if own and name is not None:
-        if not trust_remote_code:
-            raise ConfigError(_remote(name))
+    if own and name is not None and trust_remote_code:
         return get_class_from_dynamic_module(own[0], name)
     known: list[type[PreTrainedModel]] = [kinds[type(config)] for kinds in _CLASSES.values() if type(config) in kinds]
     if not known:
         raise ConfigError(
-            f"{name or type(config).__name__!r} is a {type(config).__name__}, for which Transformers has no causal and "
-            f"no masked language model class, and none from images and text to text, so there is no loss to compare. "
-            f"Give {_NAMES}."
+            f"{name or type(config).__name__!r} is a {type(config).__name__}, for which Transformers has no class of a "
+            f"language model, so there is no loss to compare. Give {_NAMES}."
         )
     return next((cls for cls in known if cls.__name__ in (config.architectures or ())), known[0])
-
-
-def _remote(name: str) -> str:
-    return (
-        f"{name!r} comes with code of its own. If you trust it, say so: hf-burst check {name} --trust-remote-code (in "
-        "Python, trust_remote_code=True)."
-    )
 
 
 def _cannot_load(target: Target) -> str:

@@ -6,20 +6,11 @@ import platform
 
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 from torch.distributed.rendezvous import rendezvous
 
-from ..hf.admission import TESTED
 from ..kernels import KernelRequest, explain_kernels
 from . import hosts
 from .launch import device_here, launched
-
-_ELSEWHERE = (
-    "",
-    "This CPU runs everything, to try things out. For GPUs that are elsewhere:",
-    "  hf-burst plan --model llama-3-8b --length 128k --gpus 8 --machine h200   seconds and memory of a training step",
-    "  hf-burst layout --ranks 8 --length 128k                                  which rank computes what",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +35,6 @@ def run(arguments: argparse.Namespace) -> int:
     if device.type == "cuda" and not dist.is_nccl_available():
         problem = "this torch has GPUs and no NCCL; install a CUDA build of torch, or set ACCELERATE_USE_CPU=1."
     problems += [problem] if problem else []
-    if not problems and not torch.cuda.is_available() and size == 1:
-        lines += _ELSEWHERE
     if rank == 0:
         verdict = [f"Not usable: {problem}" for problem in problems] or ["Usable."]
         print("\n".join([*lines, "", *verdict]))
@@ -53,13 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _describe_place(size: int, device: torch.device) -> list[str]:
-    """Returns the lines about versions, devices and the environment."""
     lines = [f"Python {platform.python_version()} on {platform.platform()}"]
-    versions = hosts.versions()
-    lines.append(f"  {', '.join(f'{name} {version}' for name, version in versions.items())}")
-    if Version(versions["transformers"]).release[:2] > Version(TESTED).release[:2]:
-        lines.append(f"  Transformers is newer than {TESTED}, the newest tested. patch_model warns of classes that")
-        lines.append("  have changed, with the command that compares them with one process")
+    lines.append(f"  {', '.join(f'{name} {version}' for name, version in hosts.versions().items())}")
     lines.append(f"ranks: {size} in this launch, on {device}")
     for index in range(torch.cuda.device_count()):
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))

@@ -3,7 +3,6 @@ neither NCCL nor gloo, so that what prevents a connection is reported before the
 
 import json
 import os
-import re
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +35,6 @@ _PACKAGES = (
     "liger-kernel",
 )
 _CARDS = Path("/sys/class/infiniband")
-_DRIVER = Path("/proc/driver/nvidia/version")
 _REPORTED = timedelta(minutes=2)
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)  # link-local addresses (fe80) do not count
 _LOOPBACK = ("127.", "::1")
@@ -51,9 +49,8 @@ class Report:
         host (`str`): The result of [`host_id`].
         name (`str`): The readable name of the host.
         backend (`str`): `"nccl"` or `"gloo"`.
-        versions (mapping from `str` to `str`): Versions of packages, NCCL and the driver, the GPU's name, and the
-            number of InfiniBand or RoCE cards with a link.
-        environment (mapping from `str` to `str`): The variables that hf_burst, torch, NCCL and accelerate read.
+        facts (mapping from `str` to `str`): Versions of packages and NCCL, the GPU's name, the number of InfiniBand or
+            RoCE cards with a link, and the variables that hf_burst, torch, NCCL and accelerate read.
         interfaces (sequence of `str`): The network interfaces that are up and have an address.
         address (`str`): The address of the host's own name, empty if it has none.
     """
@@ -61,20 +58,18 @@ class Report:
     host: str
     name: str
     backend: str
-    versions: Mapping[str, str]
-    environment: Mapping[str, str]
+    facts: Mapping[str, str]
     interfaces: Sequence[str]
     address: str
 
 
 def report(backend: str) -> Report:
     """Returns the report of this rank."""
-    told = versions()
+    told = versions() | variables()
     ports = [port for port in _CARDS.glob("*/ports/*/state") if "ACTIVE" in port.read_text()]
     told[_LINKED] = str(len({port.parts[-4] for port in ports}))
     if torch.cuda.is_available():
         told |= {"NCCL": ".".join(map(str, torch.cuda.nccl.version())), "GPU": torch.cuda.get_device_name()}
-        told["driver"] = _driver()
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     reached = {
         name
@@ -85,8 +80,7 @@ def report(backend: str) -> Report:
         host=host_id(),
         name=os.environ.get(HOST_VARIABLE) or socket.gethostname(),
         backend=backend,
-        versions=told,
-        environment=variables(),
+        facts=told,
         interfaces=sorted(up & reached),
         address=_own_address(),
     )
@@ -126,20 +120,20 @@ def gather(mine: Report, rank: int, size: int, store: Store) -> list[Report]:
 
 def describe(reports: Sequence[Report]) -> str:
     """Returns a line about the hosts."""
-    hosts = [first.name for first in _by_rank(reports)]
-    return f"hosts: {len(set(hosts))}, {_counted(hosts, 'ranks on')}"
+    counts = Counter(first.name for first in _by_rank(reports))
+    return f"hosts: {len(counts)}, {', '.join(f'{count} ranks on {host}' for host, count in counts.items())}"
 
 
 def obstacles(reports: Sequence[Report]) -> list[str]:
     """Returns the problems that prevent a connection. The first rank of a host represents it."""
-    hosts = _hosts(_by_rank(reports))
-    return list(_interfaces(hosts)) if len(hosts) > 1 else []
+    hosts = {first.name: first for first in _by_rank(reports)}
+    return list(_interfaces(list(hosts.values()))) if len(hosts) > 1 else []
 
 
 def remarks(reports: Sequence[Report]) -> list[str]:
     """Returns the other problems, likewise."""
     by_rank = _by_rank(reports)
-    return [*_places(by_rank), *_differences(_hosts(by_rank))]
+    return [*_places(by_rank), *_differences({first.name: first for first in by_rank})]
 
 
 def chosen(variable: str, names: Sequence[str], backend: str) -> list[str]:
@@ -152,10 +146,9 @@ def chosen(variable: str, names: Sequence[str], backend: str) -> list[str]:
 
 
 def _interfaces(hosts: Sequence[Report]) -> Iterator[str]:
-    """Yields hosts that would connect through a missing interface or through loopback."""
     for host in hosts:
         variable = "NCCL_SOCKET_IFNAME" if host.backend == "nccl" else "GLOO_SOCKET_IFNAME"
-        wanted, problem = host.environment.get(variable), ""
+        wanted, problem = host.facts.get(variable), ""
         if wanted:
             taken = chosen(wanted, host.interfaces, host.backend)
             if not taken or (host.backend == "gloo" and len(taken) < len(wanted.split(","))):
@@ -172,9 +165,9 @@ def _interfaces(hosts: Sequence[Report]) -> Iterator[str]:
 
 def _places(by_rank: Sequence[Report]) -> Iterator[str]:
     """Yields unequal numbers of ranks per host, and groups that span more hosts than necessary."""
-    size, hosts = by_rank[0].environment.get(SIZE_VARIABLE, ""), [first.name for first in by_rank]
+    size, hosts = by_rank[0].facts.get(SIZE_VARIABLE, ""), [first.name for first in by_rank]
     if len(set(Counter(hosts).values())) > 1:
-        held = _counted(hosts, "on")
+        held = ", ".join(f"{count} on {host}" for host, count in Counter(hosts).items())
         yield f"Hosts have different numbers of ranks: {held}. Start the same number on each, one a GPU."
     if size and not (size.isdecimal() and int(size) > 0 and len(hosts) % int(size) == 0):
         yield f"{SIZE_VARIABLE} is {size}, which does not divide {len(hosts)} ranks. Set a divisor."
@@ -182,19 +175,15 @@ def _places(by_rank: Sequence[Report]) -> Iterator[str]:
         yield problem
 
 
-def _differences(hosts: Sequence[Report]) -> Iterator[str]:
-    """Yields versions and environment variables that differ between hosts."""
+def _differences(hosts: Mapping[str, Report]) -> Iterator[str]:
     advice = {"GPU": "Use GPUs of one kind.", _LINKED: "All wait for the host with the fewest: see ibstat."}
-    kinds = (("versions", "Install the same on all hosts."), ("environment", "Launch with the same on all hosts."))
-    for kind, otherwise in kinds:
-        facts = {host.name: getattr(host, kind) for host in hosts}
-        for name in sorted(set().union(*facts.values()) - _OWN):
-            places: dict[str, list[str]] = {}
-            for host, own in facts.items():
-                places.setdefault(own.get(name) or "nothing", []).append(host)
-            if len(places) > 1:
-                values = "; ".join(f"{value} on {', '.join(where)}" for value, where in places.items())
-                yield f"{name} differs: {values}. {advice.get(name, otherwise)}"
+    for name in sorted(set().union(*(host.facts for host in hosts.values())) - _OWN):
+        places: dict[str, list[str]] = {}
+        for host, own in hosts.items():
+            places.setdefault(own.facts.get(name) or "nothing", []).append(host)
+        if len(places) > 1:
+            values = "; ".join(f"{value} on {', '.join(where)}" for value, where in places.items())
+            yield f"{name} differs: {values}. {advice.get(name, 'Install or set the same on all hosts.')}"
 
 
 def _by_rank(reports: Sequence[Report]) -> list[Report]:
@@ -205,23 +194,9 @@ def _by_rank(reports: Sequence[Report]) -> list[Report]:
     return [one if names[one.name] == 1 else replace(one, name=f"{one.name} (rank {first})") for one, first in firsts]
 
 
-def _hosts(by_rank: Sequence[Report]) -> list[Report]:
-    return list({first.name: first for first in by_rank}.values())
-
-
-def _counted(hosts: Sequence[str], word: str) -> str:
-    return ", ".join(f"{count} {word} {host}" for host, count in Counter(hosts).items())
-
-
 def _own_address() -> str:
     """Returns the first address of the host's name, on which gloo listens; empty if it has none."""
     try:
         return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
     except OSError:
         return ""
-
-
-def _driver() -> str:
-    """Returns the version of NVIDIA's driver; empty if unknown."""
-    told = re.search(r"Kernel Module.*?\s(\d+(\.\d+)+)\s", _DRIVER.read_text()) if _DRIVER.exists() else None
-    return told[1] if told else ""

@@ -10,16 +10,14 @@ from ..errors import ConfigError
 def launched() -> tuple[int, int]:
     """Returns the number of processes and the rank of this one; (1, 0) without a launcher. Raises a [`ConfigError`] if
     the variables are inconsistent."""
-    variables = {name: os.environ[name] for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if name in os.environ}
-    complete = all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
-    if all(number.isdecimal() for number in variables.values()):
-        size, rank = int(variables.get("WORLD_SIZE", "1")), int(variables.get("RANK", "0"))
-        if rank < size and (size == 1 or complete):
-            return size, rank
+    names = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
+    told = {name: os.environ[name] for name in names if name in os.environ}
+    size, rank = told.get("WORLD_SIZE", "1"), told.get("RANK", "0")
+    if size.isdecimal() and rank.isdecimal() and int(rank) < int(size) and (size == "1" or len(told) == len(names)):
+        return int(size), int(rank)
     raise ConfigError(
-        f"The environment variables {' '.join(f'{name}={value}' for name, value in variables.items())} cannot be those "
-        "of a launcher: they are numbers, ranks are counted from 0, several need RANK, MASTER_ADDR and MASTER_PORT. "
-        "Unset them, or start with torchrun or accelerate launch."
+        f"The environment variables {' '.join(f'{name}={value}' for name, value in told.items())} cannot be those of a "
+        "launcher. Unset them, or start with torchrun or accelerate launch."
     )
 
 

@@ -6,7 +6,6 @@ from typing import get_args
 from ..config import Chunking, Schedule
 from ..errors import ConfigError
 from ..plan import Mask, MaskPattern, Plan, Shapes, Sharding, choose_schedule, make_plan, name_of, sharding_for
-from ..plan.work import tile_pairs
 from .launch import launched
 from .sequence import add_sequence, named_sequence, tokens
 
@@ -55,7 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises for impossible numbers of ranks and heads."""
     ranks, per_host = arguments.ranks, arguments.ranks_per_host
     if not 1 <= ranks <= _MAX_RANKS:
         raise ConfigError(f"--ranks is {ranks}; it must be 1 to {_MAX_RANKS}.")
@@ -96,7 +94,7 @@ def describe(plan: Plan, sharding: Sharding) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     most = f"{max(map(sum, work)) * ranks / total - 1:.1%} more than an even share"
-    lines.append(f"{plan.pairs:,} pairs of {plan.queries.length:,} tokens; the busiest rank has {most}.")
+    lines.append(f"{plan.masks[0].pairs:,} pairs of {plan.queries.length:,} tokens; the busiest rank has {most}.")
     longest = sum(map(max, zip(*work, strict=True)))
     lines.append(f"Step by step, each as long as its busiest rank, it is {longest * ranks / total - 1:.1%} more.")
     if ulysses > 1:
@@ -110,8 +108,7 @@ def steps_of(plan: Plan) -> list[list[int]]:
     for rank, own in enumerate(work):
         for crossing in plan.crossings(rank, "kv"):
             for step in plan.steps(rank, "kv", crossing.order):
-                pairs = sum((tile.batch[1] - tile.batch[0]) * tile_pairs(tile) for tile in step.tiles)
-                own[crossing.order * plan.per_host + step.order] = pairs
+                own[crossing.order * plan.per_host + step.order] = sum(tile.pairs for tile in step.tiles)
     return work
 
 

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Collection
 from dataclasses import replace
-from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, get_args
 
@@ -15,7 +14,7 @@ from ..layers.host_limits import gpus_of_host, host_memory
 from ..plan import Mask, name_of
 from ..plan.memory_levels import HOST_ROOM, SETTINGS, named
 from ..sizing.fit import Fit, fit, longest
-from ..sizing.gpus import DATA_SHEETS, Capacity, DataSheet, capacity_of, data_sheet, gpu_named
+from ..sizing.gpus import DATA_SHEETS, Capacity, DataSheet, capacity_of, gpu_named
 from ..sizing.memory import NF4
 from ..sizing.model import ModelSize, Sharded, Training, Weights, rounded
 from ..sizing.prompts import cached_bytes, longest_prompt, memory_of_prompt
@@ -145,7 +144,6 @@ def _mask(length: int, documents: tuple[int, ...], endings: list[int]) -> Mask:
 
 
 def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: dict[str, Any]) -> Training:
-    """Returns the requested training, with sequences that all GPUs share."""
     rank = arguments.lora if arguments.qlora is None else arguments.qlora
     if rank is not None and rank < 1:
         option = "--lora" if arguments.qlora is None else "--qlora"
@@ -172,15 +170,13 @@ def find_model(name: str, trust_remote_code: bool) -> tuple[ModelSize, Any]:
     try:
         target = find_target(shape_named(name) or name, trust_remote_code)
     except ConfigError as problem:
-        near = "".join(f" Did you mean {match}?" for match in get_close_matches(name.lower(), NAMES, n=1))
-        raise ConfigError(f"{problem}{near} Shapes that need no hub: {', '.join(NAMES)}.") from problem
+        raise ConfigError(f"{problem} Shapes that need no hub: {', '.join(NAMES)}.") from problem
     size = model_size(target.model_class, target.config, name)
     own = f"{name} (default config of the class)" if name == target.model_class.__name__ else name
     return replace(size, name=own), target.config
 
 
 def _positions(config: Any, mask: Mask) -> list[str]:
-    """Returns a warning line if a text is longer than the model's positions."""
     from ..hf.models.positions import beyond_positions  # takes seconds to import
 
     first, *others = [stop - start for start, stop in pairwise(mask.documents)]
@@ -193,17 +189,14 @@ def _positions(config: Any, mask: Mask) -> list[str]:
 def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:
     """Returns the data sheet, capacity and number of the GPUs: the named ones, those of this host, or else H200s."""
     here = torch.cuda.device_count()
+    on_these = here and not arguments.machine
     gpus = (here or 8) if arguments.gpus is None else arguments.gpus
-    per_host = arguments.gpus_per_host
-    if per_host is None:
-        per_host = here if here and not arguments.machine else 8
-    if min(gpus, per_host) < 1:
-        raise ConfigError(f"--gpus is {gpus} and --gpus-per-host {per_host}; give at least 1.")
-    if gpus > per_host and gpus % per_host:
-        raise ConfigError(f"{gpus} GPUs do not lie on hosts of {per_host} each: give --gpus-per-host that divides.")
-    sheet = _sheet_of(arguments.machine, here)
+    per_host = (here if on_these else 8) if arguments.gpus_per_host is None else arguments.gpus_per_host
+    if min(gpus, per_host) < 1 or (gpus > per_host and gpus % per_host):
+        raise ConfigError(f"--gpus is {gpus} and --gpus-per-host {per_host}; give at least 1, and one that divides.")
+    sheet = gpu_named(torch.cuda.get_device_name(0) if on_these else arguments.machine or "h200")
     capacity = capacity_of(sheet, ranks_per_host=per_host)
-    if here and not arguments.machine:
+    if on_these:
         device = torch.device("cuda", 0)
         share = host_memory()[0] // max(per_host, gpus_of_host(device))
         memory = torch.cuda.mem_get_info(device)[1] * torch.cuda.get_per_process_memory_fraction(device)
@@ -213,20 +206,6 @@ def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:
             raise ConfigError(f"--host-memory is {arguments.host_memory}; give the GiB of a host for each of its GPUs.")
         capacity = replace(capacity, host_memory=int(arguments.host_memory * 2**30))
     return sheet, capacity, gpus
-
-
-def _sheet_of(machine: str | None, here: int) -> DataSheet:
-    """Returns the data sheet of the named GPUs, of this host's, or else of H200s."""
-    if machine or not here:
-        return gpu_named(machine or "h200")
-    name = torch.cuda.get_device_name(0)
-    sheet = data_sheet(name)
-    if sheet is None:
-        raise ConfigError(
-            f"The GPUs of this host are {name!r}, of which no data sheet is known. Give --machine, one of "
-            f"{', '.join(DATA_SHEETS)}."
-        )
-    return sheet
 
 
 class Division(NamedTuple):
@@ -264,35 +243,28 @@ def divisions(
 
 
 def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacity: Capacity) -> list[str]:
-    """Returns lines about the model, hardware and training."""
-    spread = training.sharded if training.shards > 1 else "ddp"
     what = f"all {training.weights}"
     if training.lora:
         base = "4bit" if training.weights == "4bit" else "bf16"
         what = f"{'bf16' if training.weights == 'bf16' else 'fp32'} adapters of rank {training.lora} on {base}"
+    spread = training.sharded if training.shards > 1 else "ddp"
     again = "layers checkpointed" if training.checkpointing else "nothing checkpointed"
-    joined = []
+    lines = [str(model), *(_experts(model, training) if model.experts else [])]
+    if training.images:
+        towers = "towers learn" if training.learns_to_see else "towers do not learn"
+        lines.append(f"{training.images} images of {training.image_tokens:,} tokens among them, {towers}")
+    lines.append(f"{training.gpus} x {sheet.device}, {capacity.gpu_memory / 2**30:.1f} GiB; {sheet.rates}")
+    lines.append(f"{training.length:,} tokens a sequence, {what} weights, AdamW, {spread}, {again}")
     if training.parents:
         endings = ", ".join(f"{stop - start:,}" for start, stop in pairwise(training.documents[1:]))
         once = f"continue the first {training.documents[1]:,} of them, which are computed once (share_prefixes=True)"
-        joined = [f"texts of {endings} tokens {once}"]
-    joined += ["a reference reads all of them, too, which does not count for MFU"] if training.reference else []
-    seen = f"{training.images} images of {training.image_tokens:,} tokens among them, towers {{}}"
-    experts = _experts(model, training) if model.experts else []
-    images = [seen.format("learn" if training.learns_to_see else "do not learn")] if training.images else []
-    return [
-        str(model),
-        *experts,
-        *images,
-        f"{training.gpus} x {sheet.device}, {capacity.gpu_memory / 2**30:.1f} GiB; {sheet.rates}",
-        f"{training.length:,} tokens a sequence, {what} weights, AdamW, {spread}, {again}",
-        *joined,
-        (_PRECISION | _OF_ADAPTERS if training.lora else _PRECISION)[training.weights],
-    ]
+        lines.append(f"texts of {endings} tokens {once}")
+    if training.reference:
+        lines.append("a reference reads all of them, too, which does not count for MFU")
+    return [*lines, (_PRECISION | _OF_ADAPTERS if training.lora else _PRECISION)[training.weights]]
 
 
 def _experts(model: ModelSize, training: Training) -> list[str]:
-    """Returns lines about the memory of experts per GPU."""
     number = 2 if training.lora else training.number
     held, dtype, why = float(number * model.experts), "bf16" if number == 2 else "fp32", ""
     if training.weights == "4bit":
@@ -304,7 +276,6 @@ def _experts(model: ModelSize, training: Training) -> list[str]:
 
 
 def _table(rows: list[Division], best: Division | None, sheet: DataSheet) -> list[str]:
-    """Returns the lines of the table of divisions."""
     heads = ("burst_size x groups", "seconds a step", "tokens/s a GPU", "MFU", "GiB a GPU", "schedule", "settings", "")
     cells = [list(heads)]
     for row in rows:
@@ -312,24 +283,14 @@ def _table(rows: list[Division], best: Division | None, sheet: DataSheet) -> lis
         at_a_time = how.gpus // how.burst_size
         sequences = f", {at_a_time} sequences a step" if at_a_time > 1 else ""
         verdict = f"most tokens/s that fit{sequences}" if row is best else "" if row.fit.fits else "does not fit"
-        cells.append(
-            [
-                f"{how.burst_size} x {how.gpus // how.burst_size}",
-                f"{row.seconds.total:.2f}",
-                f"{row.tokens_per_second:,.0f}",
-                f"{row.flops / row.seconds.total / sheet.peak:.0%}",
-                f"{row.fit.memory.total / 2**30:.1f}",
-                _schedule(row),
-                named(how, "as it is"),
-                verdict,
-            ]
-        )
+        numbers = f"{how.burst_size} x {at_a_time}", f"{row.seconds.total:.2f}", f"{row.tokens_per_second:,.0f}"
+        shares = f"{row.flops / row.seconds.total / sheet.peak:.0%}", f"{row.fit.memory.total / 2**30:.1f}"
+        cells.append([*numbers, *shares, _schedule(row), named(how, "as it is"), verdict])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join([*map(str.rjust, line[:-2], widths), *line[-2:]]).rstrip() for line in cells]
 
 
 def _schedule(row: Division) -> str:
-    """Returns the schedules of attention and recurrent layers."""
     ranks = row.fit.training.burst_size
     if ranks == 1:
         return "-"
@@ -338,7 +299,6 @@ def _schedule(row: Division) -> str:
 
 
 def _details(row: Division, capacity: Capacity) -> list[str]:
-    """Returns lines that break down a division's seconds and memory."""
     memory, host = row.fit.memory, capacity.host_memory / 2**30
     offloaded = f"; {memory.host / 2**30:.2f} of the {host:.0f} of its host" if memory.host else ""
     return [

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ..config import BurstConfig, Memory, renamed
+from ..config import BurstConfig, Memory
 from ..errors import ConfigError, UnsupportedModelError
 from ..ranks.group import ContextGroup
 from ..ranks.watch import watch_of_process
@@ -26,7 +26,7 @@ from .batches.sharded import is_sharded
 from .callers import Callers, is_within, within_compiled
 from .context import PASS_KEY, LayerContext, PassContext, current
 from .forward_pass import Agreement, Batch, Call, ForwardPass
-from .groups import OLD_ARGUMENTS, PATCH, check_joined, resolve_group
+from .groups import PATCH, check_joined, resolve_group
 from .models.cut_point import reader_of
 from .models.hybrid import recurrent_sizes
 from .models.support import base_model, check_model
@@ -65,7 +65,6 @@ _COMPILED = (
 )
 
 
-@renamed(OLD_ARGUMENTS)
 def patch_model(
     model: AnyModel, config: BurstConfig | None = None, group: DeviceMesh | dist.ProcessGroup | None = None
 ) -> AnyModel:

@@ -1,48 +1,30 @@
 """Planning on paper: masks, chunk ownership, schedules and their traffic. Pure Python, no tensors, no processes."""
 
-from .balance import assign, chunks_per_rank, imbalance
-from .cuts import sharding_for
-from .mask import Band, Mask, MaskPattern
-from .recurrence import Hybrid, RecurrenceChoice, RecurrentSize, choose_recurrence
-from .ring import Plan, Step, Transfer, make_plan
-from .schedules import Choice, choose_schedule, head_slices, name_of, ring_bytes, rotating_of
-from .segments import Segment, Segments
-from .sharding import Sharding, cut, make_sharding, pattern
-from .tiles import Tile
-from .traffic import Shapes, Traffic, rank_traffic
-
-# fmt: off
-__all__ = [
-    "Band",
-    "Choice",
-    "Hybrid",
-    "Mask",
-    "MaskPattern",
-    "Plan",
-    "RecurrenceChoice",
-    "RecurrentSize",
-    "Segment",
-    "Segments",
-    "Shapes",
-    "Sharding",
-    "Step",
-    "Tile",
-    "Traffic",
-    "Transfer",
-    "assign",
-    "choose_recurrence",
-    "choose_schedule",
-    "chunks_per_rank",
-    "cut",
-    "head_slices",
-    "imbalance",
-    "make_plan",
-    "make_sharding",
-    "name_of",
-    "pattern",
-    "rank_traffic",
-    "ring_bytes",
-    "rotating_of",
-    "sharding_for",
-]
-# fmt: on
+from .balance import assign as assign
+from .balance import chunks_per_rank as chunks_per_rank
+from .balance import imbalance as imbalance
+from .cuts import sharding_for as sharding_for
+from .mask import Band as Band
+from .mask import Mask as Mask
+from .mask import MaskPattern as MaskPattern
+from .recurrence import RecurrentSize as RecurrentSize
+from .recurrence import choose_recurrence as choose_recurrence
+from .ring import Plan as Plan
+from .ring import Step as Step
+from .ring import Transfer as Transfer
+from .ring import make_plan as make_plan
+from .schedules import Choice as Choice
+from .schedules import choose_schedule as choose_schedule
+from .schedules import head_slices as head_slices
+from .schedules import name_of as name_of
+from .schedules import ring_bytes as ring_bytes
+from .schedules import rotating_of as rotating_of
+from .segments import Segment as Segment
+from .segments import Segments as Segments
+from .sharding import Sharding as Sharding
+from .sharding import cut as cut
+from .sharding import make_sharding as make_sharding
+from .tiles import Tile as Tile
+from .traffic import Shapes as Shapes
+from .traffic import Traffic as Traffic
+from .traffic import rank_traffic as rank_traffic

@@ -9,8 +9,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import cycle
-from typing import get_args
 
 from ..config import Chunking
 from ..errors import ConfigError
@@ -52,10 +50,8 @@ def assign(
         ConfigError: If there is no such chunking.
         ShardingError: If there are more chunks than tokens, or no ranks.
     """
-    if chunking == "documents":
-        raise ConfigError("The chunks of 'documents' are not equal, so that owners alone do not say where they end.")
-    if chunking not in get_args(Chunking):
-        raise ConfigError(f"There is no chunking {chunking!r}; it must be one of {', '.join(get_args(Chunking))}.")
+    if chunking not in ("contiguous", "zigzag", "balanced"):
+        raise ConfigError(f"{chunking!r} deals out no equal chunks; take 'contiguous', 'zigzag' or 'balanced'.")
     length = masks[0].length
     contiguous, zigzag = (pattern(ranks, way) * stretches for way in ("contiguous", "zigzag"))
     owners = zigzag if chunking == "zigzag" else contiguous
@@ -120,22 +116,27 @@ class _Steps:
         self.ranks = max(owners) + 1
         self.owners = list(owners)
         self.pairs = [[0] * self.ranks for _ in range(self.ranks)]  # by step and rank
-        self.inside = list(work)  # pairs of query and key in one chunk
-        self.others: list[list[tuple[int, int, bool]]] = [[] for _ in work]  # chunk, pairs, whether it has the keys
-        for (queries, keys), pairs in met.items():
-            self.pairs[(owners[queries] - owners[keys]) % self.ranks][owners[queries]] += pairs
-            self.inside[queries] -= pairs
-            self.others[queries].append((keys, pairs, True))
-            self.others[keys].append((queries, pairs, False))
-        for owner, pairs in zip(owners, self.inside, strict=True):
-            self.pairs[0][owner] += pairs
-        self.loads = [sum(own) for own in zip(*self.pairs, strict=True)]
+        self.met: list[list[tuple[int, int, int]]] = [[] for _ in work]  # by chunk: of queries, of keys, pairs
+        inside = list(work)
+        for (queries, _), pairs in met.items():
+            inside[queries] -= pairs
+        alone = [(chunk, chunk, pairs) for chunk, pairs in enumerate(inside)]
+        found = [*alone, *((queries, keys, pairs) for (queries, keys), pairs in met.items())]
+        for entry in found:
+            for chunk in set(entry[:2]):
+                self.met[chunk].append(entry)
+        self._count(found, 1)
 
     @classmethod
     def of(cls, masks: Sequence[Mask], weights: Sequence[int], owners: Sequence[int]) -> "_Steps | None":
         """Those of equal chunks; `None` if there is too much to go through."""
-        met = meetings(tuple(masks), _bounds(masks[0].length, len(owners)), tuple(weights))
+        met = meetings(masks, _bounds(masks[0].length, len(owners)), weights)
         return None if met is None else cls(_work(masks, weights, len(owners)), met, owners)
+
+    @property
+    def loads(self) -> list[int]:
+        """The pairs of each rank."""
+        return [sum(own) for own in zip(*self.pairs, strict=True)]
 
     @property
     def longest(self) -> int:
@@ -147,44 +148,38 @@ class _Steps:
         """How far `longest` is above the mean work of a rank."""
         return self.longest * self.ranks / sum(self.loads) - 1
 
+    def _count(self, found: Sequence[tuple[int, int, int]], sign: int) -> None:
+        for queries, keys, pairs in found:
+            rank = self.owners[queries]
+            self.pairs[(rank - self.owners[keys]) % self.ranks][rank] += sign * pairs
+
     def give(self, chunk: int, rank: int) -> None:
         """Makes a chunk that of another rank."""
-        before, self.owners[chunk] = self.owners[chunk], rank
-        moved = self.inside[chunk]
-        self.pairs[0][before] -= moved
-        self.pairs[0][rank] += moved
-        for other, pairs, has_keys in self.others[chunk]:
-            theirs = self.owners[other]
-            if has_keys:
-                moved += pairs
-                self.pairs[(before - theirs) % self.ranks][before] -= pairs
-                self.pairs[(rank - theirs) % self.ranks][rank] += pairs
-            else:
-                self.pairs[(theirs - before) % self.ranks][theirs] -= pairs
-                self.pairs[(theirs - rank) % self.ranks][theirs] += pairs
-        self.loads[before] -= moved
-        self.loads[rank] += moved
+        self._count(self.met[chunk], -1)
+        self.owners[chunk] = rank
+        self._count(self.met[chunk], 1)
 
     def even_out(self, tries: int) -> None:
         """Swaps chunks while that makes the steps shorter and no rank busier than it may be, in at most `tries`."""
         allowed = max(*self.loads, (1 + _EVEN) * sum(self.loads) / self.ranks)
-        longest, left, since = self.longest, min(_TRIED // self.ranks**2, tries), 0
-        swaps = ((first, second) for first in range(len(self.owners)) for second in range(first))
-        for first, second in cycle(swaps):
-            if left == 0 or since == len(self.owners) * (len(self.owners) - 1) // 2:
-                break
-            since += 1
-            first_owner, second_owner = self.owners[first], self.owners[second]
-            if first_owner == second_owner:
-                continue
-            left -= 1
-            self.give(first, second_owner)
-            self.give(second, first_owner)
-            if self.longest < longest and max(self.loads) <= allowed:
-                longest, since = self.longest, 0
-            else:
-                self.give(second, second_owner)
-                self.give(first, first_owner)
+        left, before, longest = min(_TRIED // self.ranks**2, tries), 0, self.longest
+        pairs = [(first, second) for first in range(len(self.owners)) for second in range(first)]
+        while longest != before:
+            before = longest
+            for first, second in pairs:
+                one, other = self.owners[first], self.owners[second]
+                if one == other:
+                    continue
+                if left == 0:
+                    return
+                left -= 1
+                self.give(first, other)
+                self.give(second, one)
+                if self.longest < longest and max(self.loads) <= allowed:
+                    longest = self.longest
+                else:
+                    self.give(second, other)
+                    self.give(first, one)
 
 
 def _bounds(length: int, chunks: int) -> tuple[int, ...]:
@@ -194,7 +189,6 @@ def _bounds(length: int, chunks: int) -> tuple[int, ...]:
 
 
 def _work(masks: Sequence[Mask], weights: Sequence[int], chunks: int) -> list[int]:
-    """The pairs whose query lies in each of as many equal chunks."""
     return pairs_of_chunks(masks, _bounds(masks[0].length, chunks), weights)
 
 

@@ -16,7 +16,7 @@ shard ends inside of a block, queries and keys of one place are of two ranks.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from .mask import Mask
 from .sharding import Sharding
@@ -59,19 +59,16 @@ def later_keys(blocks: tuple[Rows, ...], documents: tuple[tuple[int, ...], ...],
         for piece in _cut(spans, bounds)
     ]
     sizes = [stop - start - 1 for _, start, stop in pieces] + [1] * sharding.ranks
-    bounds = [0]
-    for size in sizes:
-        bounds.append(bounds[-1] + size)
+    bounds = tuple(accumulate(sizes, initial=0))
     queries, query_spans = _side(pieces, sharding, 0)
     keys, key_spans = _side(pieces, sharding, 1)
-    return LaterKeys(Mask(bounds[-1], documents=tuple(bounds)), queries, keys, query_spans, key_spans)
+    return LaterKeys(Mask(bounds[-1], documents=bounds), queries, keys, query_spans, key_spans)
 
 
 def _cut(spans: Rows, documents: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Blocks cut by documents, without those of one token."""
-    edges = sorted(documents)
     for start, stop in spans:
-        inside = [edge for edge in edges if start < edge < stop]
+        inside = sorted(edge for edge in documents if start < edge < stop)
         yield from ((first, last) for first, last in pairwise((start, *inside, stop)) if last - first > 1)
 
 
@@ -83,12 +80,10 @@ def _side(
     boundaries, owners, places = [0], list[int](), sharding.places
     for row, start, stop in pieces:
         first, last = start + ahead, stop - 1 + ahead
-        held = ((run, rank) for run, rank in reversed(places) if run.start < last and first < run.stop)
-        for run, rank in held:
-            begin, end = max(first, run.start), min(last, run.stop)
-            spans[rank].append((row, run.local + begin - run.start, run.local + end - run.start))
+        for part, rank in ((part, rank) for run, rank in reversed(places) for part in run.within((first, last))):
+            spans[rank].append((row, part.local, part.local + part.size))
             owners.append(rank)
-            boundaries.append(boundaries[-1] + end - begin)
+            boundaries.append(boundaries[-1] + part.size)
     for rank, own in enumerate(spans):
         own.append((0, 0, 1))
         owners.append(rank)

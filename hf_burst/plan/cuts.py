@@ -8,7 +8,7 @@ from itertools import pairwise
 from ..config import Chunking
 from .balance import assign
 from .mask import Mask, MaskPattern
-from .recurrence import Hybrid
+from .recurrence import RecurrentSize
 from .sharding import Sharding, cut, pattern
 from .work import pairs_of_chunks
 
@@ -24,7 +24,7 @@ def sharding_for(
     ranks: int,
     chunking: Chunking,
     stretches: int = 1,
-    hybrid: Hybrid | None = None,
+    hybrid: tuple[RecurrentSize, ...] = (),
     parents: Batch = (),
 ) -> Sharding:
     """Who holds what of a batch, by the name of a chunking.
@@ -39,7 +39,7 @@ def sharding_for(
         ranks (`int`): Ranks of the group.
         chunking (`str`): As in [`BurstConfig`].
         stretches (`int`, defaults to 1): Equal parts of the sequence, each of which is dealt out by itself.
-        hybrid ([`Hybrid`], *optional*): The recurrent layers of the model, if it has any.
+        hybrid (`tuple[RecurrentSize, ...]`, *optional*): The recurrent layers of the model, if it has any.
         parents (`tuple[tuple[int, ...], ...]`, *optional*): Which documents of each row continue others, see [`Mask`].
 
     Raises:
@@ -47,7 +47,7 @@ def sharding_for(
         ShardingError: If there are more chunks than tokens, or no ranks.
     """
     length = documents[0][-1]
-    if chunking == "balanced" and ranks > 1 and hybrid is not None and (hybrid.passes_states or not layers):
+    if chunking == "balanced" and ranks > 1 and hybrid and (any(size.slot_bytes for size in hybrid) or not layers):
         chunking = _chunking_for_states(documents, layers, ranks, stretches)
     if chunking == "documents":
         whole = by_documents(documents, tuple(layers.items()), ranks, parents) if ranks > 1 else None
@@ -57,7 +57,6 @@ def sharding_for(
 
 
 def _chunking_for_states(documents: Batch, layers: Mapping[MaskPattern, int], ranks: int, stretches: int) -> Chunking:
-    """The cut for layers that pass states, in a model with these `layers` of attention."""
     length = documents[0][-1]
     if not layers or length < 2 * ranks * stretches:
         return "contiguous"
@@ -105,7 +104,6 @@ def by_documents(
 
 
 def _common_bounds(documents: Batch) -> list[int]:
-    """The boundaries of documents that all rows have in common."""
     return sorted(set.intersection(*map(set, documents)) | {0})
 
 
@@ -129,17 +127,16 @@ def _dealt(
         start, stop = bundles[index]
         count = -(-(stop - start) // tokens)
         parts = pattern(count, "zigzag")
-        edges = [start + place * (stop - start) // len(parts) for place in range(len(parts) + 1)]
-        shares = [0] * count
-        for (first, last), part in zip(pairwise(edges), parts, strict=True):
-            shares[part] += last - first
-        able = [rank for rank in range(ranks) if room[rank] >= max(shares)]
-        chosen = sorted(able, key=lambda rank: (loads[rank], -room[rank], rank))[:count]
-        if len(chosen) < count or any(first >= last for first, last in pairwise(edges)):
+        chosen = list[int]()
+        if stop - start >= len(parts):
+            pieces = cut(stop - start, parts)
+            able = [rank for rank in range(ranks) if room[rank] >= pieces.most_tokens]
+            chosen = sorted(able, key=lambda rank: (loads[rank], -room[rank], rank))[:count]
+        if len(chosen) < count:
             rest.append((start, stop))
             continue
-        for (first, last), part in zip(pairwise(edges), parts, strict=True):
-            give(first, last, chosen[part])
+        for (first, last), part in zip(pairwise(pieces.boundaries), parts, strict=True):
+            give(start + first, start + last, chosen[part])
         for rank in chosen:
             loads[rank] += work[index] / count
     for start, stop in sorted(rest):
@@ -154,7 +151,6 @@ def _dealt(
 def _masks(
     documents: Batch, layers: Mapping[MaskPattern, int], parents: Batch
 ) -> tuple[tuple[Mask, ...], tuple[int, ...]]:
-    """The masks of all rows and layers, and how often each is computed."""
     rows = zip(documents, parents or ((),) * len(documents), strict=True)
     masks = tuple(kind.mask(row[-1], row, continued) for row, continued in rows for kind in layers)
     return masks, tuple(layers.values()) * len(documents)

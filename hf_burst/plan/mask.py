@@ -1,10 +1,9 @@
 """Attention masks as data: one interval of admitted keys for every query."""
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..errors import BatchError, ConfigError
@@ -78,6 +77,10 @@ class Band:
         admitted = rows * columns if self.low is None else at_least(self.low)
         return admitted if self.high is None else admitted - at_least(self.high + 1)
 
+    def pairs_between(self, rows: tuple[int, int], columns: tuple[int, int]) -> int:
+        """How many pairs of rows `[start, stop)` and columns `[start, stop)` are admitted."""
+        return self.shift(rows[0] - columns[0]).pairs(rows[1] - rows[0], columns[1] - columns[0])
+
 
 @dataclass(frozen=True)
 class MaskPattern:
@@ -105,21 +108,17 @@ class MaskPattern:
 
 
 class Reach(NamedTuple):
-    """Queries that see keys of a document which theirs continues.
+    """Queries that see keys of their document, or of one that theirs continues.
 
     Args:
         queries (`tuple[int, int]`): Tokens `[start, stop)`.
-        keys (`tuple[int, int]`): Tokens `[start, stop)` before them.
-        gap (`int`): By how much a query and a key stand nearer to each other in the text than in the sequence.
+        keys (`tuple[int, int]`): Tokens `[start, stop)`.
+        band ([`Band`]): The pairs that are admitted, by the tokens of the sequence.
     """
 
     queries: tuple[int, int]
     keys: tuple[int, int]
-    gap: int
-
-    def band(self, window: int | None, query: int, key: int) -> Band:
-        """The pairs that are admitted, counted from a query and a key."""
-        return Band(None, window).shift(query - self.gap - key)
+    band: Band
 
 
 @dataclass(frozen=True)
@@ -156,19 +155,12 @@ class Mask:
                 f"Document boundaries {shown} do not fit a sequence of {self.length} tokens: they must rise strictly "
                 f"from 0 to {self.length}, as cu_seqlens do."
             )
-        if self.parents:
-            self._check_parents()
-
-    def _check_parents(self) -> None:
-        """Raises for parents that do not fit the documents, or that mean nothing."""
-        count = len(self.documents) - 1
-        if len(self.parents) != count or any(not -1 <= parent < at for at, parent in enumerate(self.parents)):
+        fit = len(self.parents) in (0, len(ends) - 1) and all(-1 <= one < at for at, one in enumerate(self.parents))
+        if not fit or (self.parents and not self.causal):
             raise BatchError(
-                f"The parents {str(self.parents)[:80]} do not fit {count} documents: give for each of them the number "
-                "of an earlier one that it continues, or -1."
+                f"The parents {str(self.parents)[:80]} do not fit {len(ends) - 1} documents: give for each of them the "
+                "number of an earlier one that it continues, or -1; none for attention that is not causal."
             )
-        if not self.causal:
-            raise BatchError("Documents that continue others are for causal attention: leave out parents.")
 
     def __hash__(self) -> int:
         return self._hash
@@ -184,14 +176,6 @@ class Mask:
         index = bisect_right(self.documents, token)
         return self.documents[index - 1], self.documents[index]
 
-    def overlapping(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The documents that reach into `[start, stop)`, cut to it."""
-        index = bisect_right(self.documents, start)
-        while start < stop:
-            end = min(stop, self.documents[index])
-            yield start, end
-            start, index = end, index + 1
-
     @cached_property
     def band(self) -> Band:
         """The pairs of a query and a key inside of their document."""
@@ -204,19 +188,9 @@ class Mask:
         return self.band.columns(query, *self.document(query))
 
     def intervals(self, query: int) -> list[tuple[int, int]]:
-        """All keys that `query` sees, as intervals in rising order of which no two touch."""
-        spans = [self.keys(query)]
-        for reach in self.reaches:
-            if reach.queries[0] <= query < reach.queries[1]:
-                first, stop = reach.keys
-                start, _ = reach.band(self.window, query, first).columns(0, 0, stop - first)
-                spans.append((first + start, stop))
-        merged = list[tuple[int, int]]()
-        for start, stop in sorted(span for span in spans if span[0] < span[1]):
-            if merged and merged[-1][1] == start:
-                start = merged.pop()[0]
-            merged.append((start, stop))
-        return merged
+        """All keys that `query` sees, as intervals; some may be empty."""
+        reaches = (reach for reach in self.reaches if reach.queries[0] <= query < reach.queries[1])
+        return [self.keys(query), *(reach.band.columns(query, *reach.keys) for reach in reaches)]
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -233,31 +207,27 @@ class Mask:
         one."""
         found = dict[tuple[int, int], list[Reach]]()
         for at, parent in enumerate(self.parents):
-            queries = self.documents[at], self.documents[at + 1]
+            first, stop = self.documents[at : at + 2]
             while parent >= 0:
                 keys = self.documents[parent], self.documents[parent + 1]
-                gap = queries[0] - self.depths[at] - keys[0] + self.depths[parent]
-                known = found.setdefault(keys, [])
-                start = (
-                    known.pop().queries[0]
-                    if self.window is None and known and (known[-1].queries[1] == queries[0])
-                    else queries[0]
-                )
-                known.append(Reach((start, queries[1]), keys, gap))
+                nearer = first - self.depths[at] - keys[0] + self.depths[parent]  # in the text than in the sequence
+                known, start = found.setdefault(keys, []), first
+                if self.window is None and known and known[-1].queries[1] == first:
+                    start = known.pop().queries[0]
+                known.append(Reach((start, stop), keys, Band(None, self.window).shift(-nearer)))
                 parent = self.parents[parent]
         return tuple(reach for known in found.values() for reach in known)
+
+    @cached_property
+    def pairs_before(self) -> tuple[int, ...]:
+        """The pairs of all documents that end at each boundary, or before."""
+        sizes = (stop - start for start, stop in pairwise(self.documents))
+        return tuple(accumulate((self.band.pairs(size, size) for size in sizes), initial=0))
 
     @property
     def pairs(self) -> int:
         """How many (query, key) pairs are admitted."""
-        sizes = (stop - start for start, stop in pairwise(self.documents))
-        return sum(self.band.pairs(size, size) for size in sizes) + sum(map(self.reach_pairs, self.reaches))
-
-    def reach_pairs(self, reach: Reach, queries: tuple[int, int] | None = None) -> int:
-        """How many pairs of a reach are admitted, of all its queries or of some `[start, stop)`."""
-        start, stop = reach.queries if queries is None else queries
-        first, last = reach.keys
-        return reach.band(self.window, start, first).pairs(stop - start, last - first) if start < stop else 0
+        return self.pairs_before[-1] + sum(band.pairs_between(*spans) for *spans, band in self.reaches)
 
 
 def _chunked(mask: Mask, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -53,14 +53,12 @@ class RecurrentSize:
     itemsize: int = 2
 
     def __str__(self) -> str:
-        heads = {
-            "delta": f"{self.heads} states of {self.keys} x {self.values}",
-            "scan": f"{self.heads} states of {self.keys} x {self.values}",
+        special = {
             "selective": f"{self.heads} channels of {self.keys}",
+            "convolution": f"{self.channels} channels convolved over {self.reach + 1} tokens",
         }
-        convolved = f"{self.channels} channels convolved over {self.reach + 1} tokens"
-        layers = "layer" if self.layers == 1 else "layers"
-        return f"{self.layers} recurrent {layers} ({self.kind}) of {heads.get(self.kind, convolved)}"
+        held = special.get(self.kind, f"{self.heads} states of {self.keys} x {self.values}")
+        return f"{self.layers} recurrent layer{'s' * (self.layers != 1)} ({self.kind}) of {held}"
 
     @property
     def ways(self) -> tuple[Way, ...]:
@@ -135,33 +133,9 @@ class RecurrentSize:
         return 2 * key_heads * self.keys + self.heads * (self.values + _CHUNK + 2 * self.decays)
 
 
-@dataclass(frozen=True)
-class RecurrenceChoice:
-    """How the recurrent layers of a model pass what they know, and why, as a part of a sentence."""
-
-    way: Way
-    reason: str
-
-
-@dataclass(frozen=True)
-class Hybrid:
-    """The recurrent layers of a model, as its batches are cut for them.
-
-    Args:
-        recurrent (`tuple[RecurrentSize, ...]`): Their sizes.
-    """
-
-    recurrent: tuple[RecurrentSize, ...]
-
-    @property
-    def passes_states(self) -> bool:
-        """Whether states may pass from run to run, so that few runs of tokens are best."""
-        return any(size.slot_bytes for size in self.recurrent)
-
-
-def choose_recurrence(sizes: Sequence[RecurrentSize], segments: Segments) -> RecurrenceChoice:
-    """The way of all recurrent layers of a model, the same on all ranks: states, unless a rank would send more bytes of
-    them than of tokens that are exchanged for heads.
+def choose_recurrence(sizes: Sequence[RecurrentSize], segments: Segments) -> tuple[Way, str]:
+    """The way of all recurrent layers of a model, the same on all ranks, and why, as a part of a sentence: states,
+    unless a rank would send more bytes of them than of tokens that are exchanged for heads.
 
     Args:
         sizes (sequence of [`RecurrentSize`]): All of its kinds.
@@ -169,15 +143,15 @@ def choose_recurrence(sizes: Sequence[RecurrentSize], segments: Segments) -> Rec
     """
     ranks, free = segments.sharding.ranks, [size for size in sizes if len(size.ways) > 1]
     if ranks == 1:
-        return RecurrenceChoice("states", "one rank exchanges nothing")
+        return "states", "one rank exchanges nothing"
     if any(map(any, segments.parents)):
-        return RecurrenceChoice("states", "texts go on in several ways, which their states do")
+        return "states", "texts go on in several ways, which their states do"
     if not free:
         kinds = {"selective": "Mamba1 always exchanges channels", "convolution": "convolutions pass their last tokens"}
         ways = [way for size in sizes for way in size.ways]
-        return RecurrenceChoice(ways[-1], ", ".join(kinds[size.kind] for size in sizes))
+        return ways[-1], ", ".join(kinds[size.kind] for size in sizes)
     tokens = len(segments.documents) * segments.sharding.most_tokens
     states = segments.most_slots * sum(size.layers * size.slot_bytes for size in free)
     heads = tokens * sum(size.layers * sum(size.exchanged(ranks)) for size in free) // ranks
     compared = f"recurrent layers send {states / 1e6:.1f} MB of states to each rank, or {heads / 1e6:.1f} MB of heads"
-    return RecurrenceChoice("states" if states <= heads else "heads", compared)
+    return "states" if states <= heads else "heads", compared

@@ -84,17 +84,12 @@ class Plan:
     hosts: int = 1
 
     def __post_init__(self) -> None:
-        if self.queries.ranks % self.hosts:
+        length, shardings = min(mask.length for mask in self.masks), (self.queries, self.keys)
+        ranks, ends = [one.ranks for one in shardings], [one.stop for one in shardings]
+        if ranks[0] % self.hosts or ranks[0] != ranks[1] or max(ends) > length:
             raise ShardingError(
-                f"{self.queries.ranks} ring ranks cannot be spread evenly over {self.hosts} hosts: name a number of "
-                "hosts that divides the ranks."
-            )
-        length = min(mask.length for mask in self.masks)
-        if self.queries.ranks != self.keys.ranks or max(self.queries.stop, self.keys.stop) > length:
-            raise ShardingError(
-                f"Queries of tokens {self.queries.start} to {self.queries.stop} on {self.queries.ranks} ranks and keys "
-                f"of tokens {self.keys.start} to {self.keys.stop} on {self.keys.ranks} do not fit masks of {length} "
-                "tokens: they must lie inside of these, on as many ranks."
+                f"Queries and keys up to tokens {ends} on {ranks} ring ranks do not fit masks of {length} tokens and "
+                f"{self.hosts} hosts: they must lie inside of the masks, on as many ranks, which the hosts divide."
             )
 
     @property
@@ -166,23 +161,13 @@ class Plan:
         that crossed to it, possibly none."""
         if not crossing:
             return 0, self.blocks(rotating).tokens(rank)
-        source = (rank - crossing * self.per_host) % self.ranks
-        rows = _transfer(self, self._used(rank, source, rotating), source, rotating)
-        return (rows.start, rows.stop) if rows else (0, 0)
+        came = next((step.recv for step in self.crossings(rank, rotating) if step.order == crossing), None)
+        return (came.start, came.stop) if came else (0, 0)
 
     @lru_cache(maxsize=1024)  # noqa: B019, since plans are values
     def _used(self, rank: int, source: int, rotating: Rotating) -> tuple[Tile, ...]:
         """The tiles that all ranks of the host of `rank` compute with the block of `source`."""
         return tuple(tile for one in self.host(rank) for tile in _batch_tiles(self, one, source, rotating))
-
-    @property
-    def pairs(self) -> int:
-        """The (query, key) pairs that the masks admit."""
-        if self.queries.length == self.keys.length == max(mask.length for mask in self.masks):
-            return sum(mask.pairs for mask in self.masks)
-        queries = range(self.queries.start, self.queries.stop)
-        spans = (span for mask in self.masks for query in queries for span in mask.intervals(query))
-        return sum(max(0, min(stop, self.keys.stop) - max(start, self.keys.start)) for start, stop in spans)
 
 
 @lru_cache(maxsize=64)

@@ -121,12 +121,8 @@ def fetched_share(masks: tuple[Mask, ...], sharding: Sharding) -> float:
         runs = sharding.runs(rank)
         # the later a query, the later its keys: those of a run are one interval, and its own tokens lie in it
         seen = [(mask.keys(run.start)[0], mask.keys(run.stop - 1)[1]) for mask in masks for run in runs]
-        seen += [
-            reach.keys
-            for mask in masks
-            for reach in mask.reaches
-            if any(run.start < reach.queries[1] and reach.queries[0] < run.stop for run in runs)
-        ]
+        reaches = (reach for mask in masks for reach in mask.reaches)
+        seen += [reach.keys for reach in reaches if any(run.within(reach.queries) for run in runs)]
         end = 0
         for start, stop in sorted(seen):
             fetched += max(0, stop - max(start, end))

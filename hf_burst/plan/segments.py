@@ -1,6 +1,6 @@
 """Segments: the pieces of documents that lie together on one rank, which a state passes one after another."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -124,14 +124,11 @@ class Segments:
         segments, tokens = [], self.sharding.tokens(rank)
         for row, edges in enumerate(self._edges):
             for run in self.sharding.runs(rank):
-                index = bisect_right(edges, run.start) - 1
-                while index + 1 < len(edges) and edges[index] < run.stop:
-                    start, stop = max(run.start, edges[index]), min(run.stop, edges[index + 1])
-                    local, follows = row * tokens + run.local + start - run.start, False
-                    if self.parents:
-                        follows = self.parents[row][index] >= 0
-                    segments.append(Segment(row, start, stop, edges[index], local, follows))
-                    index += 1
+                for index in range(bisect_right(edges, run.start) - 1, bisect_left(edges[:-1], run.stop)):
+                    follows = bool(self.parents) and self.parents[row][index] >= 0
+                    for part in run.within((edges[index], edges[index + 1])):
+                        local = row * tokens + part.local
+                        segments.append(Segment(row, part.start, part.stop, edges[index], local, follows))
         return segments
 
     @cached_property

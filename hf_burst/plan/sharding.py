@@ -21,6 +21,11 @@ class Run:
     def size(self) -> int:
         return self.stop - self.start
 
+    def within(self, span: tuple[int, int]) -> "list[Run]":
+        """The part of it that lies in a span, if any."""
+        start, stop = max(self.start, span[0]), min(self.stop, span[1])
+        return [Run(start, stop, self.local + start - self.start)] if start < stop else []
+
 
 @dataclass(frozen=True)
 class Sharding:
@@ -118,9 +123,7 @@ def cut(length: int, owners: tuple[int, ...]) -> Sharding:
         ShardingError: If there are more chunks than tokens, or a rank without a chunk.
     """
     count, ranks = len(owners), max(owners, default=0) + 1
-    if not owners:
-        raise ShardingError("There are no chunks: name the rank that holds each of them.")
-    if length < count:
+    if not 1 <= count <= length:
         raise ShardingError(
             f"A sequence of {length} tokens is too short for {ranks} ranks: it is to be cut into {count} chunks, so it "
             f"needs at least {count} tokens. Pad it to {count} tokens, drop it, or use fewer ranks."

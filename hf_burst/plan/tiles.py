@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from .mask import Band, Mask
+from .mask import Band, Mask, Reach
 from .sharding import Run
 
 
@@ -23,12 +23,10 @@ class Tile:
     band: Band
     batch: tuple[int, int] = (0, 1)
 
-    def columns(self, row: int) -> tuple[int, int]:
-        """The admitted columns `[start, stop)` of a row; both are counted from the tile's corner."""
-        whole = 0, self.k[1] - self.k[0]
-        if self.band.documents:
-            whole = next(span for span in pairwise(self.band.documents) if row < span[1])
-        return self.band.columns(row, *whole)
+    @property
+    def pairs(self) -> int:
+        """How many pairs are admitted in one row of the batch."""
+        return self.band.pairs(self.q[1] - self.q[0], self.k[1] - self.k[0])
 
 
 def tiles_between(mask: Mask, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) -> tuple[Tile, ...]:
@@ -44,37 +42,22 @@ def tiles_between(mask: Mask, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) 
     Returns:
         `tuple[Tile, ...]`: In rows of the two shards; empty if the mask admits no pair.
     """
-    reaching = _reaching(mask, q_runs, k_runs)
+    reaching = [tile for reach in mask.reaches for tile in _tiles(reach, q_runs, k_runs)]
     if q_runs == k_runs and mask.window is None:
         return (_own_tile(mask, q_runs, 0, 0), *_join(reaching))
-    tiles: list[Tile | None] = []
+    tiles: list[Tile] = []
     k_pieces = _cut_at(k_runs, q_runs)
     for q_run in _cut_at(q_runs, k_runs):
         first, last = mask.keys(q_run.start)[0], mask.keys(q_run.stop - 1)[1]  # the later a query, the later its keys
         for k_run in k_pieces:
             if k_run.stop <= first or k_run.start >= last:
                 continue
-            same = q_run.start == k_run.start
-            tiles.append(
-                _own_tile(mask, (q_run,), q_run.local, k_run.local) if same else _off_diagonal(mask, q_run, k_run)
-            )
-    return _join([tile for tile in (*tiles, *reaching) if tile is not None])
-
-
-def _reaching(mask: Mask, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) -> list[Tile]:
-    """The tiles of queries and keys of documents that theirs continue: rectangles, of windows bands."""
-    tiles = list[Tile | None]()
-    for reach in mask.reaches:
-        keys = [part for run in k_runs if (part := _part(run, reach.keys))]
-        for query in (part for run in q_runs if (part := _part(run, reach.queries))):
-            tiles += [_cropped(reach.band(mask.window, query.start, key.start), query, key) for key in keys]
-    return [tile for tile in tiles if tile is not None]
-
-
-def _part(run: Run, span: tuple[int, int]) -> Run | None:
-    """The tokens of a run that lie in a span; `None` for none."""
-    start, stop = max(run.start, span[0]), min(run.stop, span[1])
-    return Run(start, stop, run.local + start - run.start) if start < stop else None
+            if q_run.start == k_run.start:
+                tiles.append(_own_tile(mask, (q_run,), q_run.local, k_run.local))
+            else:  # at most one document is in both
+                document = mask.document(min(q_run, k_run).stop - 1)
+                tiles += _tiles(Reach(document, document, mask.band), (q_run,), (k_run,))
+    return _join(tiles + reaching)
 
 
 def _cut_at(runs: tuple[Run, ...], others: tuple[Run, ...]) -> list[Run]:
@@ -83,8 +66,7 @@ def _cut_at(runs: tuple[Run, ...], others: tuple[Run, ...]) -> list[Run]:
     pieces = []
     for run in runs:
         inside = [bound for bound in bounds if run.start < bound < run.stop]
-        for start, stop in pairwise((run.start, *inside, run.stop)):
-            pieces.append(Run(start, stop, run.local + start - run.start))
+        pieces += [part for span in pairwise((run.start, *inside, run.stop)) for part in run.within(span)]
     return pieces
 
 
@@ -93,37 +75,29 @@ def _own_tile(mask: Mask, runs: tuple[Run, ...], row: int, column: int) -> Tile:
     that do not touch are for masks without a window, where order is all that counts."""
     boundaries, previous = [0], None
     for run in runs:
-        for start, stop in mask.overlapping(run.start, run.stop):
-            document = mask.document(start)
+        token = run.start
+        while token < run.stop:
+            document = mask.document(token)
             if document != previous:
                 boundaries.append(boundaries[-1])
-            boundaries[-1] += stop - start
-            previous = document
+            stop = min(run.stop, document[1])
+            boundaries[-1] += stop - token
+            token, previous = stop, document
     size, documents = boundaries[-1], tuple(boundaries) if len(boundaries) > 2 else ()
     return Tile((row, row + size), (column, column + size), replace(mask.band, documents=documents))
 
 
-def _off_diagonal(mask: Mask, q_run: Run, k_run: Run) -> Tile | None:
-    """Two runs without a common token: at most one document is in both, so this is one rectangle."""
-    later = q_run.start > k_run.start
-    if mask.causal and not later:
-        return None
-    start, stop = mask.document((k_run if later else q_run).stop - 1)
-    if stop <= (q_run if later else k_run).start:
-        return None
-    q_part, k_part = (
-        Run(max(run.start, start), min(run.stop, stop), run.local + max(0, start - run.start)) for run in (q_run, k_run)
-    )
-    return _cropped(mask.band.shift(q_part.start - k_part.start), q_part, k_part)
-
-
-def _cropped(band: Band, q_run: Run, k_run: Run) -> Tile | None:
-    """The tile of a band between two runs, cut to the rows that see a column and to the columns that are seen."""
-    cropped = band.crop(q_run.size, k_run.size)
-    if cropped is None:
-        return None
-    (first, last), (left, right), inner = cropped
-    return Tile((q_run.local + first, q_run.local + last), (k_run.local + left, k_run.local + right), inner)
+def _tiles(reach: Reach, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) -> list[Tile]:
+    """The tiles of what queries see by a reach, cut to the rows that see a column and to the columns that are seen."""
+    keys, tiles = [part for run in k_runs for part in run.within(reach.keys)], []
+    for query in (part for run in q_runs for part in run.within(reach.queries)):
+        for key in keys:
+            cropped = reach.band.shift(query.start - key.start).crop(query.size, key.size)
+            if cropped is not None:
+                (first, last), (left, right), band = cropped
+                rows, columns = (query.local + first, query.local + last), (key.local + left, key.local + right)
+                tiles.append(Tile(rows, columns, band))
+    return tiles
 
 
 def _join(tiles: list[Tile]) -> tuple[Tile, ...]:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ..config import Chunking
 from ..errors import BatchError, ShardingError, UnsupportedModelError
-from ..plan import Hybrid, Mask, MaskPattern, Segments, Sharding, chunks_per_rank, cut, imbalance, sharding_for
+from ..plan import Mask, MaskPattern, RecurrentSize, Segments, Sharding, chunks_per_rank, cut, imbalance, sharding_for
 from ..plan.blocks import LaterKeys, later_keys
 
 Blocks = tuple[tuple[tuple[int, int], ...], ...]  # for every row of the batch, tokens [start, stop)
@@ -65,7 +65,7 @@ class SequenceLayout:
         real: tuple[tuple[int, int], ...] = (),
         patterns: Mapping[MaskPattern, int] | None = None,
         stretches: int = 1,
-        hybrid: Hybrid | None = None,
+        hybrid: tuple[RecurrentSize, ...] = (),
         parents: Sequence[tuple[int, ...]] = (),
     ) -> "SequenceLayout":
         """Builds the layout of a batch, padded to a whole number of equal chunks; the padding is a separate document.
@@ -79,8 +79,8 @@ class SequenceLayout:
             patterns (mapping from [`MaskPattern`] to `int`, *optional*): The number of layers with each pattern, for
                 the balance. By default all are causal and see whole documents.
             stretches (`int`, defaults to 1): Equal parts of the sequence; each is distributed separately.
-            hybrid ([`Hybrid`], *optional*): The model's recurrent layers, for which `"balanced"` cuts differently,
-                see [`sharding_for`]. `patterns` may then be empty.
+            hybrid (`tuple[RecurrentSize, ...]`, *optional*): The model's recurrent layers, for which `"balanced"` cuts
+                differently, see [`sharding_for`]. `patterns` may then be empty.
             parents (sequence of `tuple[int, ...]`, *optional*): For each row, the number of the document that each
                 document continues, or -1.
 
@@ -105,7 +105,7 @@ class SequenceLayout:
         filled = tuple((*row, length + padding) if padding else tuple(row) for row in documents)
         continued = tuple((*row, -1) if padding else tuple(row) for row in parents)
         if isinstance(chunking, str):
-            layers = {MaskPattern(): 1} if not patterns and hybrid is None else patterns or {}
+            layers = patterns or ({} if hybrid else {MaskPattern(): 1})
             sharding = sharding_for(filled, layers, ranks, chunking, stretches, hybrid, continued)
             owners = sharding.owners
             boundaries = () if sharding == cut(length + padding, owners) else sharding.boundaries

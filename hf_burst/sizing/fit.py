@@ -16,16 +16,14 @@ _BUCKETS = 16  # between a power of two and the next one
 
 
 class Fit(NamedTuple):
-    """A level of the rule, and what a step is predicted to take with its settings.
+    """What a step is predicted to take with the settings of a level of the rule.
 
     Args:
-        level (`int`): Which one, 0 for nothing. Some levels change nothing.
         training ([`Training`]): With the settings.
         memory ([`MemoryEstimate`]): What it takes.
         fits (`bool`): Whether the GPU and its host have it.
     """
 
-    level: int
     training: Training
     memory: MemoryEstimate
     fits: bool
@@ -52,9 +50,9 @@ def fit(model: ModelSize, training: Training, capacity: Capacity, fixed: Collect
         fixed (collection of `str`): Settings that stay as they are.
     """
     rows = []
-    for level, how in enumerate(levels(model, training, capacity, fixed)):
+    for how in levels(model, training, capacity, fixed):
         memory = estimate_memory(model, how, capacity)
-        rows.append(Fit(level, how, memory, fits(memory, capacity)))
+        rows.append(Fit(how, memory, fits(memory, capacity)))
         if rows[-1].fits:
             return rows[-1]
     return min(rows, key=lambda row: row.memory.total)

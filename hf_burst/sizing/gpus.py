@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import NamedTuple
 
 from ..errors import ConfigError
@@ -42,9 +41,8 @@ class DataSheet(NamedTuple):
     @property
     def rates(self) -> str:
         """Where the rates come from with which seconds are predicted."""
-        if self == DATA_SHEETS["h200"]:
-            return "rates measured on H200s"
-        return "rates of its data sheet, at the shares that H200s reached of theirs"
+        shares = "rates of its data sheet, at the shares that H200s reached of theirs"
+        return "rates measured on H200s" if self == DATA_SHEETS["h200"] else shares
 
 
 # From NVIDIA's data sheets. Memory is what torch.cuda.mem_get_info told on an H200 and an H100 SXM, else about that.
@@ -82,8 +80,7 @@ def gpu_named(name: str) -> DataSheet:
     """
     sheet = data_sheet(name)
     if sheet is None:
-        near = "".join(f" Did you mean {match}?" for match in get_close_matches(name.lower(), DATA_SHEETS, n=1))
-        raise ConfigError(f"No machine is called {name!r}.{near} Known are {', '.join(DATA_SHEETS)}. Name one of them.")
+        raise ConfigError(f"No data sheet of {name!r} is known: give --machine, one of {', '.join(DATA_SHEETS)}.")
     return sheet
 
 

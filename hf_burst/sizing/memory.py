@@ -144,9 +144,7 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
         attention=(layers - leaving) * attending * kept_attention,
         activations=every,
         loss=logits + (4 if training.fused else 10) * states + (6 * table if learns else 0),
-        states=sum(
-            (1 if training.checkpointing else count) * kept for count, kept in state_bytes(model, training, spread)
-        ),
+        states=state_bytes(model, training, spread),
         towers=kept_by_towers(model, training),
         exchange=buffer_bytes(model, training, spread),
         host=training.host_bytes(model),
@@ -222,13 +220,10 @@ def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: b
         one += 2.0 * tokens * 5 * model.hidden + 4 * (model.weights - model.unused) / model.layers
     if training.in_tiles:  # a tile, the gradient of all of its input, and weights of 4 bits or gradients of others
         one -= 2 * (tokens - training.tiled_mlp) * inner - 2 * tokens * model.hidden
-        one += (
-            2 * min(model.mlp, model.linear // model.layers)
-            if training.weights == "4bit"
-            else 0
-            if training.lora
-            else 4 * model.mlp
-        )
+        if training.weights == "4bit":
+            one += 2 * min(model.mlp, model.linear // model.layers)
+        elif not training.lora:
+            one += 4 * model.mlp
         if training.itemsize == 4:  # a tile's gradients next to their sums, and casts of weights and gradients
             one += 8 * model.mlp
     if model.routed and fused and training.lora:  # Liger computes gradients of experts that are frozen

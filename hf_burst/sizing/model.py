@@ -163,11 +163,15 @@ class Training(Memory):
             raise ConfigError(f"{sizes}: sizes are at least 1, burst_size divides gpus, and lora is a rank or 0.")
         if self.images < 0 or (self.images > 0) != (self.image_tokens > 0):
             raise ConfigError(
-                f"images is {self.images} and image_tokens {self.image_tokens}: give how many images a sequence has, "
-                "and how many of its tokens each of them takes, both at least 1; or neither."
+                f"images is {self.images} and image_tokens {self.image_tokens}: give both, at least 1, or neither."
             )
         if self.weights == "4bit" and not self.lora:
             raise ConfigError("Weights of 4 bits are frozen, so there is nothing to train. Add adapters (lora=16).")
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Cumulative boundaries of its documents."""
+        return self.documents or (0, self.length)
 
     @property
     def tokens(self) -> int:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from ..plan import MaskPattern
 from ..plan.memory_levels import TILE
@@ -23,8 +22,8 @@ def memory_of_prompt(model: ModelSize, training: Training, capacity: Capacity) -
             MLPs take it in tiles.
         capacity ([`Capacity`]): On what.
     """
-    alone: dict[str, Any] = {"documents": (), "parents": (), "reference": False, "images": 0, "image_tokens": 0}
-    how = replace(training, tiled_mlp=training.tiled_mlp or TILE, head_groups=1, **alone)
+    how = replace(training, documents=(), parents=(), reference=False, images=0, image_tokens=0)
+    how = replace(how, tiled_mlp=training.tiled_mlp or TILE, head_groups=1)
     spread = spread_of(model, how, capacity.ranks_per_host)
     held = MemoryEstimate(
         weights=whole_weights(model, how),
@@ -54,8 +53,7 @@ def longest_prompt(model: ModelSize, training: Training, capacity: Capacity) -> 
     [`memory_of_prompt`]."""
 
     def fits(length: int) -> bool:
-        longer = replace(training, length=length, images=0, image_tokens=0)
-        return memory_of_prompt(model, longer, capacity).total <= capacity.gpu_memory
+        return memory_of_prompt(model, replace(training, length=length), capacity).total <= capacity.gpu_memory
 
     return longest_that(fits, training.burst_size)
 

@@ -196,7 +196,6 @@ def _exchange(model: ModelSize, training: Training, sheet: DataSheet, spread: Sp
 
 
 def _sharded_bytes(model: ModelSize, training: Training) -> float:
-    """Bytes of weights in bf16 that FSDP gathers for both passes, and of gradients that it scatters."""
     weights = model.weights - model.unused
     return 2.0 * (2 * weights + (0 if training.lora else weights))
 

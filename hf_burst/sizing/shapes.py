@@ -22,7 +22,6 @@ _SMALL_LLAMA = {"tie_word_embeddings": True, **_long(32.0)}
 
 
 def _delta_net(heads: int) -> dict[str, int]:
-    """Sizes of recurrent layers with this number of value heads."""
     sizes = {"linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     return {**sizes, "linear_num_value_heads": heads}
 

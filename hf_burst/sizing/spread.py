@@ -5,7 +5,6 @@ from functools import lru_cache
 
 from ..config import Schedule
 from ..plan import (
-    Hybrid,
     Mask,
     RecurrentSize,
     Segments,
@@ -49,39 +48,31 @@ class Spread:
         return size.kind == "selective" or (self.recurrence == "heads" and size.kind != "convolution")
 
 
+@lru_cache(maxsize=64)
 def spread_of(model: ModelSize, training: Training, ranks_per_host: int) -> Spread:
     """How the engine spreads a batch over the ranks that share it.
 
     Raises:
         ShardingError: If the sequence is too short for them.
     """
-    row = training.documents or (0, training.length), training.parents
-    return _spread(model, row, training.burst_size, ranks_per_host, training.head_groups)
-
-
-@lru_cache(maxsize=64)
-def _spread(
-    model: ModelSize, row: tuple[tuple[int, ...], tuple[int, ...]], ranks: int, ranks_per_host: int, head_groups: int
-) -> Spread:
-    documents, parents = row
+    documents, parents, ranks = training.bounds, training.parents, training.burst_size
     layers = {pattern: max(1, round(count)) for pattern, count in model.patterns}
-    hybrid = Hybrid(model.recurrent) if model.recurrent else None
     together = (parents,) if parents else ()
-    sharding = sharding_for((documents,), layers, ranks, "balanced", hybrid=hybrid, parents=together)
+    sharding = sharding_for((documents,), layers, ranks, "balanced", hybrid=model.recurrent, parents=together)
     masks, counts = [pattern.mask(documents[-1], documents, parents) for pattern in layers], tuple(layers.values())
     segments, heads = Segments(sharding, (documents,), together), (model.q_heads, model.kv_heads)
     schedule = Schedule()
     if masks:
         widest = max(masks, key=lambda mask: mask.pairs)
         schedule = choose_schedule((widest,), sharding, _shapes_of(model), ranks_per_host).schedule
-    tokens = documents[-1] // ranks
+    tokens, near = documents[-1] // ranks, min(ranks, ranks_per_host)
     return Spread(
         schedule=schedule,
-        ranks_per_host=min(ranks, ranks_per_host),
-        hosts=schedule.hosts(ranks, min(ranks, ranks_per_host)),
-        slices=head_slices(schedule, heads, tokens, True, head_groups) if layers else 1,
+        ranks_per_host=near,
+        hosts=schedule.hosts(ranks, near),
+        slices=head_slices(schedule, heads, tokens, True, training.head_groups) if layers else 1,
         imbalance=imbalance(masks, sharding.owners, counts, sharding.boundaries) if layers else 0.0,
-        recurrence=choose_recurrence(model.recurrent, segments).way if model.recurrent else None,
+        recurrence=choose_recurrence(model.recurrent, segments)[0] if model.recurrent else None,
         slots=segments.most_slots if model.recurrent else 0,
     )
 
@@ -93,8 +84,8 @@ def _shapes_of(model: ModelSize) -> Shapes:
 
 def masks_of(model: ModelSize, training: Training) -> list[tuple[float, Mask]]:
     """The layers with attention of each kind, those that see the most first: how many, and their mask."""
-    documents = training.documents or (0, training.length)
-    masks = [(count, pattern.mask(training.length, documents, training.parents)) for pattern, count in model.patterns]
+    row = training.length, training.bounds, training.parents
+    masks = [(count, pattern.mask(*row)) for pattern, count in model.patterns]
     return sorted(masks, key=lambda entry: -entry[1].pairs)
 
 
@@ -151,9 +142,8 @@ def buffer_bytes(model: ModelSize, training: Training, spread: Spread, backward:
     return max([attention, *recurrent])
 
 
-def state_bytes(model: ModelSize, training: Training, spread: Spread) -> list[tuple[int, float]]:
-    """The recurrent layers of each kind: how many, and the bytes of the states of all ranks that one keeps."""
+def state_bytes(model: ModelSize, training: Training, spread: Spread) -> float:
+    """Bytes of the states of all ranks that recurrent layers keep: one of each kind, if they checkpoint."""
     kept = training.burst_size * spread.slots
-    return [
-        (size.layers, float(kept * size.slot_bytes)) for size in model.recurrent if not spread.exchanges_heads(size)
-    ]
+    passing = [size for size in model.recurrent if not spread.exchanges_heads(size)]
+    return float(sum((1 if training.checkpointing else size.layers) * kept * size.slot_bytes for size in passing))

@@ -27,14 +27,16 @@ def place(host: str, backend: str = "nccl", **changes: object) -> Report:
         host=host,
         name=host,
         backend=backend,
-        versions={"torch": "2.13.0", "transformers": "5.23.0", "trl": ""},
-        environment={"NCCL_DEBUG": "WARN"},
+        facts={},
         interfaces=INTERFACES,
         address="10.0.0.1",
     )
-    environment = changes.pop("environment", {})
-    assert isinstance(environment, dict)
-    return replace(one, environment={**one.environment, **environment}, **changes)
+    facts = {"NCCL_DEBUG": "WARN"}
+    for kind, usual in (("versions", {"torch": "2.13.0", "transformers": "5.23.0", "trl": ""}), ("environment", {})):
+        own = changes.pop(kind, usual)
+        assert isinstance(own, dict)
+        facts |= own
+    return replace(one, facts=facts, **changes)
 
 
 def texts(*reports: Report) -> list[str]:
@@ -87,7 +89,7 @@ def test_hosts_that_have_only_ipv6(backend):
     assert one.address == "2001:db8::7"
     assert texts(*(replace(one, host=host, name=host) for host in "ab")) == []
     named = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
-    assert texts(*(replace(one, host=host, name=host, environment=named) for host in "ab")) == []
+    assert texts(*(replace(one, host=host, name=host, facts=named) for host in "ab")) == []
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ def test_hosts_that_have_only_ipv6(backend):
             {"versions": {"torch": "2.13.0", "transformers": "5.23.0", hosts._LINKED: "1"}},
             "cards with a link differs: nothing on a; 1 on b. All wait for the host with the fewest",
         ),
-        ({"environment": {"NCCL_ALGO": "Ring"}}, "NCCL_ALGO differs: nothing on a; Ring on b. Launch"),
+        ({"environment": {"NCCL_ALGO": "Ring"}}, "NCCL_ALGO differs: nothing on a; Ring on b. Install or set"),
         ({"environment": {"HF_BURST_SIZE": "2"}}, "HF_BURST_SIZE differs: nothing on a; 2 on b"),
     ],
 )
@@ -151,16 +153,6 @@ def test_names_are_read_as_nccl_reads_them(variable, taken):
     assert chosen(variable, INTERFACES, "nccl") == taken
 
 
-@pytest.mark.parametrize("kind", ["x86_64 Kernel Module", "Open Kernel Module for x86_64"])
-def test_the_version_of_the_driver(kind, tmp_path):
-    told = f"NVRM version: NVIDIA UNIX {kind}  570.86.15  Release Build  (root)\nGCC version:  gcc version 12.2.0\n"
-    (tmp_path / "version").write_text(told)
-    with mock.patch.object(hosts, "_DRIVER", tmp_path / "version"):
-        assert hosts._driver() == "570.86.15"
-    with mock.patch.object(hosts, "_DRIVER", tmp_path / "none"):
-        assert hosts._driver() == ""
-
-
 def test_cards_with_a_link(tmp_path):
     for card, states in {
         "mlx5_1": ["1: DOWN", "4: ACTIVE"],
@@ -171,7 +163,7 @@ def test_cards_with_a_link(tmp_path):
             (tmp_path / card / "ports" / str(port)).mkdir(parents=True)
             (tmp_path / card / "ports" / str(port) / "state").write_text(f"{state}\n")
     with mock.patch.object(hosts, "_CARDS", tmp_path):
-        assert hosts.report("nccl").versions[hosts._LINKED] == "2"
+        assert hosts.report("nccl").facts[hosts._LINKED] == "2"
 
 
 def test_ranks_meet_in_a_store():

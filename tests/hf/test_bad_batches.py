@@ -535,12 +535,6 @@ def test_settings_are_checked_where_they_are_made(monkeypatch: pytest.MonkeyPatc
         ({"schedule": "ring"}, "'auto', 'kv_ring', 'burst'"),
         ({"kernel": "flash"}, "'cpu_flash'"),
         ({"memory": "little"}, "'auto', 'manual', or an hf_burst.Memory"),
-        ({"memory": "named"}, "'named' is called 'manual' now"),
-        ({"gradients": "averaged_by_hand"}, "'averaged_by_hand' is called 'manual' now"),
-        ({"tiled_mlp": 7}, r"BurstConfig\(memory=hf_burst.Memory\(tiled_mlp=...\)\)"),
-        ({"ranks_per_host": 2}, "NCCL_HOSTID"),
-        ({"recurrence": "states"}, "is chosen for each batch"),
-        ({"logits_limit_gib": 8.0}, "up to 4 GiB"),
     ):
         with pytest.raises(ConfigError, match=message):
             hf_burst.BurstConfig(**arguments)

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_burst
-from hf_burst.check import sizes
+from hf_burst.check import tiny
 from hf_burst.errors import ConfigError
 from hf_burst.hf.parts.head import Head
 from hf_burst.hf.spread import value
@@ -152,7 +152,7 @@ class Largest(TorchDispatchMode):
 
 @contextmanager
 def some_at_a_time(rows: int) -> Iterator[None]:
-    with mock.patch.object(linear_loss, "_LOGITS", rows * sizes.VOCABULARY):
+    with mock.patch.object(linear_loss, "_LOGITS", rows * tiny.VOCABULARY):
         yield
 
 
@@ -182,7 +182,7 @@ def heads(name: str) -> nn.Module:
 )
 def test_no_model_makes_all_logits_in_training(name: str, linear: bool) -> None:
     batch = models.make_batch("plain", 41)
-    batch["input_ids"] %= sizes.VOCABULARY
+    batch["input_ids"] %= tiny.VOCABULARY
     model = heads(name).train()
     plain = copy.deepcopy(model)
     logits = plain(input_ids=batch["input_ids"], use_cache=False).logits

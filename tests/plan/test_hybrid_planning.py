@@ -22,7 +22,6 @@ from hf_burst.hf.models import hybrid
 from hf_burst.hf.models.hybrid import attention_shapes, recurrent_sizes
 from hf_burst.hf.view import ModelView
 from hf_burst.plan import (
-    Hybrid,
     Mask,
     MaskPattern,
     RecurrentSize,
@@ -80,33 +79,33 @@ def test_layers_pass_states_unless_these_are_more_bytes() -> None:
     even = 2 * slot // token  # tokens of a rank, at which both send as much
     for tokens, way in ((even - 80, "heads"), (even + 80, "states")):
         segments = contiguous(2 * tokens, 2)
-        choice = choose_recurrence([DELTA], segments)
-        assert choice.way == way
-        assert "302.0 MB of states to each rank, or " in choice.reason
+        chosen, reason = choose_recurrence([DELTA], segments)
+        assert chosen == way
+        assert "302.0 MB of states to each rank, or " in reason
     zigzag = Segments(cut(4 * even, pattern(2, "zigzag")), ((0, 4 * even),))
-    assert (zigzag.most_slots, choose_recurrence([DELTA], zigzag).way) == (1, "states")
+    assert (zigzag.most_slots, choose_recurrence([DELTA], zigzag)[0]) == (1, "states")
 
 
 def test_documents_that_start_at_the_edges_of_chunks_hand_nothing_on() -> None:
     segments = contiguous(64, 4, (0, 16, 32, 48, 64))
-    assert (segments.most_slots, choose_recurrence([DELTA], segments).way) == (0, "states")
+    assert (segments.most_slots, choose_recurrence([DELTA], segments)[0]) == (0, "states")
 
 
 def test_layers_without_a_choice() -> None:
     segments = contiguous(65536, 2)
-    assert choose_recurrence([SELECTIVE, CONVOLUTION], segments).reason.startswith("Mamba1 always exchanges channels")
-    assert choose_recurrence([SELECTIVE], segments).way == "heads"
-    assert choose_recurrence([CONVOLUTION], segments).way == "states"
-    assert choose_recurrence([DELTA], contiguous(64, 1)).reason == "one rank exchanges nothing"
+    assert choose_recurrence([SELECTIVE, CONVOLUTION], segments)[1].startswith("Mamba1 always exchanges channels")
+    assert choose_recurrence([SELECTIVE], segments)[0] == "heads"
+    assert choose_recurrence([CONVOLUTION], segments)[0] == "states"
+    assert choose_recurrence([DELTA], contiguous(64, 1))[1] == "one rank exchanges nothing"
 
 
 def test_one_choice_for_all_layers() -> None:
     """Few layers that would rather exchange heads go the way of the many."""
     segments = contiguous(2048, 2)
     lone = replace(SCAN, layers=1, heads=8, keys=16, values=512)
-    assert choose_recurrence([lone], segments).way == "states"
-    assert choose_recurrence([DELTA], contiguous(700, 2)).way == "heads"
-    assert choose_recurrence([lone, DELTA], contiguous(700, 2)).way == "heads"
+    assert choose_recurrence([lone], segments)[0] == "states"
+    assert choose_recurrence([DELTA], contiguous(700, 2))[0] == "heads"
+    assert choose_recurrence([lone, DELTA], contiguous(700, 2))[0] == "heads"
 
 
 def test_the_rule_is_within_two_percent_of_what_was_measured() -> None:
@@ -115,7 +114,7 @@ def test_the_rule_is_within_two_percent_of_what_was_measured() -> None:
     for row in table:
         length = 2 * row["tokens_per_gpu"]
         segments = Segments(cut(length, pattern(2, row["cut"])), ((0, length),))
-        way = choose_recurrence([DELTA], segments).way
+        way = choose_recurrence([DELTA], segments)[0]
         assert way == row["rule"]
         assert row["ms"][way] < 1.02 * min(row["ms"].values())
     assert len(table) == 6
@@ -262,7 +261,7 @@ def cut_of(
     documents: tuple[int, ...], ranks: int, layers: Any = None, parts: int = 1, sizes: Any = (DELTA,)
 ) -> Sharding:
     layers = CAUSAL if layers is None else layers
-    return sharding_for((documents,), layers, ranks, "balanced", parts, Hybrid(sizes))
+    return sharding_for((documents,), layers, ranks, "balanced", parts, sizes)
 
 
 def test_the_cut_has_few_runs_where_states_pass() -> None:
@@ -299,7 +298,7 @@ def test_models_without_recurrent_layers_are_cut_as_before(packing: Any) -> None
 def test_settings_that_do_not_go_together() -> None:
     with pytest.raises(ConfigError, match=r"attention_keep=0\.5"):
         BurstConfig(chunking="documents", memory=Memory(attention_keep=0.5))
-    with pytest.raises(ConfigError, match="'documents' are not equal"):
+    with pytest.raises(ConfigError, match="'documents' deals out no equal chunks"):
         assign((Mask(16),), 2, "documents")
     assert SequenceLayout.for_batch([(0, 9)], 1, "documents").owners == (0,)
 

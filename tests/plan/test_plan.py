@@ -28,7 +28,7 @@ from hf_burst.plan.ring import sends_before_compute
 from hf_burst.plan.sharding import pattern
 from hf_burst.plan.traffic import row_bytes
 from tests.support.oracle import admitted_pairs
-from tests.support.verify import PlanError, verify_plan
+from tests.support.verify import PlanError, columns_of, pairs_of, verify_plan
 
 ROTATING = ("kv", "q")
 BF16_MHA = Shapes(q_heads=32, kv_heads=32, head_dim=128, value_dim=128, itemsize=2, accumulator_itemsize=4)
@@ -72,7 +72,7 @@ def plans(draw) -> Plan:
 @example(plan=make_plan((Mask(17, True, None, tuple(range(18))),), make_sharding(17, 4)))
 def test_every_plan_computes_its_masks_exactly_once(plan):
     brute_force = sum(count_pairs(mask) for mask in plan.masks)
-    assert plan.pairs == brute_force
+    assert pairs_of(plan) == brute_force
     for rotating in ROTATING:
         assert verify_plan(plan, rotating) == brute_force
 
@@ -93,7 +93,7 @@ def test_64_ranks_on_a_laptop(rotating, window):
     length = 64 * 4 + 37
     documents = (0, 1, 2, 100, 101, 199, length)
     plan = make_plan((Mask(length, True, window, documents), Mask(length, True, window)), make_sharding(length, 64))
-    assert verify_plan(plan, rotating) == plan.pairs == sum(count_pairs(mask) for mask in plan.masks)
+    assert verify_plan(plan, rotating) == pairs_of(plan) == sum(count_pairs(mask) for mask in plan.masks)
 
 
 @settings(max_examples=60)
@@ -119,9 +119,9 @@ def test_zigzag_balances_a_causal_mask():
     work = []
     for rank in range(8):
         tiles = [tile for step in plan.steps(rank, "kv") for tile in step.tiles]
-        columns = (tile.columns(row) for tile in tiles for row in range(tile.q[1] - tile.q[0]))
+        columns = (columns_of(tile, row) for tile in tiles for row in range(tile.q[1] - tile.q[0]))
         work.append(sum(stop - start for start, stop in columns))
-    assert sum(work) == plan.pairs
+    assert sum(work) == pairs_of(plan)
     assert max(work) == min(work)
 
 
@@ -326,7 +326,7 @@ BREAKS = {
 def test_a_broken_plan_is_found_out(name, rotating):
     mask = Mask(34, causal=True)
     plan = make_plan((mask, mask), make_sharding(34, 4))
-    assert verify_plan(plan, rotating) == plan.pairs
+    assert verify_plan(plan, rotating) == pairs_of(plan)
     index, changes = BREAKS[name]
     with pytest.raises(PlanError):
         verify_plan(tampered(plan, index, **changes), rotating)
@@ -381,14 +381,14 @@ def test_two_ends_that_agree_on_a_wrong_crossing_are_found_out(kind, rotating):
 @pytest.mark.parametrize("name", BROKEN_CROSSINGS)
 def test_a_broken_plan_over_hosts_is_found_out(name, rotating):
     plan = make_plan((Mask(34),), make_sharding(34, 4), hosts=2)
-    assert verify_plan(plan, rotating) == plan.pairs
+    assert verify_plan(plan, rotating) == pairs_of(plan)
     index, crossing, changes = BROKEN_CROSSINGS[name]
     with pytest.raises(PlanError):
         verify_plan(tampered(plan, index, crossing, **changes), rotating)
 
 
 def test_hosts_divide_the_ring_ranks():
-    with pytest.raises(ShardingError, match="4 ring ranks cannot be spread evenly over 3 hosts"):
+    with pytest.raises(ShardingError, match="ring ranks do not fit masks of 34 tokens and 3 hosts"):
         make_plan((Mask(34),), make_sharding(34, 4), hosts=3)
 
 
@@ -460,7 +460,7 @@ def test_two_ends_that_agree_on_too_few_rows_are_found_out(rotating):
         (lambda: BurstConfig(schedule="ring"), ConfigError, ["schedule", "'ring'", "'auto', 'kv_ring', 'burst'"]),
         (lambda: BurstConfig(kernel="triton"), ConfigError, ["kernel", "'triton'", "'auto'", "'reference'"]),
         (lambda: BurstConfig(memory="much"), ConfigError, ["memory", "'much'", "'auto', 'manual'", "hf_burst.Memory"]),
-        (lambda: Memory(tiled_mlp=float("nan")), ConfigError, ["Memory.tiled_mlp", "nan", "0 for none"]),
+        (lambda: Memory(tiled_mlp=float("nan")), ConfigError, ["Memory.tiled_mlp", "nan", "at least 0"]),
         (lambda: Memory(head_groups=0), ConfigError, ["Memory.head_groups", "0", "at least 1"]),
         (
             lambda: BurstConfig.from_dict({"kernal": "auto"}),
@@ -491,8 +491,6 @@ def test_a_config_is_copied_changed_and_sent():
     assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config != BurstConfig()
     assert replace(config, schedule="burst") == BurstConfig("burst", memory=Memory(tiled_mlp=7))
     assert eval(repr(config)) == config
-    with pytest.raises(ConfigError, match="tiled_mlp is a setting of hf_burst"):
-        replace(config, tiled_mlp=8)
     with pytest.raises(TypeError, match="unexpected keyword argument 'tiles'"):
         BurstConfig(tiles=3)
 

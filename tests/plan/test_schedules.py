@@ -28,7 +28,7 @@ from hf_burst.plan import (
 from hf_burst.plan.mask import Band
 from hf_burst.plan.schedules import fetched_share
 from hf_burst.plan.tiles import Tile
-from hf_burst.plan.work import pairs_of_chunks, tile_pairs
+from hf_burst.plan.work import pairs_of_chunks
 from hf_burst.ranks.layout import SequenceLayout
 from recipes.benchmarks.contenders import Documents
 from tests.plan.test_plan import plans
@@ -63,7 +63,7 @@ def test_the_pairs_of_a_band_in_closed_form(rows, columns, low, high):
 
 
 def pairs_of(tiles: tuple[Tile, ...]) -> int:
-    return sum((tile.batch[1] - tile.batch[0]) * tile_pairs(tile) for tile in tiles)
+    return sum((tile.batch[1] - tile.batch[0]) * tile.pairs for tile in tiles)
 
 
 @settings(max_examples=100)

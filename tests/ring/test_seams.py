@@ -65,7 +65,6 @@ def admitted(plan: Plan) -> torch.Tensor:
 @given(plan=plans())
 def test_every_pair_is_computed_once_whoever_holds_queries_and_keys(plan: Plan) -> None:
     pairs = int(admitted(plan).sum())
-    assert plan.pairs == pairs
     for rotating in ROTATING:
         assert verify_plan(plan, rotating) == pairs
         assert verify_plan(reordered(plan), rotating) == pairs
@@ -74,7 +73,7 @@ def test_every_pair_is_computed_once_whoever_holds_queries_and_keys(plan: Plan) 
 def test_shardings_that_do_not_fit_the_masks_are_refused() -> None:
     with pytest.raises(ShardingError, match="do not fit masks of 8 tokens"):
         make_plan((Mask(8),), make_sharding(8, 2), part(2, 10, (0, 1)))
-    with pytest.raises(ShardingError, match=r"on 2 ranks and keys .* on 4"):
+    with pytest.raises(ShardingError, match=r"on \[2, 4\] ring ranks"):
         make_plan((Mask(8),), make_sharding(8, 2), make_sharding(8, 4))
 
 

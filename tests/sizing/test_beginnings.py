@@ -121,7 +121,7 @@ def test_the_command_plans_pairs(capsys: pytest.CaptureFixture[str]) -> None:
         (["--documents", "64", "--endings", "8"], "and no --documents"),
         (["--endings", "8"], "--model needs --length"),
         (["--length", "64", "--endings", "0"], "Document boundaries (0, 64, 64) do not fit"),
-        (["--length", "64", "--endings", "8", "--model", "BertForMaskedLM"], "are for causal attention"),
+        (["--length", "64", "--endings", "8", "--model", "BertForMaskedLM"], "attention that is not causal"),
     ],
 )
 def test_endings_that_cannot_be(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_burst.check.compare import TOLERANCE, compare
-from hf_burst.check.differences import worst_error
+from hf_burst.check.compare import TOLERANCE, compare, worst_error
 from hf_burst.check.tiny import Double
 from hf_burst.errors import BurstError
 from hf_burst.hf.admission import Verdict

@@ -1,6 +1,6 @@
 """A tiny model with random weights for every class of Transformers that is compared, by its own config class.
 
-`hf_burst.check.sizes.SIZES` names the config attributes that mean the same everywhere. `OVERRIDES` and, for wrappers of
+`hf_burst.check.tiny.SIZES` names the config attributes that mean the same everywhere. `OVERRIDES` and, for wrappers of
 a language model and towers, `SETTINGS` hold what single families need besides, and switch on what their configs leave
 out. The config of a wrapper is made small as by `hf-burst check`.
 """
@@ -22,11 +22,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from hf_burst.check import sizes, tiny
-from hf_burst.check.sizes import LAYERS, WINDOW
+from hf_burst.check import tiny
+from hf_burst.check.tiny import LAYERS, WINDOW
 from hf_burst.hf.models.cut_point import modalities_of
 
-SIZES: dict[str, Any] = {**sizes.SIZES, "use_sliding_window": True, "is_decoder": True}
+SIZES: dict[str, Any] = {**tiny.SIZES, "use_sliding_window": True, "is_decoder": True}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 _LINEAR = {"linear_value_head_dim": 8, "linear_num_value_heads": 2}

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
-from hf_burst.plan import Plan, Sharding, Step
+from hf_burst.plan import Mask, Plan, Sharding, Step, Tile
 from hf_burst.plan.ring import Rotating
 
 # for every row of the batch and every query, the intervals of keys that were computed
@@ -12,6 +13,29 @@ Seen = list[dict[int, list[tuple[int, int]]]]
 
 class PlanError(AssertionError):
     """A plan that does not compute its mask exactly once."""
+
+
+def intervals(mask: Mask, query: int) -> list[tuple[int, int]]:
+    """All keys that a query sees, as intervals in rising order of which no two touch."""
+    merged = list[tuple[int, int]]()
+    for start, stop in sorted(span for span in mask.intervals(query) if span[0] < span[1]):
+        if merged and merged[-1][1] == start:
+            start = merged.pop()[0]
+        merged.append((start, stop))
+    return merged
+
+
+def columns_of(tile: Tile, row: int) -> tuple[int, int]:
+    """The admitted columns `[start, stop)` of a row; both are counted from the tile's corner."""
+    whole = 0, tile.k[1] - tile.k[0]
+    if tile.band.documents:
+        whole = next(span for span in pairwise(tile.band.documents) if row < span[1])
+    return tile.band.columns(row, *whole)
+
+
+def pairs_of(plan: Plan) -> int:
+    """The (query, key) pairs that the masks of a plan admit, in closed form."""
+    return sum(mask.pairs for mask in plan.masks)
 
 
 def verify_plan(plan: Plan, rotating: Rotating) -> int:
@@ -40,7 +64,7 @@ def verify_plan(plan: Plan, rotating: Rotating) -> int:
     pairs = 0
     for row, mask in enumerate(plan.masks):
         for query in range(queries.start, queries.stop):
-            for start, stop in mask.intervals(query):
+            for start, stop in intervals(mask, query):
                 first = max(start, keys.start)
                 last = max(first, min(stop, keys.stop))
                 position = first
@@ -53,7 +77,7 @@ def verify_plan(plan: Plan, rotating: Rotating) -> int:
                         )
                     position = end
                 pairs += last - first
-            known = mask.intervals(query)
+            known = intervals(mask, query)
             if any(all(not start <= span[0] < stop for start, stop in known) for span in seen[row][query]):
                 raise PlanError(f"row {row}, query {query} is computed with {seen[row][query]}; it sees {known}")
     return pairs
@@ -107,7 +131,7 @@ def _collect(seen: Seen, plan: Plan, rank: int, step: Step, rotating: Rotating) 
         if step.recv and step.recv.single_tile and rotating_rows != (step.recv.start, step.recv.stop):
             raise PlanError(f"rank {rank}, step {step.order}: {tile} is not all of the single {step.recv}")
         for row in range(*tile.q):
-            start, stop = tile.columns(row - tile.q[0])
+            start, stop = columns_of(tile, row - tile.q[0])
             if start >= stop:
                 raise PlanError(f"rank {rank}, step {step.order}: row {row} of {tile} sees nothing")
             query = next(_tokens(plan.queries, q_rank, row, row + 1))[0]

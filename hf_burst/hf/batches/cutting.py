@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from ...config import BurstConfig
 from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX
-from ...plan import Hybrid, MaskPattern
+from ...plan import MaskPattern, RecurrentSize
 from ...ranks.layout import SequenceLayout
 from ..models.cut_point import TOKEN_INPUTS, MaskedRows, TokenInput
 from ..models.task import CAUSAL, Task
@@ -71,7 +71,7 @@ def layout_of(
     ranks: int,
     task: Task = CAUSAL,
     patterns: Mapping[MaskPattern, int] | None = None,
-    hybrid: Hybrid | None = None,
+    hybrid: tuple[RecurrentSize, ...] = (),
     parents: Sequence[tuple[int, ...]] = (),
 ) -> SequenceLayout:
     """Returns the layout of a full batch over the ranks, balanced for layers with these mask `patterns` (by default

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ...plan import Hybrid, MaskPattern, RecurrentSize, Shapes, choose_recurrence
+from ...plan import MaskPattern, RecurrentSize, Shapes, choose_recurrence
 from ...plan.recurrence import RuleKind, Way
 from ...ranks.layout import SequenceLayout
 from ...recurrent import fla_installed
@@ -65,16 +65,16 @@ def head_size(layer: PreTrainedConfig) -> int:
 
 
 @lru_cache(maxsize=64)
-def chosen_way(hybrid: Hybrid, layout: SequenceLayout, rank: int) -> Way:
+def chosen_way(hybrid: tuple[RecurrentSize, ...], layout: SequenceLayout, rank: int) -> Way:
     """Returns the recurrence schedule of a pass. Rank 0 logs the reason, at debug level for packed documents, because
     every batch has its own choice."""
-    choice = choose_recurrence(hybrid.recurrent, layout.segments)
+    way, reason = choose_recurrence(hybrid, layout.segments)
     if rank == 0:
         count = sum(len(row) - 1 for row in layout.documents) - (layout.batch_size if layout.padding else 0)
         level = logging.INFO if count == layout.batch_size else logging.DEBUG
         batch = f"{layout.batch_size} x {layout.length - layout.padding} tokens, documents: {count}"
-        logger.log(level, "hf_burst passes recurrent layers by %s for %s (%s)", choice.way, batch, choice.reason)
-    return choice.way
+        logger.log(level, "hf_burst passes recurrent layers by %s for %s (%s)", way, batch, reason)
+    return way
 
 
 def _size_of(view: ModelView) -> RecurrentSize | None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
-from ...plan import Hybrid
+from ...plan import RecurrentSize
 from ...plan.recurrence import Way
 from ...ranks.layout import SequenceLayout
 from ...recurrent import fla_kernels
@@ -61,16 +61,15 @@ class Recurrence(Part):
             )
 
 
-def hybrid_of(call: Call) -> Hybrid | None:
-    """Returns what a cut must know of the recurrent layers; `None` in one process, or if one kind does not tell."""
-    sizes = call.view.find(recurrent_sizes)
-    return Hybrid(sizes) if sizes and call.group.size > 1 else None
+def sizes_to_cut(call: Call) -> tuple[RecurrentSize, ...]:
+    """Returns the recurrent layers for which a batch is cut; none in one process, or if one kind does not tell."""
+    return call.view.find(recurrent_sizes) if call.group.size > 1 else ()
 
 
 def way_of(call: Call, layout: SequenceLayout) -> Way:
     """Returns the schedule by which recurrent layers exchange data in a pass."""
-    hybrid = hybrid_of(call)
-    return "states" if hybrid is None else chosen_way(hybrid, layout, call.group.rank)
+    sizes = sizes_to_cut(call)
+    return chosen_way(sizes, layout, call.group.rank) if sizes else "states"
 
 
 def forks(view: ModelView) -> bool:

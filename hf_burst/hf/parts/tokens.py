@@ -27,7 +27,7 @@ from ..models.task import task_named
 from ..spread.where import Where
 from ..view import ModelView, children_of
 from .base import Handles, Part
-from .recurrence import NO_FORKS, forks, hybrid_of, way_of
+from .recurrence import NO_FORKS, forks, sizes_to_cut, way_of
 from .shared_beginnings import SharedBeginnings, by_place, row_of_texts
 
 CONTENT = "content (checksum)"
@@ -196,7 +196,7 @@ class Tokens(Part):
         given = call.given if joined is None else row_of_texts(joined, call)
         row, parents = (given, ()) if joined is None else (joined.batch, (joined.parents,))
         patterns, rank = layer_patterns(call.model.config, call.task), call.group.rank
-        layout = layout_of(row, call.config, call.group.size, call.task, patterns, hybrid_of(call), parents)
+        layout = layout_of(row, call.config, call.group.size, call.task, patterns, sizes_to_cut(call), parents)
         self._check_images(call, given, layout, agreement)
         labelled = row if "labels" in given else {}
         inputs = {**given, **cut_targets(labelled, layout, rank, call.task)}
