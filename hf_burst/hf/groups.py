@@ -10,7 +10,6 @@ from ..ranks.group import CP_DIM, ContextGroup
 
 PATCH = "_hf_burst"  # the attribute that marks a patched model
 _OF_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-OLD_ARGUMENTS = {"mesh": "The argument mesh is called group now: group=mesh. It takes a DeviceMesh or a ProcessGroup."}
 
 
 def check_processes() -> None:

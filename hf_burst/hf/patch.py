@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ..config import BurstConfig, Memory, renamed
+from ..config import BurstConfig, Memory
 from ..errors import ConfigError, UnsupportedModelError
 from ..ranks.group import ContextGroup
 from ..ranks.watch import watch_of_process
@@ -26,7 +26,7 @@ from .batches.sharded import is_sharded
 from .callers import Callers, is_within, within_compiled
 from .context import PASS_KEY, LayerContext, PassContext, current
 from .forward_pass import Agreement, Batch, Call, ForwardPass
-from .groups import OLD_ARGUMENTS, PATCH, check_joined, resolve_group
+from .groups import PATCH, check_joined, resolve_group
 from .models.cut_point import reader_of
 from .models.support import base_model, check_model
 from .models.task import task_of
@@ -55,7 +55,7 @@ from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
 from .parts.towers import Towers
 from .sharded_cache import ShardedCache
-from .view import ModelView, Walk
+from .view import ModelView
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 _COMPILED = (
@@ -64,7 +64,6 @@ _COMPILED = (
 )
 
 
-@renamed(OLD_ARGUMENTS)
 def patch_model(
     model: AnyModel, config: BurstConfig | None = None, group: DeviceMesh | dist.ProcessGroup | None = None
 ) -> AnyModel:
@@ -233,7 +232,7 @@ class _Patch:
         for part in self.parts:
             part.install(view)
         model = view.root
-        self.look(view, Walk(model))
+        self.look(view)
         inner = dict.fromkeys((model.base_model, reader_of(view).root))
         self.handles += [
             module.register_forward_pre_hook(self.within, with_kwargs=True) for module in inner if module is not model
@@ -296,11 +295,10 @@ class _Patch:
     def _agreed(self, module: PreTrainedModel, given: Mapping[str, Any], error: Exception | None) -> ForwardPass:
         """Returns the pass over a batch, on which all ranks have agreed. Raises any rank's error on all of them."""
         self.passes += 1
-        walk = Walk(module)
-        changed = not self.view.is_of(walk)
+        changed = not self.view.is_of(module)
         view = ModelView(module) if changed else self.view
         wants_loss = self.pooling is None and self.token_losses.question is None
-        group, callers = resolve_group(self.group), Callers(walk.compiled or within_compiled())
+        group, callers = resolve_group(self.group), Callers(view.is_compiled or within_compiled())
         call = Call(view, group, self.config, self.task, given, callers, self.pooling, wants_loss)
         mode = "training" if module.training else "evaluation"
         doing = f"forward pass {self.passes} of {type(module).__name__} in {mode}"
@@ -312,7 +310,7 @@ class _Patch:
         try:
             if error is None:
                 if changed:
-                    self.look(view, walk)
+                    self.look(view)
                 batch = self._batch(call, agreement)
         except Exception as problem:
             error = problem
@@ -362,16 +360,16 @@ class _Patch:
         self.end()
         self.context.enter(None)
 
-    def look(self, view: ModelView, walk: Walk) -> None:
+    def look(self, view: ModelView) -> None:
         """Lets the parts look at the model's modules anew."""
         for handle in self.looked:
             handle.remove()
-        self.view, self.looked = view, []
+        self.looked = []
         for part in self.parts:
             self.looked += part.look(view)
             for kind, module, given in part.overrides(view):
                 kind.put(module, *given)
-        view.accept(walk)
+        self.view = view
 
     def meet(self, call: Call, error: Exception | None, doing: str) -> None:
         """Makes sure, in the first pass over a group, that all ranks have arrived before any asks for hosts."""

@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import get_worker_info
 
-from ...config import BurstConfig, renamed
+from ...config import BurstConfig
 from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX
 from ...ranks.group import ContextGroup
-from ..groups import OLD_ARGUMENTS, resolve_group
+from ..groups import resolve_group
 from ..models.task import Task, task_named
 from .cutting import cut_inputs, cut_targets, layout_of
 from .joining import Joined, fit, join_texts, obstacle_in
@@ -19,7 +19,6 @@ from .packing import join_samples
 from .sharded import LAYOUT_KEY, describe_shard
 
 
-@renamed(OLD_ARGUMENTS)
 def shard_batch(
     batch: Mapping[str, Any],
     group: DeviceMesh | dist.ProcessGroup | None = None,
@@ -97,7 +96,6 @@ class BurstCollator:
     ```
     """
 
-    @renamed(OLD_ARGUMENTS)
     def __init__(
         self,
         base_collator: Callable[[list[Any]], Mapping[str, Any]],
