@@ -91,15 +91,6 @@ class ShardedPass:
         return ReplayBuffer(outer, keeps and self.config.memory_settings.attention_keep > 0)
 
 
-@dataclass(eq=False)
-class OpenPass:
-    """One pass of a model: the context around it, whether it is sharded, and whether it has not ended."""
-
-    outer: "LayerContext | None"
-    sharded: bool = True
-    open: bool = True
-
-
 @dataclass(frozen=True)
 class LayerContext:
     """What a layer knows of its run.
@@ -110,7 +101,6 @@ class LayerContext:
         cache ([`AttentionCache`], *optional*): What the innermost checkpoint saves of its attention.
         tile (`int`, defaults to 0): The most tokens that an MLP takes at a time; 0 for all.
         obstacles (`dict`): Reasons not to tile that this pass has found, by the name of a module.
-        within ([`OpenPass`], *optional*): The pass.
         cached ([`ShardedCache`], *optional*): The cache that stores keys, in a pass of an answer over ranks.
     """
 
@@ -119,7 +109,6 @@ class LayerContext:
     cache: AttentionCache | None = None
     tile: int = 0
     obstacles: dict[str, str] = field(default_factory=dict)
-    within: OpenPass | None = field(default=None, repr=False)
     cached: ShardedCache | None = None
 
     def of_checkpoint(self, cache: AttentionCache | None) -> "LayerContext":
@@ -128,65 +117,52 @@ class LayerContext:
         return replace(self, replay=replay, cache=cache)
 
 
-# per thread: autograd's threads start without one
-_CURRENT: ContextVar[LayerContext | None] = ContextVar("hf_burst_layer_context", default=None)
+# passes and checkpoints that have begun in this thread, innermost last, each with the one that will end it
+_OPEN: ContextVar[tuple[tuple[Any, LayerContext | None], ...]] = ContextVar("hf_burst_layer_contexts", default=())
 
 
 def current() -> LayerContext | None:
     """Returns the context in which this thread runs a layer; `None` outside passes and checkpoints."""
-    return _current_of_thread() if torch.compiler.is_compiling() else _CURRENT.get()
+    return _current_of_thread() if torch.compiler.is_compiling() else _innermost()
 
 
-@torch.compiler.disable
-def _current_of_thread() -> LayerContext | None:
-    return _CURRENT.get()  # graphs cannot read it
+def _innermost() -> LayerContext | None:
+    contexts = _OPEN.get()
+    return contexts[-1][1] if contexts else None
+
+
+_current_of_thread = torch.compiler.disable(_innermost)  # graphs cannot read it
 
 
 @contextmanager
 def entered(context: LayerContext | None) -> Iterator[None]:
     """Runs the `with` block in a context."""
-    before = _CURRENT.get()
-    _CURRENT.set(context)
+    before = _OPEN.get()
+    _OPEN.set((*before, (None, context)))
     try:
         yield
     finally:
-        _CURRENT.set(before)
+        _OPEN.set(before)
 
 
 class PassContext:
     """The context of a model's pass, which begins and ends in two hooks of the model. An interrupted pass ends when the
     same model begins its next one; passes that other models have begun meanwhile stay open."""
 
-    def __init__(self) -> None:
-        self.own: OpenPass | None = None  # the pass that has not ended
-
     def enter(self, context: LayerContext | None) -> None:
         """Enters the context of a pass, or none where every rank holds whole sequences."""
-        self.own = OpenPass(_CURRENT.get(), sharded=context is not None)
-        _CURRENT.set(None if context is None else replace(context, within=self.own))
+        _OPEN.set((*_OPEN.get(), (self, context)))
 
     def leave(self) -> None:
-        """Restores the context of the innermost pass that is still open; does nothing outside a pass."""
-        own, self.own = self.own, None
-        if own is None:
-            return
-        own.open, now = False, _CURRENT.get()
-        is_inside = now is None if not own.sharded else now is not None and now.within is own
-        if is_inside:
-            outer = own.outer
-            while outer is not None and outer.within is not None and not outer.within.open:
-                outer = outer.within.outer
-            _CURRENT.set(outer)
-
-    def __reduce__(self) -> Any:
-        return PassContext, ()
+        """Leaves it; does nothing outside a pass."""
+        _OPEN.set(tuple(each for each in _OPEN.get() if each[0] is not self))
 
 
 def change_pass(sharded_pass: ShardedPass) -> None:
     """Replaces the pass that layers of the current pass see."""
-    context = _CURRENT.get()
+    *outer, (owner, context) = _OPEN.get()
     assert context is not None, "in a pass"
-    _CURRENT.set(replace(context, sharded_pass=sharded_pass))
+    _OPEN.set((*outer, (owner, replace(context, sharded_pass=sharded_pass))))
 
 
 class CheckpointedRun:
