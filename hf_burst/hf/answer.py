@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ..attention.shared_keys import Exchange, Expand, Keys, attend_to_shared, exchanged
 from ..errors import BatchError, UnsupportedModelError
@@ -100,27 +100,24 @@ class Answer:
         return len(range(self.group.rank, count, self.group.size))
 
 
-class ShardedLayer(CacheLayerMixin):
-    """What a rank stores of one layer."""
+class ShardedLayer(LinearAttentionLayer, CacheLayerMixin):
+    """What a rank stores of one layer: its keys, and the states of a recurrent one, which are equal on all ranks."""
 
-    is_sliding = False
-    is_croppable = True
-    record_past = False  # read by models that take states from layers
+    is_sliding = is_compileable = False
+    is_croppable = supports_early_init = True
 
-    def __init__(self, answer: Answer, document: Keys | None = None) -> None:
-        super().__init__()
+    def __init__(self, answer: Answer, convolutions: int = 1, document: Keys | None = None) -> None:
+        CacheLayerMixin.__init__(self)
+        LinearAttentionLayer.__init__(self, convolutions)
         self.answer, self.document = answer, document
         self.keys: Tensor | None = None  # of new tokens, with spare room
         self.values: Tensor | None = None
         self.count = 0  # new tokens on all ranks
         self._latest: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores the keys and values of this rank's part of the prompt, or of new tokens, and returns only these."""
-        self.lazy_initialization(key_states, value_states)
+        self.is_initialized = True
         self._latest = weakref.ref(key_states), weakref.ref(value_states)
         assert self.answer.phase is not None, "a pass is under way"
         # under autocast or peft, norms may leave keys in fp32
@@ -163,11 +160,18 @@ class ShardedLayer(CacheLayerMixin):
             self.document = Keys(keys, values, held.positions[:, :kept], held.before)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorders new tokens only, because beams of a row share its prompt."""
+        """Reorders new tokens and states only, because beams of a row share its prompt."""
         own = self.answer.own(self.count)
         if own and self.keys is not None and self.values is not None:
             for part in (self.keys, self.values):
                 part[:, :, :own] = part[:, :, :own].index_select(0, beam_idx.to(part.device))
+        for state in self.state_tensors:
+            state.copy_(state.index_select(0, beam_idx.to(state.device)))
+
+    @property
+    def state_tensors(self) -> list[Tensor]:
+        states = (*self.conv_states.values(), *self.recurrent_states.values())
+        return [state for state in states if state is not None]
 
     @property
     def room(self) -> int:
@@ -178,7 +182,8 @@ class ShardedLayer(CacheLayerMixin):
     def places(self) -> tuple[tuple[Any, ...], ...]:
         """Addresses and shapes of its tensors."""
         document = () if self.document is None else (self.document.keys, self.document.values, self.document.positions)
-        return tuple((part.data_ptr(), part.shape) for part in (self.keys, self.values, *document) if part is not None)
+        held = (self.keys, self.values, *document, *self.state_tensors)
+        return tuple((part.data_ptr(), part.shape) for part in held if part is not None)
 
 
 def layer_of(

@@ -111,8 +111,8 @@ def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, ver
         return model  # a notebook cell that runs again
     if there is not None:
         raise ConfigError(
-            f"The model is patched already, with {there.config} and {_named(there.group)}; now {config} and "
-            f"{_named(group)} were given. Call hf_burst.unpatch_model(model) before patching it anew."
+            f"The model is patched already, with {there.config} and {there.group}; now {config} and {group} were given. "
+            "Call hf_burst.unpatch_model(model) before patching it anew."
         )
     view = ModelView(base)
     check_model(view)
@@ -126,10 +126,6 @@ def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, ver
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         watch_of_process()  # another rank may come to the first pass alone
     return model
-
-
-def _named(group: ContextGroup | None) -> str:
-    return "no group" if group is None else f"a group of {group.size} ranks"
 
 
 def unpatch_model(model: AnyModel) -> AnyModel:
@@ -305,7 +301,8 @@ class _Patch:
         agreement = Agreement({"served by": self.verdict, "mode": mode})
         if self.config.schedule == "auto" and group.size > 1:  # graphs take another schedule, see `with_schedule`
             agreement.add("compiled", call.compiled, _COMPILED)
-        self.meet(call, error, doing)
+        if not resources_of(group).knows_hosts:  # all ranks must have arrived before any asks for hosts
+            group.agree({}, error, view.device, doing=doing)
         batch: Batch | None = None
         try:
             if error is None:
@@ -370,13 +367,6 @@ class _Patch:
             for kind, module, given in part.overrides(view):
                 kind.put(module, *given)
         self.view = view
-
-    def meet(self, call: Call, error: Exception | None, doing: str) -> None:
-        """Makes sure, in the first pass over a group, that all ranks have arrived before any asks for hosts."""
-        if resources_of(call.group).knows_hosts:
-            return
-        sizes = ", ".join(map(str, self.recurrence.sizes)) or "none"
-        call.group.agree({"BurstConfig": str(self.config), "recurrent layers": sizes}, error, call.device, doing=doing)
 
     @torch.compiler.disable
     def after(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
