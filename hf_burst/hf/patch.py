@@ -111,8 +111,8 @@ def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, ver
         return model  # a notebook cell that runs again
     if there is not None:
         raise ConfigError(
-            f"The model is patched already, with {there.config} and {there.group}; now {config} and {group} were given. "
-            "Call hf_burst.unpatch_model(model) before patching it anew."
+            f"The model is patched already, with {there.config} and {there.group}, and now {config} and {group} were "
+            "given. Call hf_burst.unpatch_model(model) before patching it anew."
         )
     view = ModelView(base)
     check_model(view)

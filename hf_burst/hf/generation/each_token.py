@@ -87,13 +87,12 @@ class OwnStreamer(BaseStreamer):
 
     Args:
         streamer ([`BaseStreamer`]): The streamer.
-        each ([`EachToken`], *optional*): Keeps its errors until all ranks hear of them, if there are others.
+        each ([`EachToken`]): Keeps its errors until all ranks hear of them.
         question (`torch.Tensor`, *optional*): What it gets instead of the first tokens, a document and a question.
     """
 
-    def __init__(self, streamer: BaseStreamer, each: EachToken | None, question: Tensor | None) -> None:
-        self.streamer = streamer
-        self.note: Callable[..., None] = _call if each is None else each.note
+    def __init__(self, streamer: BaseStreamer, each: EachToken, question: Tensor | None) -> None:
+        self.streamer, self.note = streamer, each.note
         self.question = None if question is None else question.cpu()
 
     def put(self, value: Tensor) -> None:
@@ -102,7 +101,3 @@ class OwnStreamer(BaseStreamer):
 
     def end(self) -> None:
         self.note(self.streamer.end)
-
-
-def _call(function: Callable[..., Any], *args: Any) -> None:
-    function(*args)
