@@ -32,20 +32,12 @@ PASS_KEY = "burst_pass"  # the keyword argument that carries a ShardedPass into 
 
 @dataclass(frozen=True)
 class LaidTokens:
-    """A layout as tensors on the device of a rank.
+    """A layout as tensors on the device of a rank, `(batch, n)` for this rank's tokens."""
 
-    Args:
-        encoded (`torch.LongTensor`): The layout as the attention operator takes it.
-        places (`torch.LongTensor` of shape `(batch, n)`, *optional*): Places of this rank's tokens in their rows or
-            documents, if a layer needs them.
-        fully_masked (`torch.BoolTensor` of shape `(batch, n)`, *optional*): Which of its tokens see nothing.
-        real (`torch.BoolTensor` of shape `(batch, n)`, *optional*): Which are not padding, if there is any.
-    """
-
-    encoded: torch.Tensor
-    places: torch.Tensor | None = None
-    fully_masked: torch.Tensor | None = None
-    real: torch.Tensor | None = None
+    encoded: torch.Tensor  # as the attention operator takes it
+    places: torch.Tensor | None = None  # in rows or documents, if a layer needs them
+    fully_masked: torch.Tensor | None = None  # which tokens see nothing
+    real: torch.Tensor | None = None  # which are not padding, if there is any
 
     @classmethod
     def of(cls, layout: SequenceLayout, rank: int, device: torch.device, places: bool) -> "LaidTokens":
@@ -63,28 +55,16 @@ class LaidTokens:
 
 @dataclass(frozen=True)
 class ShardedPass:
-    """What the layers of a model know of one sharded forward pass.
-
-    Args:
-        layout ([`SequenceLayout`]): How the tokens lie over the ranks.
-        segments ([`Segments`]): The layout for recurrent layers, made for this pass alone, so that what layers store
-            with it is freed when the pass ends.
-        group ([`ContextGroup`]): The ranks that share the batch.
-        config ([`BurstConfig`]): The settings, with the memory settings that were chosen for the pass.
-        laid ([`LaidTokens`]): The layout as tensors.
-        causal (`bool`, defaults to `True`): Whether queries see no later keys.
-        way (`str`, defaults to `"states"`): The schedule by which recurrent layers exchange data.
-        masks (tuple of `LazyMask`): A wrapper's masks of the whole sequence, if they have blocks, such as images.
-    """
+    """What the layers of a model know of one sharded forward pass."""
 
     layout: SequenceLayout
-    segments: Segments
+    segments: Segments  # the layout for recurrent layers; what they store with it is freed when the pass ends
     group: ContextGroup
-    config: BurstConfig
-    laid: LaidTokens
-    causal: bool = True
-    way: Way = "states"
-    masks: tuple[Any, ...] = ()
+    config: BurstConfig  # with the memory settings that were chosen for the pass
+    laid: LaidTokens  # the layout as tensors
+    causal: bool = True  # whether queries see no later keys
+    way: Way = "states"  # the schedule by which recurrent layers exchange data
+    masks: tuple[Any, ...] = ()  # a wrapper's masks of the whole sequence, if they have blocks, such as images
 
     def replay(self, outer: ReplayBuffer | None = None, keeps: bool = False) -> ReplayBuffer:
         """Returns a buffer for what recurrent layers receive; it stores nothing unless a checkpoint `keeps` it."""
@@ -93,23 +73,14 @@ class ShardedPass:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer knows of its run.
+    """What a layer knows of its run."""
 
-    Args:
-        sharded_pass ([`ShardedPass`], *optional*): The sharded pass; `None` where every rank holds whole sequences.
-        replay ([`ReplayBuffer`], *optional*): What recurrent layers received in the first run, in a sharded pass.
-        cache ([`AttentionCache`], *optional*): What the innermost checkpoint saves of its attention.
-        tile (`int`, defaults to 0): The most tokens that an MLP takes at a time; 0 for all.
-        obstacles (`dict`): Reasons not to tile that this pass has found, by the name of a module.
-        cached ([`ShardedCache`], *optional*): The cache that stores keys, in a pass of an answer over ranks.
-    """
-
-    sharded_pass: ShardedPass | None = None
-    replay: ReplayBuffer | None = None
-    cache: AttentionCache | None = None
-    tile: int = 0
-    obstacles: dict[str, str] = field(default_factory=dict)
-    cached: ShardedCache | None = None
+    sharded_pass: ShardedPass | None = None  # `None` where every rank holds whole sequences
+    replay: ReplayBuffer | None = None  # what recurrent layers received in the first run
+    cache: AttentionCache | None = None  # what the innermost checkpoint saves of its attention
+    tile: int = 0  # the most tokens that an MLP takes at a time; 0 for all
+    obstacles: dict[str, str] = field(default_factory=dict)  # reasons not to tile, by the name of a module
+    cached: ShardedCache | None = None  # stores keys, in a pass of an answer over ranks
 
     def of_checkpoint(self, cache: AttentionCache | None) -> "LayerContext":
         """Returns the context of a checkpoint inside this one."""
