@@ -27,39 +27,63 @@ _ROOM = 64  # tokens that a layer first allocates
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """Prompts, one per row, spread over the ranks."""
+class Filling:
+    """The pass that reads the prompts, one per row. Each rank computes, and keeps, its part of the tokens."""
 
     rows: int
     length: int  # tokens in each, padding included
     positions: Tensor  # of the tokens on this rank, -1 for padding, `(rows or 1, n)`
     starts: tuple[int, ...] = ()  # padding tokens of each row; empty for none
+    layout: SequenceLayout | None = None  # `None` for a document that was read before
 
     @classmethod
-    def of(cls, layout: SequenceLayout, rank: int, device: torch.device) -> "Prompt":
+    def of(cls, layout: SequenceLayout, rank: int, device: torch.device) -> "Filling":
         """Returns the prompts of a batch that is laid over the ranks."""
         own, length = layout.indices(rank), layout.length - layout.padding
         assert bool((own.diff() > 0).all()), "what fills the last chunk stands last on its rank"
         starts = tuple(start for start, _ in layout.real)
         starts = starts if any(starts) else ()
         own = own[own < length] - torch.tensor(starts or (0,), device="cpu")[:, None]
-        return cls(layout.batch_size, length, own.clamp(min=-1).to(device), starts)
+        return cls(layout.batch_size, length, own.clamp(min=-1).to(device), starts, layout)
 
     @property
     def shown(self) -> Tensor:
         """Number of tokens in each row that are not padding, `(rows or 1, 1)`."""
         return self.length - torch.tensor(self.starts or (0,), device=self.positions.device)[:, None]
 
-    def first_seen(self, pattern: MaskPattern) -> int:
-        """Returns the first token that a later token of any row may see."""
-        starts = self.starts or (0,)
-        seen = list(starts)
-        if pattern.window is not None:
-            seen = [max(start, self.length - pattern.window) for start in starts]
-        if (chunk := pattern.attention_chunk_size) is not None:
-            begun = [self.length - (self.length - start) % chunk for start in starts]
-            seen = [*map(max, seen, begun)]
-        return min(seen)
+    def take(self, layer: "ShardedLayer", keys: Tensor, values: Tensor) -> None:
+        """Stores the keys of this rank's tokens."""
+        own = self.positions.shape[1]  # without the tokens that fill the last chunk
+        keys, values = keys[:, :, :own].contiguous(), values[:, :, :own].contiguous()
+        layer.document = Keys(keys, values, self.positions, before=not self.starts)
+
+    def free(self, layer: "ShardedLayer", pattern: MaskPattern) -> None:
+        """Frees the keys of a layer that no later token will see."""
+        held, starts = layer.document, self.starts or (0,)
+        longest, first = min(starts), min(self._first_seen(start, pattern) for start in starts)
+        if held is None or layer.answer.keeps_all or first <= longest:
+            return
+        seen = held.positions[starts.index(longest)] >= first - longest
+        if not bool(seen.all()):
+            kept = seen.nonzero().flatten()
+            keys, values = (part.index_select(2, kept) for part in (held.keys, held.values))
+            layer.document = Keys(keys, values, held.positions[:, kept], held.before)
+
+    def _first_seen(self, start: int, pattern: MaskPattern) -> int:
+        """Returns the first token that a later one may see in a row with so much padding."""
+        seen = start if pattern.window is None else max(start, self.length - pattern.window)
+        chunk = pattern.attention_chunk_size
+        return seen if chunk is None else max(seen, self.length - (self.length - start) % chunk)
+
+    def last(self, inputs: Tensor, size: int, group: ContextGroup) -> Tensor:
+        """Returns the last `size` inputs `(batch, channels, size)` of rows spread over the ranks, on every rank, with
+        zeros before the first token."""
+        assert self.layout is not None, "documents have no states"
+        places = self.layout.indices(group.rank) - (self.length - size)
+        own = ((places >= 0) & (places < size)).nonzero().flatten()
+        part = inputs.new_zeros(*inputs.shape[:2], size)
+        part[..., places[own].to(inputs.device)] = inputs[..., own.to(inputs.device)]
+        return torch.stack(all_gather(part, group)).sum(0)  # only one rank is nonzero at each place
 
 
 class _Lent(int):
@@ -71,7 +95,7 @@ class Answer:
     """The state that all layers of a sharded cache share."""
 
     group: ContextGroup
-    prompt: Prompt | None = None  # set when its pass begins
+    prompt: Filling | None = None  # set when its pass begins
     new: Tensor | None = None  # positions of the tokens after the prompt, `(batch, n)`
     unpadded: bool = True  # whether none of these is padding
     keeps_all: bool = False  # whether windows keep the whole prompt, whose last tokens may be guesses to remove
@@ -206,44 +230,6 @@ def layer_of(
         f"{type(module).__name__} changes the keys or values that its cache returned, in a way that is not known. "
         "Generation over ranks is not served for it; model.generate holds the whole prompt on each rank."
     )
-
-
-@dataclass(frozen=True)
-class Filling:
-    """The pass that reads the prompt. Each rank computes its part of the tokens."""
-
-    answer: Answer
-    prompt: Prompt
-    layout: SequenceLayout
-
-    def take(self, layer: ShardedLayer, keys: Tensor, values: Tensor) -> None:
-        """Stores the keys of this rank's tokens."""
-        own = self.prompt.positions.shape[1]  # without the tokens that fill the last chunk
-        keys, values = keys[:, :, :own].contiguous(), values[:, :, :own].contiguous()
-        layer.document = Keys(keys, values, self.prompt.positions, before=not self.prompt.starts)
-
-    def free(self, layer: ShardedLayer, pattern: MaskPattern) -> None:
-        """Frees the keys of a layer that no later token will see."""
-        held, first = layer.document, self.prompt.first_seen(pattern)
-        starts = self.prompt.starts or (0,)
-        longest = min(starts)
-        if held is None or self.answer.keeps_all or first <= longest:
-            return
-        seen = held.positions[starts.index(longest)] >= first - longest
-        if not bool(seen.all()):
-            kept = seen.nonzero().flatten()
-            keys, values = (part.index_select(2, kept) for part in (held.keys, held.values))
-            layer.document = Keys(keys, values, held.positions[:, kept], held.before)
-
-    def last(self, inputs: Tensor, size: int) -> Tensor:
-        """Returns the last `size` inputs `(batch, channels, size)` of rows spread over the ranks, on every rank, with
-        zeros before the first token."""
-        group = self.answer.group
-        places = self.layout.indices(group.rank) - (self.prompt.length - size)
-        own = ((places >= 0) & (places < size)).nonzero().flatten()
-        part = inputs.new_zeros(*inputs.shape[:2], size)
-        part[..., places[own].to(inputs.device)] = inputs[..., own.to(inputs.device)]
-        return torch.stack(all_gather(part, group)).sum(0)  # only one rank is nonzero at each place
 
 
 @dataclass

@@ -19,7 +19,7 @@ from ..kernels import Scores
 from ..plan import MaskPattern
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
-from .answer import Answer, Filling, Fixed, Prompt, ShardedLayer, Stepping, layer_of
+from .answer import Answer, Filling, Fixed, ShardedLayer, Stepping, layer_of
 
 
 class ShardedCache(Cache):
@@ -42,7 +42,7 @@ class ShardedCache(Cache):
         """Returns a cache that begins with a document of `length` tokens, from this rank's part of it."""
         cache = cls(group)
         positions = next(keys.positions for keys in layers if keys is not None)
-        cache.answer.prompt = Prompt(1, length, positions)
+        cache.answer.prompt = Filling(1, length, positions)
         cache.layers += [ShardedLayer(cache.answer, document=document) for document in layers]
         for layer in cache.layers:
             layer.is_initialized = True
@@ -60,8 +60,7 @@ class ShardedCache(Cache):
 
     def begin_prompt(self, layout: SequenceLayout, device: torch.device) -> None:
         """Begins the pass that reads the prompt."""
-        self.answer.prompt = Prompt.of(layout, self.answer.group.rank, device)
-        self.answer.phase = Filling(self.answer, self.answer.prompt, layout)
+        self.answer.prompt = self.answer.phase = Filling.of(layout, self.answer.group.rank, device)
 
     def end_prompt(self) -> None:
         """Ends the pass that reads the prompt, and repeats each row of the states for its copies."""
@@ -202,7 +201,7 @@ class ShardedCache(Cache):
                     f"Layer {layer_idx} does not say how long its convolution is. model.generate holds the whole "
                     "prompt on each rank."
                 )
-            inputs = phase.last(conv_states, conv_kernel_size)
+            inputs = phase.last(conv_states, conv_kernel_size, self.answer.group)
         kept = self._layer(layer_idx).update_conv_state(inputs, state_idx, conv_kernel_size=conv_kernel_size)
         return conv_states if isinstance(phase, Filling) else kept
 

@@ -705,7 +705,7 @@ def test_models_that_generate_refuses() -> None:
     prompt = prompt_of(7, False)["input_ids"]
     with pytest.raises(ConfigError, match="patch_model"):
         hf_burst.generate(make("llama"), prompt)
-    with pytest.raises(UnsupportedModelError, match="generates none"):
+    with pytest.raises(UnsupportedModelError, match="takes no cache"):
         hf_burst.generate(models.patch(models.make_model("bert").eval()), prompt)
     with pytest.raises(UnsupportedModelError, match="no state behind a prompt"):
         hf_burst.generate(models.patch(make("zamba")), prompt)

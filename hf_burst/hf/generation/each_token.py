@@ -38,7 +38,7 @@ class EachToken(StoppingCriteria):
             self.note(lambda: done.copy_(self.criteria(input_ids, scores, **kwargs)))
         self._compare(input_ids[:, self.length :])
         self.length = input_ids.shape[1]
-        if self.stops:
+        if self.stops and self.group.size > 1:
             with self.group.messages():
                 torch.distributed.broadcast(done, self.group.members[0], group=self.group.process_group)
         return done.bool().to(input_ids.device)

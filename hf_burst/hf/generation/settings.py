@@ -75,8 +75,6 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
 def _problems(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Iterator[BurstError]:
     """Yields what is not supported of a model, and of the arguments of `model.generate`."""
     name = type(model).__name__
-    if not getattr(model, PATCH).task.generates:
-        yield UnsupportedModelError(f"{name} predicts masked tokens and generates none.")
     if model.training:
         yield ConfigError("The model is in training, where dropout would change its answers. Call model.eval() first.")
     recurrent = recurrent_modules(ModelView(model))
