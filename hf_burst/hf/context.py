@@ -137,19 +137,13 @@ def change_pass(sharded_pass: ShardedPass) -> None:
 
 
 class CheckpointedRun:
-    """The function of a checkpoint. All its runs share one context, made inside the context of the first run.
-
-    Args:
-        function (callable): The layer, or several.
-        cache ([`AttentionCache`], *optional*): What is saved of its attention.
-        advise (callable): Called with an error before it is raised.
-    """
+    """The function of a checkpoint. All its runs share one context, made inside the context of the first run."""
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        cache: AttentionCache | None,
-        advise: Callable[[BaseException | None], None],
+        function: Callable[..., Any],  # the layer, or several
+        cache: AttentionCache | None,  # what is saved of its attention
+        advise: Callable[[BaseException | None], None],  # called with an error before it is raised
     ) -> None:
         self.function, self.cache, self.advise = function, cache, advise
         self.context: LayerContext | None = None  # set by the first run
@@ -184,6 +178,5 @@ def refuse_blind_run(module: nn.Module) -> None:
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         raise ConfigError(
             f"A {type(module).__name__} runs again in the backward pass, by a checkpoint that does not tell it how the "
-            "sequence is sharded. Checkpoint whole layers: model.gradient_checkpointing_enable(), or "
-            "gradient_checkpointing=True among the training arguments."
+            "sequence is sharded. Checkpoint whole layers: model.gradient_checkpointing_enable()."
         )

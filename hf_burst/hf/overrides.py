@@ -15,11 +15,7 @@ from .view import ModelView
 
 class Override:
     """A replacement for one method of a module, by default its forward. It does not keep the module alive, and a copy
-    of the module has a copy of it.
-
-    Args:
-        module (`torch.nn.Module`): The module.
-        own (callable, *optional*): What the module had in this place before; by default the method of its class.
+    of the module has a copy of it. `own` is what the module had in this place before, if not the method of its class.
     """
 
     name = "forward"

@@ -94,12 +94,8 @@ def patch_model(
 
 
 def patch_under_check(model: AnyModel, tile: int = 0) -> AnyModel:
-    """Does what [`patch_model`] does, served or not, for a class that is being compared with one process.
-
-    Args:
-        model (`PreTrainedModel`): Changed in place.
-        tile (`int`, defaults to 0): Tokens that an MLP takes at a time; 0 for all.
-    """
+    """Does what [`patch_model`] does, served or not, for a class that is being compared with one process, with MLPs
+    that take `tile` tokens at a time."""
     return _apply(model, BurstConfig(gradients="manual", memory=Memory(tiled_mlp=tile)), None, verdict="under check")
 
 
@@ -339,9 +335,8 @@ class _Patch:
         if size > 1:
             raise UnsupportedModelError(
                 f"{type(module).__name__} was called past the hooks of its patched model, which cut the batch, so each "
-                f"of {size} ranks would hold whole sequences. Call the model itself, not model.model; with "
-                "output_hidden_states=True it returns hidden states of the whole batch. Nor call model.forward, as the "
-                "peft method AdaLoRA does. hf_burst.unpatch_model(model) gives the plain model back."
+                f"of {size} ranks would hold whole sequences. Call the model itself, not model.model or its forward; "
+                "with output_hidden_states=True it returns hidden states of the whole batch."
             )
         self._begin_outside()
 

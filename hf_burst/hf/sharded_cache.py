@@ -15,7 +15,6 @@ from transformers.cache_utils import Cache
 
 from ..attention.shared_keys import Keys
 from ..errors import BatchError, UnsupportedModelError
-from ..kernels import Scores
 from ..plan import MaskPattern
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
@@ -23,16 +22,12 @@ from .answer import Answer, Filling, Fixed, ShardedLayer, Stepping, layer_of
 
 
 class ShardedCache(Cache):
-    """Keys and values of a model, spread over the ranks of a group.
-
-    Args:
-        group ([`ContextGroup`]): The ranks.
-        copies (`int`, defaults to 1): How often each prompt stands in the batch, in consecutive rows.
-        convolutions (`int`, defaults to 1): The most convolutions of a layer that carry a state.
-    """
+    """Keys and values of a model, spread over the ranks of a group."""
 
     def __init__(self, group: ContextGroup, copies: int = 1, convolutions: int = 1) -> None:
-        self.answer, self.copies, self.convolutions = Answer(group), copies, convolutions
+        self.answer = Answer(group)
+        self.copies = copies  # of each prompt in the batch, in consecutive rows
+        self.convolutions = convolutions  # the most of a layer that carry a state
         self.compares = False  # whether the caller that chooses tokens has compared those of all ranks
         super().__init__(layers=[])
         self.layers: list[Any]
@@ -117,17 +112,10 @@ class ShardedCache(Cache):
         self.answer.phase.free(layer_of(self.layers, module, keys, values)[0], pattern)
 
     @torch.compiler.disable  # it reads counts, which would be constants of a graph: a new graph for each token
-    def attend(
-        self,
-        module: nn.Module,
-        states: tuple[Tensor, Tensor, Tensor],
-        pattern: MaskPattern,
-        scores: Scores,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Returns the attention of new tokens over the keys on all ranks."""
+    def attend(self, *given: Any) -> Tensor:
+        """Returns the attention of new tokens over the keys on all ranks, see `Stepping`."""
         assert isinstance(self.answer.phase, Stepping), "the prompt is read with a call"
-        return self.answer.phase.attend(module, states, pattern, scores, sinks)
+        return self.answer.phase.attend(*given)
 
     @property
     def is_padded(self) -> bool:

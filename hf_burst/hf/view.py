@@ -26,11 +26,8 @@ Found = TypeVar("Found")
 
 
 class ModelView:
-    """The modules of a model at one time. It does not keep the model alive, and a copy of it belongs to no model.
-
-    Args:
-        root (`torch.nn.Module`): The model, or a part of one.
-    """
+    """The modules of a model, or of a part of one, at one time. It does not keep the model alive, and a copy of it
+    belongs to no model."""
 
     def __init__(self, root: nn.Module) -> None:
         named = list(root.named_modules())
