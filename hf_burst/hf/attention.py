@@ -168,8 +168,8 @@ def attention_forward(
         context = current()
         if context is not None:
             burst_pass, cache, cached = context.sharded_pass, context.cache, context.cached
-        elif burst_pass is None and _is_of_a_pass(attention_mask):
-            refuse_blind_run(module)
+        elif burst_pass is None and getattr(attention_mask, "sharded", attention_mask is None):
+            refuse_blind_run(module)  # tensors come from other calls
     if burst_pass is not None:
         setattr(module, ARRIVED, True)  # read by the part `Arrivals`
     if burst_pass is not None and burst_pass.group.size == 1 and query.shape[2] != key.shape[2]:
@@ -247,11 +247,6 @@ def masks_with_blocks(given: Any, layout: SequenceLayout) -> tuple[LazyMask, ...
     return known if any(map(any, found)) else ()
 
 
-def _is_of_a_pass(mask: Mask) -> bool:
-    """Returns whether a mask may come from a sharded pass; tensors come from other calls."""
-    return mask.sharded if isinstance(mask, LazyMask) else mask is None
-
-
 def register() -> None:
     """Registers both functions with Transformers; repeating it changes nothing."""
     AttentionInterface.register(NAME, attention_forward)
@@ -265,7 +260,8 @@ def _pattern(
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if isinstance(mask, LazyMask):
         pattern = mask.pattern
-        if causal not in (None, pattern.causal) and not _masks_prefixes(module):
+        prefixes = getattr(getattr(module, "config", None), "use_bidirectional_attention", None) is True
+        if causal not in (None, pattern.causal) and not prefixes:  # of PaliGemma, known to the mask alone
             raise UnsupportedModelError(
                 f"{type(module).__name__}.is_causal is {causal}, and the mask of its model is "
                 f"{'causal' if pattern.causal else 'not causal'}. Set is_causal={pattern.causal} on the module, or "
@@ -289,11 +285,6 @@ def _refuse_tensor(who: str, mask: torch.Tensor) -> NoReturn:
         f"{who} is given a mask of shape {tuple(mask.shape)}, which over ranks would be lost, or hold one shard alone. "
         "Masks must come from Transformers' masking_utils, and attention_mask mark padding alone."
     )
-
-
-def _masks_prefixes(module: nn.Module) -> bool:
-    """Returns whether tokens of a prefix see each other (PaliGemma); only the mask says where it ends."""
-    return getattr(getattr(module, "config", None), "use_bidirectional_attention", None) is True
 
 
 def scales_by_place(module: Any) -> bool:
@@ -320,8 +311,7 @@ def _functions(function: Callable[..., Any]) -> Iterator[Any]:
     for cell in getattr(function, "__closure__", None) or ():
         held = cell.cell_contents
         for inner in held if isinstance(held, tuple) else (held,):
-            if isinstance(inner, FunctionType):
-                yield from _functions(inner)
+            yield from _functions(inner) if isinstance(inner, FunctionType) else ()
 
 
 def _part_of(function: Callable[..., Any]) -> str:

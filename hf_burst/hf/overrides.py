@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from functools import partial
 from types import CellType
 from typing import Any, Self
@@ -59,9 +58,6 @@ class Override:
             delattr(module, self.name)
             if self.own is not None:
                 setattr(module, self.name, self.own)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(*(deepcopy(given, memo) for given in self._given()))
 
     def __reduce__(self) -> Any:
         return type(self), self._given()

@@ -24,7 +24,6 @@ from .settings import (
     cache_key,
     check,
     copies_of,
-    new_cache,
     patched,
     prompt_tensors,
     setting,
@@ -106,7 +105,8 @@ def generate(
     asked_with = _agree(base, group, kwargs, document, cuda_graphs)
     if document is not None:
         document.check(base, group)
-    cache = new_cache(base, group, copies_of(base, kwargs)) if document is None else document.cache()
+    convolutions = getattr(base.config.get_text_config(decoder=True), "number_of_conv_states", 1)
+    cache = document.cache() if document else ShardedCache(group, copies_of(base, kwargs), convolutions)
     own, each = on_ranks(base, group, kwargs, cache, behind=document is not None)
     own |= zip(_QUESTIONS if asked_with else (), asked_with, strict=True)
     passes = patch.passes

@@ -18,7 +18,6 @@ from ..forward_pass import Agreement
 from ..groups import PATCH, resolve_group
 from ..models.recurrent import functions_of, recurrent_modules
 from ..parts.expert_ranks import check_same_passes
-from ..sharded_cache import ShardedCache
 from ..spread.heads import is_partitioned
 from ..view import ModelView, find_inside, inner_modules
 
@@ -142,12 +141,6 @@ def adapters_at_work(module: nn.Module) -> list[str]:
 def copies_of(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> int:
     """Returns how many rows `generate` makes of each prompt."""
     return max(int(setting(model, kwargs, name) or 1) for name in ("num_beams", "num_return_sequences"))
-
-
-def new_cache(model: PreTrainedModel, group: ContextGroup, copies: int = 1) -> ShardedCache:
-    """Returns an empty cache for a model over the ranks."""
-    config = model.config.get_text_config(decoder=True)
-    return ShardedCache(group, copies, getattr(config, "number_of_conv_states", 1))
 
 
 def prompt_tensors(kwargs: Mapping[str, Any]) -> list[str]:
