@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ..attention.shared_keys import Exchange, Expand, Keys, attend_to_shared, exchanged
-from ..errors import BatchError, UnsupportedModelError
+from ..errors import UnsupportedModelError
 from ..kernels import Scores
 from ..plan import MaskPattern
 from ..ranks.collectives import all_gather
@@ -61,7 +61,7 @@ class Filling:
         """Frees the keys of a layer that no later token will see."""
         held, starts = layer.document, self.starts or (0,)
         longest, first = min(starts), min(self._first_seen(start, pattern) for start in starts)
-        if held is None or layer.answer.keeps_all or first <= longest:
+        if held is None or first <= longest:
             return
         seen = held.positions[starts.index(longest)] >= first - longest
         if not bool(seen.all()):
@@ -98,7 +98,6 @@ class Answer:
     prompt: Filling | None = None  # set when its pass begins
     new: Tensor | None = None  # positions of the tokens after the prompt, `(batch, n)`
     unpadded: bool = True  # whether none of these is padding
-    keeps_all: bool = False  # whether windows keep the whole prompt, whose last tokens may be guesses to remove
     phase: "Filling | Stepping | None" = None  # the pass that is under way, or that failed
 
     @property
@@ -127,8 +126,8 @@ class Answer:
 class ShardedLayer(LinearAttentionLayer, CacheLayerMixin):
     """What a rank stores of one layer: its keys, and the states of a recurrent one, which are equal on all ranks."""
 
-    is_sliding = is_compileable = False
-    is_croppable = supports_early_init = True
+    is_sliding = is_compileable = is_croppable = False
+    supports_early_init = True
 
     def __init__(self, answer: Answer, convolutions: int = 1, document: Keys | None = None) -> None:
         CacheLayerMixin.__init__(self)
@@ -166,22 +165,6 @@ class ShardedLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last tokens; the number is negative, as in Transformers. Only a single prompt can be cropped:
-        prompt lookup reads guesses at its end."""
-        rest = -tokens_to_remove - self.count
-        self.count += min(0, max(tokens_to_remove, -self.count))
-        held = self.document
-        prompt = self.answer.prompt
-        if rest > 0 and held is not None and prompt is not None:
-            if not self.answer.keeps_all:
-                raise BatchError(
-                    f"crop({tokens_to_remove}) would remove tokens of the prompt. Read the shorter prompt anew."
-                )
-            kept = int((held.positions[0] < int(prompt.shown[0, 0]) - rest).sum())  # positions are sorted
-            keys, values = held.keys[:, :, :kept].contiguous(), held.values[:, :, :kept].contiguous()
-            self.document = Keys(keys, values, held.positions[:, :kept], held.before)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorders new tokens and states only, because beams of a row share its prompt."""

@@ -5,7 +5,6 @@ recurrent states, because each computes all new tokens by itself.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -205,29 +204,16 @@ class ShardedCache(Cache):
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        answer = self.answer
-        of_prompt = max(0, -tokens_to_remove - answer.written)
-        if answer.new is not None and tokens_to_remove:
-            answer.new = answer.new[:, : max(0, answer.written + tokens_to_remove)]
-        if answer.prompt is not None:
-            answer.prompt = replace(answer.prompt, length=answer.prompt.length - of_prompt)
-
-    def activate_past_recording(self) -> None:
-        """Keeps the whole prompt, because guesses are read with it and some are removed again."""
-        self.answer.keeps_all = True
-
     def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)
         if self.answer.new is not None:
             self.answer.new = self.answer.new.index_select(0, beam_idx.to(self.answer.new.device))
 
     def reset(self, *_: Any, **__: Any) -> None:
-        """Raises, as do all methods that would change the rows."""
+        """Raises, as do all methods that would change the rows or remove tokens."""
         raise UnsupportedModelError(
             "Rows of a cache over ranks share the keys of a prompt, and stay as they are. Generate for the rows that "
             "you need, with a new cache."
         )
 
-    batch_repeat_interleave = batch_select_indices = reset
+    crop = batch_repeat_interleave = batch_select_indices = reset

@@ -399,8 +399,6 @@ def test_what_documents_refuse(tmp_path: Path) -> None:
         ask(models.patch(make("mistral")), read, "greedy")
     with pytest.raises(BatchError, match="neither of them 0"):
         hf_burst.generate(model, torch.zeros(2, 0, dtype=torch.int64), document=read)
-    with pytest.raises(ConfigError, match="read it again"):
-        hf_burst.generate(model, document_of(9), document=read, prompt_lookup_num_tokens=3, **GREEDY)
     with pytest.raises(BatchError, match="nothing besides, not token_type_ids"):
         hf_burst.generate(model, document_of(9), document=read, token_type_ids=document_of(9), **GREEDY)
     with pytest.raises(BatchError, match="this model takes 0 to 60"):

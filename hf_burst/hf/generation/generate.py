@@ -34,7 +34,7 @@ from .settings import (
 from .step_graphs import stepping
 from .weights import gathered_once
 
-_OF_OTHER_CACHES = ("cache_implementation", "prefill_chunk_size")
+_OF_OTHER_CACHES = ("cache_implementation", "prefill_chunk_size", "prompt_lookup_num_tokens")  # if configs say so
 _OF_USERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")  # users' code
 _QUESTIONS = ("input_ids", "attention_mask")
 _SAME_PROMPTS = "Give generate the same prompt and the same settings on all ranks of a group."
@@ -157,11 +157,6 @@ def _questions(model: PreTrainedModel, document: Document, kwargs: Mapping[str, 
     if kwargs.get("input_ids") is None or others:
         given = ", ".join(others) or "no input_ids"
         raise BatchError(f"Questions to a document are input_ids, an attention_mask and nothing besides, not {given}.")
-    if setting(model, kwargs, "prompt_lookup_num_tokens"):
-        raise ConfigError(
-            "generate was given a document and prompt_lookup_num_tokens, for which Transformers would read it again, "
-            "behind itself. Leave one of them out."
-        )
     check_ranges({"input_ids": kwargs["input_ids"]}, model.config.get_text_config().vocab_size, None, None)
     return with_document(document, kwargs["input_ids"], kwargs.get("attention_mask"))
 

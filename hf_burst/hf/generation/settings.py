@@ -29,7 +29,8 @@ _REFUSED = {
     **dict.fromkeys(CACHE_KEYS, "The cache over ranks is made here."),
     "cache_implementation": "The cache over ranks is made here.",
     "prefill_chunk_size": "The prompt is cut over the ranks instead.",
-    "assistant_model": "Ranks would have to hold its whole prompt; prompt_lookup_num_tokens needs no second model.",
+    "assistant_model": "Ranks would have to hold its whole prompt.",
+    "prompt_lookup_num_tokens": "Ranks keep no tokens that can be taken back.",
     "output_attentions": "Attention weights are never in memory.",
     "negative_prompt_ids": "Two prompts at once are not served.",
     "custom_generate": "Decoding by a function of another kind is not served.",
@@ -86,11 +87,6 @@ def _problems(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Iterator[Bur
     if getattr(model.config.get_text_config(), "n_recurrent_loops", 1) > 1:  # Dory's
         yield UnsupportedModelError(
             f"{name} runs layers in loops, each of which would need a cache of its own over the ranks. {_WHOLE}"
-        )
-    if recurrent and setting(model, kwargs, "prompt_lookup_num_tokens"):
-        yield UnsupportedModelError(
-            f"{name} has layers with a state, which cannot go back to before tokens that were refused. Leave "
-            "prompt_lookup_num_tokens out."
         )
     if is_partitioned(model):
         yield UnsupportedModelError(
