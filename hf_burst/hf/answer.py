@@ -271,7 +271,6 @@ class Fixed(Stepping):
 
     place: Tensor = field(kw_only=True)  # where layers write the token's key; the last place if another rank stores it
     held: Tensor = field(kw_only=True)  # positions of this rank's new keys, -1 for none, `(batch, places)`
-    took: list[ShardedLayer] = field(default_factory=list)  # layers that stored keys
     lent: list[int] = field(default_factory=list)  # lengths that no mask handed back: the model computes with them
 
     def move(self) -> bool:
@@ -294,7 +293,6 @@ class Fixed(Stepping):
     def entered(self, exchange: Exchange) -> Iterator[None]:
         """Makes layers write keys at these places, without counting them."""
         before = self.answer.phase
-        self.took = []
         self.exchange = exchange
         self.answer.phase = self
         try:
@@ -304,20 +302,18 @@ class Fixed(Stepping):
 
     def take(self, layer: ShardedLayer, keys: Tensor, values: Tensor) -> None:
         """Writes the token's key at its place."""
-        if layer.keys is None or layer.values is None:
-            super().take(layer, keys, values)
-            return
+        assert layer.keys is not None, "earlier steps have made room"
+        assert layer.values is not None
         layer.keys.index_copy_(2, self.place, keys)
         layer.values.index_copy_(2, self.place, values)
-        self.took.append(layer)
 
     def _new(self, layer: ShardedLayer, keys: Tensor, values: Tensor, expand: Expand | None) -> Keys:
         return Keys(keys, values, self.held, expand=expand)
 
     def count(self) -> None:
         """Adds the token to the counts of its layers, after the step."""
-        for layer in self.took:
-            layer.count += 1
+        for layer in self.layers:
+            layer.count += layer.keys is not None
 
 
 def _with_room(room: Tensor | None, new: Tensor, before: int, after: int) -> Tensor:

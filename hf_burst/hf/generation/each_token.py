@@ -83,13 +83,7 @@ class EachToken(StoppingCriteria):
 
 
 class OwnStreamer(BaseStreamer):
-    """A user's streamer, on the first rank.
-
-    Args:
-        streamer ([`BaseStreamer`]): The streamer.
-        each ([`EachToken`]): Keeps its errors until all ranks hear of them.
-        question (`torch.Tensor`, *optional*): What it gets instead of the first tokens, a document and a question.
-    """
+    """A user's streamer, on the first rank. It gets the `question` instead of the first tokens, a document and it."""
 
     def __init__(self, streamer: BaseStreamer, each: EachToken, question: Tensor | None) -> None:
         self.streamer, self.note = streamer, each.note

@@ -145,11 +145,7 @@ class Recording:
 
 class StepGraphs(Override):
     """A model's forward within one call of `generate`. A call within that call has another cache, and runs normally.
-
-    Args:
-        cache ([`ShardedCache`]): The cache of the call.
-        changing (`bool`): Whether users' code runs between steps and may change the model.
-    """
+    `changing` says that users' code runs between steps and may change the model."""
 
     def __init__(self, module: nn.Module, own: Any, cache: ShardedCache, changing: bool) -> None:
         super().__init__(module, own)
@@ -221,14 +217,12 @@ class StepGraphs(Override):
             waiting = f"the model waits for the device ({waits[0]})" if waits else ""
             self._give_up(waiting or "the model asks its cache how long it is, and computes with the number")
             return output
-        took = fixed.took
         try:
             recording.record(partial(self._run, fixed))
         except Exception as problem:
             self._give_up(repr(problem))
         else:
             self.recording = recording
-        fixed.took = took  # also if the recording failed midway
         return output
 
     def _run_and_compare(self, fixed: Fixed, recording: Recording) -> Any:
@@ -331,8 +325,7 @@ def _state(module: nn.Module) -> tuple[Any, ...]:
 
 @contextmanager
 def stepping(model: nn.Module, cache: ShardedCache, changing: bool) -> Iterator[None]:
-    """Replays one-token steps of a model as CUDA graphs where possible. `changing` says that users' code runs between
-    steps and may change the model."""
+    """Replays one-token steps of a model as CUDA graphs where possible, see `StepGraphs`."""
     obstacle = _obstacle(model)
     on_cpu = all(weight.is_cpu for weight in model.parameters())
     stepped = None if obstacle else StepGraphs.put(model, cache, changing)
