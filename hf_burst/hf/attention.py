@@ -274,7 +274,7 @@ def _pattern(
     if pattern.causal != expected:
         kinds = {True: "causal", False: "that of an encoder"}
         raise UnsupportedModelError(
-            f"The attention of {type(module).__name__} is {kinds[pattern.causal]}, and that of its model "
+            f"The attention of {type(module).__name__} is {kinds[pattern.causal]}, and that of its model should be "
             f"{kinds[expected]}. Both in one model are not served."
         )
     return pattern
