@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ..attention.shared_keys import Exchange, Expand, Keys, attend_to_shared, exchanged
-from ..errors import BatchError, UnsupportedModelError
+from ..errors import UnsupportedModelError
 from ..kernels import Scores
 from ..plan import MaskPattern
 from ..ranks.collectives import all_gather
@@ -27,39 +27,63 @@ _ROOM = 64  # tokens that a layer first allocates
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """Prompts, one per row, spread over the ranks."""
+class Filling:
+    """The pass that reads the prompts, one per row. Each rank computes, and keeps, its part of the tokens."""
 
     rows: int
     length: int  # tokens in each, padding included
     positions: Tensor  # of the tokens on this rank, -1 for padding, `(rows or 1, n)`
     starts: tuple[int, ...] = ()  # padding tokens of each row; empty for none
+    layout: SequenceLayout | None = None  # `None` for a document that was read before
 
     @classmethod
-    def of(cls, layout: SequenceLayout, rank: int, device: torch.device) -> "Prompt":
+    def of(cls, layout: SequenceLayout, rank: int, device: torch.device) -> "Filling":
         """Returns the prompts of a batch that is laid over the ranks."""
         own, length = layout.indices(rank), layout.length - layout.padding
         assert bool((own.diff() > 0).all()), "what fills the last chunk stands last on its rank"
         starts = tuple(start for start, _ in layout.real)
         starts = starts if any(starts) else ()
         own = own[own < length] - torch.tensor(starts or (0,), device="cpu")[:, None]
-        return cls(layout.batch_size, length, own.clamp(min=-1).to(device), starts)
+        return cls(layout.batch_size, length, own.clamp(min=-1).to(device), starts, layout)
 
     @property
     def shown(self) -> Tensor:
         """Number of tokens in each row that are not padding, `(rows or 1, 1)`."""
         return self.length - torch.tensor(self.starts or (0,), device=self.positions.device)[:, None]
 
-    def first_seen(self, pattern: MaskPattern) -> int:
-        """Returns the first token that a later token of any row may see."""
-        starts = self.starts or (0,)
-        seen = list(starts)
-        if pattern.window is not None:
-            seen = [max(start, self.length - pattern.window) for start in starts]
-        if (chunk := pattern.attention_chunk_size) is not None:
-            begun = [self.length - (self.length - start) % chunk for start in starts]
-            seen = [*map(max, seen, begun)]
-        return min(seen)
+    def take(self, layer: "ShardedLayer", keys: Tensor, values: Tensor) -> None:
+        """Stores the keys of this rank's tokens."""
+        own = self.positions.shape[1]  # without the tokens that fill the last chunk
+        keys, values = keys[:, :, :own].contiguous(), values[:, :, :own].contiguous()
+        layer.document = Keys(keys, values, self.positions, before=not self.starts)
+
+    def free(self, layer: "ShardedLayer", pattern: MaskPattern) -> None:
+        """Frees the keys of a layer that no later token will see."""
+        held, starts = layer.document, self.starts or (0,)
+        longest, first = min(starts), min(self._first_seen(start, pattern) for start in starts)
+        if held is None or first <= longest:
+            return
+        seen = held.positions[starts.index(longest)] >= first - longest
+        if not bool(seen.all()):
+            kept = seen.nonzero().flatten()
+            keys, values = (part.index_select(2, kept) for part in (held.keys, held.values))
+            layer.document = Keys(keys, values, held.positions[:, kept], held.before)
+
+    def _first_seen(self, start: int, pattern: MaskPattern) -> int:
+        """Returns the first token that a later one may see in a row with so much padding."""
+        seen = start if pattern.window is None else max(start, self.length - pattern.window)
+        chunk = pattern.attention_chunk_size
+        return seen if chunk is None else max(seen, self.length - (self.length - start) % chunk)
+
+    def last(self, inputs: Tensor, size: int, group: ContextGroup) -> Tensor:
+        """Returns the last `size` inputs `(batch, channels, size)` of rows spread over the ranks, on every rank, with
+        zeros before the first token."""
+        assert self.layout is not None, "documents have no states"
+        places = self.layout.indices(group.rank) - (self.length - size)
+        own = ((places >= 0) & (places < size)).nonzero().flatten()
+        part = inputs.new_zeros(*inputs.shape[:2], size)
+        part[..., places[own].to(inputs.device)] = inputs[..., own.to(inputs.device)]
+        return torch.stack(all_gather(part, group)).sum(0)  # only one rank is nonzero at each place
 
 
 class _Lent(int):
@@ -71,10 +95,9 @@ class Answer:
     """The state that all layers of a sharded cache share."""
 
     group: ContextGroup
-    prompt: Prompt | None = None  # set when its pass begins
+    prompt: Filling | None = None  # set when its pass begins
     new: Tensor | None = None  # positions of the tokens after the prompt, `(batch, n)`
     unpadded: bool = True  # whether none of these is padding
-    keeps_all: bool = False  # whether windows keep the whole prompt, whose last tokens may be guesses to remove
     phase: "Filling | Stepping | None" = None  # the pass that is under way, or that failed
 
     @property
@@ -100,27 +123,24 @@ class Answer:
         return len(range(self.group.rank, count, self.group.size))
 
 
-class ShardedLayer(CacheLayerMixin):
-    """What a rank stores of one layer."""
+class ShardedLayer(LinearAttentionLayer, CacheLayerMixin):
+    """What a rank stores of one layer: its keys, and the states of a recurrent one, which are equal on all ranks."""
 
-    is_sliding = False
-    is_croppable = True
-    record_past = False  # read by models that take states from layers
+    is_sliding = is_compileable = is_croppable = False
+    supports_early_init = True
 
-    def __init__(self, answer: Answer, document: Keys | None = None) -> None:
-        super().__init__()
+    def __init__(self, answer: Answer, convolutions: int = 1, document: Keys | None = None) -> None:
+        CacheLayerMixin.__init__(self)
+        LinearAttentionLayer.__init__(self, convolutions)
         self.answer, self.document = answer, document
         self.keys: Tensor | None = None  # of new tokens, with spare room
         self.values: Tensor | None = None
         self.count = 0  # new tokens on all ranks
         self._latest: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores the keys and values of this rank's part of the prompt, or of new tokens, and returns only these."""
-        self.lazy_initialization(key_states, value_states)
+        self.is_initialized = True
         self._latest = weakref.ref(key_states), weakref.ref(value_states)
         assert self.answer.phase is not None, "a pass is under way"
         # under autocast or peft, norms may leave keys in fp32
@@ -146,28 +166,19 @@ class ShardedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last tokens; the number is negative, as in Transformers. Only a single prompt can be cropped:
-        prompt lookup reads guesses at its end."""
-        rest = -tokens_to_remove - self.count
-        self.count += min(0, max(tokens_to_remove, -self.count))
-        held = self.document
-        prompt = self.answer.prompt
-        if rest > 0 and held is not None and prompt is not None:
-            if not self.answer.keeps_all:
-                raise BatchError(
-                    f"crop({tokens_to_remove}) would remove tokens of the prompt. Read the shorter prompt anew."
-                )
-            kept = int((held.positions[0] < int(prompt.shown[0, 0]) - rest).sum())  # positions are sorted
-            keys, values = held.keys[:, :, :kept].contiguous(), held.values[:, :, :kept].contiguous()
-            self.document = Keys(keys, values, held.positions[:, :kept], held.before)
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorders new tokens only, because beams of a row share its prompt."""
+        """Reorders new tokens and states only, because beams of a row share its prompt."""
         own = self.answer.own(self.count)
         if own and self.keys is not None and self.values is not None:
             for part in (self.keys, self.values):
                 part[:, :, :own] = part[:, :, :own].index_select(0, beam_idx.to(part.device))
+        for state in self.state_tensors:
+            state.copy_(state.index_select(0, beam_idx.to(state.device)))
+
+    @property
+    def state_tensors(self) -> list[Tensor]:
+        states = (*self.conv_states.values(), *self.recurrent_states.values())
+        return [state for state in states if state is not None]
 
     @property
     def room(self) -> int:
@@ -178,7 +189,8 @@ class ShardedLayer(CacheLayerMixin):
     def places(self) -> tuple[tuple[Any, ...], ...]:
         """Addresses and shapes of its tensors."""
         document = () if self.document is None else (self.document.keys, self.document.values, self.document.positions)
-        return tuple((part.data_ptr(), part.shape) for part in (self.keys, self.values, *document) if part is not None)
+        held = (self.keys, self.values, *document, *self.state_tensors)
+        return tuple((part.data_ptr(), part.shape) for part in held if part is not None)
 
 
 def layer_of(
@@ -201,44 +213,6 @@ def layer_of(
         f"{type(module).__name__} changes the keys or values that its cache returned, in a way that is not known. "
         "Generation over ranks is not served for it; model.generate holds the whole prompt on each rank."
     )
-
-
-@dataclass(frozen=True)
-class Filling:
-    """The pass that reads the prompt. Each rank computes its part of the tokens."""
-
-    answer: Answer
-    prompt: Prompt
-    layout: SequenceLayout
-
-    def take(self, layer: ShardedLayer, keys: Tensor, values: Tensor) -> None:
-        """Stores the keys of this rank's tokens."""
-        own = self.prompt.positions.shape[1]  # without the tokens that fill the last chunk
-        keys, values = keys[:, :, :own].contiguous(), values[:, :, :own].contiguous()
-        layer.document = Keys(keys, values, self.prompt.positions, before=not self.prompt.starts)
-
-    def free(self, layer: ShardedLayer, pattern: MaskPattern) -> None:
-        """Frees the keys of a layer that no later token will see."""
-        held, first = layer.document, self.prompt.first_seen(pattern)
-        starts = self.prompt.starts or (0,)
-        longest = min(starts)
-        if held is None or self.answer.keeps_all or first <= longest:
-            return
-        seen = held.positions[starts.index(longest)] >= first - longest
-        if not bool(seen.all()):
-            kept = seen.nonzero().flatten()
-            keys, values = (part.index_select(2, kept) for part in (held.keys, held.values))
-            layer.document = Keys(keys, values, held.positions[:, kept], held.before)
-
-    def last(self, inputs: Tensor, size: int) -> Tensor:
-        """Returns the last `size` inputs `(batch, channels, size)` of rows spread over the ranks, on every rank, with
-        zeros before the first token."""
-        group = self.answer.group
-        places = self.layout.indices(group.rank) - (self.prompt.length - size)
-        own = ((places >= 0) & (places < size)).nonzero().flatten()
-        part = inputs.new_zeros(*inputs.shape[:2], size)
-        part[..., places[own].to(inputs.device)] = inputs[..., own.to(inputs.device)]
-        return torch.stack(all_gather(part, group)).sum(0)  # only one rank is nonzero at each place
 
 
 @dataclass
@@ -297,7 +271,6 @@ class Fixed(Stepping):
 
     place: Tensor = field(kw_only=True)  # where layers write the token's key; the last place if another rank stores it
     held: Tensor = field(kw_only=True)  # positions of this rank's new keys, -1 for none, `(batch, places)`
-    took: list[ShardedLayer] = field(default_factory=list)  # layers that stored keys
     lent: list[int] = field(default_factory=list)  # lengths that no mask handed back: the model computes with them
 
     def move(self) -> bool:
@@ -320,7 +293,6 @@ class Fixed(Stepping):
     def entered(self, exchange: Exchange) -> Iterator[None]:
         """Makes layers write keys at these places, without counting them."""
         before = self.answer.phase
-        self.took = []
         self.exchange = exchange
         self.answer.phase = self
         try:
@@ -330,20 +302,18 @@ class Fixed(Stepping):
 
     def take(self, layer: ShardedLayer, keys: Tensor, values: Tensor) -> None:
         """Writes the token's key at its place."""
-        if layer.keys is None or layer.values is None:
-            super().take(layer, keys, values)
-            return
+        assert layer.keys is not None, "earlier steps have made room"
+        assert layer.values is not None
         layer.keys.index_copy_(2, self.place, keys)
         layer.values.index_copy_(2, self.place, values)
-        self.took.append(layer)
 
     def _new(self, layer: ShardedLayer, keys: Tensor, values: Tensor, expand: Expand | None) -> Keys:
         return Keys(keys, values, self.held, expand=expand)
 
     def count(self) -> None:
         """Adds the token to the counts of its layers, after the step."""
-        for layer in self.took:
-            layer.count += 1
+        for layer in self.layers:
+            layer.count += layer.keys is not None
 
 
 def _with_room(room: Tensor | None, new: Tensor, before: int, after: int) -> Tensor:

@@ -43,15 +43,11 @@ class LazyMask:
     """A mask that is not built: sharded attention reads how far a query sees, and only plain attention builds it.
 
     Not a dataclass: FSDP2 looks for tensors in the fields of dataclasses, and the arguments hold the model's config.
-
-    Args:
-        arguments (`dict`): The arguments of a function of Transformers' `AttentionMaskInterface`.
-        parts (`frozenset[str]`): The functions of `transformers.masking_utils` that it is made of.
-        sharded (`bool`): Whether it was made in a sharded pass.
     """
 
-    def __init__(self, arguments: dict[str, Any], parts: frozenset[str], sharded: bool) -> None:
-        self.arguments, self.parts, self.sharded = arguments, parts, sharded
+    def __init__(self, arguments: dict[str, Any], sharded: bool) -> None:
+        self.arguments, self.sharded = arguments, sharded  # of an `AttentionMaskInterface`; made in a sharded pass
+        self.parts = frozenset(map(_part_of, _functions(arguments["mask_function"])))  # functions of masking_utils
         self._laid: tuple[SequenceLayout, SequenceLayout] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -64,8 +60,7 @@ class LazyMask:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise UnsupportedModelError(
             f"{getattr(function, '__name__', function)} was given an attention mask that is never built over several "
-            "ranks. Either the model was unpatched while a backward pass had layers to run again (do that pass first), "
-            "or it masks by itself, which is not served."
+            "ranks: the model masks by itself, or was unpatched before a backward pass that runs layers again."
         )
 
     def __getitem__(self, index: Any) -> "LazyMask | torch.Tensor":
@@ -82,9 +77,8 @@ class LazyMask:
         either = {"or_masks", _BLOCKS} if self.parts & {_REFERENCE, _BLOCKS} else set()
         if not self.parts - either <= _KNOWN[causal] or not self.parts & {_CAUSAL, _BOTH_WAYS}:
             raise UnsupportedModelError(
-                f"The model has a mask of {', '.join(sorted(self.parts))}. Only causal masks are exact over ranks, "
-                "those with sliding windows, chunks or packed documents among them, and those of encoders, with "
-                "sliding windows."
+                f"The model has a mask of {', '.join(sorted(self.parts))}. Only causal masks (with windows, chunks or "
+                "packed documents) and those of encoders (with windows) are exact over ranks."
             )
         size: Any = self.arguments.get("local_size")
         if _SLIDING in self.parts and _REFERENCE not in self.parts:
@@ -175,8 +169,8 @@ def attention_forward(
         context = current()
         if context is not None:
             burst_pass, cache, cached = context.sharded_pass, context.cache, context.cached
-        elif burst_pass is None and _is_of_a_pass(attention_mask):
-            refuse_blind_run(module)
+        elif burst_pass is None and getattr(attention_mask, "sharded", attention_mask is None):
+            refuse_blind_run(module)  # tensors come from other calls
     if burst_pass is not None:
         setattr(module, ARRIVED, True)  # read by the part `Arrivals`
     if burst_pass is not None and burst_pass.group.size == 1 and query.shape[2] != key.shape[2]:
@@ -225,7 +219,7 @@ def attention_mask(**arguments: Any) -> Mask:
     """
     context, padding = current(), arguments.get("attention_mask")
     sharded = context is not None and (context.sharded_pass is not None or context.cached is not None)
-    mask = LazyMask(arguments, frozenset(map(_part_of, _functions(arguments["mask_function"]))), sharded)
+    mask = LazyMask(arguments, sharded)
     if context is not None and context.sharded_pass is not None:
         return next((whole for whole in context.sharded_pass.masks if whole.pattern == mask.pattern), mask)
     if context is not None and context.cached is not None:  # new tokens: their cache knows the padding
@@ -254,11 +248,6 @@ def masks_with_blocks(given: Any, layout: SequenceLayout) -> tuple[LazyMask, ...
     return known if any(map(any, found)) else ()
 
 
-def _is_of_a_pass(mask: Mask) -> bool:
-    """Returns whether a mask may come from a sharded pass; tensors come from other calls."""
-    return mask.sharded if isinstance(mask, LazyMask) else mask is None
-
-
 def register() -> None:
     """Registers both functions with Transformers; repeating it changes nothing."""
     AttentionInterface.register(NAME, attention_forward)
@@ -272,12 +261,12 @@ def _pattern(
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if isinstance(mask, LazyMask):
         pattern = mask.pattern
-        if causal not in (None, pattern.causal) and not _masks_prefixes(module):
+        prefixes = getattr(getattr(module, "config", None), "use_bidirectional_attention", None) is True
+        if causal not in (None, pattern.causal) and not prefixes:  # of PaliGemma, known to the mask alone
             raise UnsupportedModelError(
                 f"{type(module).__name__}.is_causal is {causal}, and the mask of its model is "
-                f"{'causal' if pattern.causal else 'not causal'}. Which of them counts differs between Transformers' "
-                f"attention implementations. Set is_causal={pattern.causal} on the module, or have the config of the "
-                "model ask for the other mask."
+                f"{'causal' if pattern.causal else 'not causal'}. Set is_causal={pattern.causal} on the module, or "
+                "have the config ask for the other mask."
             )
     elif mask is None:
         pattern = MaskPattern(causal is not False, None if sliding_window is None else sliding_window - 1)
@@ -287,7 +276,7 @@ def _pattern(
         kinds = {True: "causal", False: "that of an encoder"}
         raise UnsupportedModelError(
             f"The attention of {type(module).__name__} is {kinds[pattern.causal]}, and that of its model should be "
-            f"{kinds[expected]}. Layers of both kinds in one model are not served."
+            f"{kinds[expected]}. Both in one model are not served."
         )
     return pattern
 
@@ -297,11 +286,6 @@ def _refuse_tensor(who: str, mask: torch.Tensor) -> NoReturn:
         f"{who} is given a mask of shape {tuple(mask.shape)}, which over ranks would be lost, or hold one shard alone. "
         "Masks must come from Transformers' masking_utils, and attention_mask mark padding alone."
     )
-
-
-def _masks_prefixes(module: nn.Module) -> bool:
-    """Returns whether tokens of a prefix see each other (PaliGemma); only the mask says where it ends."""
-    return getattr(getattr(module, "config", None), "use_bidirectional_attention", None) is True
 
 
 def scales_by_place(module: Any) -> bool:
@@ -328,8 +312,7 @@ def _functions(function: Callable[..., Any]) -> Iterator[Any]:
     for cell in getattr(function, "__closure__", None) or ():
         held = cell.cell_contents
         for inner in held if isinstance(held, tuple) else (held,):
-            if isinstance(inner, FunctionType):
-                yield from _functions(inner)
+            yield from _functions(inner) if isinstance(inner, FunctionType) else ()
 
 
 def _part_of(function: Callable[..., Any]) -> str:

@@ -21,13 +21,9 @@ _METRICS = ("compute_metrics", "preprocess_logits_for_metrics")
 
 @dataclass(frozen=True)
 class Callers:
-    """Who runs a pass. The trainer is looked for when it is asked for, within the pass.
+    """Who runs a pass. The trainer is looked for when it is asked for, within the pass."""
 
-    Args:
-        compiled (`bool`): Whether torch.compile runs it.
-    """
-
-    compiled: bool = False
+    compiled: bool = False  # whether torch.compile does
 
     @cached_property
     def trainer(self) -> Any | None:

@@ -32,20 +32,12 @@ PASS_KEY = "burst_pass"  # the keyword argument that carries a ShardedPass into 
 
 @dataclass(frozen=True)
 class LaidTokens:
-    """A layout as tensors on the device of a rank.
+    """A layout as tensors on the device of a rank, `(batch, n)` for this rank's tokens."""
 
-    Args:
-        encoded (`torch.LongTensor`): The layout as the attention operator takes it.
-        places (`torch.LongTensor` of shape `(batch, n)`, *optional*): Places of this rank's tokens in their rows or
-            documents, if a layer needs them.
-        fully_masked (`torch.BoolTensor` of shape `(batch, n)`, *optional*): Which of its tokens see nothing.
-        real (`torch.BoolTensor` of shape `(batch, n)`, *optional*): Which are not padding, if there is any.
-    """
-
-    encoded: torch.Tensor
-    places: torch.Tensor | None = None
-    fully_masked: torch.Tensor | None = None
-    real: torch.Tensor | None = None
+    encoded: torch.Tensor  # as the attention operator takes it
+    places: torch.Tensor | None = None  # in rows or documents, if a layer needs them
+    fully_masked: torch.Tensor | None = None  # which tokens see nothing
+    real: torch.Tensor | None = None  # which are not padding, if there is any
 
     @classmethod
     def of(cls, layout: SequenceLayout, rank: int, device: torch.device, places: bool) -> "LaidTokens":
@@ -63,64 +55,32 @@ class LaidTokens:
 
 @dataclass(frozen=True)
 class ShardedPass:
-    """What the layers of a model know of one sharded forward pass.
-
-    Args:
-        layout ([`SequenceLayout`]): How the tokens lie over the ranks.
-        segments ([`Segments`]): The layout for recurrent layers, made for this pass alone, so that what layers store
-            with it is freed when the pass ends.
-        group ([`ContextGroup`]): The ranks that share the batch.
-        config ([`BurstConfig`]): The settings, with the memory settings that were chosen for the pass.
-        laid ([`LaidTokens`]): The layout as tensors.
-        causal (`bool`, defaults to `True`): Whether queries see no later keys.
-        way (`str`, defaults to `"states"`): The schedule by which recurrent layers exchange data.
-        masks (tuple of `LazyMask`): A wrapper's masks of the whole sequence, if they have blocks, such as images.
-    """
+    """What the layers of a model know of one sharded forward pass."""
 
     layout: SequenceLayout
-    segments: Segments
+    segments: Segments  # the layout for recurrent layers; what they store with it is freed when the pass ends
     group: ContextGroup
-    config: BurstConfig
-    laid: LaidTokens
-    causal: bool = True
-    way: Way = "states"
-    masks: tuple[Any, ...] = ()
+    config: BurstConfig  # with the memory settings that were chosen for the pass
+    laid: LaidTokens  # the layout as tensors
+    causal: bool = True  # whether queries see no later keys
+    way: Way = "states"  # the schedule by which recurrent layers exchange data
+    masks: tuple[Any, ...] = ()  # a wrapper's masks of the whole sequence, if they have blocks, such as images
 
     def replay(self, outer: ReplayBuffer | None = None, keeps: bool = False) -> ReplayBuffer:
         """Returns a buffer for what recurrent layers receive; it stores nothing unless a checkpoint `keeps` it."""
         return ReplayBuffer(outer, keeps and self.config.memory_settings.attention_keep > 0)
 
 
-@dataclass(eq=False)
-class OpenPass:
-    """One pass of a model: the context around it, whether it is sharded, and whether it has not ended."""
-
-    outer: "LayerContext | None"
-    sharded: bool = True
-    open: bool = True
-
-
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer knows of its run.
+    """What a layer knows of its run."""
 
-    Args:
-        sharded_pass ([`ShardedPass`], *optional*): The sharded pass; `None` where every rank holds whole sequences.
-        replay ([`ReplayBuffer`], *optional*): What recurrent layers received in the first run, in a sharded pass.
-        cache ([`AttentionCache`], *optional*): What the innermost checkpoint saves of its attention.
-        tile (`int`, defaults to 0): The most tokens that an MLP takes at a time; 0 for all.
-        obstacles (`dict`): Reasons not to tile that this pass has found, by the id of a forward in tiles.
-        within ([`OpenPass`], *optional*): The pass.
-        cached ([`ShardedCache`], *optional*): The cache that stores keys, in a pass of an answer over ranks.
-    """
-
-    sharded_pass: ShardedPass | None = None
-    replay: ReplayBuffer | None = None
-    cache: AttentionCache | None = None
-    tile: int = 0
-    obstacles: dict[int, str] = field(default_factory=dict)
-    within: OpenPass | None = field(default=None, repr=False)
-    cached: ShardedCache | None = None
+    sharded_pass: ShardedPass | None = None  # `None` where every rank holds whole sequences
+    replay: ReplayBuffer | None = None  # what recurrent layers received in the first run
+    cache: AttentionCache | None = None  # what the innermost checkpoint saves of its attention
+    tile: int = 0  # the most tokens that an MLP takes at a time; 0 for all
+    obstacles: dict[int, str] = field(default_factory=dict)  # reasons not to tile, by the id of a forward in tiles
+    cached: ShardedCache | None = None  # stores keys, in a pass of an answer over ranks
 
     def of_checkpoint(self, cache: AttentionCache | None) -> "LayerContext":
         """Returns the context of a checkpoint inside this one."""
@@ -128,81 +88,62 @@ class LayerContext:
         return replace(self, replay=replay, cache=cache)
 
 
-# per thread: autograd's threads start without one
-_CURRENT: ContextVar[LayerContext | None] = ContextVar("hf_burst_layer_context", default=None)
+# passes and checkpoints that have begun in this thread, innermost last, each with the one that will end it
+_OPEN: ContextVar[tuple[tuple[Any, LayerContext | None], ...]] = ContextVar("hf_burst_layer_contexts", default=())
 
 
 def current() -> LayerContext | None:
     """Returns the context in which this thread runs a layer; `None` outside passes and checkpoints."""
-    return _current_of_thread() if torch.compiler.is_compiling() else _CURRENT.get()
+    return _current_of_thread() if torch.compiler.is_compiling() else _innermost()
 
 
-@torch.compiler.disable
-def _current_of_thread() -> LayerContext | None:
-    return _CURRENT.get()  # graphs cannot read it
+def _innermost() -> LayerContext | None:
+    contexts = _OPEN.get()
+    return contexts[-1][1] if contexts else None
+
+
+_current_of_thread = torch.compiler.disable(_innermost)  # graphs cannot read it
 
 
 @contextmanager
 def entered(context: LayerContext | None) -> Iterator[None]:
     """Runs the `with` block in a context."""
-    before = _CURRENT.get()
-    _CURRENT.set(context)
+    before = _OPEN.get()
+    _OPEN.set((*before, (None, context)))
     try:
         yield
     finally:
-        _CURRENT.set(before)
+        _OPEN.set(before)
 
 
 class PassContext:
     """The context of a model's pass, which begins and ends in two hooks of the model. An interrupted pass ends when the
     same model begins its next one; passes that other models have begun meanwhile stay open."""
 
-    def __init__(self) -> None:
-        self.own: OpenPass | None = None  # the pass that has not ended
-
     def enter(self, context: LayerContext | None) -> None:
         """Enters the context of a pass, or none where every rank holds whole sequences."""
-        self.own = OpenPass(_CURRENT.get(), sharded=context is not None)
-        _CURRENT.set(None if context is None else replace(context, within=self.own))
+        _OPEN.set((*_OPEN.get(), (self, context)))
 
     def leave(self) -> None:
-        """Restores the context of the innermost pass that is still open; does nothing outside a pass."""
-        own, self.own = self.own, None
-        if own is None:
-            return
-        own.open, now = False, _CURRENT.get()
-        is_inside = now is None if not own.sharded else now is not None and now.within is own
-        if is_inside:
-            outer = own.outer
-            while outer is not None and outer.within is not None and not outer.within.open:
-                outer = outer.within.outer
-            _CURRENT.set(outer)
-
-    def __reduce__(self) -> Any:
-        return PassContext, ()
+        """Leaves it; does nothing outside a pass."""
+        _OPEN.set(tuple(each for each in _OPEN.get() if each[0] is not self))
 
 
 def change_pass(sharded_pass: ShardedPass) -> None:
     """Replaces the pass that layers of the current pass see."""
-    context = _CURRENT.get()
+    *outer, (owner, context) = _OPEN.get()
     assert context is not None, "in a pass"
-    _CURRENT.set(replace(context, sharded_pass=sharded_pass))
+    _OPEN.set((*outer, (owner, replace(context, sharded_pass=sharded_pass))))
 
 
 class CheckpointedRun:
-    """The function of a checkpoint. All its runs share one context, made inside the context of the first run.
-
-    Args:
-        function (callable): The layer, or several.
-        cache ([`AttentionCache`], *optional*): What is saved of its attention.
-        advise (callable): Called with an error before it is raised.
-    """
+    """The function of a checkpoint. All its runs share one context, made inside the context of the first run."""
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        cache: AttentionCache | None,
-        advise: Callable[[BaseException | None], None],
+        function: Callable[..., Any],  # the layer, or several
+        cache: AttentionCache | None,  # what is saved of its attention
+        advise: Callable[[BaseException | None], None],  # called with an error before it is raised
     ) -> None:
         self.function, self.cache, self.advise = function, cache, advise
         self.context: LayerContext | None = None  # set by the first run
@@ -237,6 +178,5 @@ def refuse_blind_run(module: nn.Module) -> None:
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         raise ConfigError(
             f"A {type(module).__name__} runs again in the backward pass, by a checkpoint that does not tell it how the "
-            "sequence is sharded. Checkpoint whole layers: model.gradient_checkpointing_enable(), or "
-            "gradient_checkpointing=True among the training arguments."
+            "sequence is sharded. Checkpoint whole layers: model.gradient_checkpointing_enable()."
         )

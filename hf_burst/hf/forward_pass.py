@@ -40,27 +40,16 @@ from .view import ModelView
 
 @dataclass(frozen=True)
 class Call:
-    """What the caller of a model asks for.
-
-    Args:
-        view ([`ModelView`]): The model.
-        group ([`ContextGroup`]): The ranks that share the batch.
-        config ([`BurstConfig`]): The settings of the model.
-        task ([`Task`]): What the model learns.
-        given (mapping): The arguments of the model by name.
-        callers ([`Callers`]): Who called.
-        pooling (`str`, *optional*): Which states represent a document, if embeddings are requested.
-        wants_loss (`bool`, defaults to `True`): Whether labels are for a loss, rather than for one number per token.
-    """
+    """What the caller of a model asks for."""
 
     view: ModelView
-    group: ContextGroup
+    group: ContextGroup  # the ranks that share the batch
     config: BurstConfig
     task: Task
-    given: Mapping[str, Any]
+    given: Mapping[str, Any]  # the arguments of the model by name
     callers: Callers
-    pooling: str | None = None
-    wants_loss: bool = True
+    pooling: str | None = None  # which states represent a document, if embeddings are requested
+    wants_loss: bool = True  # whether labels are for a loss, rather than for one number per token
 
     @property
     def model(self) -> PreTrainedModel:
@@ -125,24 +114,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Batch:
-    """What this rank computes of a batch.
+    """What this rank computes of a batch."""
 
-    Args:
-        given (mapping): The arguments for all tokens: as the caller gave them, or for one row of joined texts.
-        lies ([`Where`]): Where the tokens lie.
-        sharded (`bool`): Whether the batch arrived sharded.
-        inputs (mapping): The model's arguments on this rank.
-        way (`str`): The schedule by which recurrent layers exchange data.
-        targets (`torch.Tensor` of shape `(batch, n)`, *optional*): What this rank's tokens are to predict; `None` if
-            the model's own head gets the labels.
-    """
-
-    given: Mapping[str, Any]
+    given: Mapping[str, Any]  # the arguments for all tokens: as the caller gave them, or for one row of joined texts
     lies: Where
-    sharded: bool
-    inputs: Mapping[str, Any]
-    way: Way
-    targets: torch.Tensor | None = None
+    sharded: bool  # whether the batch arrived sharded
+    inputs: Mapping[str, Any]  # the model's arguments on this rank
+    way: Way  # the schedule by which recurrent layers exchange data
+    targets: torch.Tensor | None = None  # what this rank's tokens predict; `None` if the model's head gets the labels
 
     @property
     def layout(self) -> SequenceLayout:
@@ -159,35 +138,21 @@ class Batch:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """How the layers of a model checkpoint in a pass.
+    """How the layers of a model checkpoint in a pass."""
 
-    Args:
-        count (`int`, defaults to 0): Number of layers that do; 0 without checkpoints.
-        repeatable (`bool`, defaults to `False`): Whether all layers do, and can run again for their output alone.
-        selective (`bool`, defaults to `False`): Whether some use the user's `context_fn`, which may save outputs of
-            operators.
-    """
-
-    count: int = 0
-    repeatable: bool = False
-    selective: bool = False
+    count: int = 0  # of layers that do
+    repeatable: bool = False  # whether all layers do, and can run again for their output alone
+    selective: bool = False  # whether some use the user's `context_fn`, which may save outputs of operators
 
 
 @dataclass
 class Agreement:
-    """What must be equal on all ranks that share the batch, see `ContextGroup.agree`.
-
-    Args:
-        facts (`dict`): Values by name.
-        checksums (`dict`): Scalars on the device, by name; nobody waits for them before the ranks compare.
-        advice (`dict`): What to do if the ranks differ in a fact or a checksum.
-        seed (`int`, defaults to 0): The seed of dropout; the first rank's counts.
-    """
+    """What must be equal on all ranks that share the batch, see `ContextGroup.agree`."""
 
     facts: dict[str, Any] = field(default_factory=dict)
-    checksums: dict[str, torch.Tensor] = field(default_factory=dict)
-    advice: dict[str, str] = field(default_factory=dict)
-    seed: int = 0
+    checksums: dict[str, torch.Tensor] = field(default_factory=dict)  # scalars, for which nobody waits before
+    advice: dict[str, str] = field(default_factory=dict)  # what to do if the ranks differ in a fact or a checksum
+    seed: int = 0  # of dropout; the first rank's counts
 
     def add(self, name: str, value: Any, advice: str = "") -> None:
         """Adds a fact, or a checksum if it is a tensor, and what to do if the ranks differ in it."""
@@ -198,25 +163,15 @@ class Agreement:
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """A forward pass on which all ranks have agreed.
-
-    Args:
-        call ([`Call`]): What the caller asks for.
-        batch ([`Batch`]): What this rank computes.
-        checkpoints ([`Checkpoints`]): How layers checkpoint.
-        memory ([`Memory`]): The settings that were chosen for this batch.
-        labels (`int`): Number of labels that count on all ranks.
-        seed (`int`): The seed of dropout.
-        sharded_pass ([`ShardedPass`]): What layers know of the pass.
-    """
+    """A forward pass on which all ranks have agreed."""
 
     call: Call
     batch: Batch
     checkpoints: Checkpoints
-    memory: Memory
-    labels: int
-    seed: int
-    sharded_pass: ShardedPass
+    memory: Memory  # the settings that were chosen for this batch
+    labels: int  # number of labels that count on all ranks
+    seed: int  # of dropout
+    sharded_pass: ShardedPass  # what layers know of the pass
 
     @property
     def group(self) -> ContextGroup:

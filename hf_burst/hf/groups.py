@@ -20,11 +20,9 @@ def check_processes() -> None:
     counted = PartialState._shared_state.get("num_processes")
     if counted is not None and counted != launched:
         raise ConfigError(
-            f"accelerate knows of {counted} of the {launched} processes that were launched, so nobody "
-            "would average their gradients. On CPUs set ACCELERATE_USE_CPU=1 before you launch, or "
-            "TrainingArguments(use_cpu=True), or Accelerator(cpu=True); for DeepSpeed on CPUs rather "
-            "TrainingArguments(ddp_backend='gloo'), or InitProcessGroupKwargs(backend='gloo') for the Accelerator. On "
-            "GPUs launch with `accelerate launch --multi_gpu --num_processes N script.py`."
+            f"accelerate knows of {counted} of the {launched} processes that were launched, so nobody would average "
+            "their gradients. On CPUs set ACCELERATE_USE_CPU=1 before you launch (for DeepSpeed "
+            "TrainingArguments(ddp_backend='gloo')); on GPUs use `accelerate launch --multi_gpu --num_processes N`."
         )
 
 
@@ -32,9 +30,8 @@ def check_joined() -> None:
     """Raises a ConfigError if processes that were launched together are not joined yet, or not any more."""
     if _launched() > 1 and not dist.is_initialized():
         raise ConfigError(
-            f"This is one of {_launched()} processes that were launched together, and torch.distributed does not join "
-            "them: each would train by itself. Make the Accelerator, or call torch.distributed.init_process_group(), "
-            "before the first batch. After the processes have parted, call hf_burst.unpatch_model(model)."
+            f"torch.distributed does not join them, the {_launched()} processes that were launched together. Make the "
+            "Accelerator before the first batch; after they have parted, call hf_burst.unpatch_model(model)."
         )
 
 
@@ -49,11 +46,9 @@ def tells_of_launch(variable: str) -> bool:
 
 
 def resolve_group(named: ContextGroup | None) -> ContextGroup:
-    """Returns the ranks that share a sequence: those of the user's group, else of accelerate's state, else all.
-
-    The user's group is looked up anew, because torch.distributed reuses the names of destroyed groups."""
+    """Returns the ranks that share a sequence: those of the user's group, else of accelerate's state, else all."""
     check_processes()
-    named = named and named.renewed()
+    named = named and named.renewed()  # torch.distributed reuses the names of destroyed groups
     state = AcceleratorState._shared_state
     config = state.get("parallelism_config")
     if hasattr(config, "shares_sequences"):  # a BurstParallelismConfig

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from functools import partial
 from types import CellType
 from typing import Any, Self
@@ -15,11 +14,7 @@ from .view import ModelView
 
 class Override:
     """A replacement for one method of a module, by default its forward. It does not keep the module alive, and a copy
-    of the module has a copy of it.
-
-    Args:
-        module (`torch.nn.Module`): The module.
-        own (callable, *optional*): What the module had in this place before; by default the method of its class.
+    of the module has a copy of it. `own` is what the module had in this place before, if not the method of its class.
     """
 
     name = "forward"
@@ -63,9 +58,6 @@ class Override:
             delattr(module, self.name)
             if self.own is not None:
                 setattr(module, self.name, self.own)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(*(deepcopy(given, memo) for given in self._given()))
 
     def __reduce__(self) -> Any:
         return type(self), self._given()

@@ -56,7 +56,7 @@ from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
 from .parts.towers import Towers
 from .sharded_cache import ShardedCache
-from .view import ModelView, Walk
+from .view import ModelView
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 _COMPILED = (
@@ -95,12 +95,8 @@ def patch_model(
 
 
 def patch_under_check(model: AnyModel, tile: int = 0) -> AnyModel:
-    """Does what [`patch_model`] does, served or not, for a class that is being compared with one process.
-
-    Args:
-        model (`PreTrainedModel`): Changed in place.
-        tile (`int`, defaults to 0): Tokens that an MLP takes at a time; 0 for all.
-    """
+    """Does what [`patch_model`] does, served or not, for a class that is being compared with one process, with MLPs
+    that take `tile` tokens at a time."""
     return _apply(model, BurstConfig(gradients="manual", memory=Memory(tiled_mlp=tile)), None, verdict="under check")
 
 
@@ -112,8 +108,8 @@ def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, ver
         return model  # a notebook cell that runs again
     if there is not None:
         raise ConfigError(
-            f"The model is patched already, with {there.config} and {_named(there.group)}; now {config} and "
-            f"{_named(group)} were given. Call hf_burst.unpatch_model(model) before patching it anew."
+            f"The model is patched already, with {there.config} and {there.group}, and now {config} and {group} were "
+            "given. Call hf_burst.unpatch_model(model) before patching it anew."
         )
     view = ModelView(base)
     check_model(view)
@@ -127,10 +123,6 @@ def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, ver
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         watch_of_process()  # another rank may come to the first pass alone
     return model
-
-
-def _named(group: ContextGroup | None) -> str:
-    return "no group" if group is None else f"a group of {group.size} ranks"
 
 
 def unpatch_model(model: AnyModel) -> AnyModel:
@@ -232,7 +224,7 @@ class _Patch:
         for part in self.parts:
             part.install(view)
         model = view.root
-        self.look(view, Walk(model))
+        self.look(view)
         inner = dict.fromkeys((model.base_model, reader_of(view).root))
         self.handles += [
             module.register_forward_pre_hook(self.within, with_kwargs=True) for module in inner if module is not model
@@ -295,23 +287,24 @@ class _Patch:
     def _agreed(self, module: PreTrainedModel, given: Mapping[str, Any], error: Exception | None) -> ForwardPass:
         """Returns the pass over a batch, on which all ranks have agreed. Raises any rank's error on all of them."""
         self.passes += 1
-        walk = Walk(module)
-        changed = not self.view.is_of(walk)
+        changed = not self.view.is_of(module)
         view = ModelView(module) if changed else self.view
         wants_loss = self.pooling is None and self.token_losses.question is None
-        group, callers = resolve_group(self.group), Callers(walk.compiled or within_compiled())
+        group, callers = resolve_group(self.group), Callers(view.is_compiled or within_compiled())
         call = Call(view, group, self.config, self.task, given, callers, self.pooling, wants_loss)
         mode = "training" if module.training else "evaluation"
         doing = f"forward pass {self.passes} of {type(module).__name__} in {mode}"
         agreement = Agreement({"served by": self.verdict, "mode": mode})
         if self.config.schedule == "auto" and group.size > 1:  # graphs take another schedule, see `with_schedule`
             agreement.add("compiled", call.compiled, _COMPILED)
-        self.meet(call, error, doing)
+        if not resources_of(group).knows_hosts:  # all ranks must have arrived before any asks for hosts
+            sizes = ", ".join(map(str, self.recurrence.sizes)) or "none"
+            group.agree({"recurrent layers": sizes}, error, view.device, doing=doing)
         batch: Batch | None = None
         try:
             if error is None:
                 if changed:
-                    self.look(view, walk)
+                    self.look(view)
                 batch = self._batch(call, agreement)
         except Exception as problem:
             error = problem
@@ -343,9 +336,8 @@ class _Patch:
         if size > 1:
             raise UnsupportedModelError(
                 f"{type(module).__name__} was called past the hooks of its patched model, which cut the batch, so each "
-                f"of {size} ranks would hold whole sequences. Call the model itself, not model.model; with "
-                "output_hidden_states=True it returns hidden states of the whole batch. Nor call model.forward, as the "
-                "peft method AdaLoRA does. hf_burst.unpatch_model(model) gives the plain model back."
+                f"of {size} ranks would hold whole sequences. Call the model itself, not model.model or its forward; "
+                "with output_hidden_states=True it returns hidden states of the whole batch."
             )
         self._begin_outside()
 
@@ -361,23 +353,16 @@ class _Patch:
         self.end()
         self.context.enter(None)
 
-    def look(self, view: ModelView, walk: Walk) -> None:
+    def look(self, view: ModelView) -> None:
         """Lets the parts look at the model's modules anew."""
         for handle in self.looked:
             handle.remove()
-        self.view, self.looked = view, []
+        self.looked = []
         for part in self.parts:
             self.looked += part.look(view)
             for kind, module, given in part.overrides(view):
                 kind.put(module, *given)
-        view.accept(walk)
-
-    def meet(self, call: Call, error: Exception | None, doing: str) -> None:
-        """Makes sure, in the first pass over a group, that all ranks have arrived before any asks for hosts."""
-        if resources_of(call.group).knows_hosts:
-            return
-        sizes = ", ".join(map(str, call.view.find(recurrent_sizes))) or "none"
-        call.group.agree({"BurstConfig": str(self.config), "recurrent layers": sizes}, error, call.device, doing=doing)
+        self.view = view
 
     @torch.compiler.disable
     def after(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -5,50 +5,39 @@ recurrent states, because each computes all new tokens by itself.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, LinearAttentionLayer
+from transformers.cache_utils import Cache
 
 from ..attention.shared_keys import Keys
 from ..errors import BatchError, UnsupportedModelError
-from ..kernels import Scores
 from ..plan import MaskPattern
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
-from .answer import Answer, Filling, Fixed, Prompt, ShardedLayer, Stepping, layer_of
-
-_FROM_LAYERS = not hasattr(Cache, "get_conv_state")  # whether models read states from layers, as with Transformers 5.17
+from .answer import Answer, Filling, Fixed, ShardedLayer, Stepping, layer_of
 
 
 class ShardedCache(Cache):
-    """Keys and values of a model, spread over the ranks of a group.
-
-    Args:
-        group ([`ContextGroup`]): The ranks.
-        copies (`int`, defaults to 1): How often each prompt stands in the batch, in consecutive rows.
-        convolutions (`int`, defaults to 1): The most convolutions of a layer that carry a state.
-    """
+    """Keys and values of a model, spread over the ranks of a group."""
 
     def __init__(self, group: ContextGroup, copies: int = 1, convolutions: int = 1) -> None:
-        self.answer, self.copies, self.convolutions = Answer(group), copies, convolutions
-        self.states: dict[int, LinearAttentionLayer] = {}  # of recurrent layers, by layer number
+        self.answer = Answer(group)
+        self.copies = copies  # of each prompt in the batch, in consecutive rows
+        self.convolutions = convolutions  # the most of a layer that carry a state
         self.compares = False  # whether the caller that chooses tokens has compared those of all ranks
-        layer: Any = partial(ShardedLayer, self.answer)  # made at its first update
+        super().__init__(layers=[])
         self.layers: list[Any]
-        super().__init__(layer_class_to_replicate=layer)
 
     @classmethod
     def of_document(cls, group: ContextGroup, length: int, layers: Sequence[Keys | None]) -> "ShardedCache":
         """Returns a cache that begins with a document of `length` tokens, from this rank's part of it."""
         cache = cls(group)
         positions = next(keys.positions for keys in layers if keys is not None)
-        cache.answer.prompt = Prompt(1, length, positions)
-        cache.layers += [ShardedLayer(cache.answer, document) for document in layers]
+        cache.answer.prompt = Filling(1, length, positions)
+        cache.layers += [ShardedLayer(cache.answer, document=document) for document in layers]
         for layer in cache.layers:
             layer.is_initialized = True
         return cache
@@ -65,13 +54,12 @@ class ShardedCache(Cache):
 
     def begin_prompt(self, layout: SequenceLayout, device: torch.device) -> None:
         """Begins the pass that reads the prompt."""
-        self.answer.prompt = Prompt.of(layout, self.answer.group.rank, device)
-        self.answer.phase = Filling(self.answer, self.answer.prompt, layout)
+        self.answer.prompt = self.answer.phase = Filling.of(layout, self.answer.group.rank, device)
 
     def end_prompt(self) -> None:
         """Ends the pass that reads the prompt, and repeats each row of the states for its copies."""
         self.answer.phase = None
-        for layer in self.states.values() if self.copies > 1 else ():
+        for layer in self.layers if self.copies > 1 else ():
             for states in (layer.conv_states, layer.recurrent_states):
                 for place, state in states.items():
                     states[place] = None if state is None else state.repeat_interleave(self.copies, 0)
@@ -123,17 +111,10 @@ class ShardedCache(Cache):
         self.answer.phase.free(layer_of(self.layers, module, keys, values)[0], pattern)
 
     @torch.compiler.disable  # it reads counts, which would be constants of a graph: a new graph for each token
-    def attend(
-        self,
-        module: nn.Module,
-        states: tuple[Tensor, Tensor, Tensor],
-        pattern: MaskPattern,
-        scores: Scores,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Returns the attention of new tokens over the keys on all ranks."""
+    def attend(self, *given: Any) -> Tensor:
+        """Returns the attention of new tokens over the keys on all ranks, see `Stepping`."""
         assert isinstance(self.answer.phase, Stepping), "the prompt is read with a call"
-        return self.answer.phase.attend(module, states, pattern, scores, sinks)
+        return self.answer.phase.attend(*given)
 
     @property
     def is_padded(self) -> bool:
@@ -144,13 +125,12 @@ class ShardedCache(Cache):
     @property
     def state_tensors(self) -> list[Tensor]:
         """The states of all recurrent layers."""
-        kinds = (states for layer in self.states.values() for states in (layer.conv_states, layer.recurrent_states))
-        return [state for states in kinds for state in states.values() if state is not None]
+        return [state for layer in self.layers for state in layer.state_tensors]
 
     @property
     def places(self) -> tuple[tuple[Any, ...], ...]:
         """Addresses of its layers' tensors."""
-        return (*(layer.places for layer in self.layers), tuple(state.data_ptr() for state in self.state_tensors))
+        return tuple(layer.places for layer in self.layers)
 
     def fixed_step(self) -> Fixed | None:
         """Returns a step at fixed places, or `None` before the layers have allocated equal room in earlier steps."""
@@ -178,17 +158,21 @@ class ShardedCache(Cache):
 
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return self._layer(layer_idx).update(key_states, value_states)
+
+    def _layer(self, index: int) -> ShardedLayer:
+        while len(self.layers) <= index:
+            self.layers.append(ShardedLayer(self.answer, self.convolutions))
+        layer: ShardedLayer = self.layers[index]
+        return layer
 
     @torch.compiler.disable
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        known = self.states.get(layer_idx)
-        return known.conv_states[state_idx] if known is not None and known.has_previous_state[state_idx] else None
+        return self._layer(layer_idx).conv_states[state_idx]
 
     @torch.compiler.disable
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        known = self.states.get(layer_idx)
-        return known.recurrent_states[state_idx] if known is not None and known.has_previous_state[state_idx] else None
+        return self._layer(layer_idx).recurrent_states[state_idx]
 
     @torch.compiler.disable
     def update_conv_state(
@@ -204,64 +188,32 @@ class ShardedCache(Cache):
                     f"Layer {layer_idx} does not say how long its convolution is. model.generate holds the whole "
                     "prompt on each rank."
                 )
-            inputs = phase.last(conv_states, conv_kernel_size)
-        kept = self._states_of(layer_idx).update_conv_state(inputs, state_idx, conv_kernel_size=conv_kernel_size)
-        self._show_states(layer_idx)
+            inputs = phase.last(conv_states, conv_kernel_size, self.answer.group)
+        kept = self._layer(layer_idx).update_conv_state(inputs, state_idx, conv_kernel_size=conv_kernel_size)
         return conv_states if isinstance(phase, Filling) else kept
 
     @torch.compiler.disable
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        found = self._states_of(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
-        self._show_states(layer_idx)
-        return found
-
-    def _states_of(self, index: int) -> LinearAttentionLayer:
-        """Returns the states of a layer, made when they are first needed."""
-        if index not in self.states:
-            self.states[index] = LinearAttentionLayer(self.convolutions)
-        return self.states[index]
-
-    def _show_states(self, index: int) -> None:
-        """Puts a layer's states where models look for them."""
-        if _FROM_LAYERS:
-            while len(self.layers) <= index:
-                self.layers.append(ShardedLayer(self.answer))
-            layer, known = self.layers[index], self.states[index]
-            layer.conv_states, layer.recurrent_states = known.conv_states, known.recurrent_states
+        return self._layer(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return bool(self.states) and not isinstance(self.answer.phase, Filling)
+        return self.is_read
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        answer = self.answer
-        of_prompt = max(0, -tokens_to_remove - answer.written)
-        if answer.new is not None and tokens_to_remove:
-            answer.new = answer.new[:, : max(0, answer.written + tokens_to_remove)]
-        if answer.prompt is not None:
-            answer.prompt = replace(answer.prompt, length=answer.prompt.length - of_prompt)
-
-    def activate_past_recording(self) -> None:
-        """Keeps the whole prompt, because guesses are read with it and some are removed again."""
-        self.answer.keeps_all = True
-
     def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)
-        for state in self.state_tensors:
-            state.copy_(state.index_select(0, beam_idx.to(state.device)))
         if self.answer.new is not None:
             self.answer.new = self.answer.new.index_select(0, beam_idx.to(self.answer.new.device))
 
     def reset(self, *_: Any, **__: Any) -> None:
-        """Raises, as do all methods that would change the rows."""
+        """Raises, as do all methods that would change the rows or remove tokens."""
         raise UnsupportedModelError(
             "Rows of a cache over ranks share the keys of a prompt, and stay as they are. Generate for the rows that "
             "you need, with a new cache."
         )
 
-    batch_repeat_interleave = batch_select_indices = reset
+    crop = batch_repeat_interleave = batch_select_indices = reset

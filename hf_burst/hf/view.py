@@ -26,17 +26,13 @@ Found = TypeVar("Found")
 
 
 class ModelView:
-    """The modules of a model at one time. It does not keep the model alive, and a copy of it belongs to no model.
-
-    Args:
-        root (`torch.nn.Module`): The model, or a part of one.
-    """
+    """The modules of a model, or of a part of one, at one time. It does not keep the model alive, and a copy of it
+    belongs to no model."""
 
     def __init__(self, root: nn.Module) -> None:
         named = list(root.named_modules())
         self.paths = [path for path, _ in named]
         self._modules = [weakref.ref(module) for _, module in named]
-        self._met: list[weakref.ref[nn.Module]] = []  # by the walk after which the parts have looked at it
         self._found: dict[Any, Any] = {}
 
     @property
@@ -99,13 +95,14 @@ class ModelView:
         places = self._once(holds, lambda: [place for place, module in enumerate(self.modules) if holds(module)])
         return [module for place in places if (module := self._modules[place]()) is not None]
 
-    def accept(self, walk: "Walk") -> None:
-        """Remembers the modules that a walk has met."""
-        self._met = [weakref.ref(module) for module in walk.modules]
+    def is_of(self, model: nn.Module) -> bool:
+        """Returns whether a model has these modules and no others."""
+        return [known() for known in self._modules] == list(model.modules())
 
-    def is_of(self, walk: "Walk") -> bool:
-        """Returns whether a walk has met the same modules."""
-        return [known() for known in self._met] == walk.modules
+    @property
+    def is_compiled(self) -> bool:
+        """Whether torch compiles one of the modules."""
+        return any("_orig_mod" in each._modules or each._compiled_call_impl is not None for each in self.modules)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._found:
@@ -124,22 +121,6 @@ def device_of(model: nn.Module) -> torch.device:
     if kind == weight.device.type:
         return weight.device
     return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)
-
-
-class Walk:
-    """One walk over the modules of a model, made in each pass: collects them and finds whether torch compiles one."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modules, self.compiled = list[nn.Module](), False
-        found: list[nn.Module | None] = [model]
-        while found:  # `model.modules()` takes several times as long
-            module = found.pop()
-            if module is not None:
-                self.modules.append(module)
-                if module._modules:
-                    found += module._modules.values()
-                    self.compiled |= "_orig_mod" in module._modules
-                self.compiled |= module._compiled_call_impl is not None
 
 
 def has_language_head(view: ModelView) -> bool:

@@ -119,7 +119,8 @@ def test_masks_of_other_kinds_are_not_lost() -> None:
     layout = SequenceLayout(4, (0,), ((0, 4),))
     with pytest.raises(UnsupportedModelError, match=r"a mask of shape \(1, 1, 4, 4\)"):
         masks_with_blocks({"full_attention": torch.ones(1, 1, 4, 4, dtype=torch.bool)}, layout)
-    odd = LazyMask({}, frozenset({"causal_mask_function", "or_masks", "of_ones_own"}), sharded=True)
+    odd = LazyMask({"mask_function": len}, sharded=True)
+    odd.parts = frozenset({"causal_mask_function", "or_masks", "of_ones_own"})
     for index in (0, None, slice(2)):
         with pytest.raises(UnsupportedModelError, match=r"reads the attribute '\[.*\]' of its attention mask"):
             odd[index]

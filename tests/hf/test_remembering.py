@@ -231,23 +231,15 @@ def test_weights_of_one_rank_under_fsdp2(ranks: Ranks, kind: str) -> None:
     ranks(2).run(adapters_of_one_rank, kind, timeout=60.0)
 
 
-@pytest.mark.parametrize("first", ["none", "lora"])
-def test_an_adapter_that_is_added_and_stays_inactive(first: str) -> None:
+def test_an_adapter_that_is_added() -> None:
     settings = LoraConfig(target_modules="all-linear", init_lora_weights=False)
-    plain = make("llama").eval()
-    model = hf_burst.patch_model(plain if first == "none" else get_peft_model(plain, settings).eval())
+    model = hf_burst.patch_model(get_peft_model(make("llama").eval(), settings).eval())
     read = hf_burst.remember(model, document_of(9))
-    wanted = ask(model, read, "greedy")
-    if first == "none":
-        model = get_peft_model(model, settings, adapter_name="other").eval()
-    else:
-        model.add_adapter("other", settings)
-    switched = model.disable_adapter() if first == "none" else nullcontext()
-    with switched:
-        assert torch.equal(ask(model, read, "greedy"), wanted)
-    model.set_adapter("other")
-    with pytest.raises(ConfigError, match="weights of the model have changed"):
-        ask(model.eval(), read, "greedy")
+    model.add_adapter("other", settings)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="an adapter that was added"):
+            ask(model.eval(), read, "greedy")
+        model.set_adapter("other")
 
 
 def test_what_keys_follow_from_besides_weights() -> None:
@@ -407,8 +399,6 @@ def test_what_documents_refuse(tmp_path: Path) -> None:
         ask(models.patch(make("mistral")), read, "greedy")
     with pytest.raises(BatchError, match="neither of them 0"):
         hf_burst.generate(model, torch.zeros(2, 0, dtype=torch.int64), document=read)
-    with pytest.raises(ConfigError, match="read it again"):
-        hf_burst.generate(model, document_of(9), document=read, prompt_lookup_num_tokens=3, **GREEDY)
     with pytest.raises(BatchError, match="nothing besides, not token_type_ids"):
         hf_burst.generate(model, document_of(9), document=read, token_type_ids=document_of(9), **GREEDY)
     with pytest.raises(BatchError, match="this model takes 0 to 60"):

@@ -38,7 +38,7 @@ class EachToken(StoppingCriteria):
             self.note(lambda: done.copy_(self.criteria(input_ids, scores, **kwargs)))
         self._compare(input_ids[:, self.length :])
         self.length = input_ids.shape[1]
-        if self.stops:
+        if self.stops and self.group.size > 1:
             with self.group.messages():
                 torch.distributed.broadcast(done, self.group.members[0], group=self.group.process_group)
         return done.bool().to(input_ids.device)
@@ -83,17 +83,10 @@ class EachToken(StoppingCriteria):
 
 
 class OwnStreamer(BaseStreamer):
-    """A user's streamer, on the first rank.
+    """A user's streamer, on the first rank. It gets the `question` instead of the first tokens, a document and it."""
 
-    Args:
-        streamer ([`BaseStreamer`]): The streamer.
-        each ([`EachToken`], *optional*): Keeps its errors until all ranks hear of them, if there are others.
-        question (`torch.Tensor`, *optional*): What it gets instead of the first tokens, a document and a question.
-    """
-
-    def __init__(self, streamer: BaseStreamer, each: EachToken | None, question: Tensor | None) -> None:
-        self.streamer = streamer
-        self.note: Callable[..., None] = _call if each is None else each.note
+    def __init__(self, streamer: BaseStreamer, each: EachToken, question: Tensor | None) -> None:
+        self.streamer, self.note = streamer, each.note
         self.question = None if question is None else question.cpu()
 
     def put(self, value: Tensor) -> None:
@@ -102,7 +95,3 @@ class OwnStreamer(BaseStreamer):
 
     def end(self) -> None:
         self.note(self.streamer.end)
-
-
-def _call(function: Callable[..., Any], *args: Any) -> None:
-    function(*args)

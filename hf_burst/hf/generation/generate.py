@@ -24,7 +24,6 @@ from .settings import (
     cache_key,
     check,
     copies_of,
-    new_cache,
     patched,
     prompt_tensors,
     setting,
@@ -35,7 +34,7 @@ from .settings import (
 from .step_graphs import stepping
 from .weights import gathered_once
 
-_OF_OTHER_CACHES = ("cache_implementation", "prefill_chunk_size")
+_OF_OTHER_CACHES = ("cache_implementation", "prefill_chunk_size", "prompt_lookup_num_tokens")  # if configs say so
 _OF_USERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")  # users' code
 _QUESTIONS = ("input_ids", "attention_mask")
 _SAME_PROMPTS = "Give generate the same prompt and the same settings on all ranks of a group."
@@ -99,13 +98,15 @@ def generate(
         if document is not None:
             raise ConfigError("A rollout runs on the first rank of a group, where no document can be remembered.")
         return together(inputs, **kwargs, **({} if cuda_graphs else {"cuda_graphs": False}))
-    if inputs is not None and kwargs.get("input_ids") is None:
+    if inputs is not None and kwargs.get("input_ids") is not None:
+        raise BatchError("The prompt was given twice, as inputs and as input_ids. Leave one of them out.")
+    if inputs is not None:
         kwargs["input_ids"] = inputs
-        inputs = None
-    asked_with = _agree(base, group, kwargs, document, twice=inputs is not None, cuda_graphs=cuda_graphs)
+    asked_with = _agree(base, group, kwargs, document, cuda_graphs)
     if document is not None:
         document.check(base, group)
-    cache = new_cache(base, group, copies_of(base, kwargs)) if document is None else document.cache()
+    convolutions = getattr(base.config.get_text_config(decoder=True), "number_of_conv_states", 1)
+    cache = document.cache() if document else ShardedCache(group, copies_of(base, kwargs), convolutions)
     own, each = on_ranks(base, group, kwargs, cache, behind=document is not None)
     own |= zip(_QUESTIONS if asked_with else (), asked_with, strict=True)
     passes = patch.passes
@@ -116,11 +117,9 @@ def generate(
         try:
             found: Any = base.generate(**own | {cache_key(base): cache})  # type: ignore[operator]
         except BaseException as problem:  # including KeyboardInterrupt
-            if each is not None:
-                each.end_others(problem, patch.passes > passes)
+            each.end_others(problem, patch.passes > passes)
             raise
-    if each is not None:
-        each.end()
+    each.end()
     return found if document is None else _without(document, kwargs["input_ids"], found)
 
 
@@ -129,18 +128,11 @@ def _agree(
     group: ContextGroup,
     kwargs: Mapping[str, Any],
     document: Document | None,
-    twice: bool,
     cuda_graphs: bool,
 ) -> tuple[Tensor, ...]:
     """Checks this rank's arguments and compares them with other ranks. Returns questions with their document, and the
-    mask.
-
-    Args:
-        twice (`bool`): Whether the prompt was given twice.
-    """
+    mask."""
     with agreed(group, device_of(model), "generate") as found:
-        if twice:
-            raise BatchError("The prompt was given twice, as inputs and as input_ids. Leave one of them out.")
         check(model, kwargs)
         asked_for = settings_of({**kwargs, "cuda_graphs": cuda_graphs}) if group.size > 1 else {}
         found.add("generate", asked_for, _SAME_PROMPTS)
@@ -165,29 +157,20 @@ def _questions(model: PreTrainedModel, document: Document, kwargs: Mapping[str, 
     if kwargs.get("input_ids") is None or others:
         given = ", ".join(others) or "no input_ids"
         raise BatchError(f"Questions to a document are input_ids, an attention_mask and nothing besides, not {given}.")
-    if setting(model, kwargs, "prompt_lookup_num_tokens"):
-        raise ConfigError(
-            "generate was given a document and prompt_lookup_num_tokens, for which Transformers would read it again, "
-            "behind itself. Leave one of them out."
-        )
     check_ranges({"input_ids": kwargs["input_ids"]}, model.config.get_text_config().vocab_size, None, None)
     return with_document(document, kwargs["input_ids"], kwargs.get("attention_mask"))
 
 
 def on_ranks(
     model: PreTrainedModel, group: ContextGroup, kwargs: Mapping[str, Any], cache: ShardedCache, behind: bool = False
-) -> tuple[dict[str, Any], EachToken | None]:
+) -> tuple[dict[str, Any], EachToken]:
     """Returns this rank's arguments of `model.generate`, with streamer and criteria on the first rank only, and the
     [`EachToken`] that runs them. `behind` says that prompts are questions behind a document."""
-    own = dict(kwargs)
-    if setting(model, kwargs, "use_cache") is False:  # a checkpoint's config says so
-        own["use_cache"] = True
+    own = {**kwargs, "use_cache": True}  # whatever a checkpoint's config says
     own |= {name: None for name in _OF_OTHER_CACHES if setting(model, kwargs, name)}
-    each: EachToken | None = None
     streamer = own.pop("streamer", None)
-    if group.size > 1:
-        each = EachToken(_criteria(model, own), group, device_of(model), cache)
-        own["stopping_criteria"] = StoppingCriteriaList([each])
+    each = EachToken(_criteria(model, own), group, device_of(model), cache)
+    own["stopping_criteria"] = StoppingCriteriaList([each])
     if streamer is not None and group.rank == 0:
         own["streamer"] = OwnStreamer(streamer, each, kwargs["input_ids"] if behind else None)
     return own, each

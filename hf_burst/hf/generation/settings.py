@@ -18,7 +18,6 @@ from ..forward_pass import Agreement
 from ..groups import PATCH, resolve_group
 from ..models.recurrent import functions_of, recurrent_modules
 from ..parts.expert_ranks import check_same_passes
-from ..sharded_cache import ShardedCache
 from ..spread.heads import is_partitioned
 from ..view import ModelView, find_inside, inner_modules
 
@@ -30,7 +29,8 @@ _REFUSED = {
     **dict.fromkeys(CACHE_KEYS, "The cache over ranks is made here."),
     "cache_implementation": "The cache over ranks is made here.",
     "prefill_chunk_size": "The prompt is cut over the ranks instead.",
-    "assistant_model": "Ranks would have to hold its whole prompt; prompt_lookup_num_tokens needs no second model.",
+    "assistant_model": "Ranks would have to hold its whole prompt.",
+    "prompt_lookup_num_tokens": "Ranks keep no tokens that can be taken back.",
     "output_attentions": "Attention weights are never in memory.",
     "negative_prompt_ids": "Two prompts at once are not served.",
     "custom_generate": "Decoding by a function of another kind is not served.",
@@ -75,8 +75,6 @@ def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
 def _problems(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Iterator[BurstError]:
     """Yields what is not supported of a model, and of the arguments of `model.generate`."""
     name = type(model).__name__
-    if not getattr(model, PATCH).task.generates:
-        yield UnsupportedModelError(f"{name} predicts masked tokens and generates none.")
     if model.training:
         yield ConfigError("The model is in training, where dropout would change its answers. Call model.eval() first.")
     recurrent = recurrent_modules(ModelView(model))
@@ -90,11 +88,6 @@ def _problems(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Iterator[Bur
         yield UnsupportedModelError(
             f"{name} runs layers in loops, each of which would need a cache of its own over the ranks. {_WHOLE}"
         )
-    if recurrent and setting(model, kwargs, "prompt_lookup_num_tokens"):
-        yield UnsupportedModelError(
-            f"{name} has layers with a state, which cannot go back to before tokens that were refused. Leave "
-            "prompt_lookup_num_tokens out."
-        )
     if is_partitioned(model):
         yield UnsupportedModelError(
             "DeepSpeed ZeRO-3 shards the weights, and would gather them for each token. Take FSDP2, or a smaller stage."
@@ -103,15 +96,6 @@ def _problems(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Iterator[Bur
         given = kwargs.get(key)
         if given is not None if key in CACHE_KEYS else given:  # an empty cache is falsy
             yield ConfigError(f"generate over ranks was given {key}={_short(given)}. {why} Leave it out.")
-    use_cache = _short(kwargs.get("use_cache"))  # it may be a tensor
-    if use_cache not in ("None", "True", "1"):
-        yield ConfigError(f"generate over ranks was given use_cache={use_cache}. It needs its cache: leave that out.")
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        token = setting(model, kwargs, key)
-        if isinstance(token, Tensor) and token.is_floating_point():
-            yield ConfigError(f"{key} is {_short(token)}, in {token.dtype}. Give integers.")
-    if kwargs.get("streamer") is not None and int(setting(model, kwargs, "num_beams") or 1) > 1:
-        yield ConfigError("generate was given a streamer and beams, whose tokens are known at the end. Leave one out.")
     if not isinstance(kwargs.get("stopping_criteria") or [], list | tuple):
         yield ConfigError(f"stopping_criteria is a {_short(kwargs['stopping_criteria'])}; give a list of them.")
     others = [name for name in prompt_tensors(kwargs) if name not in _TEXT]
@@ -145,43 +129,14 @@ def adapted_modules(view: ModelView) -> list[tuple[str, nn.Module]]:
 
 
 def adapters_at_work(module: nn.Module) -> list[str]:
-    """Returns a module's active adapters, merged adapters and scales; empty if no adapter is in use."""
-    active, merged, scales = _active(module), getattr(module, "merged_adapters", []), getattr(module, "scaling", None)
-    if not active and not merged:
-        return []
-    scales = {name: scales.get(name) for name in active} if isinstance(scales, Mapping) else scales
-    return [str(active), str(merged), str(scales)]
-
-
-def idle_weights(module: nn.Module) -> set[int]:
-    """Returns the ids of weights and buffers of a module's inactive adapters."""
-    held = [(name, value) for name, value in _of_adapters(module) if name not in _active(module)]
-    modules = [value for _, value in held if isinstance(value, nn.Module)]
-    inside = (weight for value in modules for weight in (*value.parameters(), *value.buffers()))
-    return {*map(id, inside), *(id(value) for _, value in held)}
-
-
-def _active(module: Any) -> list[str]:
-    names = {name for name, _ in _of_adapters(module)}
-    return [] if module.disable_adapters else [name for name in module.active_adapters if name in names]
-
-
-def _of_adapters(module: Any) -> list[tuple[str, Any]]:
-    """Returns a module's layers and parameters of adapters, each with the adapter's name."""
-    names = (*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ()))
-    every: list[Any] = [getattr(module, name, None) for name in names]
-    return [item for held in every if hasattr(held, "items") for item in held.items()]
+    """Returns what says which adapters of a module work, and how strongly."""
+    names = ("disable_adapters", "active_adapters", "merged_adapters", "scaling")
+    return [str(getattr(module, name, None)) for name in names]
 
 
 def copies_of(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> int:
     """Returns how many rows `generate` makes of each prompt."""
     return max(int(setting(model, kwargs, name) or 1) for name in ("num_beams", "num_return_sequences"))
-
-
-def new_cache(model: PreTrainedModel, group: ContextGroup, copies: int = 1) -> ShardedCache:
-    """Returns an empty cache for a model over the ranks."""
-    config = model.config.get_text_config(decoder=True)
-    return ShardedCache(group, copies, getattr(config, "number_of_conv_states", 1))
 
 
 def prompt_tensors(kwargs: Mapping[str, Any]) -> list[str]:

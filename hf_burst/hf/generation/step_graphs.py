@@ -145,17 +145,15 @@ class Recording:
 
 class StepGraphs(Override):
     """A model's forward within one call of `generate`. A call within that call has another cache, and runs normally.
-
-    Args:
-        cache ([`ShardedCache`]): The cache of the call.
-        changing (`bool`): Whether users' code runs between steps and may change the model.
-    """
+    `changing` says that users' code runs between steps and may change the model."""
 
     def __init__(self, module: nn.Module, own: Any, cache: ShardedCache, changing: bool) -> None:
         super().__init__(module, own)
         self.cache = cache
         update_wrapper(self, self.own or getattr(type(module), self.name), updated=())
-        self.state = _state_of(module) if changing else lambda: None
+        view = ModelView(module)
+        self.watched = view.modules if changing else []
+        self.adapted = [inner for _, inner in adapted_modules(view)] if changing else []
         self.before: Any = None  # the state of the first step
         self.seen: Any = None  # the signature of the last step
         self.steps = 0  # number of steps with this signature
@@ -170,7 +168,7 @@ class StepGraphs(Override):
         one = isinstance(phase, Stepping) and phase.positions.shape[1] == 1
         if context is None or context.cached is not cache or not one or self.given_up:
             return self.plain(*args, **kwargs)
-        state = self.state()
+        state = [*map(adapters_at_work, self.adapted), *map(_state, self.watched)]
         self.before = state if self.seen is None else self.before
         if state != self.before:
             self._give_up("the model was changed while it generated")
@@ -219,14 +217,12 @@ class StepGraphs(Override):
             waiting = f"the model waits for the device ({waits[0]})" if waits else ""
             self._give_up(waiting or "the model asks its cache how long it is, and computes with the number")
             return output
-        took = fixed.took
         try:
             recording.record(partial(self._run, fixed))
         except Exception as problem:
             self._give_up(repr(problem))
         else:
             self.recording = recording
-        fixed.took = took  # also if the recording failed midway
         return output
 
     def _run_and_compare(self, fixed: Fixed, recording: Recording) -> Any:
@@ -318,15 +314,9 @@ def _module_of(hook: Any) -> str:
     return getattr(hook, "__module__", None) or ""
 
 
-def _state_of(model: nn.Module) -> Callable[[], list[Any]]:
-    """Returns a function that reads, before each token, what users may change: adapters, and each module's state."""
-    view = ModelView(model)
-    adapted, modules = [module for _, module in adapted_modules(view)], list(map(vars, view.modules))
-    return lambda: [list(map(adapters_at_work, adapted)), list(map(_inside, modules))]
-
-
-def _inside(own: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns a module's mode, forward, hooks, submodules and weight addresses, from its attributes."""
+def _state(module: nn.Module) -> tuple[Any, ...]:
+    """Returns what users may change of a module: its mode, forward, hooks, submodules and weight addresses."""
+    own = vars(module)
     hooks = len(own["_forward_hooks"]), len(own["_forward_pre_hooks"])
     weights = (*own["_parameters"].values(), *own["_buffers"].values())
     places = [None if weight is None else weight.data_ptr() for weight in weights]
@@ -335,8 +325,7 @@ def _inside(own: Mapping[str, Any]) -> tuple[Any, ...]:
 
 @contextmanager
 def stepping(model: nn.Module, cache: ShardedCache, changing: bool) -> Iterator[None]:
-    """Replays one-token steps of a model as CUDA graphs where possible. `changing` says that users' code runs between
-    steps and may change the model."""
+    """Replays one-token steps of a model as CUDA graphs where possible, see `StepGraphs`."""
     obstacle = _obstacle(model)
     on_cpu = all(weight.is_cpu for weight in model.parameters())
     stepped = None if obstacle else StepGraphs.put(model, cache, changing)
