@@ -40,13 +40,8 @@ class LongestPosition(Part):
         if not any(map(follows_length, self.rotary)):
             return
         self._check_inside(call.model)
-        about: ShardedBatch | None = batch.given.get(LAYOUT_KEY)
-        if about is not None:
-            self.longest = about.longest
-        elif batch.lies.joined is not None:
-            self.longest = batch.lies.joined.longest
-        else:
-            self.longest = batch.layout.length - 1 if batch.sharded else longest_position(batch.given)
+        about: ShardedBatch | None = call.given.get(LAYOUT_KEY)
+        self.longest = longest_position(call.given) if about is None else about.longest
         agreement.add("longest position", self.longest)
 
     def begin(self, run: ForwardPass) -> None:
