@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX, shift_labels
-from ..models.cut_point import MaskedRows, TokenInput
+from ..models.cut_point import TOKEN_INPUTS
 from .cutting import select_rows
 from .documents import BOUNDARY_KEYS, TYPE_KEYS, Text, batch_shape, holds_values, texts_of
 
@@ -60,14 +60,12 @@ class Joined:
         labels = shift_labels(self.labels.to(values.device))
         return self.restored(values).masked_fill(labels == IGNORE_INDEX, 0)
 
-    def inputs(
-        self, whole: Mapping[str, Any], known: Sequence[TokenInput], masked: Sequence[MaskedRows]
-    ) -> dict[str, Any]:
+    def inputs(self, whole: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the row's inputs of a cut point, from those of all texts."""
-        row = select_rows(whole, masked, lambda values: values.flatten()[self.sources.to(values.device)])
-        for each in known:
-            if whole.get(each.name) is not None:
-                row[each.name] = self._of_row(whole[each.name], each.dim)
+        row = select_rows(whole, lambda values: values.flatten()[self.sources.to(values.device)])
+        for name, dim in TOKEN_INPUTS.items():
+            if whole.get(name) is not None:
+                row[name] = self._of_row(whole[name], dim)
         if whole.get("position_ids") is None:
             row["position_ids"] = self.batch["position_ids"]
         else:
@@ -118,7 +116,7 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
         least (`int`): The minimum number of tokens of a shared prefix.
 
     Returns:
-        The row; `None` if no texts share so many tokens, if texts have different labels for a shared token, or if padding
+        The row; `None` if no texts share so many tokens, if texts have different labels for a shared one, or if padding
         or the row's last token predicts a label.
     """
     texts = texts_of(batch)

@@ -1,7 +1,7 @@
 """Batches that arrive sharded: their extra data, how to recognise them, and checksums of batches."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from ...config import BurstConfig
 from ...errors import BatchError
 from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
-from ..models.cut_point import TOKEN_INPUTS, TokenInput
+from ..models.cut_point import TOKEN_INPUTS
 from ..models.task import CAUSAL, Task
 from .documents import batch_shape, check_shape, real_tokens
 
@@ -129,11 +129,11 @@ def _layout_by_positions(positions: torch.Tensor, config: BurstConfig, group: Co
     return layout
 
 
-def checksum(batch: Mapping[str, Any], token_inputs: Sequence[TokenInput] = TOKEN_INPUTS) -> torch.Tensor:
+def checksum(batch: Mapping[str, Any]) -> torch.Tensor:
     """Returns a checksum of the token inputs, labels and padding mask of a batch, a scalar `torch.LongTensor` computed
     without a GPU sync; 0 if there are no such tensors."""
     total: torch.Tensor | None = None
-    for key in (*(token_input.name for token_input in token_inputs), "labels", "attention_mask"):
+    for key in (*TOKEN_INPUTS, "labels", "attention_mask"):
         value = batch.get(key)
         if isinstance(value, torch.Tensor):
             own = sum_of_bits(value) + zlib.crc32(key.encode())

@@ -16,7 +16,7 @@ from ..batches.joining import Joined, fit, join_texts, obstacle_in
 from ..batches.modalities import same_for_every_text
 from ..batches.sharded import is_sharded, sum_of_bits
 from ..forward_pass import Agreement, Call
-from ..models.cut_point import cut_point_of, sees_blocks
+from ..models.cut_point import cut_path, sees_blocks
 from ..view import ModelView
 from .recurrence import NO_FORKS, Recurrence
 
@@ -45,7 +45,7 @@ class SharedBeginnings:
         recurrence: Recurrence,
         positions: Callable[[Mapping[str, Any]], torch.Tensor | None],
     ) -> None:
-        self.cut_point, self.recurrence, self.positions = view.find(cut_point_of), recurrence, positions
+        self.cut_path, self.recurrence, self.positions = view.find(cut_path), recurrence, positions
         self.sees_blocks, self.by_place = view.find(sees_blocks), any(map(scales_by_place, view.modules))
         self.logged: set[str] = set()  # logged once
 
@@ -90,11 +90,11 @@ class SharedBeginnings:
             return "noise of neftune_noise_alpha depends on the length of a row"
         if not self.recurrence.forks:
             return NO_FORKS
-        if found := obstacle_in(call.given, bool(self.cut_point.path)):
+        if found := obstacle_in(call.given, bool(self.cut_path)):
             return found
         if self.by_place and any(start for start, _ in real_tokens(call.given)):
             return "queries are scaled by places that count padding"
-        if self.cut_point.path and not same_for_every_text(call.given, call.model.config):
+        if self.cut_path and not same_for_every_text(call.given, call.model.config):
             return "images and sound are not the same for every text"
         if call.config.share_prefixes == "auto" and call.compiled:
             return "every batch would be compiled anew"
@@ -104,7 +104,7 @@ class SharedBeginnings:
 
     def row(self, joined: Joined, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the joined row's arguments, or the original texts for a model that reads them before they are cut."""
-        batch = dict(given) if self.cut_point.path else dict(joined.batch)
+        batch = dict(given) if self.cut_path else dict(joined.batch)
         if "labels" not in given:
             batch.pop("labels", None)
         keep = given.get("logits_to_keep", 0)
