@@ -556,10 +556,10 @@ def test_samples_of_several_texts() -> None:
     assert batch["input_ids"].tolist() == [[1, 2, 3, 0], [1, 2, 4, 5], [6, 7, 0, 0]]
     assert batch["labels"].tolist() == [[-100, 2, 3, -100], [-100, -100, 4, 5], [6, 7, -100, -100]]
     for sample, sentence in (
-        ({"input_ids": [1, 2]}, "The column input_ids of a sample is"),
-        ({"input_ids": [[1]], "prompt": "a text"}, "The column prompt of a sample is a text"),
-        ({"input_ids": [[1], [2]], "labels": [[1]]}, "hold {'input_ids': 2, 'labels': 1} texts"),
-        ({"input_ids": []}, "hold {'input_ids': 0} texts"),
+        ({"input_ids": [1, 2]}, "A sample holds {'input_ids': [1, 2]}"),
+        ({"input_ids": [[1]], "prompt": "a text"}, "A sample holds {'input_ids': [[1]], 'prompt': 'a text'}"),
+        ({"input_ids": [[1], [2]], "labels": [[1]]}, "A sample holds {'input_ids': [[1], [2]], 'labels': [[1]]}"),
+        ({"input_ids": []}, "A sample holds {'input_ids': []}"),
     ):
         with pytest.raises(BatchError, match=re.escape(sentence)):
             hf_burst.GroupCollator(collate)([sample])

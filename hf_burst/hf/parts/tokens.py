@@ -180,15 +180,14 @@ class Tokens(Part):
 
     def _take_shard(self, call: Call, agreement: Agreement) -> Batch:
         """Returns the batch of a call that arrived sharded."""
-        name, about = type(call.model).__name__, call.given.get(LAYOUT_KEY)
+        name = type(call.model).__name__
         if self.cut_path and (modalities_of(call.model.config) or not call.pooling):
             raise BatchError(f"{name} reads whole sequences before they are cut. Give full batches (no BurstCollator).")
         made_for = task_named(call.task.causal)  # models without a head have no shards of their own
-        layout = layout_of_shard(call.given, call.config, call.group, made_for)
-        by_place = "queries are scaled by places that count padding" if self.by_place and about and about.padded else ""
+        layout, about = layout_of_shard(call.given, call.group, made_for), call.given[LAYOUT_KEY]
+        by_place = "queries are scaled by places that count padding" if self.by_place and about.padded else ""
         why = by_place if self.recurrence.forks else NO_FORKS
-        from_mask = self.learned.from_mask and any(start for start, _ in layout.real)
-        begins = "the first token after the padding" if from_mask else ""
+        begins = "the first token after the padding" if self.learned.from_mask and about.padded else ""
         begins = begins if self.learned.padding_idx is None else "its padding_idx + 1"
         BatchError.refuse(
             (
@@ -202,7 +201,7 @@ class Tokens(Part):
                 "batches (no BurstCollator).",
             ),
         )
-        agreement.add(CONTENT, about.fingerprint if about else None)
+        agreement.add(CONTENT, about.fingerprint)
         targets = call.given.get(call.task.targets)
         inputs = {key: value for key, value in call.given.items() if key != LAYOUT_KEY} | {"labels": targets}
         way = self.recurrence.way(layout, call.group)
