@@ -11,9 +11,9 @@ from ..errors import BatchError, KernelError, ShardingError
 from ..ranks.group import ContextGroup, group_by_name
 from ..ranks.layout import SequenceLayout
 from .cache import AttentionCache
-from .choice import asked_schedule, topology_of, with_schedule
-from .prepare import InputKind, deterministic, kernel_for
-from .request import AttentionRequest
+from .choice import schedule_of, topology_of, with_schedule
+from .prepare import deterministic, kernel_for
+from .request import AttentionRequest, InputKind
 
 
 def burst_attention(
@@ -102,7 +102,7 @@ def _facts(
     layout.masks(request.pattern)
     inputs = InputKind.of(q, k, v)
     if request.schedule != "auto":
-        asked_schedule(request, inputs.sizes)  # raises if it is impossible
+        schedule_of(request, inputs)  # raises if it is impossible
     kernel = kernel_for(request, inputs, request.pattern.window is not None, deterministic())
     return {
         "shapes of q, k, v": [list(tensor.shape) for tensor in (q, k, v)],
