@@ -49,7 +49,7 @@ class Recurrence(Part):
         self.modules = view.find(recurrent_modules)
         self.sizes = view.find(recurrent_sizes)
         kinds = set(map(type, self.modules))
-        self.unknown = sorted(kind.__name__ for kind in kinds if not set(functions_of(kind)) <= ON_GPUS)
+        self.unknown = sorted(kind.__name__ for kind in kinds if not set(functions_of(kind.forward)) <= ON_GPUS)
         return ()
 
     def overrides(self, view: ModelView) -> Iterator[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
