@@ -210,7 +210,7 @@ def drop_attention_weights(rank: int, size: int) -> None:
     ("function", "kind", "message"),
     [
         (label_padding, BatchError, "1 tokens of padding that attention_mask hides have labels"),
-        (mask_nothing, BatchError, "All labels of the batch are -100, so there is nothing"),
+        (mask_nothing, BatchError, "All labels of the batch are -100, or no token predicts them"),
         (attend_causally, UnsupportedModelError, "LlamaAttention is causal, and .* should be that of an encoder"),
         (drop_attention_weights, UnsupportedModelError, "config.attention_probs_dropout_prob is 0.1"),
     ],
