@@ -11,8 +11,8 @@ from ..layers.offload import Saved, saved_in_place
 from ..ranks.layout import SequenceLayout
 from ..ring.resources import resources_of
 from .operator import TrackedAttention
-from .prepare import InputKind, later_attention, sharded_attention
-from .request import AttentionRequest
+from .prepare import sharded_attention
+from .request import AttentionRequest, InputKind
 
 
 class CachedAttention(NamedTuple):
@@ -39,13 +39,12 @@ class CachedAttention(NamedTuple):
         if first is not None:
             out = torch.cat([first[0], out], 1)
             lse = torch.cat([first[1].transpose(1, 2), lse.transpose(1, 2)], 2).transpose(1, 2)
-        resources, flat, inputs = resources_of(request.group), request.flatten(), InputKind.of(q, k, v)
-        attention = sharded_attention(resources, flat, encoded, inputs)
+        resources = resources_of(request.group)
+        attention, later = sharded_attention(resources, request.flatten(), encoded, InputKind.of(q, k, v))
         if attention.schedule.ulysses == 1:
             return out, lse, []
         with resources.messages(q.device, request.transport, attention.near_ranks) as exchanges:
             kept = attention.exchanged(exchanges, q, k, v)
-        later = later_attention(attention, flat, encoded, inputs)
         return out, lse, kept if later is None else [*kept, *later.rows(q, k, v)]
 
     def _missing(

@@ -14,9 +14,8 @@ from ..plan import MaskPattern, Shapes, assign, choose_schedule, name_of
 from ..ranks.group import ContextGroup
 from ..ranks.host import Topology
 from ..ranks.layout import SequenceLayout
-from ..ring import HeadSizes
 from ..ring.resources import resources_of
-from .request import AttentionRequest
+from .request import AttentionRequest, InputKind
 
 logger = logging.getLogger(__name__)
 
@@ -45,51 +44,29 @@ def with_schedule(
     """
     if torch.compiler.is_compiling():
         return request
-    sizes = HeadSizes.of(q, k, v)
-    if request.schedule != "auto":
-        return replace(request, schedule=asked_schedule(request, sizes))
-    shapes, per_host = shapes_of(sizes, q.dtype), topology_of(request, q.device).ranks_per_host
-    return replace(request, schedule=_chosen(layout, request.pattern, shapes, per_host, request.group))
+    return replace(request, schedule=schedule_of(request, InputKind.of(q, k, v), layout))
 
 
-def schedule_of(
-    request: AttentionRequest, sizes: HeadSizes, batch: int, tokens: int, dtype: torch.dtype, topology: Topology
-) -> Schedule:
-    """Returns the schedule that the operator runs; `"auto"` assumes one whole document of this length.
+def schedule_of(request: AttentionRequest, inputs: InputKind, layout: SequenceLayout | None = None) -> Schedule:
+    """Returns the schedule that runs.
 
     Args:
         request ([`AttentionRequest`]): The request.
-        sizes ([`HeadSizes`]): Heads of q, k and v.
-        batch, tokens (`int`): Rows of the batch, and tokens of a rank.
-        dtype (`torch.dtype`): The dtype of q, k and v.
-        topology ([`Topology`]): The group's machines.
+        inputs ([`InputKind`]): The kind of q, k and v.
+        layout ([`SequenceLayout`], *optional*): The layout that `"auto"` is for; by default one whole document a row.
 
     Raises:
-        ConfigError: If the ranks cannot run the requested schedule with these heads.
+        ConfigError: If the ranks of the group cannot run the requested schedule with these heads.
     """
-    group = request.group
-    if request.schedule != "auto":
-        return asked_schedule(request, sizes)
-    if group.size == 1:
-        return Schedule()
-    length = int(tokens) * group.size
-    owners = assign((request.pattern.mask(length, (0, length)),) * int(batch), group.size)
-    layout = SequenceLayout(length, owners, ((0, length),) * int(batch))
-    return _chosen(layout, request.pattern, shapes_of(sizes, dtype), topology.ranks_per_host, group)
-
-
-def shapes_of(sizes: HeadSizes, dtype: torch.dtype) -> Shapes:
-    """Returns the heads and bytes per element that plans take."""
-    return Shapes(*sizes, dtype.itemsize, accumulation_dtype(dtype).itemsize)
-
-
-def asked_schedule(request: AttentionRequest, sizes: HeadSizes) -> Schedule:
-    """Returns the schedule of a request that names one.
-
-    Raises:
-        ConfigError: If the ranks of the group cannot run it with these heads.
-    """
-    ranks, asked = request.group.size, request.schedule
+    ranks, asked, sizes = request.group.size, request.schedule, inputs.sizes
+    if asked == "auto":
+        length, rows = int(inputs.tokens) * ranks, int(inputs.batch)
+        if layout is None:
+            owners = assign((request.pattern.mask(length, (0, length)),) * rows, ranks)
+            layout = SequenceLayout(length, owners, ((0, length),) * rows)
+        shapes = Shapes(*sizes, inputs.dtype.itemsize, accumulation_dtype(inputs.dtype).itemsize)
+        per_host = topology_of(request, inputs.device).ranks_per_host
+        return _chosen(layout, request.pattern, shapes, per_host, request.group)
     schedule = asked if isinstance(asked, Schedule) else Schedule.parse(asked, ranks)
     refusal = schedule.refusal(ranks, sizes.q_heads, sizes.kv_heads)
     if refusal is not None:

@@ -11,9 +11,9 @@ from ..errors import BatchError, KernelError, ShardingError
 from ..ranks.group import ContextGroup, group_by_name
 from ..ranks.layout import SequenceLayout
 from .cache import AttentionCache
-from .choice import asked_schedule, topology_of, with_schedule
-from .prepare import InputKind, deterministic, kernel_for
-from .request import AttentionRequest
+from .choice import schedule_of, topology_of, with_schedule
+from .prepare import deterministic, kernel_for
+from .request import AttentionRequest, InputKind
 
 
 def burst_attention(
@@ -102,7 +102,7 @@ def _facts(
     layout.masks(request.pattern)
     inputs = InputKind.of(q, k, v)
     if request.schedule != "auto":
-        asked_schedule(request, inputs.sizes)  # raises if it is impossible
+        schedule_of(request, inputs)  # raises if it is impossible
     kernel = kernel_for(request, inputs, request.pattern.window is not None, deterministic())
     return {
         "shapes of q, k, v": [list(tensor.shape) for tensor in (q, k, v)],
@@ -136,38 +136,43 @@ def _check(
         kinds = ", ".join(type(value).__name__ for value in (q, k, v, layout))
         raise BatchError(f"Attention takes three tensors and a SequenceLayout, got {kinds}.")
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip("qkv", (q, k, v), strict=True))
-    if any(tensor.ndim != 4 for tensor in (q, k, v)):
-        raise BatchError(f"q, k and v are (batch, tokens, heads, head size), got {shapes}.")
+    fit = q.ndim == k.ndim == v.ndim == 4 and 0 not in (*q.shape, *v.shape) and q.shape[:2] == k.shape[:2]
+    if not fit or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise BatchError(
+            f"q, k and v do not belong together: {shapes}. They are (batch, tokens, heads, head size), and must agree "
+            "but for their heads."
+        )
     places = [f"{tensor.dtype} on {tensor.device}" for tensor in (q, k, v)]
-    fit = q.shape[:2] == k.shape[:2] and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
     size, softcap = request.pattern.attention_chunk_size, 0.0 if request.scores is None else request.scores.softcap
-    shape, device = (q.shape[2:3], q.device) if sinks is None else (sinks.shape, sinks.device)
+    groups, blocks = request.head_groups, layout.blocks
+    of_sinks = (q.shape[2:3], q.device) if sinks is None else (sinks.shape, sinks.device)
     BatchError.refuse(
         (len({*places}) > 1, f"q, k and v need one dtype and one device, got {', '.join(places)}."),
         (
-            0 in (*q.shape, *v.shape) or not fit,
-            f"q, k and v do not belong together: {shapes}. Batch, tokens and head sizes must agree.",
+            (size is not None and size < 1) or type(groups) is not int or groups < 1 or not 0 <= softcap < math.inf,
+            f"attention_chunk_size is {size} (allowed: at least 1, or None), head_groups {groups!r} (at least 1), and "
+            f"softcap is {softcap} (a positive number, or 0 for none).",
         ),
         (
-            size is not None and size < 1,
-            f"attention_chunk_size is {size}; give tokens, at least 1, or None for whole documents.",
-        ),
-        (
-            type(request.head_groups) is not int or request.head_groups < 1,
-            f"head_groups is {request.head_groups!r}; give a number of at least 1.",
-        ),
-        (not 0 <= softcap < math.inf, f"softcap is {softcap}; give a positive number, or 0 for none."),
-        (
-            (shape, device) != (q.shape[2:3], q.device),
-            f"sinks are of shape {tuple(shape)} on {device}; give one score a query head, ({q.shape[2]},), on "
+            of_sinks != (q.shape[2:3], q.device),
+            f"sinks are of shape {tuple(of_sinks[0])} on {of_sinks[1]}; give a score a query head, ({q.shape[2]},), on "
             f"{q.device}.",
+        ),
+        (
+            blocks and not (request.pattern.causal and _in_order(layout)),
+            f"The blocks {str(blocks)[:80]} do not fit: they are for causal attention, and for each of "
+            f"{layout.batch_size} rows of {layout.length} tokens they are pairs (start, stop) in rising order.",
         ),
     )
     if q.shape[2] % k.shape[2]:
         raise KernelError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key heads: it must be a whole multiple.")
     _check_layout(q, layout, request.group)
-    if layout.blocks:
-        _check_blocks(layout, request.pattern.causal)
+
+
+def _in_order(layout: SequenceLayout) -> bool:
+    """Returns whether the blocks of each row rise, within its tokens."""
+    tokens = [[0, *(token for block in row for token in block), layout.length] for row in layout.blocks]
+    return len(tokens) == layout.batch_size and all(row == sorted(row) for row in tokens)
 
 
 def _check_layout(q: Tensor, layout: SequenceLayout, group: ContextGroup) -> None:
@@ -178,7 +183,7 @@ def _check_layout(q: Tensor, layout: SequenceLayout, group: ContextGroup) -> Non
             "the attention runs on."
         )
     sizes = {layout.sharding.tokens(rank) for rank in range(layout.ranks)}
-    rows, own = layout.batch_size, layout.sharding.tokens(group.rank)
+    shape = layout.batch_size, layout.sharding.tokens(group.rank)
     ShardingError.refuse(
         (
             (not layout.boundaries and layout.length % len(layout.owners)) or len(sizes) > 1,
@@ -186,22 +191,8 @@ def _check_layout(q: Tensor, layout: SequenceLayout, group: ContextGroup) -> Non
             "as many for every rank. Make it by SequenceLayout.for_batch, which pads.",
         ),
         (
-            q.shape[:2] != (rows, own),
-            f"Rank {group.rank} of {group.size} should hold {rows} x {own} tokens of a batch of {rows} x "
-            f"{layout.length}, q has {q.shape[0]} x {q.shape[1]}. Shard the batch with hf_burst.shard_batch.",
-        ),
-    )
-
-
-def _check_blocks(layout: SequenceLayout, causal: bool) -> None:
-    """Raises a BatchError if attention cannot use the blocks."""
-    tokens = [[token for block in row for token in block] for row in layout.blocks]
-    ordered = all(row == sorted(row) and all(0 <= token <= layout.length for token in row) for row in tokens)
-    BatchError.refuse(
-        (not causal, "Blocks of tokens that see each other are for causal attention: leave them out of the layout."),
-        (
-            len(tokens) != layout.batch_size or not ordered,
-            f"The blocks {str(layout.blocks)[:80]} do not fit {layout.batch_size} rows of {layout.length} tokens: give "
-            "for each row pairs (start, stop) in rising order.",
+            q.shape[:2] != shape,
+            f"Rank {group.rank} of {group.size} should hold {shape[0]} x {shape[1]} tokens, q has {q.shape[0]} x "
+            f"{q.shape[1]}. Shard the batch with hf_burst.shard_batch.",
         ),
     )

@@ -17,8 +17,8 @@ from ..numerics import accumulation_dtype
 from ..ring import HeadSizes, kept_shapes, row_products
 from ..ring.resources import resources_of
 from .choice import schedule_of, topology_of
-from .prepare import InputKind, later_attention, sharded_attention
-from .request import SCHEMA, AttentionRequest, Flat
+from .prepare import sharded_attention
+from .request import SCHEMA, AttentionRequest, Flat, InputKind
 
 # Returns the operator's saved results for q, k, v, sinks and the encoded layout.
 Recall = Callable[..., tuple[Tensor, Tensor, list[Tensor]]] | None
@@ -47,11 +47,9 @@ def _attention(
     """Computes the operator; see [`burst_attention`] for its tensors, [`AttentionRequest.flatten`] for the rest."""
     *_, transport, group = flat
     resources = resources_of(group)
-    inputs = InputKind.of(q, k, v)
-    attention = sharded_attention(resources, flat, layout, inputs)
+    attention, later = sharded_attention(resources, flat, layout, InputKind.of(q, k, v))
     with resources.messages(q.device, transport, attention.near_ranks) as exchanges:
         out, lse, kept = attention.forward(exchanges, q, k, v, sinks)
-    later = later_attention(attention, flat, layout, inputs)
     if later is not None:
         rows = later.rows(q, k, v)
         with resources.messages(q.device, "p2p") as exchanges:  # for the few blocks that ranks cut
@@ -64,12 +62,12 @@ def _attention(
 def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Tensor, *flat: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    request, sizes, (batch, tokens) = AttentionRequest.restore(flat), HeadSizes.of(q, k, v), q.shape[:2]
+    request, inputs = AttentionRequest.restore(flat), InputKind.of(q, k, v)
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulation_dtype(q.dtype)).transpose(1, 2)
-    topology = topology_of(request, q.device)
-    schedule = schedule_of(request, sizes, batch, tokens, q.dtype, topology)
-    kept = kept_shapes(schedule, batch, tokens, sizes, topology.on_gpus, request.head_groups)
+    on_gpus = topology_of(request, q.device).on_gpus
+    schedule = schedule_of(request, inputs)
+    kept = kept_shapes(schedule, inputs.batch, inputs.tokens, inputs.sizes, on_gpus, request.head_groups)
     return out, lse, [q.new_empty(shape) for shape in kept]
 
 
@@ -94,8 +92,7 @@ def _attention_backward(
     (batch, tokens, q_heads, value_dim), resources, device = dout.shape, resources_of(group), dout.device
     sizes = HeadSizes(q_heads, kv_heads, head_dim, value_dim)
     kind = InputKind(sizes, batch, tokens, dout.dtype, device)
-    attention = sharded_attention(resources, flat, layout, kind)
-    later = later_attention(attention, flat, layout, kind)
+    attention, later = sharded_attention(resources, flat, layout, kind)
     rows = [] if later is None else later.rows(*inputs) if len(inputs) == 3 else inputs[-3:]
     own_out = out if dlse is None else None
     delta = row_products(dout, out, dlse) if attention.needs_delta or own_out is None else None

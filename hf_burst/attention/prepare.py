@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,30 +11,18 @@ from ..kernels import Kernel, KernelRequest, select_kernel
 from ..ranks.group import ContextGroup
 from ..ranks.host import Topology
 from ..ranks.layout import SequenceLayout
-from ..ring import HeadSizes, ShardedAttention
+from ..ring import ShardedAttention
 from ..ring.resources import GroupResources
 from .choice import schedule_of
 from .later import LaterAttention
-from .request import AttentionRequest, Flat
+from .request import AttentionRequest, Flat, InputKind
 
 
-class InputKind(NamedTuple):
-    """Heads, batch rows, tokens of this rank, dtype and device of q, k and v."""
-
-    sizes: HeadSizes
-    batch: int
-    tokens: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "InputKind":
-        """Makes the kind of these tensors."""
-        return cls(HeadSizes.of(q, k, v), q.shape[0], q.shape[1], q.dtype, q.device)
-
-
-def sharded_attention(resources: GroupResources, flat: Flat, encoded: Tensor, inputs: InputKind) -> ShardedAttention:
-    """Returns the attention of a request; equal requests in all layers and steps share one object.
+def sharded_attention(
+    resources: GroupResources, flat: Flat, encoded: Tensor, inputs: InputKind
+) -> tuple[ShardedAttention, LaterAttention | None]:
+    """Returns the attention of a request, and what a layout's blocks add to it; equal requests in all layers and steps
+    share both.
 
     Args:
         resources ([`GroupResources`]): The group's resources.
@@ -48,59 +35,38 @@ def sharded_attention(resources: GroupResources, flat: Flat, encoded: Tensor, in
     return _prepared(resources.group, flat, encoded.numpy().tobytes(), inputs, deterministic(), topology)
 
 
-def later_attention(
-    attention: ShardedAttention, flat: Flat, encoded: Tensor, inputs: InputKind
-) -> LaterAttention | None:
-    """Returns the attention that a layout's blocks add to causal attention, or `None` without blocks.
-
-    Args:
-        attention ([`ShardedAttention`]): The causal attention.
-        flat, encoded, inputs: As in [`sharded_attention`].
-    """
-    return _later(attention, flat, encoded.numpy().tobytes(), inputs, deterministic())
-
-
-@lru_cache(maxsize=64)
-def _later(
-    attention: ShardedAttention, flat: Flat, layout: bytes, inputs: InputKind, same_bits: bool
-) -> LaterAttention | None:
-    plan = SequenceLayout.decode(layout).later_keys
-    if plan is None:
-        return None
-    request = AttentionRequest.restore(flat)
-    kernel = kernel_for(request, inputs, windowed=False, same_bits=same_bits)
-    of_blocks = replace(
-        attention,
-        schedule=Schedule("kv_ring"),
-        masks=(plan.mask,),
-        queries=plan.queries,
-        keys=plan.keys,
-        kernel=kernel,
-        head_groups=1,
-        ranks_per_host=None,
-    )
-    return LaterAttention(of_blocks, plan)
-
-
 @lru_cache(maxsize=64)
 def _prepared(
-    group: ContextGroup, flat: Flat, layout: bytes, inputs: InputKind, same_bits: bool, topology: Topology
-) -> ShardedAttention:
-    request, decoded = AttentionRequest.restore(flat), SequenceLayout.decode(layout)
+    group: ContextGroup, flat: Flat, encoded: bytes, inputs: InputKind, same_bits: bool, topology: Topology
+) -> tuple[ShardedAttention, LaterAttention | None]:
+    request, layout = AttentionRequest.restore(flat), SequenceLayout.decode(encoded)
     assert request.scores is not None, "with_scale sets them"
-    schedule = schedule_of(request, inputs.sizes, inputs.batch, inputs.tokens, inputs.dtype, topology)
-    return ShardedAttention(
-        schedule=schedule,
+    attention = ShardedAttention(
+        schedule=schedule_of(request, inputs),
         group=group,
-        masks=decoded.masks(request.pattern),
-        queries=decoded.sharding,
-        keys=decoded.sharding,
+        masks=layout.masks(request.pattern),
+        queries=layout.sharding,
+        keys=layout.sharding,
         kernel=kernel_for(request, inputs, request.pattern.window is not None, same_bits),
         scores=request.scores,
         on_gpus=topology.on_gpus,
         head_groups=request.head_groups,
         ranks_per_host=topology.ranks_per_host,
     )
+    plan = layout.later_keys
+    if plan is None:
+        return attention, None
+    of_blocks = replace(
+        attention,
+        schedule=Schedule("kv_ring"),
+        masks=(plan.mask,),
+        queries=plan.queries,
+        keys=plan.keys,
+        kernel=kernel_for(request, inputs, windowed=False, same_bits=same_bits),
+        head_groups=1,
+        ranks_per_host=None,
+    )
+    return attention, LaterAttention(of_blocks, plan)
 
 
 def kernel_for(request: AttentionRequest, inputs: InputKind, windowed: bool, same_bits: bool) -> Kernel:

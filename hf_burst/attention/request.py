@@ -1,11 +1,16 @@
 """`AttentionRequest`, one value that describes an attention: built once, and flattened only at the operator."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from ..config import Schedule
 from ..kernels import Scores
 from ..plan import MaskPattern, name_of
 from ..ranks.group import ContextGroup
+from ..ring import HeadSizes
 
 # A request as torch.library declares it. -1 means no window, 0 no number, and "" one process.
 SCHEMA = (
@@ -71,3 +76,18 @@ class AttentionRequest:
         group, scores = ContextGroup.from_name(name), Scores(scale, softcap)
         asked = schedule if schedule == "auto" else Schedule.parse(schedule, group.size)
         return cls(group, pattern, scores, kernel, asked, transport, groups, per_host or None)
+
+
+class InputKind(NamedTuple):
+    """Heads, batch rows, tokens of this rank, dtype and device of q, k and v."""
+
+    sizes: HeadSizes
+    batch: int
+    tokens: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "InputKind":
+        """Makes the kind of these tensors."""
+        return cls(HeadSizes.of(q, k, v), q.shape[0], q.shape[1], q.dtype, q.device)

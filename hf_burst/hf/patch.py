@@ -298,8 +298,8 @@ class _Patch:
         if self.config.schedule == "auto" and group.size > 1:  # graphs take another schedule, see `with_schedule`
             agreement.add("compiled", call.compiled, _COMPILED)
         if not resources_of(group).knows_hosts:  # all ranks must have arrived before any asks for hosts
-            sizes = ", ".join(map(str, self.recurrence.sizes)) or "none"
-            group.agree({"recurrent layers": sizes}, error, view.device, doing=doing)
+            sizes = ", ".join(map(str, view.find(recurrent_sizes))) or "none"
+            group.agree({"BurstConfig": str(self.config), "recurrent layers": sizes}, error, view.device, doing=doing)
         batch: Batch | None = None
         try:
             if error is None:

@@ -247,7 +247,7 @@ WRONG = {
     values_of_other_heads: (BatchError, ("v (1, 12, 1, 8)",)),
     a_soft_cap_that_the_kernel_lacks: (KernelError, ("cpu_flash knows no soft-capping", "BurstConfig(kernel")),
     a_negative_soft_cap: (BatchError, ("softcap is -1.0", "a positive number, or 0")),
-    an_empty_chunk: (BatchError, ("attention_chunk_size is 0", "at least 1, or None")),
+    an_empty_chunk: (BatchError, ("attention_chunk_size is 0 (allowed: at least 1, or None)",)),
     sinks_of_other_heads: (BatchError, ("sinks are of shape (3,)", "(4,)")),
     a_dtype_that_no_kernel_takes: (KernelError, ("torch.int32", "cpu_flash takes", "reference takes")),
     a_kernel_for_another_device: (KernelError, ("torch_flash runs on cuda, not on cpu",)),

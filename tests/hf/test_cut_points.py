@@ -16,7 +16,7 @@ from hf_burst.hf import patch
 from hf_burst.hf.batches.cutting import cut_inputs
 from hf_burst.hf.batches.documents import documents_of
 from hf_burst.hf.forward_pass import Agreement, Batch, Call, ForwardPass
-from hf_burst.hf.models.cut_point import TOKEN_INPUTS, TokenInput, cut_point_of
+from hf_burst.hf.models.cut_point import cut_path
 from hf_burst.hf.models.task import CAUSAL, MASKED
 from hf_burst.hf.parts.base import Part
 from hf_burst.hf.spread.value import Spread
@@ -94,15 +94,12 @@ def test_positions_stay_positions_where_boundaries_are_known(ranks: Ranks) -> No
 def test_position_ids_of_several_rows_are_cut_along_their_tokens(rows: int):
     layout = SequenceLayout.for_batch([(0, 13)] * 2, 3)
     positions = torch.arange(rows * 2 * 13).reshape(rows, 2, 13)
-    inputs = {"inputs_embeds": torch.randn(2, 13, 5), "position_ids": positions, "extra": torch.randn(2, 4, 13)}
-    known = (*TOKEN_INPUTS, TokenInput("extra", dim=2, pad=7))
-    parts = [cut_inputs(inputs, layout, rank, known) for rank in range(3)]
-    for name, dim in (("inputs_embeds", 1), ("position_ids", 2), ("extra", 2)):
+    inputs = {"inputs_embeds": torch.randn(2, 13, 5), "position_ids": positions}
+    parts = [cut_inputs(inputs, layout, rank) for rank in range(3)]
+    for name, dim in (("inputs_embeds", 1), ("position_ids", 2)):
         shards = [part[name].transpose(1, dim) for part in parts]
         torch.testing.assert_close(layout.unshard(shards).transpose(1, dim), inputs[name])
-    for rank, part in enumerate(parts):
-        assert (part["extra"][..., layout.indices(rank) >= 13] == 7).all()
-    one_row = cut_inputs({**inputs, "position_ids": positions[0, :1]}, layout, 0, known)["position_ids"]
+    one_row = cut_inputs({**inputs, "position_ids": positions[0, :1]}, layout, 0)["position_ids"]
     assert torch.equal(one_row[0], one_row[1])
 
 
@@ -111,11 +108,11 @@ def test_a_cut_point_is_found_by_the_class_or_its_base():
         pass
 
     model = Own(models.make_model("llama").config)
-    assert cut_point_of(ModelView(model)).path == ""
+    assert cut_path(ModelView(model)) == ""
     with cut_at("model"):
-        assert cut_point_of(ModelView(model)).path == "model"
+        assert cut_path(ModelView(model)) == "model"
         model = models.make_model("gpt2")
-        assert cut_point_of(ModelView(model)).path == ""
+        assert cut_path(ModelView(model)) == ""
 
 
 def patch_inside(model: PreTrainedModel) -> PreTrainedModel:

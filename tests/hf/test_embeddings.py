@@ -364,7 +364,7 @@ HIDDEN = {**BACK, "attention_mask": torch.tensor([[1] * 7 + [0]])}
 @pytest.mark.parametrize(
     ("name", "batch", "poolings", "shards", "error", "sentence"),
     [
-        ("LlamaModel", EMPTY, ("mean",), "", BatchError, "hides all of row 1"),
+        ("LlamaModel", EMPTY, ("mean",), "", BatchError, "attention_mask of row 1 "),
         ("LlamaForCausalLM", NOTHING, ("mean",), "", BatchError, "no tokens"),
         ("LlamaForCausalLM", HIDDEN, ("mean",), "", BatchError, "go back at token 4"),
         ("LlamaModel", PLAIN, ("max",), "", ConfigError, "pooling='max'; it is one of"),

@@ -14,6 +14,7 @@ import hf_burst
 from hf_burst.errors import BatchError, BurstError, LostRankError, UnsupportedModelError
 from hf_burst.hf.admission import CLASSES, row_of
 from hf_burst.hf.batches import cutting
+from hf_burst.hf.batches.cutting import select_rows
 from hf_burst.hf.parts import tokens, towers
 from hf_burst.ranks.collectives import all_gather
 from tests.support import models
@@ -103,7 +104,7 @@ def test_one_process_is_exact_too() -> None:
 
 def without_rows(inputs: Mapping[str, Any], *others: Any) -> dict[str, Any]:
     """Rows of the first layers, those of other ranks' tokens."""
-    part = cutting.select_rows(inputs, *others)
+    part = select_rows(inputs, *others)
     if rows := part.get("deepstack_visual_embeds"):
         part["deepstack_visual_embeds"] = [row.roll(1, 0) for row in rows]
     return part
@@ -125,7 +126,7 @@ def own_part(tensor: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
 
 
 BROKEN = {
-    "select_rows": (tokens, without_rows, "Qwen3VL"),
+    "select_rows": (cutting, without_rows, "Qwen3VL"),
     "cut_inputs": (tokens, whole_first, "Llava"),
     "all_gather": (towers, own_part, "Qwen2_5_VL"),
 }

@@ -18,6 +18,7 @@ from hf_burst.check.run import find_target
 from hf_burst.check.tiny import Double
 from hf_burst.errors import BatchError, UnsupportedModelError
 from hf_burst.hf.batches.cutting import cut_targets
+from hf_burst.hf.models.cut_point import TOKEN_INPUTS
 from hf_burst.hf.models.support import check_model
 from hf_burst.hf.parts import tokens
 from hf_burst.hf.patch import patch_under_check
@@ -51,8 +52,7 @@ def compare_on_ranks(rank: int, size: int, name: str, broken: str = "") -> tuple
         if broken == "position_ids":
             part[broken] = torch.arange(part[broken].shape[-1]).expand_as(part[broken])
         elif broken in part:
-            known = next(known for known in others[0] if known.name == broken)
-            part[broken] = layout.shard(inputs[broken], (place + 1) % layout.ranks, known.pad, known.dim)
+            part[broken] = layout.shard(inputs[broken], (place + 1) % layout.ranks, dim=TOKEN_INPUTS[broken])
         return part
 
     def targets(batch: Part, layout: SequenceLayout, place: int, task: Any) -> dict[str, torch.Tensor]:

@@ -246,13 +246,13 @@ def test_which_tokens_are_joined() -> None:
 def test_documents_that_only_begin_with_one_token_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of packed documents begin with the same token: comparing them one by one would take seconds a pass."""
     compared = list[int]()
-    common = joining._Tree._common
+    common = joining._common
 
-    def counted(tree: Any, texts: Any, start: int) -> int:
+    def counted(values: Any, texts: Any, start: int) -> int:
         compared.append(len(texts))
-        return common(tree, texts, start)
+        return common(values, texts, start)
 
-    monkeypatch.setattr(joining._Tree, "_common", counted)
+    monkeypatch.setattr(joining, "_common", counted)
     size, count = 40, 50
     ids = torch.randint(1, 60, (1, size * count), generator=torch.Generator().manual_seed(0))
     ids[0, ::size] = 7
@@ -486,6 +486,8 @@ def test_a_label_that_does_not_count_hides_no_beginning() -> None:
         joined = join_texts(batch | {"labels": labels}, None, 1)
         assert joined is not None
         assert joined.tokens == 16, place
+    batch["labels"][0, 4] = 1
+    assert join_texts(batch, None, 1) is None, "two labels for one token"
 
 
 def test_generation_goes_on_as_ever() -> None:
@@ -554,10 +556,10 @@ def test_samples_of_several_texts() -> None:
     assert batch["input_ids"].tolist() == [[1, 2, 3, 0], [1, 2, 4, 5], [6, 7, 0, 0]]
     assert batch["labels"].tolist() == [[-100, 2, 3, -100], [-100, -100, 4, 5], [6, 7, -100, -100]]
     for sample, sentence in (
-        ({"input_ids": [1, 2]}, "The column input_ids of a sample is"),
-        ({"input_ids": [[1]], "prompt": "a text"}, "The column prompt of a sample is a text"),
-        ({"input_ids": [[1], [2]], "labels": [[1]]}, "hold {'input_ids': 2, 'labels': 1} texts"),
-        ({"input_ids": []}, "hold {'input_ids': 0} texts"),
+        ({"input_ids": [1, 2]}, "A sample holds {'input_ids': [1, 2]}"),
+        ({"input_ids": [[1]], "prompt": "a text"}, "A sample holds {'input_ids': [[1]], 'prompt': 'a text'}"),
+        ({"input_ids": [[1], [2]], "labels": [[1]]}, "A sample holds {'input_ids': [[1], [2]], 'labels': [[1]]}"),
+        ({"input_ids": []}, "A sample holds {'input_ids': []}"),
     ):
         with pytest.raises(BatchError, match=re.escape(sentence)):
             hf_burst.GroupCollator(collate)([sample])

@@ -2,7 +2,7 @@
 
 import inspect
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX
 from ...plan import MaskPattern, RecurrentSize
 from ...ranks.layout import SequenceLayout
-from ..models.cut_point import TOKEN_INPUTS, MaskedRows, TokenInput
+from ..models.cut_point import MASKED_ROWS, TOKEN_INPUTS
 from ..models.task import CAUSAL, Task
 from .documents import (
     BOUNDARY_KEYS,
@@ -115,18 +115,14 @@ def cut_targets(batch: Mapping[str, Any], layout: SequenceLayout, rank: int, tas
 
 
 def cut_inputs(
-    inputs: Mapping[str, Any],
-    layout: SequenceLayout,
-    rank: int,
-    token_inputs: Sequence[TokenInput] = TOKEN_INPUTS,
-    positions: torch.Tensor | None = None,
-    done: Collection[str] = (),
+    inputs: Mapping[str, Any], layout: SequenceLayout, rank: int, positions: torch.Tensor | None = None
 ) -> dict[str, Any]:
-    """Returns one rank's shard of a cut point's inputs, by name. Targets and inputs in `done` are sharded already.
+    """Returns one rank's shard of a cut point's inputs, by name. Targets are sharded already.
 
     If the inputs have no position ids, `positions` of shape `(batch, tokens)` are added, by default from 0. The padding
     mask and document boundaries are left out, because the layout has them."""
-    whole = {name: value for name, value in inputs.items() if name not in (*BOUNDARY_KEYS, "attention_mask")}
+    whole = select_rows(inputs, lambda values: layout.shard(values, rank))
+    whole = {name: value for name, value in whole.items() if name not in (*BOUNDARY_KEYS, "attention_mask")}
     tokens = tokens_of(whole)
     rows, length = tokens.shape[:2]
     if whole.get("position_ids") is not None:
@@ -134,36 +130,32 @@ def cut_inputs(
     elif positions is None:
         positions = torch.arange(length, device=tokens.device)
     whole["position_ids"] = positions.expand(*positions.shape[:-2], rows, length)
-    known = {token_input.name: token_input for token_input in token_inputs}
     part = {}
     for name, value in whole.items():
-        if name in known and value is not None:
-            cut = layout.shard(value, rank, known[name].pad, known[name].dim)
+        if name in TOKEN_INPUTS and value is not None:
+            cut = layout.shard(value, rank, dim=TOKEN_INPUTS[name])
             part[name] = _filled(cut, value, layout, rank) if name in _EMBEDDINGS and layout.padding else cut
             continue
         shapes = (tuple(tensor.shape) for tensor in tensors_in(value) if tensor.ndim > 1)
-        if name not in (*_TARGETS, *done) and (shape := next(shapes, None)):
+        if name not in (*_TARGETS, *MASKED_ROWS) and (shape := next(shapes, None)):
             raise BatchError(
-                f"{name} of shape {shape} looks like values of tokens, images or audio, and hf_burst does "
-                f"not know how to shard it; known are {', '.join((*known, *_TARGETS))} and attention_mask. Remove it "
-                "from the batch."
+                f"{name} of shape {shape} looks like values of tokens, images or audio; known are "
+                f"{', '.join((*TOKEN_INPUTS, *_TARGETS))} and attention_mask. Remove it from the batch."
             )
         part[name] = value
     return part
 
 
-def select_rows(
-    inputs: Mapping[str, Any], masked: Sequence[MaskedRows], select: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[str, Any]:
+def select_rows(inputs: Mapping[str, Any], select: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     """Returns the inputs of a cut point, with masked inputs reduced to the rows of some tokens. `select` takes these
     tokens from a per-token tensor. Gradients are zero for the other rows."""
     part = dict(inputs)
-    for known in masked:
-        mask, rows = inputs.get(known.mask), inputs.get(known.rows)
+    for name, known in MASKED_ROWS.items():
+        mask, rows = inputs.get(known), inputs.get(name)
         if mask is not None and rows is not None:
             numbers = (mask.flatten().cumsum(0) - 1).view_as(mask)  # row index of each selected token
             own = select(numbers)[select(mask)]
-            part[known.rows] = tree_map(partial(torch.index_select, dim=0, index=own), rows)
+            part[name] = tree_map(partial(torch.index_select, dim=0, index=own), rows)
     return part
 
 

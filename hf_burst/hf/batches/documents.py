@@ -13,6 +13,7 @@ TOKEN_KEYS = ("input_ids", "inputs_embeds")
 # keys that packing collators add; the layout replaces them
 BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 TYPE_KEYS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # 0 for text
+_PACKED = "position_ids that start anew at 0"
 # argument names of caches; the first is used from Transformers 5.24 on
 CACHE_KEYS = ("cache", "past_key_values", "cache_params")
 
@@ -102,8 +103,13 @@ def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[in
         starts = _changes(positions[:, 1:] != positions[:, :-1] + 1)
     elif starts is None:
         starts = [set() for _ in range(rows)]
-        if positions is not None:
-            _check_no_restart(positions, real or ((0, length),) * rows)
+        back = [] if positions is None else _changes(positions[:, 1:] <= positions[:, :-1])
+        for row, (places, (start, stop)) in enumerate(zip(back, real or ((0, length),) * rows, strict=False)):
+            if inside := [place for place in places if start < place < stop]:
+                raise BatchError(
+                    f"position_ids of row {row} go back at token {min(inside)} beside an attention_mask. Leave the "
+                    "attention_mask out if documents are packed there; otherwise let positions rise."
+                )
     for row, (start, stop) in enumerate(real):
         starts[row].update(task.padding_bounds(start, stop))
     return [(0, *sorted(bounds - {0, length}), length) for bounds in starts]
@@ -115,23 +121,18 @@ def real_tokens(batch: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     mask = batch.get("attention_mask")
     if mask is None:
         return ()
-    hint = " and mark padding only. Pack documents by position_ids that start anew at 0"
-    check_shape("attention_mask", mask, (rows, length), hint)
+    check_shape("attention_mask", mask, (rows, length), f" and mark padding only. Pack documents by {_PACKED}")
     if bool((mask == 1).all()):
         return ()
     visible = mask.cpu() != 0
-    counts, starts = visible.sum(1).tolist(), visible.int().argmax(1).tolist()
-    stops = (length - visible.flip(1).int().argmax(1)).tolist()
-    hidden = ", ".join(str(row) for row, count in enumerate(counts) if not count)
-    torn = ", ".join(str(row) for row, count in enumerate(counts) if stops[row] - starts[row] != count)
-    BatchError.refuse(
-        (
-            not torch.equal(visible.to(mask.dtype), mask.cpu()),
-            "attention_mask holds other values than 0 and 1. Pack documents by position_ids instead.",
-        ),
-        (hidden, f"attention_mask hides all of row {hidden}. Drop empty sequences from the batch."),
-        (torn, f"attention_mask of row {torn} has holes; only padding at an end of a sequence is served."),
-    )
+    starts, stops = visible.int().argmax(1).tolist(), (length - visible.flip(1).int().argmax(1)).tolist()
+    sizes = torch.tensor([stop - start for start, stop in zip(starts, stops, strict=True)], device="cpu")
+    wrong = (visible.sum(1) != sizes) | (visible.to(mask.dtype) != mask.cpu()).any(1)
+    if wrong.any():
+        raise BatchError(
+            f"attention_mask of row {int(wrong.nonzero()[0])} is not served: it must mark tokens by 1, padding by 0 "
+            f"at the ends of a row, with a token in each. Pack documents by {_PACKED}."
+        )
     return tuple(zip(starts, stops, strict=True))
 
 
@@ -169,15 +170,3 @@ def _changes(differs: torch.Tensor) -> list[set[int]]:
     for row, token in differs.nonzero().tolist():
         starts[row].add(token + 1)
     return starts
-
-
-def _check_no_restart(positions: torch.Tensor, real: tuple[tuple[int, int], ...]) -> None:
-    """Raises if positions of real tokens do not increase."""
-    back = (positions[:, 1:] <= positions[:, :-1]).cpu()
-    for row, (start, stop) in enumerate(real):
-        restarts = back[row, start : stop - 1].nonzero().flatten().tolist()
-        if restarts:
-            raise BatchError(
-                f"position_ids of row {row} go back at token {start + restarts[0] + 1} beside an attention_mask. Leave "
-                "the attention_mask out if documents are packed there; otherwise let positions rise."
-            )

@@ -37,13 +37,11 @@ class GroupCollator:
 
 def _texts_of(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the texts of a sample, each with its own columns."""
-    for name, values in sample.items():
-        if isinstance(values, str) or not hasattr(values, "__len__") or not all(hasattr(v, "__len__") for v in values):
-            raise BatchError(
-                f"The column {name} of a sample is {str(values)[:60]}; GroupCollator takes a list of texts in every "
-                "column, each a list of its tokens: [[1, 2, 3], [1, 2, 4]]. Remove other columns."
-            )
-    counts = {name: len(values) for name, values in sample.items()}
-    if len(set(counts.values())) != 1 or 0 in counts.values():
-        raise BatchError(f"The columns of a sample hold {counts} texts; give every column as many, and at least one.")
-    return [dict(zip(sample, values, strict=True)) for values in zip(*sample.values(), strict=True)]
+    columns = [[] if isinstance(c, str) or not hasattr(c, "__len__") else c for c in sample.values()]
+    counts = {len(column) for column in columns}
+    if len(counts) != 1 or 0 in counts or not all(hasattr(text, "__len__") for column in columns for text in column):
+        raise BatchError(
+            f"A sample holds {str(sample)[:200]}; GroupCollator takes as many texts in every column, at least one, "
+            "each a list of its tokens: [[1, 2, 3], [1, 2, 4]]. Remove other columns."
+        )
+    return [dict(zip(sample, values, strict=True)) for values in zip(*columns, strict=True)]

@@ -11,7 +11,7 @@ other. A continuation may itself be a prefix of others, so documents form a tree
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from torch import Tensor
 
 from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX, shift_labels
-from ..models.cut_point import MaskedRows, TokenInput
+from ..models.cut_point import TOKEN_INPUTS
 from .cutting import select_rows
 from .documents import BOUNDARY_KEYS, TYPE_KEYS, Text, batch_shape, holds_values, texts_of
-from .sharded import longest_position
 
 _KNOWN = {"input_ids", *TYPE_KEYS, "position_ids", "labels", "attention_mask", *BOUNDARY_KEYS}
 
@@ -36,7 +35,6 @@ class Joined:
     places: Tensor  # index in the row of each token of the original batch, `(batch, tokens)`; -1 for padding
     scored: Tensor  # number of texts in which a token's prediction counts for the loss, `(1, J)`
     labels: Tensor | None  # labels of the original batch, `(batch, tokens)`
-    longest: int  # the highest position
     sources: Tensor  # flat index in the original batch of each token of the row, `(J,)`
 
     @property
@@ -62,14 +60,12 @@ class Joined:
         labels = shift_labels(self.labels.to(values.device))
         return self.restored(values).masked_fill(labels == IGNORE_INDEX, 0)
 
-    def inputs(
-        self, whole: Mapping[str, Any], known: Sequence[TokenInput], masked: Sequence[MaskedRows]
-    ) -> dict[str, Any]:
+    def inputs(self, whole: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the row's inputs of a cut point, from those of all texts."""
-        row = select_rows(whole, masked, lambda values: values.flatten()[self.sources.to(values.device)])
-        for each in known:
-            if whole.get(each.name) is not None:
-                row[each.name] = self._of_row(whole[each.name], each.dim)
+        row = select_rows(whole, lambda values: values.flatten()[self.sources.to(values.device)])
+        for name, dim in TOKEN_INPUTS.items():
+            if whole.get(name) is not None:
+                row[name] = self._of_row(whole[name], dim)
         if whole.get("position_ids") is None:
             row["position_ids"] = self.batch["position_ids"]
         else:
@@ -108,68 +104,10 @@ class _Piece:
     parent: int
 
 
-@dataclass
-class _Tree:
-    """The pieces that texts are divided into."""
-
-    values: Tensor  # `(kinds of values, batch, tokens)`; the last are labels predicted within a text
-    least: int  # minimum tokens of a prefix
-    pieces: list[_Piece] = field(default_factory=list)
-
-    def grow(self, groups: Sequence[list[Text]]) -> None:
-        """Adds the pieces of texts, each before its continuations. Only texts of one group share any."""
-        # texts, the number of their tokens that are in pieces, and the index of the last piece
-        open_groups = [(texts, 0, -1) for texts in reversed(groups)]
-        while open_groups:
-            group, start, parent = open_groups.pop()
-            if len(group) == 1:
-                self.pieces.append(_Piece(start, group[0].size, group, parent))
-                continue
-            common = self._common(group, start)
-            if common - 1 - start >= self.least:
-                self.pieces.append(_Piece(start, common - 1, group, parent))
-                start, parent = common - 1, len(self.pieces) - 1
-            open_groups += [(own, start, parent) for own in reversed(self._apart(group, common))]
-
-    def _apart(self, group: Sequence[Text], place: int) -> list[list[Text]]:
-        """Groups texts by the token at a place. An ignored label is no difference."""
-        apart = dict[tuple[int, ...], list[tuple[int, list[Text]]]]()
-        for index, text in enumerate(group):
-            ends = place == text.size
-            *key, label = (index, IGNORE_INDEX) if ends else self._of(text, place, place + 1).flatten().tolist()
-            known = apart.setdefault(tuple(key), [])
-            for at, (other, texts) in enumerate(known):
-                if IGNORE_INDEX in (label, other) or label == other:
-                    known[at] = (max(label, other), [*texts, text])
-                    break
-            else:
-                known.append((label, [text]))
-        return [texts for known in apart.values() for _, texts in known]
-
-    def _common(self, texts: Sequence[Text], start: int) -> int:
-        """Returns how many tokens all texts have in common. A label that only some texts ignore is no difference."""
-        shortest = min(text.size for text in texts)
-        first = self._of(texts[0], start, shortest)
-        highest = first[-1]
-        same = torch.ones_like(highest, dtype=torch.bool)
-        for text in texts[1:]:
-            own = self._of(text, start, shortest)
-            same &= (own[:-1] == first[:-1]).all(0)
-            highest = torch.maximum(highest, own[-1])
-        for text in texts:
-            labels = self._of(text, start, shortest)[-1]
-            same &= (labels == highest) | (labels == IGNORE_INDEX)
-        different = (~same).nonzero()
-        return start + int(different[0]) if len(different) else shortest
-
-    def _of(self, text: Text, start: int, stop: int) -> Tensor:
-        return self.values[:, text.row, text.start + start : text.start + stop]
-
-
 def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -> Joined | None:
     """Joins the texts of a full batch that have a common prefix: rows, or documents of packed rows.
 
-    Tokens are equal if their ids, positions, types and counted labels are.
+    Tokens are equal if their ids, positions and types are.
 
     Args:
         batch (mapping): The arguments of a causal model, with `input_ids`.
@@ -178,7 +116,8 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
         least (`int`): The minimum number of tokens of a shared prefix.
 
     Returns:
-        The row; `None` if no texts share so many tokens, or if padding or the row's last token predicts a label.
+        The row; `None` if no texts share so many tokens, if texts have different labels for a shared one, or if padding
+        or the row's last token predicts a label.
     """
     texts = texts_of(batch)
     rows, length = batch_shape(batch)
@@ -193,17 +132,20 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
     groups = _groups([*kinds.values()], texts, least)
     if len(groups) == len(texts):
         return None
-    inside = torch.full((rows, length), IGNORE_INDEX, device="cpu") if labels is None else labels.long().cpu()
-    following = shift_labels(inside)
-    inside = inside.clone()
-    inside[[text.row for text in texts], [text.start for text in texts]] = IGNORE_INDEX  # no token predicts it
-    tree = _Tree(torch.stack([*(kind.long().cpu() for kind in kinds.values()), inside]), least)
-    tree.grow(groups)
-    if all(piece.parent < 0 for piece in tree.pieces):
+    pieces = _tree(torch.stack([kind.long().cpu() for kind in kinds.values()]), groups, least)
+    if all(piece.parent < 0 for piece in pieces):
         return None
-    places, sources, bounds = _laid(tree.pieces, rows, length)
-    targets, scored = _targets(tree.pieces, following, bounds)
-    if int(targets[-1]) != IGNORE_INDEX or ((following != IGNORE_INDEX) & (places < 0)).any():  # padding predicts one
+    places, bounds = _laid(pieces, rows, length)
+    given = (places.flatten() >= 0).nonzero()[:, 0]
+    lies = places.flatten()[given]
+    sources = lies.new_empty(bounds[-1]).scatter_reduce(0, lies, given, "amin", include_self=False)
+    following = torch.full_like(places, IGNORE_INDEX) if labels is None else shift_labels(labels.long().cpu())
+    own = following.flatten()[given]
+    targets = lies.new_full(sources.shape, IGNORE_INDEX).scatter_reduce(0, lies, own, "amax")
+    counts = own != IGNORE_INDEX
+    scored = torch.bincount(lies[counts], minlength=bounds[-1])
+    of_padding = int((following != IGNORE_INDEX).sum()) > int(counts.sum())
+    if of_padding or int(targets[-1]) != IGNORE_INDEX or (counts & (own != targets[lies])).any():
         return None
     flat = sources.to(ids.device)
     joined = {name: value for name, value in batch.items() if name not in (*BOUNDARY_KEYS, "attention_mask")}
@@ -211,8 +153,8 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
     joined["cu_seq_lens_q"] = torch.tensor(bounds, dtype=torch.int32, device="cpu")
     if labels is not None:
         joined["labels"] = torch.cat([targets.new_full((1,), IGNORE_INDEX), targets[:-1]]).to(labels.device)[None]
-    parents = tuple(piece.parent for piece in tree.pieces)
-    return Joined(joined, parents, places, scored[None], labels, longest_position(batch), sources)
+    parents = tuple(piece.parent for piece in pieces)
+    return Joined(joined, parents, places, scored[None], labels, sources)
 
 
 def obstacle_in(batch: Mapping[str, Any], towers: bool = False) -> str:
@@ -248,28 +190,53 @@ def _groups(kinds: Sequence[Tensor], texts: Sequence[Text], least: int) -> list[
     return [*groups.values()]
 
 
-def _laid(pieces: Sequence[_Piece], rows: int, length: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Returns the row index of each batch token, the flat batch index of each row token, and the document bounds."""
-    places, sources, bounds = torch.full((rows, length), -1, device="cpu"), list[Tensor](), [0]
+def _tree(values: Tensor, groups: Sequence[list[Text]], least: int) -> list[_Piece]:
+    """Divides texts into pieces, each before its continuations. Only texts of one group share any.
+
+    Args:
+        values (`torch.Tensor` of shape `(kinds of values, batch, tokens)`): What is compared.
+        groups (sequence of lists of [`Text`]): Which texts may share pieces.
+        least (`int`): The minimum number of tokens of a shared piece.
+    """
+    pieces: list[_Piece] = []
+    # texts, the number of their tokens that are in pieces, and the index of the last piece
+    open_groups = [(texts, 0, -1) for texts in reversed(groups)]
+    while open_groups:
+        group, start, parent = open_groups.pop()
+        if len(group) == 1:
+            pieces.append(_Piece(start, group[0].size, group, parent))
+            continue
+        common = _common(values, group, start)
+        if common - 1 - start >= least:
+            pieces.append(_Piece(start, common - 1, group, parent))
+            start, parent = common - 1, len(pieces) - 1
+        apart = dict[Any, list[Text]]()
+        for text in group:
+            following = _of(values, text, common).tolist() if common < text.size else [text]
+            apart.setdefault(tuple(following), []).append(text)
+        open_groups += [(own, start, parent) for own in reversed(apart.values())]
+    return pieces
+
+
+def _common(values: Tensor, texts: Sequence[Text], start: int) -> int:
+    """Returns how many tokens all texts have in common."""
+    shortest = min(text.size for text in texts)
+    rows = torch.stack([_of(values, text, slice(start, shortest)) for text in texts])
+    different = (rows != rows[:1]).flatten(0, 1).any(0).nonzero()
+    return start + int(different[0]) if len(different) else shortest
+
+
+def _of(values: Tensor, text: Text, places: int | slice) -> Tensor:
+    return values[:, text.row, text.start : text.stop][:, places]
+
+
+def _laid(pieces: Sequence[_Piece], rows: int, length: int) -> tuple[Tensor, list[int]]:
+    """Returns the row index of each token of the batch, -1 for padding, and the bounds of the row's documents."""
+    places, bounds = torch.full((rows, length), -1, device="cpu"), [0]
     for piece in pieces:
         size = piece.stop - piece.start
         row = torch.arange(bounds[-1], bounds[-1] + size, device="cpu")
         for text in piece.texts:
             places[text.row, text.start + piece.start : text.start + piece.stop] = row
-        first = piece.texts[0].row * length + piece.texts[0].start + piece.start
-        sources.append(torch.arange(first, first + size, device="cpu"))
         bounds.append(bounds[-1] + size)
-    return places, torch.cat(sources), bounds
-
-
-def _targets(pieces: Sequence[_Piece], following: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns the target of each token of the row, and in how many texts it counts."""
-    targets = torch.full((bounds[-1],), IGNORE_INDEX, device="cpu")
-    scored = torch.zeros_like(targets)
-    for first, piece in zip(bounds, pieces, strict=False):
-        place = slice(first, first + piece.stop - piece.start)
-        for text in piece.texts:
-            own = following[text.row, text.start + piece.start : text.start + piece.stop]
-            targets[place] = torch.maximum(targets[place], own)
-            scored[place] += own != IGNORE_INDEX
-    return targets, scored
+    return places, bounds

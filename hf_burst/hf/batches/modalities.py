@@ -9,8 +9,7 @@ from transformers import PreTrainedConfig
 
 from ...errors import BatchError
 from ..admission import row_of
-from ..models.cut_point import TOKEN_INPUTS
-from .documents import BOUNDARY_KEYS, TYPE_KEYS, holds_values, tensors_in, texts_of
+from .documents import BOUNDARY_KEYS, TOKEN_KEYS, TYPE_KEYS, holds_values, tensors_in, texts_of
 
 SAME_MODALITIES = "Each rank that shares a batch needs all of its images and sound: give all of them the same batch."
 _TOKEN_TYPES = TYPE_KEYS[:2]  # keys with a known type number for text
@@ -18,7 +17,7 @@ _OF_TYPE = {1: "images", 2: "videos", 3: "sound"}  # as processors number them
 # in names of arguments with sound, its lengths or its padding
 _SOUND = ("audio", "input_features", "input_values", "feature_attention_mask", "padding_mask")
 _TOKEN_ID = re.compile("(image|video|audio|vision|media).*_token_(id|index)$")  # config entries with placeholder tokens
-_TEXT = {*(known.name for known in TOKEN_INPUTS), *BOUNDARY_KEYS, *_TOKEN_TYPES, "attention_mask", "labels"}
+_TEXT = {*TOKEN_KEYS, "position_ids", *BOUNDARY_KEYS, *_TOKEN_TYPES, "attention_mask", "labels"}
 
 
 def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -> str:

@@ -1,22 +1,22 @@
 """Batches that arrive sharded: their extra data, how to recognise them, and checksums of batches."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from ...config import BurstConfig
 from ...errors import BatchError
 from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
-from ..models.cut_point import TOKEN_INPUTS, TokenInput
-from ..models.task import CAUSAL, Task
+from ..models.cut_point import TOKEN_INPUTS
+from ..models.task import Task
 from .documents import batch_shape, check_shape, real_tokens
 
 LAYOUT_KEY = "burst_batch"
+_UNCHANGED = ". Leave shards as hf_burst.shard_batch or BurstCollator made them"
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio's share of 2**64 (Knuth, The Art of Computer Programming 6.4)
 _PIECE = 2**22  # values that are summed at a time
@@ -57,83 +57,49 @@ def longest_position(full: Mapping[str, Any]) -> int:
     return batch_shape(full)[1] - 1 if positions is None else int(positions.max())
 
 
-def layout_of_shard(batch: Mapping[str, Any], config: BurstConfig, group: ContextGroup, task: Task) -> SequenceLayout:
-    """Returns the layout of a batch that arrived sharded, checked against the model's config, group and task."""
+def layout_of_shard(batch: Mapping[str, Any], group: ContextGroup, task: Task) -> SequenceLayout:
+    """Returns the layout of a batch that arrived sharded, checked against the model's group and task."""
     about: ShardedBatch | None = batch.get(LAYOUT_KEY)
-    rows, own = batch_shape(batch)
-    _check_shard(batch, about, task, (rows, own))
     if about is None:
-        return _layout_by_positions(batch["position_ids"], config, group)
-    layout = about.layout
-    there = layout.batch_size, layout.sharding.tokens(about.rank)
+        raise BatchError(
+            "The batch carries shift_labels without the layout of a shard. Give full batches with labels, or shards "
+            "made by hf_burst.shard_batch or BurstCollator."
+        )
+    layout, shape = about.layout, batch_shape(batch)
     BatchError.refuse(
         (
-            (about.rank, layout.ranks) != (group.rank, group.size),
-            f"The batch was sharded as part {about.rank} of {layout.ranks}, this process is rank {group.rank} of "
-            f"{group.size}. Give the collator the same group as patch_model.",
-        ),
-        (
-            there != (rows, own),
-            f"The shard holds {rows} x {own} tokens, its layout says {there[0]} x {there[1]}. Do not cut or pad a "
-            "batch after it was sharded.",
-        ),
-        (
-            int(checksum({"position_ids": batch["position_ids"]})) != about.positions,
-            "The position_ids do not match the sharding: they were changed after the batch was sharded. Leave them as "
-            "hf_burst.shard_batch made them.",
-        ),
-    )
-    return layout
-
-
-def _check_shard(batch: Mapping[str, Any], about: ShardedBatch | None, task: Task, size: tuple[int, int]) -> None:
-    """Raises for a shard for another task, and for one with missing or forbidden tensors."""
-    made_for = CAUSAL if about is None else about.task
-    BatchError.refuse(
-        (
-            made_for != task,
-            f"The batch was cut for a {made_for.kind} language model, and this is a {task.kind} one, whose labels are "
-            f"{'' if task.causal else 'not '}shifted. Give shard_batch or BurstCollator causal={task.causal}.",
+            about.task != task,
+            f"The batch was cut for a {about.task.kind} language model, this is a {task.kind} one. Give shard_batch "
+            f"or BurstCollator causal={task.causal}.",
         ),
         (
             batch.get("attention_mask") is not None,
             "A sharded batch carries an attention_mask. shard_batch folds it into the layout; leave it out.",
         ),
         (
-            about is not None and about.labelled and batch.get("labels") is None,
+            about.labelled and batch.get("labels") is None,
             "The labels were taken out of a sharded batch, as Trainer does for label smoothing and compute_loss_func. "
             "Give the model full batches instead (no BurstCollator): their logits are gathered.",
         ),
+        (
+            (about.rank, layout.ranks) != (group.rank, group.size),
+            f"The batch was sharded as part {about.rank} of {layout.ranks}, this process is rank {group.rank} of "
+            f"{group.size}. Give the collator the same group as patch_model.",
+        ),
     )
-    advice = f", because it carries {LAYOUT_KEY} or shift_labels. Make it with hf_burst.shard_batch or BurstCollator"
-    check_shape("position_ids of a sharded batch", batch.get("position_ids"), size, advice)
-    if about is None or batch.get(task.targets) is not None:  # else of a batch that had no labels
-        check_shape(f"{task.targets} of a sharded batch", batch.get(task.targets), size, advice)
-
-
-def _layout_by_positions(positions: torch.Tensor, config: BurstConfig, group: ContextGroup) -> SequenceLayout:
-    """Returns the layout of a shard made by hand: whole sequences, sharded as the config says."""
-    rows, own = positions.shape
-    chunking = config.chunking_over(group.size)
-    sequence = (0, own * group.size)
-    stretches = config.memory_settings.stretches
-    layout = SequenceLayout.for_batch([sequence] * rows, group.size, chunking, stretches=stretches)
-    expected = layout.indices(group.rank).to(positions.device)
-    if layout.padding or not bool((positions == expected).all()):
-        raise BatchError(
-            f"The position_ids of this shard do not match {chunking} sharding of one document of "
-            f"{own * group.size} tokens over {group.size} ranks: rank {group.rank} holds tokens "
-            f"{[(run.start, run.stop) for run in layout.sharding.runs(group.rank)]}. Make shards with "
-            "hf_burst.shard_batch or BurstCollator, which also serve packed documents."
-        )
+    check_shape("position_ids of a sharded batch", batch.get("position_ids"), shape, _UNCHANGED)
+    if about.labelled:
+        check_shape(f"{task.targets} of a sharded batch", batch.get(task.targets), shape, _UNCHANGED)
+    if int(checksum({"position_ids": batch["position_ids"]})) != about.positions:
+        raise BatchError(f"The position_ids of a sharded batch are others than when it was sharded{_UNCHANGED}.")
     return layout
 
 
-def checksum(batch: Mapping[str, Any], token_inputs: Sequence[TokenInput] = TOKEN_INPUTS) -> torch.Tensor:
+def checksum(batch: Mapping[str, Any]) -> torch.Tensor:
     """Returns a checksum of the token inputs, labels and padding mask of a batch, a scalar `torch.LongTensor` computed
     without a GPU sync; 0 if there are no such tensors."""
     total: torch.Tensor | None = None
-    for key in (*(token_input.name for token_input in token_inputs), "labels", "attention_mask"):
+    for key in (*TOKEN_INPUTS, "labels", "attention_mask"):
         value = batch.get(key)
         if isinstance(value, torch.Tensor):
             own = sum_of_bits(value) + zlib.crc32(key.encode())

@@ -78,7 +78,7 @@ def _problems(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Iterator[Bur
     if model.training:
         yield ConfigError("The model is in training, where dropout would change its answers. Call model.eval() first.")
     recurrent = recurrent_modules(ModelView(model))
-    scans = {type(each).__name__ for each in recurrent if "mamba_selective_scan" in functions_of(type(each))}
+    scans = {type(each).__name__ for each in recurrent if "mamba_selective_scan" in functions_of(type(each).forward)}
     if scans:
         yield UnsupportedModelError(
             f"{name} has {', '.join(sorted(scans))}, whose kernels return no state behind a prompt that lies over "

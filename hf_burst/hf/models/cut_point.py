@@ -2,67 +2,41 @@
 
 import inspect
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..admission import row_of
 from ..view import ModelView, has_language_head
 
-
-@dataclass(frozen=True)
-class TokenInput:
-    """A model input with one value per token."""
-
-    name: str  # the argument of `forward`
-    dim: int = 1  # the token dimension
-    pad: int = 0  # the value of padding that fills the last chunk
-
-
-TOKEN_INPUTS = (
-    TokenInput("input_ids"),
-    TokenInput("inputs_embeds"),
-    TokenInput("position_ids", dim=-1),  # (batch, tokens), or (3 or 4, batch, tokens) for multimodal RoPE
-    TokenInput("token_type_ids"),
+# inputs with one value per token, and their token dimension
+TOKEN_INPUTS: Mapping[str, int] = MappingProxyType(
+    {
+        "input_ids": 1,
+        "inputs_embeds": 1,
+        "position_ids": -1,  # (batch, tokens), or (3 or 4, batch, tokens) for multimodal RoPE
+        "token_type_ids": 1,
+        # that wrappers pass to their language models: Gemma 3n and 4, Qwen3-VL and its relatives, Granite 4 Vision, and
+        # Ernie 4.5 VL
+        "per_layer_inputs": 1,
+        "visual_pos_masks": 1,
+        "vision_mask": 1,
+        "moe_mm_token_type_ids": 1,
+    }
 )
-# further inputs that wrappers pass to their language models: Gemma 3n and 4, Qwen3-VL and its relatives, Granite 4
-# Vision, and Ernie 4.5 VL
-_OF_WRAPPERS = (
-    TokenInput("per_layer_inputs"),
-    TokenInput("visual_pos_masks"),
-    TokenInput("vision_mask"),
-    TokenInput("moe_mm_token_type_ids"),
+# inputs with one row, in a list or a dict by layer, for each token that a mask selects: `(selected tokens, hidden)`;
+# and the input with the mask, `(batch, tokens)` or `(batch, tokens, 1)`
+MASKED_ROWS: Mapping[str, str] = MappingProxyType(
+    {"deepstack_visual_embeds": "visual_pos_masks", "deepstack_features": "vision_mask"}
 )
 
 
-@dataclass(frozen=True)
-class MaskedRows:
-    """Model inputs with one row for each token that a mask selects."""
-
-    mask: str  # the argument with the mask, `(batch, tokens)` or `(batch, tokens, 1)`, also a token input
-    rows: str  # the argument with tensors `(selected tokens, hidden)`, in a list or a dict by layer index
-
-
-_DEEPSTACK = (
-    MaskedRows("visual_pos_masks", "deepstack_visual_embeds"),
-    MaskedRows("vision_mask", "deepstack_features"),
-)
-
-
-@dataclass(frozen=True)
-class CutPoint:
-    """Where a model's tokens are sharded. Labels are always sharded outside, where the loss is computed."""
-
-    path: str = ""  # the submodule with sharded inputs, such as "model.language_model"; empty for the model itself
-    inputs: tuple[TokenInput, ...] = TOKEN_INPUTS  # its inputs that are sharded
-    masked: tuple[MaskedRows, ...] = ()  # its inputs with rows for some tokens only
-
-
-def cut_point_of(view: ModelView) -> CutPoint:
-    """Returns the cut point of a model: the table's entry, else where a wrapper passes embeddings to its language model
-    or a class without a language-model head calls its base model, else the model itself."""
-    path = row_of(type(view.root)).cut or view.find(language_model_path) or _base_path(view)
-    return CutPoint(path, (*TOKEN_INPUTS, *_OF_WRAPPERS), _DEEPSTACK) if path else CutPoint()
+def cut_path(view: ModelView) -> str:
+    """Returns the path of the submodule where a model's tokens are sharded, empty for the model itself: the table's
+    entry, else where a wrapper passes embeddings to its language model or a class without a language-model head calls
+    its base model. Labels are always sharded outside, where the loss is computed."""
+    return row_of(type(view.root)).cut or view.find(language_model_path) or _base_path(view)
 
 
 def sees_blocks(view: ModelView) -> bool:
@@ -102,4 +76,4 @@ def _base_path(view: ModelView) -> str:
 
 def reader_of(view: ModelView) -> ModelView:
     """Returns the part of a model that works on tokens: a wrapper's language model, or the model itself."""
-    return view.part(view.root.get_submodule(view.find(cut_point_of).path))
+    return view.part(view.root.get_submodule(view.find(cut_path)))

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..view import ModelView
-from .recurrent import has_delta_rule, recurrent_modules
+from .recurrent import recurrent_modules
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu, "sigmoid": torch.sigmoid}
 _WIDTH = 17  # hidden size of the test input; prime, so no group size divides it
 
 
 def gated_norms(view: ModelView) -> list[tuple[nn.Module, str]]:
-    """Finds the norms inside delta-rule modules that return `x / sqrt(mean(x^2) + eps) * weight * activation(gate)`.
+    """Finds the norms inside recurrent modules that return `x / sqrt(mean(x^2) + eps) * weight * activation(gate)`.
 
     Args:
         view ([`ModelView`]): Any model; its weights are not read.
@@ -26,8 +26,7 @@ def gated_norms(view: ModelView) -> list[tuple[nn.Module, str]]:
         `list[tuple[nn.Module, str]]`: Each norm and the name of its activation, a key of `ACTIVATIONS`. `eps` is its
         `variance_epsilon`. Norms with another formula are left out.
     """
-    rules = filter(has_delta_rule, view.find(recurrent_modules))
-    inner = {id(module): module for rule in rules for module in view.inside(rule)}
+    inner = {id(module): module for layer in view.find(recurrent_modules) for module in view.inside(layer)}
     found = ((module, activation_of(module)) for module in inner.values())
     return [(module, activation) for module, activation in found if activation is not None]
 

@@ -1,4 +1,4 @@
-"""Sizes of recurrent layers and attention heads, for the planner."""
+"""Sizes of recurrent layers, for the planner."""
 
 import inspect
 import logging
@@ -9,17 +9,14 @@ from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig
 
-from ...plan import MaskPattern, RecurrentSize, Shapes, choose_recurrence
+from ...plan import RecurrentSize, choose_recurrence
 from ...plan.recurrence import RuleKind, Way
 from ...ranks.layout import SequenceLayout
 from ...recurrent import fla_installed
 from ..view import ModelView
 from .gated_norm import activation_of
 from .recurrent import functions_of, recurrent_modules
-from .support import has_attention, patterns_of_layers
-from .task import task_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,28 +39,6 @@ def recurrent_sizes(view: ModelView) -> tuple[RecurrentSize, ...]:
     return () if None in sizes else tuple(replace(size, layers=count) for size, count in known.items())
 
 
-def attention_shapes(view: ModelView) -> Shapes | None:
-    """Returns the head sizes of the first layer with attention; `None` if there is no such layer."""
-    layers = view.find(attending_layers)
-    if not layers:
-        return None
-    first = layers[0][0]
-    q_heads, size = first.num_attention_heads, head_size(first)
-    kv_heads = getattr(first, "num_key_value_heads", None) or q_heads
-    return Shapes(q_heads, kv_heads, size, getattr(first, "v_head_dim", None) or size, 2, 4)
-
-
-def attending_layers(view: ModelView) -> list[tuple[PreTrainedConfig, MaskPattern]]:
-    """Returns the config and mask pattern of each layer that has attention."""
-    return patterns_of_layers(view.root.config, view.find(task_of)) if view.find(has_attention) else []
-
-
-def head_size(layer: PreTrainedConfig) -> int:
-    """Returns the head size of queries and keys."""
-    named = getattr(layer, "qk_head_dim", None) or getattr(layer, "head_dim", None)
-    return int(named or layer.hidden_size // layer.num_attention_heads)
-
-
 @lru_cache(maxsize=64)
 def chosen_way(hybrid: tuple[RecurrentSize, ...], layout: SequenceLayout, rank: int) -> Way:
     """Returns the recurrence schedule of a pass. Rank 0 logs the reason, at debug level for packed documents, because
@@ -80,7 +55,7 @@ def chosen_way(hybrid: tuple[RecurrentSize, ...], layout: SequenceLayout, rank: 
 def _size_of(view: ModelView) -> RecurrentSize | None:
     """Returns the size of one recurrent module, read from attributes that Transformers' classes of this kind share."""
     module, kind = view.root, type(view.root)
-    functions = functions_of(kind)
+    functions = functions_of(kind.forward)
     if not functions:  # its own forward computes the states, so its sizes are unknown
         return None
     convolution = next((inner for inner in view.modules if isinstance(inner, nn.Conv1d)), None)

@@ -5,11 +5,14 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig
 
 from ...plan import MaskPattern
 from ...plan.layer_sizes import LayerSizes
 from ..view import ModelView
-from .hybrid import attending_layers, attention_shapes, head_size, recurrent_sizes
+from .hybrid import recurrent_sizes
+from .support import has_attention, patterns_of_layers
+from .task import task_of
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
@@ -18,7 +21,8 @@ _INNER = ("intermediate_size", "ffn_dim", "n_inner")
 
 def layer_sizes(view: ModelView) -> LayerSizes:
     """Returns the layer sizes of the view's language model, read from its config."""
-    text, shapes, layers = view.root.config.get_text_config(), attention_shapes(view), view.find(attending_layers)
+    text, layers = view.root.config.get_text_config(), view.find(attending_layers)
+    q_heads = layers[0][0].num_attention_heads if layers else 0
     _, chosen = experts_of(text)
     names = ("moe_intermediate_size", *_INNER) if chosen else _INNER
     inner = next((value for name in names if (value := getattr(text, name, None))), 4 * text.hidden_size)
@@ -31,13 +35,24 @@ def layer_sizes(view: ModelView) -> LayerSizes:
         layers=getattr(text, "num_hidden_layers", 1),
         hidden=text.hidden_size,
         inner=chosen * (widest + text.hidden_size) if chosen else widest,
-        q_heads=shapes.q_heads if shapes else 0,
-        kv_heads=shapes.kv_heads if shapes else 0,
+        q_heads=q_heads,
+        kv_heads=(getattr(layers[0][0], "num_key_value_heads", None) or q_heads) if layers else 0,
         head_dim=round(mean),
         value_dim=(getattr(layers[0][0], "v_head_dim", None) or round(mean)) if layers else 0,
         patterns=tuple((pattern, total / mean) for pattern, total in patterns.items()),
         recurrent=view.find(recurrent_sizes),
     )
+
+
+def attending_layers(view: ModelView) -> list[tuple[PreTrainedConfig, MaskPattern]]:
+    """Returns the config and mask pattern of each layer that has attention."""
+    return patterns_of_layers(view.root.config, view.find(task_of)) if view.find(has_attention) else []
+
+
+def head_size(layer: PreTrainedConfig) -> int:
+    """Returns the head size of queries and keys."""
+    named = getattr(layer, "qk_head_dim", None) or getattr(layer, "head_dim", None)
+    return int(named or layer.hidden_size // layer.num_attention_heads)
 
 
 def experts_of(text: Any) -> tuple[int, int]:

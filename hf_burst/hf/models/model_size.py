@@ -11,15 +11,13 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...errors import ConfigError, UnsupportedModelError
-from ...plan import Shapes
 from ...sizing.gpus import data_sheet
 from ...sizing.model import ModelSize, TowerSize
 from ...sizing.shapes import SHAPES, shape_name
 from ..admission import row_of
 from ..view import ModelView
 from .cut_point import language_model_path
-from .hybrid import attention_shapes
-from .layer_sizes import experts_of, layer_sizes
+from .layer_sizes import attending_layers, experts_of, head_size, layer_sizes
 from .recurrent import recurrent_modules
 from .support import check_model, has_attention
 
@@ -61,28 +59,26 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         model = model_class(deepcopy(config))
     view = ModelView(model)
     check_model(view)
-    text, head = model.config.get_text_config(), model.get_output_embeddings()
-    counts, shapes = _Weights(view), attention_shapes(view)
+    text, head, counts = model.config.get_text_config(), model.get_output_embeddings(), _Weights(view)
     linear = [
-        module
+        module.weight.shape
         for path, module in view.named
         if isinstance(module, nn.Linear | Conv1D) and module is not head and counts.reads(path)
     ]
-    rows = [module.weight.shape[:: -1 if isinstance(module, nn.Linear) else 1] for module in linear]  # inputs first
     counted: dict[str, Any] = {
         "inner": round((counts.used - counts.head - counts.mixing) / (3 * text.hidden_size * text.num_hidden_layers)),
-        "norms": _normed(view, counts, shapes) / text.num_hidden_layers,
+        "norms": _normed(view, counts) / text.num_hidden_layers,
     }
     return ModelSize(
         **vars(layer_sizes(view)) | counted,
         name=name,
         vocabulary=text.vocab_size,
-        weights=sum(weight.numel() for weight in model.parameters()),
+        weights=_weights_in(model),
         used=round(counts.used),
         head=counts.head,
         tied=counts.tied,
         linear=counts.linear,
-        adapted=sum(inputs + outputs for inputs, outputs in rows),
+        adapted=sum(map(sum, linear)),
         unused=counts.unused,
         routed=counts.chosen * text.hidden_size,
         experts=counts.experts,
@@ -99,17 +95,18 @@ def _latent(view: ModelView) -> int:
     return int(text.kv_lora_rank + text.qk_rope_head_dim) if expands else 0
 
 
-def _normed(view: ModelView, counts: "_Weights", shapes: Shapes | None) -> float:
+def _normed(view: ModelView, counts: "_Weights") -> float:
     """Returns the elements per token that enter norms of layers, except torch's norms and recurrent layers' norms."""
-    total = 0.0
+    total, sizes, layers = 0.0, layer_sizes(view), view.find(attending_layers)
     recurrent = {id(inner) for module in view.find(recurrent_modules) for inner in view.inside(module)}
     for path, module in view.named:
         weight = getattr(module, "weight", None)
         known = "Norm" in type(module).__name__ and not isinstance(module, nn.LayerNorm | nn.RMSNorm)
         if not known or weight is None or id(module) in recurrent or not (_LAYER.search(path) and counts.reads(path)):
             continue
-        of_heads = {"q": shapes.q_heads, "k": shapes.kv_heads} if shapes and weight.shape == (shapes.head_dim,) else {}
-        total += weight.numel() * of_heads.get(path.rpartition(".")[2][:1], 1)
+        of_heads = layers and weight.shape == (head_size(layers[0][0]),)
+        heads = {"q": sizes.q_heads, "k": sizes.kv_heads} if of_heads else {}
+        total += weight.numel() * heads.get(path.rpartition(".")[2][:1], 1)
     return total
 
 

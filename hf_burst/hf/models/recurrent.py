@@ -209,13 +209,9 @@ COUNTERPARTS: Mapping[str, Callable[[Function], Function]] = MappingProxyType(
 )
 
 
-def functions_of(kind: Any) -> tuple[str, ...]:
-    """Returns the names of the functions with a counterpart that this class calls."""
-    return _functions_of(kind.forward)
-
-
 @cache
-def _functions_of(forward: Any) -> tuple[str, ...]:
+def functions_of(forward: Any) -> tuple[str, ...]:
+    """Returns the names of the functions with a counterpart that the forward of a class calls."""
     forward = inspect.unwrap(forward)
     called = getattr(getattr(forward, "__code__", None), "co_names", ())
     return tuple(name for name in COUNTERPARTS if name in called and name in forward.__globals__)
@@ -223,7 +219,7 @@ def _functions_of(forward: Any) -> tuple[str, ...]:
 
 def is_recurrent(module: nn.Module) -> bool:
     """Returns whether a module carries a state from token to token by known functions."""
-    return bool(functions_of(type(module)))
+    return bool(functions_of(type(module).forward))
 
 
 def recurrent_modules(view: ModelView) -> list[nn.Module]:
@@ -231,15 +227,10 @@ def recurrent_modules(view: ModelView) -> list[nn.Module]:
     return [module for module in view.modules if is_recurrent(module)]
 
 
-def has_delta_rule(module: nn.Module) -> bool:
-    """Returns whether a module computes a delta rule."""
-    return any(COUNTERPARTS[name] is _delta_rule for name in functions_of(type(module)))
-
-
 def over_ranks(kind: Any) -> Function:
     """Returns a copy of a class's forward that calls the counterparts; the class and its module stay unchanged."""
     functions = inspect.unwrap(kind.forward).__globals__
-    counterparts = {name: COUNTERPARTS[name](functions[name]) for name in functions_of(kind)}
+    counterparts = {name: COUNTERPARTS[name](functions[name]) for name in functions_of(kind.forward)}
 
     def rebind(inner: FunctionType) -> FunctionType:
         return _copy(inner, {**inner.__globals__, **counterparts}, inner.__closure__)

@@ -99,23 +99,15 @@ def _reasons(view: ModelView) -> Iterator[Reason]:
 def _placement(placed: Any, name: str) -> Iterator[Reason]:
     """Yields reasons against a model that Transformers' `DistributedConfig` has divided. FSDP2 is supported, and so is
     expert parallelism that sends tokens to their experts."""
-    sizes = {size: getattr(placed, size, 1) or 1 for size in ("tp_size", "pp_size", "ep_size")}
-    given = f"{name} was loaded with DistributedConfig({', '.join(f'{key}={n}' for key, n in sizes.items() if n > 1)})"
-    if sizes["tp_size"] > 1 and sizes["ep_size"] > 1:
-        yield (
-            given,
-            "its ranks hold the same tokens, and add up what their experts return (AllReduceEP) or take a part each",
-            "Load it with DistributedConfig(fsdp_size=N, ep_size=M), by which tokens travel to the ranks of experts",
-        )
-    if sizes["tp_size"] > 1 or sizes["pp_size"] > 1:
-        why = "its ranks hold parts of layers, which was not compared beside ranks that share a sequence"
-        yield given, why, "Load the model without it, and have FSDP2 shard the weights"
+    given = {size: n for size in ("tp_size", "pp_size", "ep_size") if (n := getattr(placed, size, 1) or 1) > 1}
     way = getattr(placed, "ep_implementation", None)
-    if sizes["ep_size"] > 1 and way not in _EXPERT_EXCHANGES:
+    if given.keys() & {"tp_size", "pp_size"} or (given and way not in _EXPERT_EXCHANGES):
+        sizes = ", ".join(f"{key}={value!r}" for key, value in {**given, "ep_implementation": way}.items())
         yield (
-            f"{given} and ep_implementation={way!r}",
-            "ranks that share a sequence hold different tokens, which must travel to the ranks of their experts",
-            f"Served are {' and '.join(map(repr, _EXPERT_EXCHANGES))}, of Transformers from 5.23 on",
+            f"{name} was loaded with DistributedConfig({sizes})",
+            "its ranks hold parts of layers, or experts to which tokens do not travel",
+            "Served is DistributedConfig(fsdp_size=N, ep_size=M), with an ep_implementation of "
+            f"{' or '.join(map(repr, _EXPERT_EXCHANGES))} of Transformers from 5.23 on",
         )
 
 

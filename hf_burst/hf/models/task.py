@@ -33,9 +33,9 @@ class Task:
     kind: str  # its name in errors
     causal: bool  # whether a query sees no later key, as in `MaskPattern`
     targets: str  # the batch key of the labels that a rank's tokens predict
-    shifted: str  # a remark for errors about shifted labels
-    generates: bool  # whether the model takes a cache and `logits_to_keep`
-    loss_in_model: bool  # whether `model.loss_function` computes the loss; else hf_burst does, from the outputs
+    # whether the model takes a cache and `logits_to_keep`, and `model.loss_function` computes the loss; else hf_burst
+    # does, from the outputs
+    generates: bool = False
     reads: bool = False  # no language-model head: modules after the decoder take the whole batch
 
     def targets_of(self, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -77,22 +77,22 @@ class Task:
 
     def loss_reasons(self, model: PreTrainedModel) -> Iterator[Reason]:
         """Yields the reasons why a model's loss is not exact over several ranks; see [`computes_loss`] for `model`."""
-        if self.loss_in_model and model.loss_function is not ForCausalLMLoss:
+        if self.generates and model.loss_function is not ForCausalLMLoss:
             name = getattr(model.loss_function, "__name__", repr(model.loss_function))
             yield (
                 f"model.loss_function is {name}",
                 "over several ranks only Transformers' ForCausalLMLoss and ForMaskedLMLoss are exact",
                 "Load the class with a language-model head, or put a loss that was set back, or " + _OWN_LOSS,
             )
-        if self.loss_in_model and not calls_loss_function(model):
+        if self.generates and not calls_loss_function(model):
             why = "it does not call model.loss_function, where the ranks could add theirs up"
             yield f"{type(model).__name__} computes its loss by itself", why, _OWN_LOSS.capitalize()
 
 
-CAUSAL = Task("causal", True, "shift_labels", " (after the shift by one token)", generates=True, loss_in_model=True)
-MASKED = Task("masked", False, "labels", "", generates=False, loss_in_model=False)
-CAUSAL_READER = Task("causal", True, "", "", generates=False, loss_in_model=False, reads=True)
-ENCODER_READER = Task("encoder", False, "", "", generates=False, loss_in_model=False, reads=True)
+CAUSAL = Task("causal", True, "shift_labels", generates=True)
+MASKED = Task("masked", False, "labels")
+CAUSAL_READER = Task("causal", True, "", reads=True)
+ENCODER_READER = Task("encoder", False, "", reads=True)
 
 
 def task_named(causal: bool) -> Task:

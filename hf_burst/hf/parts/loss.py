@@ -85,13 +85,13 @@ class Loss(Part):
         fused = run.batch.inputs.get("fused_lm_head")  # TRL's trainers go on, with log_probs that are all 0
         if run.model.training and self.wanted and tokens == 0 and not items and not fused:
             raise BatchError(
-                f"All labels of the batch are {IGNORE_INDEX}{run.call.task.shifted}, so there is nothing to learn "
-                "from. Drop such batches, or check how the labels are masked."
+                f"All labels of the batch are {IGNORE_INDEX}, or no token predicts them, so nothing is to be learned. "
+                "Drop such batches, or check how the labels are masked."
             )
         self.run, self.computed = run, False
         counts = run.batch.lies.counts
         self.weights = None if counts is None else rows_by_weight(counts, run.device)
-        self.targets = run.batch.targets if self.wanted and not run.call.task.loss_in_model else None
+        self.targets = run.batch.targets if self.wanted and not run.call.task.generates else None
 
     def arguments(self, run: ForwardPass) -> dict[str, Any]:
         cached = isinstance(run.call.cache, ShardedCache)  # some models return no cache by default
@@ -113,7 +113,7 @@ class Loss(Part):
         elif self.reads:
             if outputs.get("loss") is not None and self.items is not None and run.call.callers.multiply_losses:
                 outputs["loss"] = outputs["loss"] / run.group.size  # every rank holds that of the whole batch
-        elif self.wanted and run.call.task.loss_in_model and not self.computed:
+        elif self.wanted and run.call.task.generates and not self.computed:
             if outputs.get("loss") is not None:
                 raise ConfigError(_PAST_US.format(self.forward))
         elif self.targets is not None:

@@ -50,8 +50,8 @@ class Recurrence(Part):
             agreement.add("kernels of flash-linear-attention", fla_kernels(call.device, 1) is not None)
 
     def begin(self, run: ForwardPass) -> None:
-        kinds = set(map(type, run.call.view.find(recurrent_modules)))
-        unknown = sorted(kind.__name__ for kind in kinds if not set(functions_of(kind)) <= ON_GPUS)
+        kinds: set[Any] = set(map(type, run.call.view.find(recurrent_modules)))
+        unknown = sorted(kind.__name__ for kind in kinds if not set(functions_of(kind.forward)) <= ON_GPUS)
         if unknown and run.device.type == "cuda" and run.group.size > 1 and not self.warned:
             self.warned = True
             logger.warning(

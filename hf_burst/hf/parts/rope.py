@@ -39,13 +39,8 @@ class LongestPosition(Part):
                 "layers, where they cannot be known when a layer is recomputed. Set "
                 "config.rope_parameters['rope_type'] to another."
             )
-        about: ShardedBatch | None = batch.given.get(LAYOUT_KEY)
-        if about is not None:
-            self.longest = about.longest
-        elif batch.lies.joined is not None:
-            self.longest = batch.lies.joined.longest
-        else:
-            self.longest = batch.layout.length - 1 if batch.sharded else longest_position(batch.given)
+        about: ShardedBatch | None = call.given.get(LAYOUT_KEY)
+        self.longest = longest_position(call.given) if about is None else about.longest
         agreement.add("longest position", self.longest)
 
     def end(self) -> None:

@@ -14,7 +14,7 @@ from ..batches.documents import batch_shape, real_tokens
 from ..batches.joining import Joined, fit, join_texts, obstacle_in
 from ..batches.modalities import same_for_every_text
 from ..forward_pass import Agreement, Call
-from ..models.cut_point import cut_point_of, sees_blocks
+from ..models.cut_point import cut_path, sees_blocks
 from ..view import ModelView
 from .recurrence import NO_FORKS, forks
 
@@ -62,7 +62,7 @@ class SharedBeginnings:
 
     def _obstacle(self, call: Call) -> str:
         """Returns why this pass cannot share anything, or an empty string."""
-        whole = bool(call.view.find(cut_point_of).path)
+        whole = bool(call.view.find(cut_path))
         if call.view.find(sees_blocks):
             return "tokens of images may see later ones"
         if row_of(type(call.model)).positions == "row":
@@ -93,7 +93,7 @@ class SharedBeginnings:
 def row_of_texts(joined: Joined, call: Call) -> dict[str, Any]:
     """Returns the joined row's arguments, or the original texts for a model that reads them before they are cut."""
     given = call.given
-    batch = dict(given) if call.view.find(cut_point_of).path else dict(joined.batch)
+    batch = dict(given) if call.view.find(cut_path) else dict(joined.batch)
     if "labels" not in given:
         batch.pop("labels", None)
     keep = given.get("logits_to_keep", 0)

@@ -14,14 +14,14 @@ from ...layers.loss import IGNORE_INDEX
 from ...plan import Segments
 from ...ranks.layout import SequenceLayout, check_prefixes
 from ..attention import masks_with_blocks
-from ..batches.cutting import bound_arguments, cut_inputs, cut_targets, layout_of, select_rows
+from ..batches.cutting import bound_arguments, cut_inputs, cut_targets, layout_of
 from ..batches.documents import tokens_of
 from ..batches.joining import Joined
 from ..batches.modalities import SAME_MODALITIES, check_modalities, values_besides_text
 from ..batches.sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard, sum_of_bits
 from ..context import PASS_KEY, LaidTokens, ShardedPass, change_pass
 from ..forward_pass import Agreement, Batch, Call, ForwardPass
-from ..models.cut_point import cut_point_of, modalities_of
+from ..models.cut_point import cut_path, modalities_of
 from ..models.support import layer_patterns
 from ..models.task import task_named
 from ..spread.where import Where
@@ -105,17 +105,17 @@ class Tokens(Part):
     outside the model, token inputs at its cut point."""
 
     def __init__(self, view: ModelView) -> None:
-        self.cut_point = view.find(cut_point_of)
+        self.cut_path = view.find(cut_path)
         # PaliGemma: type 0 is a prefix, whose tokens see each other
         self.text_type = int(getattr(view.root.config.get_text_config(), "use_bidirectional_attention", None) is True)
         self.beginnings = SharedBeginnings()
         self.run: ForwardPass | None = None
 
     def look(self, view: ModelView) -> Handles:
-        inner = view.root.get_submodule(self.cut_point.path)
+        inner = view.root.get_submodule(self.cut_path)
         reader = view.part(inner)  # tables of towers are for images
         self.learned, self.segments = LearnedPositions.of(reader), segment_count(reader)
-        if not self.cut_point.path:
+        if not self.cut_path:
             return ()
         return [inner.register_forward_pre_hook(self._cut_inside, prepend=True, with_kwargs=True)]
 
@@ -166,13 +166,13 @@ class Tokens(Part):
 
     def _take_shard(self, call: Call, agreement: Agreement) -> Batch:
         """Returns the batch of a call that arrived sharded."""
-        name, about = type(call.model).__name__, call.given.get(LAYOUT_KEY)
-        if self.cut_point.path and (modalities_of(call.model.config) or not call.pooling):
+        name = type(call.model).__name__
+        if self.cut_path and (modalities_of(call.model.config) or not call.pooling):
             raise BatchError(f"{name} reads whole sequences before they are cut. Give full batches (no BurstCollator).")
         made_for = task_named(call.task.causal)  # models without a head have no shards of their own
-        layout = layout_of_shard(call.given, call.config, call.group, made_for)
-        padded = call.view.find(by_place) and about is not None and about.padded
-        from_mask = self.learned.from_mask and any(start for start, _ in layout.real)
+        layout, about = layout_of_shard(call.given, call.group, made_for), call.given[LAYOUT_KEY]
+        padded = about.padded and call.view.find(by_place)
+        from_mask = about.padded and self.learned.from_mask
         BatchError.refuse(
             (
                 layout.parents and (padded or not forks(call.view)),
@@ -186,7 +186,7 @@ class Tokens(Part):
                 "batches (no BurstCollator).",
             ),
         )
-        agreement.add(CONTENT, about.fingerprint if about else None)
+        agreement.add(CONTENT, about.fingerprint)
         targets = call.given.get(call.task.targets)
         inputs = {key: value for key, value in call.given.items() if key != LAYOUT_KEY} | {"labels": targets}
         return Batch(call.given, Where(layout, call.group), True, inputs, way_of(call, layout), targets)
@@ -201,14 +201,14 @@ class Tokens(Part):
         labelled = row if "labels" in given else {}
         inputs = {**given, **cut_targets(labelled, layout, rank, call.task)}
         self._add_content(call, agreement)
-        if not self.cut_point.path:
-            inputs = self._cut_inputs(inputs, layout, rank, given)
+        if not self.cut_path:
+            inputs = cut_inputs(inputs, layout, rank, self.learned.make(given))
         targets = inputs.get(call.task.targets)
         return Batch(given, Where(layout, call.group, joined), False, inputs, way_of(call, layout), targets)
 
     def _check_images(self, call: Call, given: Mapping[str, Any], layout: SequenceLayout, agreement: Agreement) -> None:
         """Raises for images and sound that are not served, and for prefixes that a cut would divide."""
-        wraps = self.cut_point.path and modalities_of(call.model.config)
+        wraps = self.cut_path and modalities_of(call.model.config)
         if not wraps and given.get("pixel_values") is None:  # Chameleon has its images inside
             return
         held = check_modalities(given, type(call.model), self.text_type)
@@ -221,20 +221,12 @@ class Tokens(Part):
         """Adds a checksum of the batch to the facts: of all texts, because a joined row does not show them."""
         if call.group.size == 1:
             return
-        given, content = call.given, checksum(call.given, self.cut_point.inputs)
+        given, content = call.given, checksum(call.given)
         kinds = given.get("mm_token_type_ids")
         others = [*values_besides_text(given), *([] if kinds is None else [kinds])]
-        for values in others if self.cut_point.path or call.task.reads else ():
+        for values in others if self.cut_path or call.task.reads else ():
             content = content * 3 + sum_of_bits(values).to(content.device)
         agreement.add(CONTENT, content)
-
-    def _cut_inputs(
-        self, inputs: Mapping[str, Any], layout: SequenceLayout, rank: int, given: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Returns this rank's token inputs. Positions that the model makes are computed from the `given` batch."""
-        part = select_rows(inputs, self.cut_point.masked, lambda values: layout.shard(values, rank))
-        done = [known.rows for known in self.cut_point.masked]
-        return cut_inputs(part, layout, rank, self.cut_point.inputs, self.learned.make(given), done)
 
     @torch.compiler.disable
     def _cut_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -245,8 +237,8 @@ class Tokens(Part):
         if batch.sharded:
             return (), {**whole, PASS_KEY: self.run.sharded_pass}
         joined = batch.lies.joined
-        row = whole if joined is None else joined.inputs(whole, self.cut_point.inputs, self.cut_point.masked)
-        inputs = self._cut_inputs(row, batch.layout, self.run.group.rank, batch.given)
+        row = whole if joined is None else joined.inputs(whole)
+        inputs = cut_inputs(row, batch.layout, self.run.group.rank, self.learned.make(batch.given))
         masks = masks_with_blocks(whole.get("attention_mask"), batch.layout)
         sharded_pass = replace(self.run.sharded_pass, masks=masks)
         change_pass(sharded_pass)
