@@ -45,13 +45,11 @@ from .parts.head import Head
 from .parts.key_cache import KeyCache, begin_step, each_once
 from .parts.loss import Loss
 from .parts.memory import MemoryRule
-from .parts.outputs import Outputs
 from .parts.recurrence import Recurrence
 from .parts.replicas import Replicas
 from .parts.rope import LongestPosition
 from .parts.states import States
 from .parts.tiles import TiledMLP
-from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
 from .parts.towers import Towers
 from .sharded_cache import ShardedCache
@@ -185,7 +183,7 @@ class _Patch:
         self.config, self.group, self.verdict, self.task = config, group, verdict, view.find(task_of)
         self.task.check_config(config, type(view.root).__name__)
         self.recurrence, self.memory = Recurrence(), MemoryRule(config)
-        self.tokens, self.token_losses = Tokens(view, self.recurrence), TokenLosses()
+        self.tokens, self.head = Tokens(view, self.recurrence), Head()
         self.checkpointing, self.tiles = Checkpointing(self.memory.advise), TiledMLP()
         self.parts = self.make_parts(view)
         self.view = view  # of the latest pass
@@ -203,7 +201,7 @@ class _Patch:
 
     def make_parts(self, view: ModelView) -> tuple[Part, ...]:
         """Returns the parts of a model in the order of their steps. A new capability is a new part and a line here."""
-        head, streams = Head(self.token_losses), DropoutStreams()
+        streams = DropoutStreams()
         return (
             Arguments(),
             Replicas(self.config),
@@ -222,10 +220,8 @@ class _Patch:
             Adapters(),
             RouterLogits(view.root),  # adds to the loss
             Loss(view, self.group),
-            self.token_losses,
-            head,
             States(streams),
-            Outputs(head),  # gathers or drops what the parts before it have read
+            self.head,  # gathers or drops what the parts before it have read
             streams,  # draws seeds last, when nothing can stop the pass
         )
 
@@ -299,7 +295,7 @@ class _Patch:
         walk = Walk(module)
         changed = not self.view.is_of(walk)
         view = ModelView(module) if changed else self.view
-        wants_loss = self.pooling is None and self.token_losses.question is None
+        wants_loss = self.pooling is None and self.head.question is None
         group, callers = resolve_group(self.group), Callers(walk.compiled or within_compiled())
         call = Call(view, group, self.config, self.task, given, callers, self.pooling, wants_loss)
         mode = "training" if module.training else "evaluation"

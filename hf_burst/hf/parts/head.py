@@ -1,57 +1,96 @@
-"""The head of a model: which logits a pass returns, and the loss without logits in memory."""
+"""The head of a model: the logits that a pass returns or what is asked in their place, and its other outputs."""
 
 import logging
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from ...errors import BatchError
 from ..batches.cutting import kept_tokens
 from ..callers import Callers
 from ..forward_pass import Agreement, Batch, Call, ForwardPass
-from ..spread.heads import is_hooked, is_partitioned, is_watched
-from ..spread.value import PutOffHead
+from ..spread.heads import check_head_again, is_hooked, is_partitioned, is_watched
+from ..spread.value import PutOffHead, Spread
 from .base import Part
-from .token_losses import TokenLosses
+from .key_cache import repeated
+from .replicas import refuse_partitioned
 
 logger = logging.getLogger(__name__)
 
 Fate = Literal["keep", "gather", "defer", "drop"]
 
 LOGITS_LIMIT_GIB = 4.0  # for logits gathered over the ranks
-_SMALLER = "lower per_device_train_batch_size or per_device_eval_batch_size, or shorten the rows"
+_ALONE = "Pass logits_to_keep=1 (or as many as you need), or take hf_burst.token_losses for the loss of every token."
+_IN_TRAINER = (
+    "Trainer asks for them where it has label_smoothing_factor, compute_loss_func or metrics: leave that out, lower "
+    "per_device_train_batch_size or per_device_eval_batch_size, shorten the rows, or set prediction_loss_only=True."
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a pass computes in the place of logits.
+
+    Args:
+        facts (`dict`): Facts on which the ranks must agree.
+        answer (`Callable`): From scores and targets of this rank's tokens to one number each, `(batch, n)`.
+    """
+
+    facts: dict[str, Any]
+    answer: Callable[[Spread, Tensor], Tensor]
 
 
 class Head(Part):
     """Decides what happens to the logits: `"keep"` as they are, `"gather"` over the ranks, `"defer"` until something is
     computed from them (see [`Spread`]), or `"drop"`. To defer or drop logits, the head is put off: a loss asks it for
-    the scores of some tokens at a time."""
+    the scores of some tokens at a time. Outputs of a batch that arrived sharded stay sharded."""
 
-    def __init__(self, token_losses: TokenLosses) -> None:
-        self.token_losses = token_losses
+    def __init__(self) -> None:
+        self.question: Question | None = None
         self.lazy: PutOffHead | None = None
         self.logits: Fate = "keep"
         self.fits = False  # whether the logits of a batch with labels may be gathered
         self.about = ""  # why not
-        self.selects = False  # whether `logits_to_keep` is given
-        self.kept: torch.Tensor | None = None  # where each kept token stands among this rank's tokens, or -1
-        self.by_model = True  # whether the model selects the kept tokens
+        self.kept: Tensor | None = None  # where each kept token stands among this rank's tokens, or -1
 
     def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
+        agreement.add("hidden states", bool(call.given.get("output_hidden_states")))
         if call.task.reads or call.pooling:
             return
+        if self.question is not None:
+            self._check_question(self.question, call, batch, agreement)
         keep = batch.given.get("logits_to_keep", 0)
-        selects = self.selects = isinstance(keep, torch.Tensor) or bool(keep)
         tokens: list[int] | None = None
-        cached = call.cache is not None  # a number would make Gemma 4 slice its mask
-        if selects and (call.group.size > 1 or cached or not call.task.generates):
+        if isinstance(keep, Tensor) or keep:
             tokens = list(kept_tokens(keep, batch.layout.length - batch.layout.padding))
-            self.kept, self.by_model = batch.lies.local[tokens], call.task.generates
+            self.kept = batch.lies.local[tokens]
         self.logits = self._fate(call, batch)
         head = call.model.get_output_embeddings() if self.logits in ("defer", "drop") else None
         agreement.add("hooks on the head", head is not None and [is_hooked(head), is_watched(head)])
         agreement.facts |= {"logits to keep": tokens, "logits": self.logits}
+
+    def _check_question(self, question: Question, call: Call, batch: Batch, agreement: Agreement) -> None:
+        BatchError.refuse(
+            (
+                batch.given.get("logits_to_keep"),
+                "token_losses and token_divergences score all tokens. Leave logits_to_keep out.",
+            ),
+            (
+                batch.targets is None,
+                "The labels are missing; token_losses and token_divergences need labels of the shape of input_ids, in "
+                "which -100 is not predicted.",
+            ),
+        )
+        batch.lies.check_texts()
+        head = call.model.get_output_embeddings()
+        if torch.is_grad_enabled() and head is not None:
+            refuse_partitioned(head, "Losses of tokens are not trained")
+        agreement.facts |= question.facts
 
     def begin(self, run: ForwardPass) -> None:
         if run.call.task.reads or run.call.pooling:
@@ -68,7 +107,30 @@ class Head(Part):
             self.lazy.under_way = self.logits in ("defer", "drop") and not run.batch.inputs.get("fused_lm_head")
 
     def arguments(self, run: ForwardPass) -> dict[str, Any]:
-        return {"logits_to_keep": self.kept[self.kept >= 0]} if self.kept is not None and self.by_model else {}
+        if self.kept is None or not run.call.task.generates:
+            return {}
+        return {"logits_to_keep": self.kept[self.kept >= 0]}  # a number would make Gemma 4 slice its mask
+
+    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+        lies, sharded = run.batch.lies, run.batch.sharded
+        if "log_probs" in outputs:
+            _gather_fused(run, outputs)
+            return
+        if run.call.task.reads or run.call.pooling:
+            outputs |= {name: value.whole() for name, value in outputs.items() if isinstance(value, Spread)}
+        elif self.question is not None and run.batch.targets is not None:
+            check_head_again(run.model.get_output_embeddings())
+            scores = replace(Spread.of(outputs.pop("logits")), lies=lies)
+            values = lies.numbers(self.question.answer(scores, run.batch.targets))
+            outputs["loss"] = functional.pad(values, (1, 0))[:, :-1] if run.call.task.causal else values
+        else:
+            self._decide_logits(run, outputs)
+        if "hidden_states" in outputs:
+            states = outputs["hidden_states"] if sharded else map(lies.batch, outputs["hidden_states"])
+            outputs["hidden_states"] = tuple(repeated(state, run.call.cache) for state in states)
+        layers = outputs.pop("router_logits", None)
+        if layers and run.group.size == 1:
+            outputs["router_logits"] = tuple(lies.batch(layer[None]).flatten(0, 1) for layer in layers)
 
     def end(self) -> None:
         self.kept = None
@@ -77,11 +139,11 @@ class Head(Part):
 
     def _fate(self, call: Call, batch: Batch) -> Fate:
         """Returns what happens to the logits."""
-        model, labels = call.model, batch.inputs.get("labels") is not None
+        model, labels, alone = call.model, batch.inputs.get("labels") is not None, call.group.size == 1
         self.fits = False
-        if self.token_losses.question is not None:
+        if self.question is not None:
             return "drop"
-        if self.kept is not None and (labels or batch.sharded):
+        if self.kept is not None and not alone and (labels or batch.sharded):
             raise BatchError(
                 "logits_to_keep is for full batches without labels; with labels the loss needs every token. Leave one "
                 "of them out."
@@ -90,15 +152,14 @@ class Head(Part):
         if labels and model.training and not fused:
             _check_unread(call.callers, "are never in memory while the model trains with labels")
         tokens = math.prod(batch.lies.shape) if self.kept is None else batch.layout.batch_size * len(self.kept)
-        values = tokens * model.config.get_text_config().vocab_size
-        gib = values * model.dtype.itemsize / 2**30
+        gib = tokens * model.config.get_text_config().vocab_size * model.dtype.itemsize / 2**30
         output = model.get_output_embeddings()
         defers = model.training and self.kept is None and output is not None and not is_partitioned(output)
-        if labels and (model.training or (call.group.size > 1 and fused)):
+        if labels and (model.training or (fused and not alone)):
             self.about = "Logits are not in memory while a model trains with labels in the batch"
             self.fits = gib <= LOGITS_LIMIT_GIB
             return "defer" if defers and not fused and not batch.sharded else "drop"
-        if batch.sharded or call.group.size == 1:
+        if batch.sharded or alone:
             return "keep"
         if gib <= LOGITS_LIMIT_GIB:
             return "gather"
@@ -109,27 +170,41 @@ class Head(Part):
         if not labels and defers and torch.is_grad_enabled():
             return "defer"
         if not labels:
-            raise BatchError(f"{sentence}. {_way_out(call.callers, model.training)}")
+            raise BatchError(f"{sentence}. {_ALONE if call.callers.trainer is None else _IN_TRAINER}")
         _check_unread(call.callers, f"are not gathered. {sentence}")
         logger.warning("%s, so they are not gathered and outputs.logits is None.", sentence)
         return "drop"
+
+    def _decide_logits(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+        lies, logits = run.batch.lies, outputs.pop("logits", None)
+        if self.logits == "defer":
+            outputs["logits"] = Spread.of(logits).handed_out(lies, self.fits, self.about, outputs.get("loss"))
+        elif self.logits == "drop":
+            return
+        elif self.kept is not None:
+            rows = self.kept[self.kept >= 0]
+            # Gemma 4 keeps all rows if its own input_ids are longer than what it computed
+            if not run.call.task.generates or logits.shape[1] != len(rows):
+                logits = logits[:, rows.to(logits.device)]
+            kept = lies.from_kept(logits, self.kept) if self.logits == "gather" else logits
+            outputs["logits"] = repeated(lies.by_rows(kept), run.call.cache)
+        else:
+            outputs["logits"] = repeated(logits if run.batch.sharded else lies.batch(logits), run.call.cache)
+
+
+def _gather_fused(run: ForwardPass, outputs: dict[str, Any]) -> None:
+    """Gathers TRL's outputs for `fused_lm_head=True`, one value per token, from which its trainers compute their losses
+    without looking at other ranks. In training on a sharded batch they stay local, because `num_items_in_batch` counts
+    every label once there. Evaluation has no such number and needs the whole batch."""
+    for name, values in outputs.items():
+        if values.ndim == 2:
+            if not (run.batch.sharded and run.model.training):
+                values = run.batch.lies.numbers(values)
+            outputs[name] = values if run.batch.sharded else values[:, :-1]  # as without `shift_labels`
 
 
 def _check_unread(callers: Callers, why: str) -> None:
     """Raises if a trainer would give `None` instead of logits to a function of its user."""
     if callers.readers:
-        raise BatchError(
-            f"{', '.join(callers.readers)} would be given outputs.logits=None: logits {why}. {_SMALLER.capitalize()}; "
-            "prediction_loss_only=True evaluates without them, and hf_burst.token_losses returns the loss of every "
-            "token."
-        )
-
-
-def _way_out(callers: Callers, training: bool) -> str:
-    """Returns what to do if the logits that somebody wants are too large."""
-    if callers.trainer is None:
-        return (
-            "Pass logits_to_keep=1 (or as many as you need), or take hf_burst.token_losses for the loss of every token."
-        )
-    askers = " and ".join(callers.ask_for_logits(training)) or "what asks for them"
-    return f"Trainer wants them for {askers}: {_SMALLER}, or leave that out."
+        given = f"{', '.join(callers.readers)} would be given outputs.logits=None"
+        raise BatchError(f"{given}: logits {why}. {_IN_TRAINER}")
