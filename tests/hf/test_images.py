@@ -161,14 +161,14 @@ def runs_of_towers(rank: int, size: int, family: str, images: bool, **more: Any)
 
 @pytest.mark.parametrize(
     ("family", "rows"),
-    [(family, ([24], [16], [16])) for family in ("Qwen2_5_VL", "HunYuanVL", "VideoLlama3")]
+    [(family, ([16], [16], [24])) for family in ("Qwen2_5_VL", "HunYuanVL", "VideoLlama3")]
     + [(family, ([1], [1], [1])) for family in ("Llava", "DeepseekVLHybrid")],
 )
 def test_ranks_share_the_images(ranks: Ranks, family: str, rows: tuple[list[int], ...]) -> None:
-    """A third rank, for which there is none, runs the smallest image for nothing."""
+    """A second rank, for which there is none, runs the smallest image for nothing."""
     found = ranks(3).run(runs_of_towers, family, True)
     assert [given for given, _ in found] == list(rows)
-    assert [norm > 0 for _, norm in found] == [True, True, False]
+    assert [norm > 0 for _, norm in found] == [True, False, True]
     assert [given for given, _ in ranks(3).run(runs_of_towers, family, False)] == [[], [], []]
 
 
@@ -183,7 +183,7 @@ def with_more(rank: int, size: int, family: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL"])
 def test_what_wrappers_hand_on_to_towers_changes_no_share(ranks: Ranks, family: str) -> None:
-    assert ranks(2).run(with_more, family) == [[[24], [24]], [[16], [16]]]
+    assert ranks(2).run(with_more, family) == [[[16], [16]], [[24], [24]]]
 
 
 def too_few(rank: int, size: int) -> None:
@@ -198,10 +198,12 @@ def test_grids_count_the_rows_of_pixels(ranks: Ranks) -> None:
     assert all(pytest.RaisesExc(BatchError, match=sentence).matches(error) for error in caught.value.errors)
 
 
-def test_images_are_dealt_by_what_they_cost() -> None:
-    assert towers.deal([3, 9, 4, 5, 1], 2) == [[0, 1], [2, 3, 4]]
-    assert towers.deal([7], 3) == [[0], [], []]
-    assert towers.deal([1] * 5, 2) == [[0, 2, 4], [1, 3]]
+def test_images_are_shared_by_what_they_cost() -> None:
+    assert towers.shares_of([3, 9, 4, 5, 1], 2) == [slice(0, 2), slice(2, 5)]
+    assert towers.shares_of([7], 3) == [slice(0, 0), slice(0, 1), slice(1, 1)]
+    assert towers.shares_of([1] * 5, 2) == [slice(0, 2), slice(2, 5)]
+    assert towers.shares_of([0, 0], 2) == [slice(0, 2), slice(2, 2)]
+    assert towers.shares_of([1, 0], 3) == [slice(0, 0), slice(0, 1), slice(1, 2)]
 
 
 def sharded(rank: int, size: int, family: str) -> Result:
@@ -218,7 +220,7 @@ def sharded(rank: int, size: int, family: str) -> Result:
 
 @pytest.mark.parametrize("family", ["Qwen3VL", "Llava"])
 def test_weights_may_be_sharded(ranks: Ranks, family: str) -> None:
-    """A third rank has no image, and gathers the tower's weights as the others do."""
+    """A rank has no image, and gathers the tower's weights as the others do."""
     assert_equal(ranks(3).run(sharded, family), sharded(0, 1, family))
 
 
