@@ -139,7 +139,7 @@ def broken(rank: int, size: int, family: str, name: str) -> Result:
 @pytest.mark.parametrize(("family", "name"), [(broken[2], name) for name, broken in BROKEN.items()])
 def test_what_is_cut_wrongly_is_seen(ranks: Ranks, family: str, name: str) -> None:
     with pytest.raises(AssertionError):
-        assert_equal(ranks(2).run(broken, family, name), train(family))
+        assert_equal(ranks(3).run(broken, family, name), train(family))
 
 
 def runs_of_towers(rank: int, size: int, family: str, images: bool, **more: Any) -> tuple[list[int], float]:

@@ -3,8 +3,8 @@
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,17 +32,11 @@ _IN_TRAINER = (
 )
 
 
-@dataclass(frozen=True)
-class Question:
-    """What a pass computes in the place of logits.
+class Question(NamedTuple):
+    """What a pass computes in the place of logits."""
 
-    Args:
-        facts (`dict`): Facts on which the ranks must agree.
-        answer (`Callable`): From scores and targets of this rank's tokens to one number each, `(batch, n)`.
-    """
-
-    facts: dict[str, Any]
-    answer: Callable[[Spread, Tensor], Tensor]
+    facts: dict[str, Any]  # on which the ranks must agree
+    answer: Callable[[Spread, Tensor], Tensor]  # from scores and targets of this rank's tokens to a number of each
 
 
 class Head(Part):
@@ -54,8 +48,7 @@ class Head(Part):
         self.question: Question | None = None
         self.lazy: PutOffHead | None = None
         self.logits: Fate = "keep"
-        self.fits = False  # whether the logits of a batch with labels may be gathered
-        self.about = ""  # why not
+        self.about = ""  # why deferred logits may not be gathered
         self.kept: Tensor | None = None  # where each kept token stands among this rank's tokens, or -1
 
     def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
@@ -140,7 +133,6 @@ class Head(Part):
     def _fate(self, call: Call, batch: Batch) -> Fate:
         """Returns what happens to the logits."""
         model, labels, alone = call.model, batch.inputs.get("labels") is not None, call.group.size == 1
-        self.fits = False
         if self.question is not None:
             return "drop"
         if self.kept is not None and not alone and (labels or batch.sharded):
@@ -156,8 +148,8 @@ class Head(Part):
         output = model.get_output_embeddings()
         defers = model.training and self.kept is None and output is not None and not is_partitioned(output)
         if labels and (model.training or (fused and not alone)):
-            self.about = "Logits are not in memory while a model trains with labels in the batch"
-            self.fits = gib <= LOGITS_LIMIT_GIB
+            why = "Logits are not in memory while a model trains with labels in the batch"
+            self.about = why if gib > LOGITS_LIMIT_GIB else ""
             return "defer" if defers and not fused and not batch.sharded else "drop"
         if batch.sharded or alone:
             return "keep"
@@ -178,7 +170,7 @@ class Head(Part):
     def _decide_logits(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         lies, logits = run.batch.lies, outputs.pop("logits", None)
         if self.logits == "defer":
-            outputs["logits"] = Spread.of(logits).handed_out(lies, self.fits, self.about, outputs.get("loss"))
+            outputs["logits"] = Spread.of(logits).handed_out(lies, self.about, outputs.get("loss"))
         elif self.logits == "drop":
             return
         elif self.kept is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...errors import BatchError, UnsupportedModelError
-from ...ranks.collectives import all_gather, gather_stacked
+from ...ranks.collectives import all_gather
 from ...ranks.group import ContextGroup
 from ..admission import row_of
 from ..context import current
@@ -245,6 +245,6 @@ def _of_all_ranks(features: Any, idle: bool, frames: Sequence[int], group: Conte
         joined = _of_all_ranks(torch.cat(list(features)), idle, frames, group)
         return joined.split([int(image.sum()) for image in images])
     own = features[:0] if idle else features
-    counts: list[int] = gather_stacked(torch.tensor([len(own)], device=own.device), group).flatten().tolist()
+    counts: list[int] = torch.cat(all_gather(torch.tensor([len(own)], device=own.device), group)).tolist()
     padded = torch.cat([own, own.new_zeros(max(counts) - len(own), *own.shape[1:])])
     return torch.cat([rows[:count] for rows, count in zip(all_gather(padded, group), counts, strict=True)])

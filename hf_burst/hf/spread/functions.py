@@ -3,9 +3,9 @@
 Each is called with the value and the arguments, and returns `NotImplemented` if these mix tokens.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +22,7 @@ _CASTS = ("float", "to", "clone")
 _OF_NUMBERS = ("mul", "div", "add", "neg", "tanh")
 # layers with weights or random numbers, which are not put off
 _LAYERS = ("linear", "dropout", "layer_norm", "rms_norm", "gelu", "relu", "silu")
-_CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
-_TAKEN = ("target", "ignore_index", "label_smoothing", "reduction", "weight", "size_average", "reduce")
+_OF_SHAPE = ("size", "dim", "numel", "element_size", "is_floating_point", "stride")
 
 
 class PutOffCall(NamedTuple):
@@ -69,8 +68,11 @@ def by_tokens(value: Any, function: Callable[..., Any], args: Sequence[Any], opt
         return _normalized(value, name, *args, **options)
     if name == "getitem":
         return _item(value, *args)
-    serve = _ASKED.get(name) if value.limit is not None else None
-    return NotImplemented if serve is None else serve(value, *args, **options)
+    if value.limit is None:
+        return NotImplemented
+    if name in _OF_SHAPE:
+        return function(torch.empty(value.shape, dtype=value.dtype, device="meta"), *args, **options)
+    return _ASKED[name](value, *args, **options) if name in _ASKED else NotImplemented
 
 
 def _normalized(value: Any, name: str, dim: Any = None, _stacklevel: Any = 3, dtype: Any = None) -> Any:
@@ -120,20 +122,16 @@ def _gather(value: Any, dim: Any, index: Tensor) -> Any:
     return found[..., None]
 
 
-def _cross_entropy(value: Any, *args: Any, **options: Any) -> Any:
-    given = _CROSS_ENTROPY.bind(value, *args, **options)
-    given.apply_defaults()
-    target, ignored, smoothing, reduction, *others = (given.arguments[each] for each in _TAKEN)
-    if any(each is not None for each in others) or target.shape != value.shape[:-1] or target.ndim != 1:
+def _cross_entropy(
+    value: Any, target: Tensor, weight: Any = None, *old: Any, reduction: str = "mean", **options: Any
+) -> Any:
+    given = weight, *old, options.pop("size_average", None), options.pop("reduce", None)
+    if any(each is not None for each in given) or target.shape != value.shape[:-1] or target.ndim != 1:
         return NotImplemented
-    losses = value.reduce(
-        f"cross_entropy with label_smoothing={smoothing!r}",
-        lambda scores, at: functional.cross_entropy(
-            scores, target[at], ignore_index=ignored, label_smoothing=smoothing, reduction="none"
-        ),
-        target,
-        ignored,
-    )
+    compute = partial(functional.cross_entropy, reduction="none", **options)
+    ignored = options.get("ignore_index", -100)
+    what = f"cross_entropy with {options}"
+    losses = value.reduce(what, lambda scores, at: compute(scores, target[at]), target, ignored)
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (target != ignored).sum()
@@ -152,10 +150,4 @@ _ASKED: dict[str, Callable[..., Any]] = {
     "gather": _gather,
     "cross_entropy": _cross_entropy,
     "detach": lambda value: replace(value, learns=False),
-    "size": lambda value, dim=None: value.shape if dim is None else value.shape[dim],
-    "dim": lambda value: value.ndim,
-    "numel": lambda value: value.shape.numel(),
-    "element_size": lambda value: value.dtype.itemsize,
-    "is_floating_point": lambda value: True,
-    "stride": lambda value, dim: 0,  # it is stored nowhere
 }

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
-from transformers.utils import logging
 
 from ...errors import BatchError
 from ...layers.linear_loss import Linear, learned_by, linear_loss_sum, rows_at_a_time
@@ -23,13 +22,8 @@ from .functions import SERVED, PutOffCall, by_tokens, is_in_place, name_of
 from .heads import check_head_again, is_hooked, is_partitioned, is_sharded_head, is_watched
 from .where import Where
 
-_HOOKED = (
-    "The head of the model has a forward hook. It is given the logits of this rank's tokens, which are all in memory: "
-    "tokens x vocabulary values. Remove the hook for long sequences."
-)
 _UNWRITTEN = "Values on several ranks are not changed in place; torch.where and x = x / 2 make others of them."
 _FACTS = ("requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta")
-logger = logging.get_logger(__name__)
 Compute = Callable[[Tensor], Tensor]
 TokenValue = Callable[[Tensor, slice], Tensor]  # from scores `(m, vocabulary)` and their places to values `(m,)`
 Weights = Mapping[int, Tensor] | None  # tokens by how often they count; by default all count once
@@ -40,14 +34,12 @@ class Limit:
     """The terms of a value that was handed out, so that any code may use it.
 
     Args:
-        fits (`bool`): Whether all of it may be gathered.
-        about (`str`): Why not.
+        about (`str`): Why not all of it may be gathered, if so.
         anchor (`torch.Tensor`): Computed from the weights, so that DDP finds those that will get gradients.
         of_model (`int`): How many of the calls that are put off are the model's own.
         written (tuple of `int`): How often the head's weights had been written to.
     """
 
-    fits: bool
     about: str
     anchor: Tensor
     of_model: int
@@ -82,14 +74,14 @@ class Spread:
     def of(cls, value: "Tensor | Spread") -> "Spread":
         return value if isinstance(value, Spread) else cls(value)
 
-    def handed_out(self, lies: Where, fits: bool, about: str, loss: Tensor | None) -> "Spread":
+    def handed_out(self, lies: Where, about: str, loss: Tensor | None) -> "Spread":
         """Returns the same value for any code, see [`Limit`]. Under autocast it is converted to fp32."""
         if self.head is not None and loss is None:
             check_head_again(self.head.module)
         anchor = self.some(slice(0, 1)) if loss is None else loss
         written = () if self.head is None else self.head.written
         value = self.map("float", Tensor.float) if self.autocast[0] else self
-        return replace(value, lies=lies, limit=Limit(fits, about, anchor, len(value.put_off), written))
+        return replace(value, lies=lies, limit=Limit(about, anchor, len(value.put_off), written))
 
     # -- this rank's tokens
 
@@ -211,8 +203,8 @@ class Spread:
         if self.lies is None:
             return self.score()
         if self.limit is None:
-            return self._gathered
-        if not self.limit.fits:
+            return self.lies.batch(self.own).contiguous()
+        if self.limit.about:
             raise BatchError(f"{self.limit.about}, and {what} was asked of them. {SERVED}")
         lies, limit = self._agree(what)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
@@ -221,11 +213,6 @@ class Spread:
             every = lies.batch(own)
             every = every.contiguous() if self.places is None else every.flatten(0, 1)[self.places.to(every.device)]
             return self._after(every, limit.of_model)
-
-    @cached_property
-    def _gathered(self) -> Tensor:
-        assert self.lies is not None, "it is of several ranks"
-        return self.lies.batch(self.own).contiguous()
 
     def _rows(self, own: Tensor) -> Tensor:
         """Returns some of this rank's tokens, as one row."""
@@ -371,12 +358,10 @@ class PutOffHead(Override):
             return self.plain(hidden, *args, **kwargs)
         kind = hidden.device.type
         autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        if is_hooked(self.module):
-            logger.warning_once(_HOOKED)
-            return self.plain(hidden)
         half = torch.float16 in (hidden.dtype, autocast[1] if autocast[0] else None)
+        needed = is_hooked(self.module) or is_watched(self.module)
         # in fp16, gradients would wait for their scale; weights inside an adapter are gathered only in its call
-        if half or is_watched(self.module) or any(map(is_partitioned, children_of(self.module).values())):
+        if half or needed or any(map(is_partitioned, children_of(self.module).values())):
             return self.plain(hidden)
         # FSDP2 puts a hook on the output, and warns of views
         return Spread(hidden.clone() if isinstance(self.module, FSDPModule) else hidden, self, autocast)
