@@ -20,12 +20,13 @@ class Override:
     Args:
         module (`torch.nn.Module`): The module.
         own (callable, *optional*): What the module had in this place before; by default the method of its class.
+        more: Further arguments of the kind, for copies.
     """
 
     name = "forward"
 
-    def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
-        self._module, self.own = weakref.ref(module), own
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None, *more: Any) -> None:
+        self._module, self.own, self.more = weakref.ref(module), own, more
 
     @classmethod
     def put(cls, module: nn.Module, *given: Any) -> Self:
@@ -72,7 +73,7 @@ class Override:
 
     def _given(self) -> tuple[Any, ...]:
         """Returns the arguments that make an equal override."""
-        return self.module, self.own
+        return self.module, self.own, *self.more
 
 
 def _called_by(function: Any, met: set[int]) -> Iterator[Any]:

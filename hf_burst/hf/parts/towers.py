@@ -113,7 +113,7 @@ class _SharedEncoder(Override):
     """
 
     def __init__(self, module: nn.Module, own: Any, how: str) -> None:
-        super().__init__(module, own)
+        super().__init__(module, own, how)
         self.how = how
         self.running = False  # while it encodes this rank's share
         # generation reads which arguments it takes
@@ -198,9 +198,6 @@ class _SharedEncoder(Override):
         given = {name: value for name, value in arguments.items() if value is not None}
         part = {name: given[name][rows] for name in (*_PIXELS, *_SOUND, *_MASKS) if name in given}
         return part | {name: torch.as_tensor(given[name])[share] for name in _EACH if name in given}
-
-    def _given(self) -> tuple[Any, ...]:
-        return self.module, self.own, self.how
 
 
 class _SharedImages(_SharedEncoder):

@@ -36,13 +36,11 @@ class Limit:
     Args:
         about (`str`): Why not all of it may be gathered, if so.
         anchor (`torch.Tensor`): Computed from the weights, so that DDP finds those that will get gradients.
-        of_model (`int`): How many of the calls that are put off are the model's own.
         written (tuple of `int`): How often the head's weights had been written to.
     """
 
     about: str
     anchor: Tensor
-    of_model: int
     written: tuple[int, ...]
 
 
@@ -81,7 +79,7 @@ class Spread:
         anchor = self.some(slice(0, 1)) if loss is None else loss
         written = () if self.head is None else self.head.written
         value = self.map("float", Tensor.float) if self.autocast[0] else self
-        return replace(value, lies=lies, limit=Limit(about, anchor, len(value.put_off), written))
+        return replace(value, lies=lies, limit=Limit(about, anchor, written))
 
     # -- this rank's tokens
 
@@ -107,7 +105,9 @@ class Spread:
 
         def of_states(states: Tensor, part: slice) -> Tensor:
             with self._precision():  # also in the backward pass
-                return value(self._scores(states)[0], part)
+                scores = head.plain(states)[0]
+            with torch.autocast(scores.device.type, enabled=False):  # which would return fp32
+                return value(self._after(scores), part)
 
         def compute(hidden: Tensor) -> Tensor:
             learned = learned_by(self._scores, hidden) if torch.is_grad_enabled() else []
@@ -146,8 +146,8 @@ class Spread:
     def _scores(self, states: Tensor) -> Tensor:
         return states if self.head is None else self._after(self.head.plain(states))
 
-    def _after(self, scores: Tensor, done: int = 0) -> Tensor:
-        for step in self.put_off[done:]:
+    def _after(self, scores: Tensor) -> Tensor:
+        for step in self.put_off:
             scores = step(scores)
         return scores
 
@@ -188,12 +188,9 @@ class Spread:
             numbers, hidden = at.to(self.device), padding.to(self.device)
 
             def of_some(scores: Tensor, part: slice) -> Tensor:
-                with torch.autocast(scores.device.type, enabled=False):  # autocast would return fp32
-                    shown = scores.masked_fill(hidden[part, None], 0.0)
-                    return value(self._after(shown, limit.of_model), numbers[part])
+                return value(scores.masked_fill(hidden[part, None], 0.0), numbers[part])
 
-            mine = replace(self, own=self._rows(own), put_off=self.put_off[: limit.of_model])
-            return mine.own_values(of_some, 2 + len(self.put_off) - len(mine.put_off)).flatten()
+            return replace(self, own=self._rows(own)).own_values(of_some, 2 + len(self.put_off)).flatten()
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
             return lies.values_at(self.chosen.flatten(), compute).view(self.chosen.shape)
@@ -206,13 +203,10 @@ class Spread:
             return self.lies.batch(self.own).contiguous()
         if self.limit.about:
             raise BatchError(f"{self.limit.about}, and {what} was asked of them. {SERVED}")
-        lies, limit = self._agree(what)
+        lies, _ = self._agree(what)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
-            of_model = self.put_off[: limit.of_model]
-            own = replace(self, put_off=of_model).score()  # a copy: values without gradients would stay
-            every = lies.batch(own)
-            every = every.contiguous() if self.places is None else every.flatten(0, 1)[self.places.to(every.device)]
-            return self._after(every, limit.of_model)
+            every = lies.batch(replace(self).score())  # a copy: values without gradients would stay
+            return every.contiguous() if self.places is None else every.flatten(0, 1)[self.places.to(every.device)]
 
     def _rows(self, own: Tensor) -> Tensor:
         """Returns some of this rank's tokens, as one row."""
@@ -222,25 +216,25 @@ class Spread:
         """Raises on every rank if one of them asks for something else, or for a word outside the vocabulary."""
         assert self.lies is not None, "it was handed out"
         assert self.limit is not None, "it was handed out"
-        error: BatchError | None = None
-        if self.head is not None:  # a wrapper may have resharded it since
-            check_head_again(self.head.module)
-        if self.head is not None and self.limit.written != self.head.written:
-            error = BatchError(
-                f"{name} was asked of logits behind an update of the head, by which they would be others. Read "
-                "outputs.logits before the optimizer's step."
-            )
+        problem = ""
+        if self.head is not None:
+            check_head_again(self.head.module)  # a wrapper may have resharded it since
+            if self.limit.written != self.head.written:
+                problem = (
+                    f"{name} was asked of logits behind an update of the head, by which they would be others. Read "
+                    "outputs.logits before the optimizer's step."
+                )
         checksums = {"tokens whose logits are asked for (checksum)": sum_of_bits(self.chosen)}
         if words is not None:
             checksums["words whose logits are asked for (checksum)"] = sum_of_bits(words)
-            outside = (words < 0) | (words >= self._width)
-            wrong = words[outside if ignored is None else outside & (words != ignored)]
+            wrong = words[((words < 0) | (words >= self._width)) & (words != ignored)]
             if len(wrong):
-                error = BatchError(
+                problem = (
                     f"{name} was asked for the word {int(wrong[0])}, and there are those from 0 to {self._width - 1}. "
                     "Labels of -100 take .clamp(min=0) before a gather, and no part in a sum."
                 )
         what = " of ".join([name, *(str(step) for step in reversed(self.put_off)), str(tuple(self.shape))])
+        error = BatchError(problem) if problem else None
         self.lies.group.agree({"logits are asked for": what}, error, self.device, 0, checksums, doing=name)
         return self.lies, self.limit
 
@@ -345,7 +339,7 @@ class PutOffHead(Override):
     """The head of a model, which is put off while `under_way`. Graphs break here."""
 
     def __init__(self, module: nn.Module, own: Any, vocabulary: int) -> None:
-        super().__init__(module, own)
+        super().__init__(module, own, vocabulary)
         self.vocabulary, self.strong = vocabulary, module  # a loss may outlive its model
         self.under_way = False
         self.instead: Compute | None = None  # runs in the next call
@@ -390,6 +384,3 @@ class PutOffHead(Override):
             return compute(hidden)
         finally:
             self.module.reshard()
-
-    def _given(self) -> tuple[Any, ...]:
-        return self.module, self.own, self.vocabulary
