@@ -124,19 +124,13 @@ def _check_teacher(student: Any, teacher: Any) -> None:
     """Raises for a teacher that cannot be compared with a student, token by token."""
     pair = student, teacher
     own, other = (module.config.get_text_config().vocab_size for module in pair)
-    tasks = {getattr(module, PATCH).task.kind for module in pair}
-    groups = {resolve_group(getattr(module, PATCH).group) for module in pair}
+    kinds = {(getattr(module, PATCH).task.kind, resolve_group(getattr(module, PATCH).group)) for module in pair}
     head = teacher.get_output_embeddings()
     ConfigError.refuse(
+        (own != other, f"The vocabularies of model and teacher differ: {own} and {other}. Take the same tokenizer."),
         (
-            own != other,
-            f"The vocabularies of model and teacher differ: {own} and {other}. Take a teacher with the tokenizer of "
-            "the model.",
-        ),
-        (
-            len(tasks) > 1 or len(groups) > 1,
-            "Model and teacher are a causal and a masked one, or patched for other groups of ranks. Give two of one "
-            "kind, patched with one group.",
+            len(kinds) > 1,
+            "Model and teacher are a causal and a masked one, or of other groups. Give equal ones.",
         ),
         (
             head is not None and (is_partitioned(head) or is_sharded_head(head)),
@@ -157,11 +151,9 @@ def _with_head(model: nn.Module) -> Any:
 def _ask(model: nn.Module, batch: Mapping[str, Any], question: Question) -> Tensor:
     patch = getattr(_with_head(model), PATCH)
     inputs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
-    if patch.task.generates:
-        inputs["use_cache"] = False
     patch.head.question = question
     try:
-        answer: Tensor = model(**inputs)["loss"]
+        answer: Tensor = model(**inputs | ({"use_cache": False} if patch.task.generates else {}))["loss"]
     finally:
         patch.head.question = None
     return answer
@@ -183,8 +175,7 @@ def _divergences(
     if not (teacher.lies and scores.lies and teacher.lies.fits(scores.lies)):
         raise BatchError(
             "The layers of the teacher see otherwise far than those of the model, or share other beginnings, so each "
-            "would cut the batch in its own way. Give both the same shards: batches of hf_burst.shard_batch or "
-            "BurstCollator."
+            "cut the batch in its own way. Give both the same shards, of hf_burst.shard_batch or BurstCollator."
         )
     flat = targets.flatten()
 
@@ -201,7 +192,7 @@ def _weighted(losses: Tensor, weights: Tensor, group: ContextGroup) -> Tensor:
     with agreed(group, losses.device, "token_losses with weights") as found:
         check_shape("The tensor of weights", weights, tuple(losses.shape), ", one for every label of the whole batch")
         if not weights.is_floating_point() or not weights.isfinite().all():
-            raise BatchError(f"The weights of tokens ({weights.dtype}) are not finite numbers of a floating point.")
+            raise BatchError(f"The weights of tokens ({weights.dtype}) are not finite floating-point numbers.")
         found.add("weights of tokens (checksum)", sum_of_bits(weights.to(losses.device)))
     return losses * weights.to(losses)
 

@@ -128,7 +128,7 @@ def _cross_entropy(
     given = weight, *old, options.pop("size_average", None), options.pop("reduce", None)
     if any(each is not None for each in given) or target.shape != value.shape[:-1] or target.ndim != 1:
         return NotImplemented
-    compute = partial(functional.cross_entropy, reduction="none", **options)
+    compute: Callable[..., Tensor] = partial(functional.cross_entropy, reduction="none", **options)
     ignored = options.get("ignore_index", -100)
     what = f"cross_entropy with {options}"
     losses = value.reduce(what, lambda scores, at: compute(scores, target[at]), target, ignored)
