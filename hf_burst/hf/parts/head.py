@@ -14,7 +14,7 @@ from ...errors import BatchError
 from ..batches.cutting import kept_tokens
 from ..callers import Callers
 from ..forward_pass import Agreement, Batch, Call, ForwardPass
-from ..spread.heads import check_head_again, is_hooked, is_partitioned, is_watched
+from ..spread.heads import check_head_again, is_partitioned, needs_logits
 from ..spread.value import PutOffHead, Spread
 from .base import Part
 from .key_cache import repeated
@@ -64,21 +64,15 @@ class Head(Part):
             self.kept = batch.lies.local[tokens]
         self.logits = self._fate(call, batch)
         head = call.model.get_output_embeddings() if self.logits in ("defer", "drop") else None
-        agreement.add("hooks on the head", head is not None and [is_hooked(head), is_watched(head)])
+        agreement.add("hooks on the head", head is not None and needs_logits(head))
         agreement.facts |= {"logits to keep": tokens, "logits": self.logits}
 
     def _check_question(self, question: Question, call: Call, batch: Batch, agreement: Agreement) -> None:
-        BatchError.refuse(
-            (
-                batch.given.get("logits_to_keep"),
-                "token_losses and token_divergences score all tokens. Leave logits_to_keep out.",
-            ),
-            (
-                batch.targets is None,
+        if batch.targets is None:
+            raise BatchError(
                 "The labels are missing; token_losses and token_divergences need labels of the shape of input_ids, in "
-                "which -100 is not predicted.",
-            ),
-        )
+                "which -100 is not predicted."
+            )
         batch.lies.check_texts()
         head = call.model.get_output_embeddings()
         if torch.is_grad_enabled() and head is not None:
@@ -114,7 +108,7 @@ class Head(Part):
         elif self.question is not None and run.batch.targets is not None:
             check_head_again(run.model.get_output_embeddings())
             scores = replace(Spread.of(outputs.pop("logits")), lies=lies)
-            values = lies.numbers(self.question.answer(scores, run.batch.targets))
+            values = lies.batch(self.question.answer(scores, run.batch.targets), scores=True)
             outputs["loss"] = functional.pad(values, (1, 0))[:, :-1] if run.call.task.causal else values
         else:
             self._decide_logits(run, outputs)
@@ -133,13 +127,13 @@ class Head(Part):
     def _fate(self, call: Call, batch: Batch) -> Fate:
         """Returns what happens to the logits."""
         model, labels, alone = call.model, batch.inputs.get("labels") is not None, call.group.size == 1
-        if self.question is not None:
-            return "drop"
-        if self.kept is not None and not alone and (labels or batch.sharded):
+        if self.kept is not None and (self.question or (not alone and (labels or batch.sharded))):
             raise BatchError(
                 "logits_to_keep is for full batches without labels; with labels the loss needs every token. Leave one "
                 "of them out."
             )
+        if self.question is not None:
+            return "drop"
         fused = bool(batch.inputs.get("fused_lm_head"))
         if labels and model.training and not fused:
             _check_unread(call.callers, "are never in memory while the model trains with labels")
@@ -179,7 +173,9 @@ class Head(Part):
             if not run.call.task.generates or logits.shape[1] != len(rows):
                 logits = logits[:, rows.to(logits.device)]
             kept = lies.from_kept(logits, self.kept) if self.logits == "gather" else logits
-            outputs["logits"] = repeated(lies.by_rows(kept), run.call.cache)
+            if lies.joined is not None:  # those of its texts stand one after another
+                kept = kept.unflatten(1, (len(lies.joined.places), -1))[0]
+            outputs["logits"] = repeated(kept, run.call.cache)
         else:
             outputs["logits"] = repeated(logits if run.batch.sharded else lies.batch(logits), run.call.cache)
 
@@ -191,7 +187,7 @@ def _gather_fused(run: ForwardPass, outputs: dict[str, Any]) -> None:
     for name, values in outputs.items():
         if values.ndim == 2:
             if not (run.batch.sharded and run.model.training):
-                values = run.batch.lies.numbers(values)
+                values = run.batch.lies.batch(values, scores=True)
             outputs[name] = values if run.batch.sharded else values[:, :-1]  # as without `shift_labels`
 
 

@@ -100,7 +100,8 @@ class Loss(Part):
 
     def arguments(self, run: ForwardPass) -> dict[str, Any]:
         cached = isinstance(run.call.cache, ShardedCache)  # some models return no cache by default
-        given = run.call.task.overrides(use_cache=cached or (run.batch.lies.alone and not run.model.training))
+        alone = run.group.size == 1 and run.batch.lies.joined is None
+        given = run.call.task.overrides(use_cache=cached or (alone and not run.model.training))
         counted = self.averages and self.wanted and self.items is not None
         return given | ({"num_items_in_batch": self.items} if counted else {})
 

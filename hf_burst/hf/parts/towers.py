@@ -53,25 +53,16 @@ class Towers(Part):
                 yield kind, owner, (how,)
 
     def admit(self, call: Call, agreement: Agreement) -> None:
-        """Checks that images have pixels, and that no noise is added to sound, because each rank would draw its own."""
+        """Checks that no noise is added to sound, because each rank would draw its own."""
         name, config, given = type(call.model).__name__, call.model.config, call.given
-        pixels = [given.get(key) for key in _PIXELS if row_of(type(call.model)).modalities]
-        shapes = ", ".join(str(tuple(value.shape)) for value in pixels if isinstance(value, Tensor) and not len(value))
         heard = call.group.size > 1 and any(given.get(key) is not None for key in _SOUND)
         quiet = "sample" in inspect.signature(type(call.model).forward).parameters and given.get("sample") is False
         noisy = [name for name in config.sub_configs if getattr(getattr(config, name, None), "vae_std", 0)]
-        BatchError.refuse(
-            (
-                shapes,
-                f"The batch holds pixels of shape {shapes}, which are of no image. Leave them out, and their grids and "
-                "sizes, where a batch has none.",
-            ),
-            (
-                heard and noisy and not quiet,
+        if heard and noisy and not quiet:
+            raise BatchError(
                 f"{name} adds noise to sound, and each rank would add another one. Give batches sample=False, where "
-                f"the class takes it, or set vae_std to 0: {', '.join(f'config.{own}.vae_std' for own in noisy)}.",
-            ),
-        )
+                f"the class takes it, or set vae_std to 0: {', '.join(f'config.{own}.vae_std' for own in noisy)}."
+            )
 
     def begin(self, run: ForwardPass) -> None:
         """Checks that towers run equally often in all groups, over which FSDP2 gathers their weights."""
@@ -104,12 +95,8 @@ class _SharedEncoder(Override):
     """The override of a method that encodes with a tower. Each rank encodes consecutive images or clips, so that the
     features of the ranks are consecutive too.
 
-    Args:
-        module (`torch.nn.Module`): The module.
-        own: What the module had in this place before.
-        how (`str`): `"patches"` if grids say how many rows of pixels an image has, `"frames"` if the tower takes each
-            frame of a video as an image of its own, `"images"` or `"clips"` if each has one row; else every rank
-            encodes all.
+    `how` is `"patches"` if grids say how many rows of pixels an image has, `"frames"` if each frame of a video is taken
+    as an image of its own, `"images"` or `"clips"` if each has one row; else every rank encodes all.
     """
 
     def __init__(self, module: nn.Module, own: Any, how: str) -> None:

@@ -47,12 +47,6 @@ def name_of(function: Any) -> str:
     return _NAMES.get(name, name)
 
 
-def is_in_place(function: Any) -> bool:
-    """Returns whether a function of torch changes its first argument."""
-    name = getattr(function, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")
-
-
 def by_tokens(value: Any, function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """Returns a torch function's result if the tokens of a [`Spread`] can stay in place; else `NotImplemented`."""
     name, given = name_of(function), (*args, *options.values())

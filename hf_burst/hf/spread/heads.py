@@ -11,25 +11,19 @@ from ..view import inner_modules
 _WRAPPERS = ("torch.distributed.", "deepspeed.", "accelerate.", "trl.")  # their hooks manage weights and memory
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Returns whether forward hooks need a head's logits. Hooks of wrappers that manage weights and memory do not."""
-    modules = list(inner_modules(module))
-    hooks = [hook for inner in modules for hook in inner._forward_hooks.values()]
-    hooks += _global_forward_hooks.values()
-    again = is_partitioned(module)  # the head is then called a second time, with its pre-hooks
+def needs_logits(module: nn.Module) -> bool:
+    """Returns whether hooks need a head's logits, or its gradients, which are complete only with all logits, or a
+    weight is computed from others before it runs. Hooks of wrappers that manage weights and memory need none."""
+    modules, again = list(inner_modules(module)), is_partitioned(module)  # then it is called twice, with its pre-hooks
+    hooks = [*_global_forward_hooks.values(), *(_global_forward_pre_hooks.values() if again else ())]
+    hooks += [hook for inner in modules for hook in inner._forward_hooks.values()]
     hooks += [hook for inner in modules[0 if again else 1 :] for hook in inner._forward_pre_hooks.values()]
-    hooks += _global_forward_pre_hooks.values() if again else ()
-    return any(not str(hook.__module__).startswith(_WRAPPERS) for hook in hooks)
-
-
-def is_watched(module: nn.Module) -> bool:
-    """Returns whether hooks need a head's gradients, which are complete only with all logits, or a weight is computed
-    from others before the head runs."""
-    modules = list(inner_modules(module))
-    tensors = [tensor for inner in modules for tensor in (*inner._parameters.values(), *vars(inner).values())]
-    return any(inner._backward_hooks or inner._backward_pre_hooks for inner in modules) or any(
-        tensor._backward_hooks or not tensor.is_leaf for tensor in tensors if isinstance(tensor, torch.Tensor)
-    )
+    watched = any(inner._backward_hooks or inner._backward_pre_hooks for inner in modules)
+    if watched or any(not str(hook.__module__).startswith(_WRAPPERS) for hook in hooks):
+        return True
+    held = (value for inner in modules for value in (*inner._parameters.values(), *vars(inner).values()))
+    tensors = (value for value in held if isinstance(value, torch.Tensor))
+    return any(tensor._backward_hooks or not tensor.is_leaf for tensor in tensors)
 
 
 def is_partitioned(module: nn.Module) -> bool:

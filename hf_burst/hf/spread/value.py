@@ -18,8 +18,8 @@ from ...layers.token_values import token_values
 from ..batches.sharded import sum_of_bits
 from ..overrides import Override
 from ..view import children_of
-from .functions import SERVED, PutOffCall, by_tokens, is_in_place, name_of
-from .heads import check_head_again, is_hooked, is_partitioned, is_sharded_head, is_watched
+from .functions import SERVED, PutOffCall, by_tokens, name_of
+from .heads import check_head_again, is_partitioned, is_sharded_head, needs_logits
 from .where import Where
 
 _UNWRITTEN = "Values on several ranks are not changed in place; torch.where and x = x / 2 make others of them."
@@ -31,42 +31,25 @@ Weights = Mapping[int, Tensor] | None  # tokens by how often they count; by defa
 
 @dataclass(frozen=True)
 class Limit:
-    """The terms of a value that was handed out, so that any code may use it.
+    """The terms of a value that was handed out: all ranks must use it alike, which is compared."""
 
-    Args:
-        about (`str`): Why not all of it may be gathered, if so.
-        anchor (`torch.Tensor`): Computed from the weights, so that DDP finds those that will get gradients.
-        written (tuple of `int`): How often the head's weights had been written to.
-    """
-
-    about: str
-    anchor: Tensor
-    written: tuple[int, ...]
+    about: str  # why not all of it may be gathered, if so
+    anchor: Tensor  # computed from the weights, so that DDP finds those that will get gradients
+    written: tuple[int, ...]  # how often the head's weights had been written to
 
 
 @dataclass(eq=False)
 class Spread:
-    """A stand-in for a tensor of all chosen tokens, `(..., width)`, of which this rank holds some.
+    """A stand-in for a tensor of all chosen tokens, `(..., width)`, of which this rank holds some."""
 
-    Args:
-        own (`torch.Tensor` of shape `(batch, n, ...)`): This rank's values, or the inputs of `head` if it is put off.
-        head ([`PutOffHead`], *optional*): Scores some tokens at a time.
-        autocast (`tuple[bool, torch.dtype]`): Whether the head runs under autocast, and in which dtype.
-        put_off (tuple of [`PutOffCall`]): The functions to apply after the head.
-        lies ([`Where`], *optional*): Where all tokens lie. By default the value has this rank's only, as in a model.
-        places (`torch.LongTensor`, *optional*): The tokens in it, see `chosen`; all by default.
-        limit ([`Limit`], *optional*): Set if it was handed out: all ranks must use it alike, which is compared.
-        learns (`bool`, defaults to `True`): Whether gradients flow back.
-    """
-
-    own: Tensor
-    head: "PutOffHead | None" = None
-    autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)
-    put_off: tuple[PutOffCall, ...] = ()
-    lies: Where | None = None
-    places: Tensor | None = None
-    limit: Limit | None = None
-    learns: bool = True
+    own: Tensor  # this rank's values, `(batch, n, ...)`, or the inputs of `head` if it is put off
+    head: "PutOffHead | None" = None  # scores some tokens at a time
+    autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)  # whether the head runs under it, and its dtype
+    put_off: tuple[PutOffCall, ...] = ()  # the functions to apply after the head
+    lies: Where | None = None  # where all tokens lie; by default the value has this rank's only, as in a model
+    places: Tensor | None = None  # the tokens in it, see `chosen`; all by default
+    limit: Limit | None = None  # set if it was handed out, so that any code may use it
+    learns: bool = True  # whether gradients flow back
 
     @classmethod
     def of(cls, value: "Tensor | Spread") -> "Spread":
@@ -310,7 +293,7 @@ class Spread:
         options = dict(kwargs or {})
         first, *others = args or (options.pop("input", None),)
         if isinstance(first, cls):
-            if is_in_place(function) and first.lies is not None:
+            if name_of(function).endswith("_") and first.lies is not None:
                 raise TypeError(_UNWRITTEN)
             found = by_tokens(first, function, others, options)
             if found is not NotImplemented:
@@ -353,9 +336,8 @@ class PutOffHead(Override):
         kind = hidden.device.type
         autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         half = torch.float16 in (hidden.dtype, autocast[1] if autocast[0] else None)
-        needed = is_hooked(self.module) or is_watched(self.module)
         # in fp16, gradients would wait for their scale; weights inside an adapter are gathered only in its call
-        if half or needed or any(map(is_partitioned, children_of(self.module).values())):
+        if half or needs_logits(self.module) or any(map(is_partitioned, children_of(self.module).values())):
             return self.plain(hidden)
         # FSDP2 puts a hook on the output, and warns of views
         return Spread(hidden.clone() if isinstance(self.module, FSDPModule) else hidden, self, autocast)

@@ -16,19 +16,12 @@ from ..batches.joining import Joined
 
 @dataclass(frozen=True, eq=False)
 class Where:
-    """Where the tokens of a batch lie.
+    """Where the tokens of a batch lie."""
 
-    Args:
-        layout ([`SequenceLayout`]): How the tokens are cut.
-        group ([`ContextGroup`]): The ranks.
-        joined ([`Joined`], *optional*): The texts that were joined into one row, if any begin alike.
-        share (`Callable`, *optional*): Called before anything is computed from tokens of other ranks.
-    """
-
-    layout: SequenceLayout
+    layout: SequenceLayout  # how the tokens are cut
     group: ContextGroup
-    joined: Joined | None = None
-    share: Callable[[], None] = lambda: None
+    joined: Joined | None = None  # the texts that were joined into one row, if any begin alike
+    share: Callable[[], None] = lambda: None  # called before anything is computed from tokens of other ranks
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -37,11 +30,6 @@ class Where:
             return self.layout.batch_size, self.layout.length - self.layout.padding
         rows, tokens = self.joined.places.shape
         return rows, tokens
-
-    @property
-    def alone(self) -> bool:
-        """Whether this rank holds all tokens as they were given."""
-        return self.group.size == 1 and self.joined is None
 
     @cached_property
     def counts(self) -> Tensor | None:
@@ -62,22 +50,17 @@ class Where:
                 "share_prefixes=True out of the config of BurstCollator, or give full batches."
             )
 
-    def batch(self, own: Tensor) -> Tensor:
-        """Returns values of all given tokens on every rank, from those of this rank's tokens, `(batch, n, ...)`."""
-        row = self._gathered(own)
-        return row if self.joined is None else self.joined.restored(row)
-
-    def numbers(self, own: Tensor) -> Tensor:
-        """Does the same for numbers that tokens have only where the next token has a label."""
-        row = self._gathered(own)
-        return row if self.joined is None else self.joined.restored_scores(row)
-
-    def by_rows(self, kept: Tensor) -> Tensor:
-        """Returns values of kept tokens by rows; those of joined texts stand one after another."""
-        return kept if self.joined is None else kept.unflatten(1, (len(self.joined.places), -1))[0]
+    def batch(self, own: Tensor, scores: bool = False) -> Tensor:
+        """Returns values of all given tokens on every rank, from those of this rank's tokens, `(batch, n, ...)`.
+        `scores` are 0 where the next token has no label."""
+        self.share()
+        row = gather_tokens(own, self.layout, self.group) if self.group.size > 1 else own
+        if self.joined is None:
+            return row
+        return self.joined.restored_scores(row) if scores else self.joined.restored(row)
 
     def from_kept(self, own: Tensor, local: Tensor) -> Tensor:
-        """Returns values of kept tokens, `(batch, kept, ...)`, on every rank, from those that this rank kept."""
+        """Returns values of kept tokens on every rank, `(batch, kept, ...)`, from those that this rank kept."""
         mine = (local >= 0).nonzero().flatten().to(own.device)
         every = own.new_zeros(len(own), len(local), *own.shape[2:]).index_copy(1, mine, own)
         return group_sum(every, self.group)
@@ -110,7 +93,3 @@ class Where:
         found = found if len(mine) else found.nan_to_num(0.0, 0.0, 0.0) * 0
         every = found.new_zeros(len(places), *found.shape[1:]).index_copy(0, at.to(found.device), found)
         return group_sum(every, self.group)
-
-    def _gathered(self, own: Tensor) -> Tensor:
-        self.share()
-        return gather_tokens(own, self.layout, self.group) if self.group.size > 1 else own
