@@ -22,7 +22,7 @@ from .replicas import refuse_partitioned
 
 logger = logging.getLogger(__name__)
 
-Fate = Literal["keep", "gather", "defer", "drop"]
+Fate = Literal["show", "defer", "drop"]
 
 LOGITS_LIMIT_GIB = 4.0  # for logits gathered over the ranks
 _ALONE = "Pass logits_to_keep=1 (or as many as you need), or take hf_burst.token_losses for the loss of every token."
@@ -40,14 +40,14 @@ class Question(NamedTuple):
 
 
 class Head(Part):
-    """Decides what happens to the logits: `"keep"` as they are, `"gather"` over the ranks, `"defer"` until something is
-    computed from them (see [`Spread`]), or `"drop"`. To defer or drop logits, the head is put off: a loss asks it for
-    the scores of some tokens at a time. Outputs of a batch that arrived sharded stay sharded."""
+    """Decides what happens to the logits: `"show"` those of all ranks, `"defer"` until something is computed from them
+    (see [`Spread`]), or `"drop"`. To defer or drop logits, the head is put off: a loss asks it for the scores of some
+    tokens at a time. Outputs of a batch that arrived sharded stay sharded."""
 
     def __init__(self) -> None:
         self.question: Question | None = None
         self.lazy: PutOffHead | None = None
-        self.logits: Fate = "keep"
+        self.logits: Fate = "show"
         self.about = ""  # why deferred logits may not be gathered
         self.kept: Tensor | None = None  # where each kept token stands among this rank's tokens, or -1
 
@@ -63,7 +63,7 @@ class Head(Part):
             tokens = list(kept_tokens(keep, batch.layout.length - batch.layout.padding))
             self.kept = batch.lies.local[tokens]
         self.logits = self._fate(call, batch)
-        head = call.model.get_output_embeddings() if self.logits in ("defer", "drop") else None
+        head = None if self.logits == "show" else call.model.get_output_embeddings()
         agreement.add("hooks on the head", head is not None and needs_logits(head))
         agreement.facts |= {"logits to keep": tokens, "logits": self.logits}
 
@@ -84,14 +84,14 @@ class Head(Part):
             return
         if run.call.sharing and not run.model.training:  # groups with other lengths gather the head at another time
             drops = run.call.largest([self.logits == "drop"])[0] > 0
-            self.logits = "drop" if drops and self.logits == "gather" else self.logits
+            self.logits = "drop" if drops else self.logits
         module = run.model.get_output_embeddings()
         if self.lazy is not None and self.lazy.module is not module:  # adapters have replaced it
             self.lazy.remove()
         vocabulary = run.model.config.get_text_config().vocab_size
         self.lazy = None if module is None else PutOffHead.put(module, vocabulary)  # or that of a model that shares it
         if self.lazy is not None:
-            self.lazy.under_way = self.logits in ("defer", "drop") and not run.batch.inputs.get("fused_lm_head")
+            self.lazy.under_way = self.logits != "show" and not run.batch.inputs.get("fused_lm_head")
 
     def arguments(self, run: ForwardPass) -> dict[str, Any]:
         if self.kept is None or not run.call.task.generates:
@@ -145,10 +145,8 @@ class Head(Part):
             why = "Logits are not in memory while a model trains with labels in the batch"
             self.about = why if gib > LOGITS_LIMIT_GIB else ""
             return "defer" if defers and not fused and not batch.sharded else "drop"
-        if batch.sharded or alone:
-            return "keep"
-        if gib <= LOGITS_LIMIT_GIB:
-            return "gather"
+        if batch.sharded or alone or gib <= LOGITS_LIMIT_GIB:
+            return "show"
         sentence = self.about = (
             f"The logits of {tokens:,} tokens take {gib:.1f} GiB on every rank, and up to "
             f"{LOGITS_LIMIT_GIB:g} GiB are gathered"
@@ -163,16 +161,16 @@ class Head(Part):
 
     def _decide_logits(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         lies, logits = run.batch.lies, outputs.pop("logits", None)
+        if self.logits == "drop":
+            return
         if self.logits == "defer":
             outputs["logits"] = Spread.of(logits).handed_out(lies, self.about, outputs.get("loss"))
-        elif self.logits == "drop":
-            return
         elif self.kept is not None:
             rows = self.kept[self.kept >= 0]
             # Gemma 4 keeps all rows if its own input_ids are longer than what it computed
             if not run.call.task.generates or logits.shape[1] != len(rows):
                 logits = logits[:, rows.to(logits.device)]
-            kept = lies.from_kept(logits, self.kept) if self.logits == "gather" else logits
+            kept = lies.from_kept(logits, self.kept)
             if lies.joined is not None:  # those of its texts stand one after another
                 kept = kept.unflatten(1, (len(lies.joined.places), -1))[0]
             outputs["logits"] = repeated(kept, run.call.cache)

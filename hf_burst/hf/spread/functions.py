@@ -22,6 +22,7 @@ _CASTS = ("float", "to", "clone")
 _OF_NUMBERS = ("mul", "div", "add", "neg", "tanh")
 # layers with weights or random numbers, which are not put off
 _LAYERS = ("linear", "dropout", "layer_norm", "rms_norm", "gelu", "relu", "silu")
+_OF_WORDS = ("log_softmax", "softmax", "logsumexp", "sum", "mean", "gather")
 _OF_SHAPE = ("size", "dim", "numel", "element_size", "is_floating_point", "stride")
 
 
@@ -47,7 +48,7 @@ def name_of(function: Any) -> str:
     return _NAMES.get(name, name)
 
 
-def by_tokens(value: Any, function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+def by_tokens(value: Any, function: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
     """Returns a torch function's result if the tokens of a [`Spread`] can stay in place; else `NotImplemented`."""
     name, given = name_of(function), (*args, *options.values())
     numbers = all(isinstance(each, int | float) for each in given)
@@ -58,8 +59,8 @@ def by_tokens(value: Any, function: Callable[..., Any], args: Sequence[Any], opt
         return value.map(name, function, *args, **options)
     if name in _LAYERS and value.head is None and value.limit is None:
         return value.map(name, function, *args, **options)
-    if name in ("log_softmax", "softmax"):
-        return _normalized(value, name, *args, **options)
+    if name in _OF_WORDS:
+        return _of_words(value, name, function, list(args) or [options.pop("dim", None)], options)
     if name == "getitem":
         return _item(value, *args)
     if value.limit is None:
@@ -69,11 +70,30 @@ def by_tokens(value: Any, function: Callable[..., Any], args: Sequence[Any], opt
     return _ASKED[name](value, *args, **options) if name in _ASKED else NotImplemented
 
 
-def _normalized(value: Any, name: str, dim: Any = None, _stacklevel: Any = 3, dtype: Any = None) -> Any:
-    if dim not in (-1, value.ndim - 1):
+def _of_words(value: Any, name: str, function: Any, args: list[Any], options: dict[str, Any]) -> Any:
+    """Serves a function of the scores of each token; `args` begin with the dimension."""
+    if args == [None] and name == "mean":
+        return _of_words(value, name, function, [-1], options).mean()
+    if args.pop(0) not in (-1, value.ndim - 1):
         return NotImplemented
-    kind = _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype  # tensor methods have the dtype there
-    return value.map(name, getattr(torch, name), -1, dtype=kind)
+    if "softmax" in name:
+        return value.map(name, function, -1, *args, **options)
+    if value.limit is None:
+        return NotImplemented
+    words, keeps = None, args[0] if args else options.get("keepdim")  # behind the dimension: `keepdim`, or an index
+    if name == "gather":
+        index = args.pop() if args else options.pop("index")
+        if index.shape != (*value.shape[:-1], 1):
+            return NotImplemented
+        words, keeps = index.flatten(), True
+
+    def compute(scores: Tensor, at: Tensor) -> Tensor:
+        own = [] if words is None else [words[at][:, None]]
+        found: Tensor = function(scores, -1, *args, *own, **options)
+        return found.flatten()
+
+    found = value.reduce(name, compute, words)
+    return found[..., None] if keeps else found
 
 
 def _item(value: Any, key: Any) -> Any:
@@ -92,28 +112,6 @@ def _item(value: Any, key: Any) -> Any:
         return replace(value, places=value.chosen[on_host])
     one = value.lies is not None and len(keys) == 2 and keys[0] == slice(None) and type(keys[1]) is int
     return value.token(keys[1]) if one else NotImplemented
-
-
-def _reduced(name: str) -> Callable[..., Any]:
-    function: Any = getattr(torch, name)
-
-    def reduce(value: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
-        if dim is None and name == "mean":
-            return value.reduce(name, lambda scores, _: scores.mean(-1)).mean()
-        if dim not in (-1, value.ndim - 1):
-            return NotImplemented
-        found = value.reduce(name, lambda scores, _: function(scores, dim=-1, **options))
-        return found.unsqueeze(-1) if keepdim else found
-
-    return reduce
-
-
-def _gather(value: Any, dim: Any, index: Tensor) -> Any:
-    if dim not in (-1, value.ndim - 1) or index.shape != (*value.shape[:-1], 1):
-        return NotImplemented
-    words = index.flatten()
-    found = value.reduce("gather", lambda scores, at: scores.gather(-1, words[at][:, None])[:, 0], words)
-    return found[..., None]
 
 
 def _cross_entropy(
@@ -139,9 +137,7 @@ def _reshaped(value: Any, *shape: Any) -> Any:
 
 
 _ASKED: dict[str, Callable[..., Any]] = {
-    **{name: _reduced(name) for name in ("logsumexp", "sum", "mean")},
     **dict.fromkeys(("view", "reshape"), _reshaped),
-    "gather": _gather,
     "cross_entropy": _cross_entropy,
     "detach": lambda value: replace(value, learns=False),
 }
