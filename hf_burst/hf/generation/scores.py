@@ -17,9 +17,8 @@ from ..batches.sharded import checksum, sum_of_bits
 from ..groups import PATCH, resolve_group
 from ..parts.head import Question
 from ..parts.tokens import check_ranges
-from ..spread.heads import is_partitioned, is_sharded_head
 from ..spread.value import Spread
-from ..view import device_of
+from ..view import device_of, is_partitioned, is_sharded_head
 from .document import Document, with_document
 from .settings import agreed, cache_key, check, evaluating, patched
 
@@ -172,7 +171,7 @@ def _keep(kept: list[Spread], scores: Spread, targets: Tensor) -> Tensor:
 def _divergences(
     teacher: Spread, measure: Callable[..., Tensor], share: int, scores: Spread, targets: Tensor
 ) -> Tensor:
-    if not (teacher.lies and scores.lies and teacher.lies.fits(scores.lies)):
+    if not (teacher.lies and scores.lies and teacher.lies.layout == scores.lies.layout):
         raise BatchError(
             "The layers of the teacher see otherwise far than those of the model, or share other beginnings, so each "
             "cut the batch in its own way. Give both the same shards, of hf_burst.shard_batch or BurstCollator."

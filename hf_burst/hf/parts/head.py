@@ -14,8 +14,8 @@ from ...errors import BatchError
 from ..batches.cutting import kept_tokens
 from ..callers import Callers
 from ..forward_pass import Agreement, Batch, Call, ForwardPass
-from ..spread.heads import check_head_again, is_partitioned, needs_logits
-from ..spread.value import PutOffHead, Spread
+from ..spread.value import PutOffHead, Spread, check_head_again, needs_logits
+from ..view import is_partitioned
 from .base import Part
 from .key_cache import repeated
 from .replicas import refuse_partitioned

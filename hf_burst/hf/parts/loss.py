@@ -101,18 +101,15 @@ class Loss(Part):
     def arguments(self, run: ForwardPass) -> dict[str, Any]:
         cached = isinstance(run.call.cache, ShardedCache)  # some models return no cache by default
         alone = run.group.size == 1 and run.batch.lies.joined is None
-        given = run.call.task.overrides(use_cache=cached or (alone and not run.model.training))
-        counted = self.averages and self.wanted and self.items is not None
-        return given | ({"num_items_in_batch": self.items} if counted else {})
+        return run.call.task.overrides(use_cache=cached or (alone and not run.model.training))
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
-        items = self.items if self.averages else run.call.items
         if "log_probs" in outputs:  # TRL's output for `fused_lm_head=True`; its trainers look at no other rank
             scores = outputs["log_probs"].flatten()
             if self.weights is not None:
                 parts = (weight * scores.index_select(0, index) for weight, index in self.weights.items())
                 scores = torch.cat([scores[:0], *parts])
-            loss = batch_loss(-scores.sum(), run, items if run.labels else 1)  # 0 and not nan, as in TRL
+            loss = batch_loss(-scores.sum(), run, self.items if run.labels else 1)  # 0 and not nan, as in TRL
             if "aux_loss" in outputs:  # already that of the whole batch
                 factor = run.model.config.get_text_config().router_aux_loss_coef * balance_share(run)
                 loss = loss + factor * outputs["aux_loss"]
@@ -121,7 +118,7 @@ class Loss(Part):
             if outputs.get("loss") is not None and self.items is not None and run.call.callers.multiply_losses:
                 outputs["loss"] = outputs["loss"] / run.group.size  # every rank holds that of the whole batch
         elif self.wanted and not run.call.task.loss_in_model and run.batch.targets is not None:
-            outputs["loss"] = batch_loss(Spread.of(outputs["logits"]).loss_sum(run.batch.targets), run, items)
+            outputs["loss"] = batch_loss(Spread.of(outputs["logits"]).loss_sum(run.batch.targets), run, self.items)
         elif self.wanted and not self.computed and outputs.get("loss") is not None:
             raise ConfigError(_PAST_US.format(forward_name(run.model)))
 
@@ -137,6 +134,7 @@ class Loss(Part):
         else:
             vars(computes).pop("_loss_function", None)
 
+    @torch.compiler.disable  # a graph would be made anew for each number of labels
     def compute(self, logits: torch.Tensor | Spread, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Computes the cross-entropy of the whole batch in place of the model's `loss_function`, see [`batch_loss`]."""
         if kwargs.pop(PASS_KEY, None) is None:
@@ -150,10 +148,10 @@ class Loss(Part):
         assert self.run is not None, "a call is given in a pass"
         self.computed = True
         local = Spread.of(logits).loss_sum(kwargs["shift_labels"], self.weights)
-        return batch_loss(local, self.run, kwargs.get("num_items_in_batch"))
+        return batch_loss(local, self.run, self.items)
 
 
-def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: torch.Tensor | float | None) -> torch.Tensor:
+def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: float | None) -> torch.Tensor:
     """Returns the loss of the whole batch, weighted by tokens over all ranks.
 
     As in Transformers, a token counts 1 / `items` (`num_items_in_batch`), a batch without tokens has the loss nan, and
@@ -161,8 +159,5 @@ def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: torch.Tensor | 
     `items` a token counts 1 / tokens of the group. `items` are summed over all ranks: each rank of a group counts a
     full batch, but a sharded batch is counted once.
     """
-    if items is None:
-        return group_loss(local_sum, 1 / run.labels if run.labels else math.nan, run.group)
-    if isinstance(items, torch.Tensor):
-        items = items.to(local_sum)  # 1 / integer would be fp32
-    return group_loss(local_sum, 1 / (items * run.group.size if run.batch.sharded else items), run.group)
+    counted = run.labels if items is None else items * run.group.size if run.batch.sharded else items
+    return group_loss(local_sum, 1 / counted if counted else math.nan, run.group)

@@ -107,11 +107,10 @@ def _item(value: Any, key: Any) -> Any:
         keys = keys[:-1]
         if len(keys) == 1 and keys[0] is Ellipsis:
             return value
-    if value.limit is not None:
-        on_host = tuple(each.cpu() if isinstance(each, Tensor) else each for each in keys)
-        return replace(value, places=value.chosen[on_host])
-    one = value.lies is not None and len(keys) == 2 and keys[0] == slice(None) and type(keys[1]) is int
-    return value.token(keys[1]) if one else NotImplemented
+    if value.limit is None:
+        return NotImplemented
+    on_host = tuple(each.cpu() if isinstance(each, Tensor) else each for each in keys)
+    return replace(value, places=value.chosen[on_host])
 
 
 def _cross_entropy(

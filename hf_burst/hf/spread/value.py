@@ -9,21 +9,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils import _pytree as pytree
 
-from ...errors import BatchError
+from ...errors import BatchError, UnsupportedModelError
 from ...layers.linear_loss import Linear, learned_by, linear_loss_sum, rows_at_a_time
 from ...layers.loss import token_loss_sum, weighted_loss_sum
 from ...layers.token_values import token_values
 from ..batches.sharded import sum_of_bits
 from ..overrides import Override
-from ..view import children_of
+from ..view import children_of, inner_modules, is_partitioned, is_sharded_head
 from .functions import SERVED, PutOffCall, by_tokens, name_of
-from .heads import check_head_again, is_partitioned, is_sharded_head, needs_logits
 from .where import Where
 
 _UNWRITTEN = "Values on several ranks are not changed in place; torch.where and x = x / 2 make others of them."
 _FACTS = ("requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta")
+_WRAPPERS = ("torch.distributed.", "deepspeed.", "accelerate.", "trl.")  # their hooks manage weights and memory
 Compute = Callable[[Tensor], Tensor]
 TokenValue = Callable[[Tensor, slice], Tensor]  # from scores `(m, vocabulary)` and their places to values `(m,)`
 Weights = Mapping[int, Tensor] | None  # tokens by how often they count; by default all count once
@@ -151,11 +152,6 @@ class Spread:
         """Applies a function to each token; puts it off if the head is put off."""
         step = PutOffCall(name, function, args, options)
         return replace(self, own=step(self.own)) if self.head is None else replace(self, put_off=(*self.put_off, step))
-
-    def token(self, token: int) -> Tensor:
-        """Returns the values of one token of every row, `(batch, ...)`, which its owner sends."""
-        assert self.lies is not None, "it is of several ranks"
-        return self.lies.values_at(self.chosen[:, token], lambda own, _, __: self._rows(own)[0])
 
     def reduce(
         self, name: str, value: Callable[[Tensor, Tensor], Tensor], words: Tensor | None = None, ignored: Any = None
@@ -316,6 +312,29 @@ for _name in (
 pytree.register_pytree_node(
     Spread, lambda value: ([value.own], value), lambda children, value: replace(value, own=next(iter(children)))
 )
+
+
+def needs_logits(module: nn.Module) -> bool:
+    """Returns whether hooks need a head's logits, or its gradients, which are complete only with all logits, or a
+    weight is computed from others before it runs. Hooks of wrappers that manage weights and memory need none."""
+    modules, again = list(inner_modules(module)), is_partitioned(module)  # then it is called twice, with its pre-hooks
+    hooks = [*_global_forward_hooks.values(), *(_global_forward_pre_hooks.values() if again else ())]
+    hooks += [hook for inner in modules for hook in inner._forward_hooks.values()]
+    hooks += [hook for inner in modules[0 if again else 1 :] for hook in inner._forward_pre_hooks.values()]
+    watched = any(inner._backward_hooks or inner._backward_pre_hooks for inner in modules)
+    if watched or any(not str(hook.__module__).startswith(_WRAPPERS) for hook in hooks):
+        return True
+    held = (value for inner in modules for value in (*inner._parameters.values(), *vars(inner).values()))
+    tensors = (value for value in held if isinstance(value, torch.Tensor))
+    return any(tensor._backward_hooks or not tensor.is_leaf for tensor in tensors)
+
+
+def check_head_again(head: nn.Module | None) -> None:
+    if torch.is_grad_enabled() and is_sharded_head(head):
+        raise UnsupportedModelError(
+            "FSDP2 has sharded the head again after its pass, and losses of tokens need it in the backward pass. Wrap "
+            "it together with the last norm, with reshard_after_forward=False, or leave it to the whole model."
+        )
 
 
 class PutOffHead(Override):

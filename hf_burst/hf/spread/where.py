@@ -36,12 +36,6 @@ class Where:
         """How often each target of this rank counts, `(1, n)`, if texts were joined; `None` if each counts once."""
         return None if self.joined is None else self.layout.shard(self.joined.scored, self.group.rank)
 
-    def fits(self, other: "Where") -> bool:
-        """Returns whether the tokens of another batch lie as these do."""
-        one, two = self.joined, other.joined
-        same = one is two if one is None or two is None else torch.equal(one.places, two.places)
-        return same and self.layout == other.layout
-
     def check_texts(self) -> None:
         """Raises if tokens stand for several texts, and nothing tells which."""
         if self.joined is None and self.layout.parents:
@@ -74,13 +68,9 @@ class Where:
         return local
 
     def values_at(self, places: Tensor, compute: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """Returns values of some tokens of the given batch, `(m, ...)`, on every rank.
-
-        Args:
-            places (`torch.LongTensor` of shape `(m,)`): The tokens, `row * tokens + token`.
-            compute (`Callable`): Returns values, given indices of this rank's tokens, their indices among the chosen,
-                and whether they stand for padding of joined texts. All ranks call it, so that all gather weights.
-        """
+        """Returns values of some tokens of the given batch, `row * tokens + token`, on every rank. All ranks call
+        `compute`, so that all gather weights: it returns those of this rank, from their indices here, those among the
+        chosen, and whether they stand for padding of joined texts."""
         self.share()
         row, token = places // self.shape[1], places % self.shape[1]
         if self.joined is not None:
@@ -89,7 +79,5 @@ class Where:
         mine = (local >= 0).nonzero().flatten()
         at = mine if len(mine) else torch.zeros(1, dtype=torch.int64, device="cpu")
         own = row[at] * (self.layout.length // self.group.size) + local[at].clamp(min=0)
-        found = compute(own, at, token[at] < 0)
-        found = found if len(mine) else found.nan_to_num(0.0, 0.0, 0.0) * 0
-        every = found.new_zeros(len(places), *found.shape[1:]).index_copy(0, at.to(found.device), found)
-        return group_sum(every, self.group)
+        found = compute(own, at, token[at] < 0)[: len(mine)]
+        return self.from_kept(found[None], local)[0]
