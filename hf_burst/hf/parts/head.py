@@ -69,10 +69,7 @@ class Head(Part):
 
     def _check_question(self, question: Question, call: Call, batch: Batch, agreement: Agreement) -> None:
         if batch.targets is None:
-            raise BatchError(
-                "The labels are missing; token_losses and token_divergences need labels of the shape of input_ids, in "
-                "which -100 is not predicted."
-            )
+            raise BatchError("The labels are missing; give some of the shape of input_ids, -100 where none counts.")
         batch.lies.check_texts()
         head = call.model.get_output_embeddings()
         if torch.is_grad_enabled() and head is not None:
@@ -128,10 +125,7 @@ class Head(Part):
         """Returns what happens to the logits."""
         model, labels, alone = call.model, batch.inputs.get("labels") is not None, call.group.size == 1
         if self.kept is not None and (self.question or (not alone and (labels or batch.sharded))):
-            raise BatchError(
-                "logits_to_keep is for full batches without labels; with labels the loss needs every token. Leave one "
-                "of them out."
-            )
+            raise BatchError("logits_to_keep is for full batches without labels, whose loss needs every token.")
         if self.question is not None:
             return "drop"
         fused = bool(batch.inputs.get("fused_lm_head"))

@@ -58,8 +58,7 @@ class Loss(Part):
     def admit(self, call: Call, agreement: Agreement) -> None:
         if not self.reads and self.computes(call.view).loss_function != self.compute:
             raise ConfigError(
-                "The loss function of the model was changed after it was patched, so its loss would be wrong. Call "
-                "hf_burst.unpatch_model(model) first, then change it."
+                "The loss function of the model was changed after it was patched. Unpatch it first, then change it."
             )
         forward = forward_name(call.model)
         agreement.add("forward of the model", forward, "Replace or wrap it on all ranks, or on none.")
@@ -76,8 +75,8 @@ class Loss(Part):
         BatchError.refuse(
             (
                 items is not None and not items > 0 and (tokens or items),
-                f"num_items_in_batch is {items}; it is the number of labels that count, over all ranks, and must be "
-                "above 0. Leave it out to average this batch by itself.",
+                f"num_items_in_batch is {items}; it counts the labels of all ranks, and is above 0. Leave it out to "
+                "average this batch by itself.",
             ),
             (
                 counted and run.model.training and not run.call.callers.multiply_losses,
@@ -91,8 +90,8 @@ class Loss(Part):
             self.items, _ = ContextGroup.from_mesh(None).agree({}, None, run.device, mine, doing=doing)
         if run.model.training and self.wanted and tokens == 0 and not self.items and not fused:
             raise BatchError(
-                f"All labels of the batch are {IGNORE_INDEX}{run.call.task.shifted}, so there is nothing to learn "
-                "from. Drop such batches, or check how the labels are masked."
+                f"All labels of the batch are {IGNORE_INDEX}{run.call.task.shifted}, so there is nothing to learn. "
+                "Drop such batches, or check how the labels are masked."
             )
         self.run, self.computed = run, False
         counts = run.batch.lies.counts

@@ -109,14 +109,11 @@ class States(Part):
             raise ConfigError(f"embeddings was given pooling={pooling!r}; it is one of {POOLINGS}.")
         if not call.task.reads and call.model.base_model is call.model:
             raise UnsupportedModelError(
-                f"{type(call.model).__name__} has a head and no base model, of whose hidden states embeddings are "
-                "made. Load the model by AutoModel.from_pretrained."
+                f"{type(call.model).__name__} has a head and no base model. Load it by AutoModel.from_pretrained."
             )
         batch.lies.check_texts()
         if lengths is not None and (torch.as_tensor(lengths).flatten().diff() == 0).any():
-            raise BatchError(
-                "cu_seq_lens_q has a document of no tokens, which has no embedding. Drop empty texts from the batch."
-            )
+            raise BatchError("cu_seq_lens_q has a document of no tokens. Drop empty texts from the batch.")
 
     def _check_rows(self, call: Call, batch: Batch) -> None:
         """Raises for a shard, for documents that a head would judge as one, and for a result that depends on states of
@@ -130,14 +127,13 @@ class States(Part):
         BatchError.refuse(
             (
                 not (bare or each) and any(len(bounds) > 2 for bounds in documents_in(batch.layout)),
-                f"The batch packs documents, and {name} judges a row as one. Give every document a row of its own "
-                "(packing=False, no DataCollatorWithFlattening).",
+                f"The batch packs documents, and {name} judges a row as one. Give each a row (packing=False).",
             ),
             (batch.sharded, f"{name} needs the labels of whole rows. Give full batches (no BurstCollator)."),
             (
                 mask is not None and spans,
-                f"{name} chooses among all tokens, those of padding too, whose states differ from those of an "
-                "unpatched model. Give rows of one length, such as one row a batch, without padding.",
+                f"{name} chooses among all tokens, those of padding too, whose states are others than in one process. "
+                "Give rows of one length, such as one row a batch, without padding.",
             ),
             (
                 hidden,

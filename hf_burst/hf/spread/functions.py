@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 
 SERVED = (
-    "Served are slices of rows, tokens and words, products with numbers, log_softmax, softmax, logsumexp, gather, sum "
-    "and mean over words, cross_entropy, and the mean of all. For other losses take hf_burst.token_losses or "
-    "token_divergences."
+    "Served are slices, products with numbers, log_softmax, softmax, logsumexp, gather, sum, mean and cross_entropy "
+    "over words. For other losses take hf_burst.token_losses or token_divergences."
 )
 _NAMES = {"truediv": "div", "true_divide": "div", "rmul": "mul", "multiply": "mul", "radd": "add", "negative": "neg"}
-_CASTS = ("float", "to", "clone")
+_CASTS = ("float", "to", "clone", "contiguous")
 _OF_NUMBERS = ("mul", "div", "add", "neg", "tanh")
 # layers with weights or random numbers, which are not put off
 _LAYERS = ("linear", "dropout", "layer_norm", "rms_norm", "gelu", "relu", "silu")
@@ -53,9 +52,7 @@ def by_tokens(value: Any, function: Callable[..., Any], args: Sequence[Any], opt
     name, given = name_of(function), (*args, *options.values())
     numbers = all(isinstance(each, int | float) for each in given)
     row = name == "add" and value.limit is None and all(isinstance(each, Tensor) and each.ndim < 2 for each in given)
-    if name == "contiguous" and value.head is not None:
-        return value
-    if name in (*_CASTS, "contiguous") or (name in _OF_NUMBERS and (numbers or row)):
+    if name in _CASTS or (name in _OF_NUMBERS and (numbers or row)):
         return value.map(name, function, *args, **options)
     if name in _LAYERS and value.head is None and value.limit is None:
         return value.map(name, function, *args, **options)

@@ -200,18 +200,15 @@ class Spread:
             check_head_again(self.head.module)  # a wrapper may have resharded it since
             if self.limit.written != self.head.written:
                 problem = (
-                    f"{name} was asked of logits behind an update of the head, by which they would be others. Read "
-                    "outputs.logits before the optimizer's step."
+                    f"{name} was asked of logits behind an update of the head. Read them before the optimizer's step."
                 )
         checksums = {"tokens whose logits are asked for (checksum)": sum_of_bits(self.chosen)}
         if words is not None:
             checksums["words whose logits are asked for (checksum)"] = sum_of_bits(words)
             wrong = words[((words < 0) | (words >= self._width)) & (words != ignored)]
             if len(wrong):
-                problem = (
-                    f"{name} was asked for the word {int(wrong[0])}, and there are those from 0 to {self._width - 1}. "
-                    "Labels of -100 take .clamp(min=0) before a gather, and no part in a sum."
-                )
+                known = f"0 to {self._width - 1}; labels of -100 take .clamp(min=0) before a gather"
+                problem = f"{name} was asked for the word {int(wrong[0])}, and there are those from {known}."
         what = " of ".join([name, *(str(step) for step in reversed(self.put_off)), str(tuple(self.shape))])
         error = BatchError(problem) if problem else None
         self.lies.group.agree({"logits are asked for": what}, error, self.device, 0, checksums, doing=name)
@@ -301,7 +298,7 @@ class Spread:
         return function(*tensors, **named)
 
 
-_SAME: tuple[Any, ...] = (("float", ()), ("to", (torch.float32,)), ("clone", ()))
+_SAME: tuple[Any, ...] = (("float", ()), ("to", (torch.float32,)), ("clone", ()), ("contiguous", ()))
 for _name in (
     *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg"),
     *("abs", "gt", "ge", "lt", "le", "getitem"),
@@ -332,8 +329,8 @@ def needs_logits(module: nn.Module) -> bool:
 def check_head_again(head: nn.Module | None) -> None:
     if torch.is_grad_enabled() and is_sharded_head(head):
         raise UnsupportedModelError(
-            "FSDP2 has sharded the head again after its pass, and losses of tokens need it in the backward pass. Wrap "
-            "it together with the last norm, with reshard_after_forward=False, or leave it to the whole model."
+            "FSDP2 has sharded the head again, and losses of tokens need it in the backward pass. Wrap it together "
+            "with the last norm, with reshard_after_forward=False, or leave it to the whole model."
         )
 
 
