@@ -40,8 +40,8 @@ class Where:
         """Raises if tokens stand for several texts, and nothing tells which."""
         if self.joined is None and self.layout.parents:
             raise BatchError(
-                "The texts of the batch were joined when it was sharded. Leave share_prefixes=True out of the config of "
-                "BurstCollator, or give full batches."
+                "The texts of the batch were joined when it was sharded. Leave share_prefixes=True out of BurstCollator's "
+                "config, or give full batches."
             )
 
     def batch(self, own: Tensor, scores: bool = False) -> Tensor:
