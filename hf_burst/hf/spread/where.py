@@ -40,7 +40,7 @@ class Where:
         """Raises if tokens stand for several texts, and nothing tells which."""
         if self.joined is None and self.layout.parents:
             raise BatchError(
-                "The texts of the batch were joined when it was sharded. Leave share_prefixes=True out of BurstCollator's "
+                "Texts of the batch were joined when it was sharded. Leave share_prefixes=True out of BurstCollator's "
                 "config, or give full batches."
             )
 
