@@ -42,7 +42,7 @@ def seen_in(call: Call) -> float:
 
 
 class Towers(Part):
-    """Lets each rank encode a share of a batch's images and videos, dealt by their sizes, and of its sound."""
+    """Lets each rank encode a share of a batch's images, videos and sound."""
 
     def overrides(self, view: ModelView) -> Iterator[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
         model = view.root
