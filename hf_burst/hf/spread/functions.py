@@ -52,9 +52,8 @@ def by_tokens(value: Any, function: Callable[..., Any], args: Sequence[Any], opt
     name, given = name_of(function), (*args, *options.values())
     numbers = all(isinstance(each, int | float) for each in given)
     row = name == "add" and value.limit is None and all(isinstance(each, Tensor) and each.ndim < 2 for each in given)
-    if name in _CASTS or (name in _OF_NUMBERS and (numbers or row)):
-        return value.map(name, function, *args, **options)
-    if name in _LAYERS and value.head is None and value.limit is None:
+    layer = name in _LAYERS and value.head is None and value.limit is None
+    if layer or name in _CASTS or (name in _OF_NUMBERS and (numbers or row)):
         return value.map(name, function, *args, **options)
     if name in _OF_WORDS:
         return _of_words(value, name, function, list(args) or [options.pop("dim", None)], options)
