@@ -110,7 +110,7 @@ def token_divergences(
     bad = bad if 0 < beta < 1 else f"beta={beta}, and needs a number between 0 and 1; at these ends take another kind"
     if bad or kind not in _WIDE:
         raise ConfigError(f"token_divergences was given {bad or f'kind={kind!r}; it is one of {tuple(_WIDE)}'}.")
-    _check_teacher(_with_head(model), _with_head(teacher))
+    _check_teacher(patched(model)[0], patched(teacher)[0])
     kept: list[Spread] = []
     facts = {"token divergences": [kind, top_k, temperature, beta]}
     with evaluating(teacher), torch.no_grad():
@@ -127,10 +127,7 @@ def _check_teacher(student: Any, teacher: Any) -> None:
     head = teacher.get_output_embeddings()
     ConfigError.refuse(
         (own != other, f"The vocabularies of model and teacher differ: {own} and {other}. Take the same tokenizer."),
-        (
-            len(kinds) > 1,
-            "Model and teacher are a causal and a masked one, or of other groups. Give equal ones.",
-        ),
+        (len(kinds) > 1, "Model and teacher are a causal and a masked one, or of other groups. Give equal ones."),
         (
             head is not None and (is_partitioned(head) or is_sharded_head(head)),
             "The head of the teacher is sharded by FSDP2 or ZeRO-3, which gather it in its own passes alone. Leave the "
@@ -139,16 +136,10 @@ def _check_teacher(student: Any, teacher: Any) -> None:
     )
 
 
-def _with_head(model: nn.Module) -> Any:
-    """Returns the patched model inside a model; raises if it has no language-model head."""
-    base, _ = patched(model)
-    if getattr(base, PATCH).task.reads:
-        raise ConfigError("The model has no language-model head, so its tokens have no losses. Load one with a head.")
-    return base
-
-
 def _ask(model: nn.Module, batch: Mapping[str, Any], question: Question) -> Tensor:
-    patch = getattr(_with_head(model), PATCH)
+    patch = getattr(patched(model)[0], PATCH)
+    if patch.task.reads:
+        raise ConfigError("The model has no language-model head, so its tokens have no losses. Load one with a head.")
     inputs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
     patch.head.question = question
     try:
