@@ -26,8 +26,6 @@ from .base import Handles, Part
 from .dropout import DropoutStreams
 from .replicas import refuse_partitioned
 
-_EACH_TOKEN = "ForTokenClassification"  # in names of classes that classify each token
-_SPAN = "ForQuestionAnswering"  # in names of classes that choose among all tokens
 POOLINGS = ("first", "last", "mean")  # of embeddings
 
 
@@ -120,7 +118,7 @@ class States(Part):
         padding, which sees other tokens than in the unpatched model."""
         name, bare = type(call.model).__name__, reader_of(call.view) is call.view
         judges = " ".join(base.__name__ for base in type(call.model).__mro__)
-        each, spans = _EACH_TOKEN in judges, _SPAN in judges
+        each, spans = "ForTokenClassification" in judges, "ForQuestionAnswering" in judges
         labels = batch.given.get("labels")
         mask = batch.given.get("attention_mask") if batch.layout.real and not batch.sharded else None
         hidden = "" if mask is None or each or spans else _hidden(call, mask, bare)
