@@ -116,9 +116,8 @@ class Spread:
         """The head as a linear layer, if it is one and its logits are at most soft-capped."""
         assert self.head is not None, "it is put off"
         module = self.head.module
-        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-            return None
-        if self.head.own is not None or "weight" not in module._parameters:  # a weight that is computed from others
+        plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if not plain or self.head.own is not None or "weight" not in module._parameters:  # it is computed from others
             return None
         steps = [step for step in self.put_off if (step.name, step.args) not in _SAME]
         if not steps:
