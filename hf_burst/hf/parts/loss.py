@@ -126,12 +126,10 @@ class Loss(Part):
 
     def remove(self, view: ModelView) -> None:
         computes = self.computes(view)
-        if self.reads:
-            return
+        if not self.reads:
+            vars(computes).pop("_loss_function", None)
         if self.was_set:
             computes.loss_function = self.plain
-        else:
-            vars(computes).pop("_loss_function", None)
 
     @torch.compiler.disable  # a graph would be made anew for each number of labels
     def compute(self, logits: torch.Tensor | Spread, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
