@@ -24,10 +24,9 @@ from .experts import balance_share
 
 _ITEMS = "num_items_in_batch (labels of all ranks: Trainer counts them unless average_tokens_across_devices=False)"
 _PAST_US = (
-    "The model was given labels and did not compute its loss by model.loss_function, where ranks add up theirs: its "
-    "forward is {}, which knows the tokens of one rank only. Switch fused losses off, such as Liger's by "
-    "TrainingArguments(liger_kernel_config={{'fused_linear_cross_entropy': False}}): hf_burst scores some tokens at a "
-    "time. A forward of your own has to call self.loss_function(logits=..., labels=..., vocab_size=..., **kwargs)."
+    "The model did not compute its loss by model.loss_function, where ranks add up theirs: its forward is {}. Switch "
+    "fused losses off, such as Liger's by liger_kernel_config={{'fused_linear_cross_entropy': False}}, and have a forward "
+    "of your own call self.loss_function(logits=..., labels=..., vocab_size=..., **kwargs)."
 )
 
 
