@@ -25,8 +25,8 @@ from .experts import balance_share
 _ITEMS = "num_items_in_batch (labels of all ranks: Trainer counts them unless average_tokens_across_devices=False)"
 _PAST_US = (
     "The model did not compute its loss by model.loss_function, where ranks add up theirs: its forward is {}. Switch "
-    "fused losses off, such as Liger's by liger_kernel_config={{'fused_linear_cross_entropy': False}}, and have a forward "
-    "of your own call self.loss_function(logits=..., labels=..., vocab_size=..., **kwargs)."
+    "fused losses off, as Liger's by liger_kernel_config={{'fused_linear_cross_entropy': False}}, and let a forward of "
+    "your own call self.loss_function(logits=..., labels=..., vocab_size=..., **kwargs)."
 )
 
 
