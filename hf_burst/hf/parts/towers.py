@@ -130,12 +130,10 @@ class _SharedEncoder(Override):
         if not costs:
             return method(self.module, *args, **kwargs)
         own, least = shares_of(costs, group.size)[group.rank], costs.index(min(costs))
-        idle = (
-            own.start == own.stop
-        )  # then it runs the cheapest image, so that all ranks take part in gathering weights
+        idle = own.start == own.stop
+        share = slice(least, least + 1) if idle else own  # all ranks take part in gathering weights
         self.running = True
         try:
-            share = slice(least, least + 1) if idle else own
             output = method(self.module, **arguments | self._part(arguments, costs, share))
         finally:
             self.running = False
