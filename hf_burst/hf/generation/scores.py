@@ -189,7 +189,6 @@ def _weighted(losses: Tensor, weights: Tensor, group: ContextGroup) -> Tensor:
 
 @torch.no_grad()
 def _behind(model: nn.Module, batch: Mapping[str, Any], facts: dict[str, Any], document: Document) -> Tensor:
-    """Returns the losses of tokens after a document."""
     base, group = patched(model)
     ids, mask, labels = (batch.get(name) for name in ("input_ids", "attention_mask", "labels"))  # type: Any, Any, Any
     with agreed(group, device_of(base), "token_losses behind a document") as found:

@@ -56,7 +56,12 @@ class Head(Part):
         if call.task.reads or call.pooling:
             return
         if self.question is not None:
-            self._check_question(self.question, call, batch, agreement)
+            if batch.targets is None:
+                raise BatchError("The labels are missing; give some of the shape of input_ids, -100 where none counts.")
+            batch.lies.check_texts()
+            if torch.is_grad_enabled() and (module := call.model.get_output_embeddings()) is not None:
+                refuse_partitioned(module, "Losses of tokens are not trained")
+            agreement.facts |= self.question.facts
         keep = batch.given.get("logits_to_keep", 0)
         tokens: list[int] | None = None
         if isinstance(keep, Tensor) or keep:
@@ -66,15 +71,6 @@ class Head(Part):
         head = None if self.logits == "show" else call.model.get_output_embeddings()
         agreement.add("hooks on the head", head is not None and needs_logits(head))
         agreement.facts |= {"logits to keep": tokens, "logits": self.logits}
-
-    def _check_question(self, question: Question, call: Call, batch: Batch, agreement: Agreement) -> None:
-        if batch.targets is None:
-            raise BatchError("The labels are missing; give some of the shape of input_ids, -100 where none counts.")
-        batch.lies.check_texts()
-        head = call.model.get_output_embeddings()
-        if torch.is_grad_enabled() and head is not None:
-            refuse_partitioned(head, "Losses of tokens are not trained")
-        agreement.facts |= question.facts
 
     def begin(self, run: ForwardPass) -> None:
         if run.call.task.reads or run.call.pooling:
@@ -122,7 +118,6 @@ class Head(Part):
             self.lazy.under_way = False
 
     def _fate(self, call: Call, batch: Batch) -> Fate:
-        """Returns what happens to the logits."""
         model, labels, alone = call.model, batch.inputs.get("labels") is not None, call.group.size == 1
         if self.kept is not None and (self.question or (not alone and (labels or batch.sharded))):
             raise BatchError("logits_to_keep is for full batches without labels, whose loss needs every token.")

@@ -47,7 +47,6 @@ class Loss(Part):
 
     @staticmethod
     def computes(view: ModelView) -> PreTrainedModel:
-        """Returns the model whose loss function is called."""
         return computes_loss(view.root, reader_of(view).root)
 
     def install(self, view: ModelView) -> None:

@@ -97,14 +97,10 @@ class States(Part):
             refuse_partitioned(call.model, "Hidden states, or a model without a language-model head, are not served")
         if call.pooling is None:
             self._check_rows(call, batch)
-        else:
-            self._check_documents(call, batch, call.pooling)
-
-    def _check_documents(self, call: Call, batch: Batch, pooling: str) -> None:
-        """Raises for a model, a pooling or a batch without an embedding of each document."""
+            return
         lengths = batch.given.get("cu_seq_lens_q")
-        if pooling not in POOLINGS:
-            raise ConfigError(f"embeddings was given pooling={pooling!r}; it is one of {POOLINGS}.")
+        if call.pooling not in POOLINGS:
+            raise ConfigError(f"embeddings was given pooling={call.pooling!r}; it is one of {POOLINGS}.")
         if not call.task.reads and call.model.base_model is call.model:
             raise UnsupportedModelError(
                 f"{type(call.model).__name__} has a head and no base model. Load it by AutoModel.from_pretrained."

@@ -72,9 +72,8 @@ class Towers(Part):
         most = run.call.largest([*held, *(-own for own in held)])
         if most[: len(held)] != [-least for least in most[len(held) :]]:
             raise BatchError(
-                "Some groups of ranks have images, videos or sound in this step, and others have none. FSDP2 shards "
-                "the weights of towers over all groups, which would wait for each other. Give all groups each of "
-                "them, or none."
+                "Some groups of ranks have images, videos or sound in this step, and others have none, among which "
+                "FSDP2 shards the weights of towers. Give all groups each of them, or none."
             )
 
 
@@ -166,10 +165,8 @@ class _SharedEncoder(Override):
         if self.how in _BY_GRID:
             costs: list[int] | None = None if grids is None else grids.prod(-1).tolist()
             if costs is not None and sum(costs) != len(values):
-                raise BatchError(
-                    f"The grids of images {grids.tolist()} count {sum(costs)} patches, and there are {len(values)} "
-                    "rows of pixels. Give both as the processor returns them."
-                )
+                counted = f"The grids of images {grids.tolist()} count {sum(costs)} patches"
+                raise BatchError(f"{counted}, and there are {len(values)} rows of pixels. Give those of the processor.")
             return costs
         sizes = arguments.get(_SIZES)
         if self.how == "images" and (values.ndim != 4 or (sizes is not None and len(sizes) != len(values))):
@@ -177,7 +174,6 @@ class _SharedEncoder(Override):
         return [1] * len(values) if sizes is None else torch.as_tensor(sizes).prod(-1).tolist()
 
     def _part(self, arguments: dict[str, Any], costs: Sequence[int], share: slice) -> dict[str, Any]:
-        """Returns the arguments of some images or clips."""
         before = [0, *accumulate(costs)]
         rows = slice(before[share.start], before[share.stop]) if self.how in _BY_GRID else share
         given = {name: value for name, value in arguments.items() if value is not None}
@@ -206,7 +202,6 @@ def learns(owner: nn.Module, inputs: Any) -> bool:
 
 
 def _first(arguments: dict[str, Any], names: Sequence[str]) -> Any:
-    """Returns the first of these arguments that is given."""
     return next((value for name in names if (value := arguments.get(name)) is not None), None)
 
 

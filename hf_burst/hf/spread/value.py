@@ -168,7 +168,8 @@ class Spread:
             def of_some(scores: Tensor, part: slice) -> Tensor:
                 return value(scores.masked_fill(hidden[part, None], 0.0), numbers[part])
 
-            return replace(self, own=self._rows(own)).own_values(of_some, 2 + len(self.put_off)).flatten()
+            rows = self.own.flatten(0, 1).index_select(0, own.to(self.device))[None]
+            return replace(self, own=rows).own_values(of_some, 2 + len(self.put_off)).flatten()
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
             return lies.values_at(self.chosen.flatten(), compute).view(self.chosen.shape)
@@ -185,10 +186,6 @@ class Spread:
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
             every = lies.batch(replace(self).score())  # a copy: values without gradients would stay
             return every.contiguous() if self.places is None else every.flatten(0, 1)[self.places.to(every.device)]
-
-    def _rows(self, own: Tensor) -> Tensor:
-        """Returns some of this rank's tokens, as one row."""
-        return self.own.flatten(0, 1).index_select(0, own.to(self.device))[None]
 
     def _agree(self, name: str, words: Tensor | None = None, ignored: Any = None) -> tuple[Where, Limit]:
         """Raises on every rank if one of them asks for something else, or for a word outside the vocabulary."""

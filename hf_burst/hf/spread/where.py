@@ -39,10 +39,7 @@ class Where:
     def check_texts(self) -> None:
         """Raises if tokens stand for several texts, and nothing tells which."""
         if self.joined is None and self.layout.parents:
-            raise BatchError(
-                "Texts of the batch were joined when it was sharded. Leave share_prefixes=True out of BurstCollator's "
-                "config, or give full batches."
-            )
+            raise BatchError("Texts were joined when it was sharded. Leave share_prefixes=True out of BurstCollator.")
 
     def batch(self, own: Tensor, scores: bool = False) -> Tensor:
         """Returns values of all given tokens on every rank, from those of this rank's tokens, `(batch, n, ...)`.
