@@ -15,7 +15,7 @@ Compute = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
 
 def parts_of(tokens: int, rows: int) -> list[slice]:
     """Returns the slices of `rows` tokens each."""
-    return [slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
+    return [slice(start, start + rows) for start in range(0, tokens, rows)]
 
 
 def gradients_by_parts(

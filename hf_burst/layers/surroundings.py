@@ -55,17 +55,18 @@ def function_modes_as_now() -> Surrounding:
 
 def training_as_now(module: nn.Module) -> Surrounding:
     """Records the training flags of a module and its submodules: `model.eval()` may come before the backward pass."""
-    flags = [(inner, inner.training) for inner in module.modules()]
+    flags = [inner.training for inner in module.modules()]
 
     @contextmanager
     def again() -> Iterator[None]:
-        before = [(inner, inner.training) for inner, _ in flags]
-        for inner, training in flags:
+        inside = list(module.modules())
+        before = [inner.training for inner in inside]
+        for inner, training in zip(inside, flags, strict=False):  # adapters may have been merged meanwhile
             inner.training = training
         try:
             yield
         finally:
-            for inner, training in before:
+            for inner, training in zip(inside, before, strict=True):
                 inner.training = training
 
     return again

@@ -407,7 +407,7 @@ def test_what_is_not_shared_is_computed_row_by_row(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("value", ["always", None, 1, "True"])
 def test_other_values_are_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"share_prefixes is .*; it must be 'auto', True or False"):
+    with pytest.raises(ConfigError, match=r"share_prefixes is .*; it must be one of 'auto', True, False"):
         hf_burst.BurstConfig(share_prefixes=value)
 
 

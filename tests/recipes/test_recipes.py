@@ -232,7 +232,7 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         ("--dtype", "nonsense", "invalid choice: 'nonsense'"),
         ("--burst_size", "0", "burst_size is 0"),
         ("--burst", "{schedule: nonsense}", "no schedule 'nonsense'"),
-        ("--burst", "{schedule: 3}", "BurstConfig.schedule is 3; give its name"),
+        ("--burst", "{schedule: 3}", "no schedule 3; it must be one of"),
         ("--burst", "{nokey: 1}", "no setting nokey"),
         ("--burst", "{memory: {attention_keep: 3}}", "attention_keep is 3"),
         ("--burst", "{memory: much}", "memory is 'much'"),

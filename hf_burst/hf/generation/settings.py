@@ -64,9 +64,9 @@ def agreed(group: ContextGroup, device: torch.device, doing: str) -> Iterator[Ag
 
 def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     """Raises for unsupported models and arguments."""
-    cache_key(model)
     for problem in _problems(model, kwargs):
         raise problem
+    cache_key(model)
     check_same_passes(model, resolve_group(getattr(model, PATCH).group))
     batch_shape(kwargs)
 
