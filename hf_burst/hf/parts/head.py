@@ -159,10 +159,7 @@ class Head(Part):
             # Gemma 4 keeps all rows if its own input_ids are longer than what it computed
             if not run.call.task.generates or logits.shape[1] != len(rows):
                 logits = logits[:, rows.to(logits.device)]
-            kept = lies.from_kept(logits, self.kept)
-            if lies.joined is not None:  # those of its texts stand one after another
-                kept = kept.unflatten(1, (len(lies.joined.places), -1))[0]
-            outputs["logits"] = repeated(kept, run.call.cache)
+            outputs["logits"] = repeated(lies.by_rows(lies.from_kept(logits, self.kept)), run.call.cache)
         else:
             outputs["logits"] = repeated(logits if run.batch.sharded else lies.batch(logits), run.call.cache)
 

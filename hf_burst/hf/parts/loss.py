@@ -97,8 +97,7 @@ class Loss(Part):
 
     def arguments(self, run: ForwardPass) -> dict[str, Any]:
         cached = isinstance(run.call.cache, ShardedCache)  # some models return no cache by default
-        alone = run.group.size == 1 and run.batch.lies.joined is None
-        return run.call.task.overrides(use_cache=cached or (alone and not run.model.training))
+        return run.call.task.overrides(use_cache=cached or (run.batch.lies.alone and not run.model.training))
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if "log_probs" in outputs:  # TRL's output for `fused_lm_head=True`; its trainers look at no other rank

@@ -31,6 +31,11 @@ class Where:
         rows, tokens = self.joined.places.shape
         return rows, tokens
 
+    @property
+    def alone(self) -> bool:
+        """Whether this rank holds all tokens as they were given."""
+        return self.group.size == 1 and self.joined is None
+
     @cached_property
     def counts(self) -> Tensor | None:
         """How often each target of this rank counts, `(1, n)`, if texts were joined; `None` if each counts once."""
@@ -49,6 +54,10 @@ class Where:
         if self.joined is None:
             return row
         return self.joined.restored_scores(row) if scores else self.joined.restored(row)
+
+    def by_rows(self, kept: Tensor) -> Tensor:
+        """Returns values of kept tokens by rows; those of joined texts stand one after another."""
+        return kept if self.joined is None else kept.unflatten(1, (len(self.joined.places), -1))[0]
 
     def from_kept(self, own: Tensor, local: Tensor) -> Tensor:
         """Returns values of kept tokens on every rank, `(batch, kept, ...)`, from those that this rank kept."""
