@@ -161,6 +161,8 @@ class States(Part):
         return replace(run.batch.lies, share=self.streams.share)
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.run is None:
+            return output
         if isinstance(output, tuple):
             return (self._standing_for_all(output[0]), *output[1:])
         output["last_hidden_state"] = self._standing_for_all(output["last_hidden_state"])
