@@ -14,8 +14,7 @@ from typing import Any
 
 _MAKING = ("create_accelerator_and_postprocess",)  # the Trainer method that makes its accelerator
 _ROUNDS = ("_run_epoch", "evaluation_loop")  # Trainer methods around its steps
-# trainer attributes that are given logits, with the arguments that set them: in any pass, and in evaluation
-_LOSSES = {"label_smoother": "label_smoothing_factor", "compute_loss_func": "compute_loss_func"}
+# trainer attributes that are given logits in evaluation
 _METRICS = ("compute_metrics", "preprocess_logits_for_metrics")
 
 
@@ -39,11 +38,6 @@ class Callers:
     def multiply_losses(self) -> bool:
         """Whether a loss that uses `num_items_in_batch` is multiplied by the number of processes, the default."""
         return self.trainer is None or bool(self.trainer.args.average_tokens_across_devices)
-
-    def ask_for_logits(self, training: bool) -> list[str]:
-        """Returns the trainer's arguments that need logits."""
-        names = _LOSSES if training else _LOSSES | dict(zip(_METRICS, _METRICS, strict=True))
-        return [name for attribute, name in names.items() if getattr(self.trainer, attribute, None) is not None]
 
 
 def within_compiled() -> bool:

@@ -14,13 +14,14 @@ from .view import ModelView
 
 class Override:
     """A replacement for one method of a module, by default its forward. It does not keep the module alive, and a copy
-    of the module has a copy of it. `own` is what the module had in this place before, if not the method of its class.
+    of the module has a copy of it. `own` is what the module had in this place before, if not the method of its class;
+    `more` are further arguments of the kind, for copies.
     """
 
     name = "forward"
 
-    def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
-        self._module, self.own = weakref.ref(module), own
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None, *more: Any) -> None:
+        self._module, self.own, self.more = weakref.ref(module), own, more
 
     @classmethod
     def put(cls, module: nn.Module, *given: Any) -> Self:
@@ -64,7 +65,7 @@ class Override:
 
     def _given(self) -> tuple[Any, ...]:
         """Returns the arguments that make an equal override."""
-        return self.module, self.own
+        return self.module, self.own, *self.more
 
 
 def _called_by(function: Any, met: set[int]) -> Iterator[Any]:

@@ -46,13 +46,11 @@ from .parts.head import Head
 from .parts.key_cache import KeyCache, begin_step, each_once
 from .parts.loss import Loss
 from .parts.memory import MemoryRule
-from .parts.outputs import Outputs
 from .parts.recurrence import Recurrence
 from .parts.replicas import Replicas
 from .parts.rope import LongestPosition
 from .parts.states import States
 from .parts.tiles import TiledMLP
-from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
 from .parts.towers import Towers
 from .sharded_cache import ShardedCache
@@ -176,7 +174,7 @@ class _Patch:
     def __init__(self, view: ModelView, config: BurstConfig, group: ContextGroup | None, verdict: str) -> None:
         self.config, self.group, self.verdict, self.task = config, group, verdict, view.find(task_of)
         self.task.check_config(config, type(view.root).__name__)
-        self.memory, self.tokens, self.token_losses = MemoryRule(config), Tokens(view), TokenLosses()
+        self.memory, self.tokens, self.head = MemoryRule(config), Tokens(view), Head()
         self.checkpointing, self.tiles = Checkpointing(self.memory.advise), TiledMLP()
         self.parts = self.make_parts(view)
         self.view = view  # of the latest pass
@@ -194,7 +192,7 @@ class _Patch:
 
     def make_parts(self, view: ModelView) -> tuple[Part, ...]:
         """Returns the parts of a model in the order of their steps. A new capability is a new part and a line here."""
-        head, streams = Head(self.token_losses), DropoutStreams()
+        streams = DropoutStreams()
         return (
             Arguments(),
             Replicas(self.config),
@@ -213,10 +211,8 @@ class _Patch:
             Adapters(),
             RouterLogits(view.root),  # adds to the loss
             Loss(view, self.group),
-            self.token_losses,
-            head,
             States(streams),
-            Outputs(head),  # gathers or drops what the parts before it have read
+            self.head,  # gathers or drops what the parts before it have read
             streams,  # draws seeds last, when nothing can stop the pass
         )
 
@@ -289,7 +285,7 @@ class _Patch:
         self.passes += 1
         changed = not self.view.is_of(module)
         view = ModelView(module) if changed else self.view
-        wants_loss = self.pooling is None and self.token_losses.question is None
+        wants_loss = self.pooling is None and self.head.question is None
         group, callers = resolve_group(self.group), Callers(view.is_compiled or within_compiled())
         call = Call(view, group, self.config, self.task, given, callers, self.pooling, wants_loss)
         mode = "training" if module.training else "evaluation"
@@ -299,7 +295,7 @@ class _Patch:
             agreement.add("compiled", call.compiled, _COMPILED)
         if not resources_of(group).knows_hosts:  # all ranks must have arrived before any asks for hosts
             sizes = ", ".join(map(str, view.find(recurrent_sizes))) or "none"
-            group.agree({"BurstConfig": str(self.config), "recurrent layers": sizes}, error, view.device, doing=doing)
+            group.agree({"recurrent layers": sizes}, error, view.device, doing=doing)
         batch: Batch | None = None
         try:
             if error is None:

@@ -148,6 +148,16 @@ def own_modules(layer: nn.Module) -> list[nn.Module]:
     return found
 
 
+def is_partitioned(module: nn.Module) -> bool:
+    """Returns whether DeepSpeed ZeRO-3 shards the weights, which are then empty outside their own module's call."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+def is_sharded_head(head: nn.Module | None) -> bool:
+    """Returns whether FSDP2 shards a head."""
+    return head is not None and any(isinstance(weight, DTensor) for weight in head.parameters())
+
+
 def find_inside(model: nn.Module, attribute: str) -> Any:
     """Returns the first module of any model, wrapped or not, that itself has an attribute, such as a patch."""
     return next((module for module in model.modules() if attribute in vars(module)), None)

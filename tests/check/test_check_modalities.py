@@ -75,7 +75,7 @@ def test_a_class_of_a_users_that_sees_is_compared_on_text(ranks: Ranks) -> None:
 
 
 def test_the_table_of_images_would_see_what_is_wrong_on_images(ranks: Ranks) -> None:
-    assert min(ranks(2).run(error_without_sums)) > 1e-3
+    assert min(ranks(3).run(error_without_sums)) > 1e-3  # over two, each encodes the images of its own tokens
 
 
 @pytest.mark.parametrize("changed", [False, True])

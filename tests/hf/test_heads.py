@@ -213,9 +213,9 @@ def test_a_token_that_there_is_not_is_no_other_one(token: int) -> None:
         states[:, token]
 
 
-def test_a_pooler_that_is_not_given_the_whole_batch_is_refused() -> None:
+def test_a_pooler_that_is_not_given_all_tokens_is_refused() -> None:
     model = models.patch(make("AlbertModel"))
-    with pytest.raises(UnsupportedModelError, match="pools tokens by no module"):
+    with pytest.raises(UnsupportedModelError, match="add_pooling_layer=False"):
         model(torch.ones(1, 7, dtype=torch.long))
 
 

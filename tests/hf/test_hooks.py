@@ -1,6 +1,5 @@
 """Forward hooks of the user on a patched model and on its head: served as in plain Transformers, or refused."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -88,16 +87,6 @@ def test_a_hook_on_every_module_is_given_logits() -> None:
     finally:
         handle.remove()
     assert (model.lm_head, torch.Tensor) in seen
-
-
-def test_the_memory_that_a_hook_on_the_head_takes_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    from hf_burst.hf.spread import value as head
-
-    head.logger.warning_once.cache_clear()
-    model = hook_head(hf_burst.patch_model(models.make_model("llama").train()), scale_tensors)
-    with caplog.at_level(logging.WARNING, head.__name__):
-        model(**models.make_batch("plain"))
-    assert "Remove the hook for long sequences" in caplog.text
 
 
 def see_outputs(rank: int, size: int) -> None:

@@ -180,7 +180,7 @@ class Width(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(found):
-            if isinstance(tensor, torch.Tensor) and models.VOCABULARY in tensor.shape:
+            if isinstance(tensor, torch.Tensor) and models.VOCABULARY in tensor.shape and not tensor.is_meta:
                 others = tensor.numel() // models.VOCABULARY
                 self.most = max(self.most, 0 if others == self.hidden else others)  # but for weights
         return found

@@ -9,6 +9,7 @@ import torch
 
 from hf_burst.hf.admission import row_of
 from hf_burst.hf.parts import towers
+from hf_burst.ranks.collectives import all_gather
 from tests.support import models
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
 from tests.support.ranks import RankPool
@@ -69,12 +70,11 @@ def test_one_video_over_ranks_is_exact(ranks: Ranks, family: str, size: int, fra
 
 def other_frames(rank: int, size: int, family: str, frames: int) -> tuple[Result, int]:
     """As if ranks had encoded each other's frames."""
-    put = towers._put_together
 
-    def swapped(output: Any, shares: Sequence[Any], group: Any) -> None:
-        put(output, shares[::-1], group)
+    def swapped(tensor: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
+        return all_gather(tensor, group)[::-1]
 
-    with mock.patch.object(towers, "_put_together", swapped):
+    with mock.patch.object(towers, "all_gather", swapped):
         return on_ranks(rank, size, family, frames)
 
 

@@ -362,9 +362,9 @@ WITHOUT_LOGITS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "smoothing": (
         {"label_smoothing_factor": 0.2},
-        "wants them for label_smoothing_factor: lower per_device_train",
+        "Trainer asks for them where .*label_smoothing_factor.*lower per_device_train",
     ),
-    "function": ({"compute_loss_func": squared}, "wants them for compute_loss_func: lower per_device_train"),
+    "function": ({"compute_loss_func": squared}, "where it has .*compute_loss_func.*lower per_device_train"),
 }
 
 

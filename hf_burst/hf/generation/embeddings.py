@@ -13,8 +13,6 @@ from ..groups import PATCH
 from ..overrides import Override
 from .settings import patched
 
-_OF_LOSSES = ("labels", "num_items_in_batch")
-
 
 def embeddings(
     model: nn.Module, batch: Mapping[str, Any], pooling: Literal["first", "last", "mean"] = "last"
@@ -56,7 +54,7 @@ def embeddings(
     patch = getattr(base, PATCH)
     inputs = dict(batch) | ({"use_cache": False} if patch.task.causal else {})
     if not is_sharded(inputs):
-        inputs = {name: value for name, value in inputs.items() if name not in _OF_LOSSES}
+        inputs = {name: value for name, value in inputs.items() if name not in ("labels", "num_items_in_batch")}
     patch.pooling = str(pooling)
     instead = None if base.base_model is base else _BaseModel.put(base)
     try:

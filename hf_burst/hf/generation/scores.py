@@ -1,6 +1,6 @@
 """Per-token losses and teacher divergences over ranks, with gradients, and losses after a remembered document."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -11,14 +11,14 @@ from torch.nn import functional
 from ...config import still_called
 from ...errors import BatchError, ConfigError
 from ...layers import loss
+from ...ranks.group import ContextGroup
 from ..batches.documents import batch_shape, check_shape
 from ..batches.sharded import checksum, sum_of_bits
 from ..groups import PATCH, resolve_group
-from ..parts.token_losses import Question, TokenLosses, check_weights
+from ..parts.head import Question
 from ..parts.tokens import check_ranges
-from ..spread.heads import is_partitioned, is_sharded_head
 from ..spread.value import Spread
-from ..view import device_of
+from ..view import device_of, is_partitioned, is_sharded_head
 from .document import Document, with_document
 from .settings import agreed, cache_key, check, evaluating, patched
 
@@ -65,9 +65,12 @@ def token_losses(
     >>> (losses * importance).sum().backward()
     ```
     """
-    if document is not None:
-        return _behind(model, batch, weights, document)
-    return _ask(model, batch, Question(_losses, {"token losses": True}, weights))
+    facts = {"token losses": True, "weights of tokens": weights is not None}
+    if document is None:
+        losses = _ask(model, batch, Question(facts, _losses))
+    else:
+        losses = _behind(model, batch, facts, document)
+    return losses if weights is None else _weighted(losses, weights, patched(model)[1])
 
 
 def token_divergences(
@@ -107,57 +110,42 @@ def token_divergences(
     bad = bad if 0 < beta < 1 else f"beta={beta}, and needs a number between 0 and 1; at these ends take another kind"
     if bad or kind not in _WIDE:
         raise ConfigError(f"token_divergences was given {bad or f'kind={kind!r}; it is one of {tuple(_WIDE)}'}.")
-    student, known = _with_head(model), _with_head(teacher)
-    for difference in _differences(student, known):
-        raise ConfigError(difference)
+    _check_teacher(patched(model)[0], patched(teacher)[0])
     kept: list[Spread] = []
     facts = {"token divergences": [kind, top_k, temperature, beta]}
     with evaluating(teacher), torch.no_grad():
-        _ask(teacher, batch, Question(partial(_keep, kept), facts))
-    value = partial(_divergences, kept[0], kind, top_k, temperature, beta)
-    return _ask(model, batch, Question(value, facts, teacher=kept[0]))
+        _ask(teacher, batch, Question(facts, partial(_keep, kept)))
+    measure = partial(loss.token_divergences, kind=kind, top_k=top_k, temperature=temperature, beta=beta)
+    return _ask(model, batch, Question(facts, partial(_divergences, kept[0], measure, _WIDE[kind])))
 
 
-def _differences(student: Any, teacher: Any) -> Iterator[str]:
-    """Yields why a teacher cannot be compared with a student, token by token."""
-    vocabularies = [module.config.get_text_config().vocab_size for module in (student, teacher)]
-    patches = [getattr(module, PATCH) for module in (student, teacher)]
-    tasks = [patch.task.kind for patch in patches]
-    for name, (own, other) in {"vocabularies": vocabularies, "tasks": tasks}.items():
-        if own != other:
-            yield (
-                f"The {name} of model and teacher differ: {own} and {other}. Take a teacher with the tokenizer of the "
-                "model."
-            )
-    if len({resolve_group(patch.group) for patch in patches}) > 1:
-        yield "The teacher was patched for another group of ranks than the model. Patch both with the same group."
+def _check_teacher(student: Any, teacher: Any) -> None:
+    """Raises for a teacher that cannot be compared with a student, token by token."""
+    pair = student, teacher
+    own, other = (module.config.get_text_config().vocab_size for module in pair)
+    kinds = {(getattr(module, PATCH).task.kind, resolve_group(getattr(module, PATCH).group)) for module in pair}
     head = teacher.get_output_embeddings()
-    if head is not None and (is_partitioned(head) or is_sharded_head(head)):
-        yield (
+    ConfigError.refuse(
+        (own != other, f"The vocabularies of model and teacher differ: {own} and {other}. Take the same tokenizer."),
+        (len(kinds) > 1, "Model and teacher are a causal and a masked one, or of other groups. Give equal ones."),
+        (
+            head is not None and (is_partitioned(head) or is_sharded_head(head)),
             "The head of the teacher is sharded by FSDP2 or ZeRO-3, which gather it in its own passes alone. Leave the "
-            "teacher out of accelerator.prepare, so that every rank holds it."
-        )
-
-
-def _with_head(model: nn.Module) -> Any:
-    """Returns the patched model inside a model; raises if it has no language-model head."""
-    base, _ = patched(model)
-    if getattr(base, PATCH).task.reads:
-        raise ConfigError("The model has no language-model head, so its tokens have no losses. Load one with a head.")
-    return base
+            "teacher out of accelerator.prepare, so that every rank holds it.",
+        ),
+    )
 
 
 def _ask(model: nn.Module, batch: Mapping[str, Any], question: Question) -> Tensor:
-    patch = getattr(_with_head(model), PATCH)
-    part: TokenLosses = patch.token_losses
+    patch = getattr(patched(model)[0], PATCH)
+    if patch.task.reads:
+        raise ConfigError("The model has no language-model head, so its tokens have no losses. Load one with a head.")
     inputs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
-    if patch.task.generates:
-        inputs["use_cache"] = False
-    part.question = question
+    patch.head.question = question
     try:
-        answer: Tensor = model(**inputs)["loss"]
+        answer: Tensor = model(**inputs | ({"use_cache": False} if patch.task.generates else {}))["loss"]
     finally:
-        part.question = None
+        patch.head.question = None
     return answer
 
 
@@ -172,41 +160,52 @@ def _keep(kept: list[Spread], scores: Spread, targets: Tensor) -> Tensor:
 
 
 def _divergences(
-    teacher: Spread, kind: str, top_k: int | None, temperature: float, beta: float, scores: Spread, targets: Tensor
+    teacher: Spread, measure: Callable[..., Tensor], share: int, scores: Spread, targets: Tensor
 ) -> Tensor:
+    if not (teacher.lies and scores.lies and teacher.lies.layout == scores.lies.layout):
+        raise BatchError(
+            "The layers of the teacher see otherwise far than those of the model, or share other beginnings, so each "
+            "cut the batch in its own way. Give both the same shards, of hf_burst.shard_batch or BurstCollator."
+        )
     flat = targets.flatten()
 
     def value(logits: Tensor, part: slice) -> Tensor:
         with torch.no_grad():
             known = teacher.some(part)
-        return loss.token_divergences(logits, known, flat[part], kind, top_k, temperature, beta)
+        return measure(logits, known, flat[part])
 
-    return scores.own_values(value, _WIDE[kind])
+    return scores.own_values(value, share)
+
+
+def _weighted(losses: Tensor, weights: Tensor, group: ContextGroup) -> Tensor:
+    """Returns losses times weights, which must be the same on all ranks."""
+    with agreed(group, losses.device, "token_losses with weights") as found:
+        check_shape("The tensor of weights", weights, tuple(losses.shape), ", one for every label of the whole batch")
+        if not weights.is_floating_point() or not weights.isfinite().all():
+            raise BatchError(f"The weights of tokens ({weights.dtype}) are not finite floating-point numbers.")
+        found.add("weights of tokens (checksum)", sum_of_bits(weights.to(losses.device)))
+    return losses * weights.to(losses)
 
 
 @torch.no_grad()
-def _behind(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None, document: Document) -> Tensor:
-    """Returns the losses of tokens after a document."""
+def _behind(model: nn.Module, batch: Mapping[str, Any], facts: dict[str, Any], document: Document) -> Tensor:
     base, group = patched(model)
     ids, mask, labels = (batch.get(name) for name in ("input_ids", "attention_mask", "labels"))  # type: Any, Any, Any
     with agreed(group, device_of(base), "token_losses behind a document") as found:
-        found.facts |= {"document": document.number, "weights": weights is not None}
+        found.facts |= {"document": document.number, **facts}
         if others := sorted(set(batch) - {"input_ids", "attention_mask", "labels"}):
             raise BatchError(f"Behind a document a batch is input_ids and labels; leave out {', '.join(others)}.")
         check(base, {"input_ids": ids, "use_cache": True})
         check_shape("labels", labels, batch_shape(batch))
-        check_weights(weights, tuple(labels.shape))
         check_ranges({"input_ids": ids, "labels": labels}, base.config.get_text_config().vocab_size, None, None)
         whole, shown = with_document(document, ids, mask)
         found.add("answers (checksum)", checksum(batch))
-        found.add("weights of tokens (checksum)", None if weights is None else sum_of_bits(weights))
     document.check(base, group)
     new = labels.shape[1]
-    positions = (shown.cumsum(1) - 1).clamp(min=0)[:, -new:]
     logits = base(
         input_ids=whole[:, -new:],
         attention_mask=shown,
-        position_ids=positions,
+        position_ids=(shown.cumsum(1) - 1).clamp(min=0)[:, -new:],
         **{cache_key(base): document.cache()},
         use_cache=True,
     ).logits
@@ -215,5 +214,4 @@ def _behind(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None, 
     before = functional.pad(logits, (0, 0, 1, 0))[:, :-1]
     before = torch.where((place == 0)[..., None], document.logits.to(logits), before)  # it predicts the first token
     targets = labels.masked_fill(place < 0, loss.IGNORE_INDEX)
-    losses = loss.token_losses(before.flatten(0, 1), targets.flatten()).view_as(targets)
-    return losses if weights is None else losses * weights.to(losses)
+    return loss.token_losses(before.flatten(0, 1), targets.flatten()).view_as(targets)

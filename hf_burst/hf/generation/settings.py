@@ -18,8 +18,7 @@ from ..forward_pass import Agreement
 from ..groups import PATCH, resolve_group
 from ..models.recurrent import functions_of, recurrent_modules
 from ..parts.expert_ranks import check_same_passes
-from ..spread.heads import is_partitioned
-from ..view import ModelView, find_inside, inner_modules
+from ..view import ModelView, find_inside, inner_modules, is_partitioned
 
 _SETTINGS = frozenset(vars(GenerationConfig()))  # settings that may be tensors, such as eos_token_id
 _TEXT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")

@@ -24,11 +24,9 @@ from .experts import balance_share
 
 _ITEMS = "num_items_in_batch (labels of all ranks: Trainer counts them unless average_tokens_across_devices=False)"
 _PAST_US = (
-    "The model was given labels and did not compute its loss by model.loss_function, where ranks add up theirs: its "
-    "forward is {}, which knows the tokens of one rank only. Switch fused losses off: hf_burst itself scores some "
-    "tokens at a time, by Liger's kernel where that is installed. In the case of Liger set TrainingArguments("
-    "use_liger_kernel=True, liger_kernel_config={{'fused_linear_cross_entropy': False}}); its other kernels may stay. "
-    "A forward of your own has to call self.loss_function(logits=..., labels=..., vocab_size=..., **kwargs)."
+    "The model did not compute its loss by model.loss_function, where ranks add up theirs: its forward is {}. Switch "
+    "fused losses off, as Liger's by liger_kernel_config={{'fused_linear_cross_entropy': False}}, and let a forward of "
+    "your own call self.loss_function(logits=..., labels=..., vocab_size=..., **kwargs)."
 )
 
 
@@ -41,18 +39,14 @@ class Loss(Part):
         self.plain = computes.loss_function
         self.was_set = "_loss_function" in vars(computes)  # on the model, instead of by its class
         self.averages = not calls_loss_function(view.root)  # each batch alone, whatever num_items_in_batch is
-        self.accumulated: tuple[float, int] = (0.0, 0)  # num_items_in_batch, and how many of its labels came so far
         self.run: ForwardPass | None = None
-        self.forward = ""  # name of the model's forward in the pass
         self.items: float | None = None  # `num_items_in_batch` of the pass
         self.wanted = False  # whether there are targets for a loss
         self.computed = False  # whether the model has called the loss function
-        self.targets: torch.Tensor | None = None
         self.weights: dict[int, torch.Tensor] | None = None  # targets by how often they count, unless all count once
 
     @staticmethod
     def computes(view: ModelView) -> PreTrainedModel:
-        """Returns the model whose loss function is called."""
         return computes_loss(view.root, reader_of(view).root)
 
     def install(self, view: ModelView) -> None:
@@ -62,28 +56,37 @@ class Loss(Part):
     def admit(self, call: Call, agreement: Agreement) -> None:
         if not self.reads and self.computes(call.view).loss_function != self.compute:
             raise ConfigError(
-                "The loss function of the model was changed after it was patched, so its loss would be wrong. Call "
-                "hf_burst.unpatch_model(model) first, then change it."
+                "The loss function of the model was changed after it was patched. Unpatch it first, then change it."
             )
-        self.forward = forward_name(call.model)
-        agreement.add("forward of the model", self.forward, "Replace or wrap it on all ranks, or on none.")
-        if self.forward.startswith("liger_kernel."):
-            raise ConfigError(_PAST_US.format(self.forward))
+        forward = forward_name(call.model)
+        agreement.add("forward of the model", forward, "Replace or wrap it on all ranks, or on none.")
+        if forward.startswith("liger_kernel."):
+            raise ConfigError(_PAST_US.format(forward))
         self.items = None if call.items is None else float(call.items)
         agreement.add(_ITEMS, self.items)
 
     def begin(self, run: ForwardPass) -> None:
         items, tokens = self.items, run.labels
         self.wanted = run.batch.targets is not None and run.call.wants_loss
-        if items is not None and not items > 0 and (tokens or items):
-            raise BatchError(
-                f"num_items_in_batch is {items:g}; it is the number of labels that count, over all ranks, and must be "
-                "above 0. Leave it out to average this batch by itself."
-            )
-        if items is not None and self.averages and self.wanted:
-            self.items = items = self._items_of_batch(run, items)
+        counted = items is not None and self.averages and self.wanted
         fused = run.batch.inputs.get("fused_lm_head")  # TRL's trainers go on, with log_probs that are all 0
-        if run.model.training and self.wanted and tokens == 0 and not items and not fused:
+        BatchError.refuse(
+            (
+                items is not None and not items > 0 and (tokens or items),
+                f"num_items_in_batch is {items}; it counts the labels of all ranks, and is above 0. Leave it out to "
+                "average this batch by itself.",
+            ),
+            (
+                counted and run.model.training and not run.call.callers.multiply_losses,
+                f"Trainer gives {type(run.model).__name__} the labels of one process, and would not multiply its loss "
+                "by their number. Leave average_tokens_across_devices=False out.",
+            ),
+        )
+        if counted:  # all groups take part, which have not agreed on this pass
+            mine = run.batch.labels if run.batch.sharded else tokens
+            doing = "a count of the labels of all ranks"
+            self.items, _ = ContextGroup.from_mesh(None).agree({}, None, run.device, mine, doing=doing)
+        if run.model.training and self.wanted and tokens == 0 and not self.items and not fused:
             raise BatchError(
                 f"All labels of the batch are {IGNORE_INDEX}, or no token predicts them, so nothing is to be learned. "
                 "Drop such batches, or check how the labels are masked."
@@ -91,13 +94,10 @@ class Loss(Part):
         self.run, self.computed = run, False
         counts = run.batch.lies.counts
         self.weights = None if counts is None else rows_by_weight(counts, run.device)
-        self.targets = run.batch.targets if self.wanted and not run.call.task.generates else None
 
     def arguments(self, run: ForwardPass) -> dict[str, Any]:
         cached = isinstance(run.call.cache, ShardedCache)  # some models return no cache by default
-        given = run.call.task.overrides(use_cache=cached or (run.batch.lies.alone and not run.model.training))
-        counted = self.averages and self.wanted and self.items is not None
-        return given | ({"num_items_in_batch": self.items} if counted else {})
+        return run.call.task.overrides(use_cache=cached or (run.batch.lies.alone and not run.model.training))
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if "log_probs" in outputs:  # TRL's output for `fused_lm_head=True`; its trainers look at no other rank
@@ -105,7 +105,7 @@ class Loss(Part):
             if self.weights is not None:
                 parts = (weight * scores.index_select(0, index) for weight, index in self.weights.items())
                 scores = torch.cat([scores[:0], *parts])
-            loss = batch_loss(-scores.sum(), run, self._items(run) if run.labels else 1)  # 0 and not nan, as in TRL
+            loss = batch_loss(-scores.sum(), run, self.items if run.labels else 1)  # 0 and not nan, as in TRL
             if "aux_loss" in outputs:  # already that of the whole batch
                 factor = run.model.config.get_text_config().router_aux_loss_coef * balance_share(run)
                 loss = loss + factor * outputs["aux_loss"]
@@ -113,64 +113,40 @@ class Loss(Part):
         elif self.reads:
             if outputs.get("loss") is not None and self.items is not None and run.call.callers.multiply_losses:
                 outputs["loss"] = outputs["loss"] / run.group.size  # every rank holds that of the whole batch
-        elif self.wanted and run.call.task.generates and not self.computed:
-            if outputs.get("loss") is not None:
-                raise ConfigError(_PAST_US.format(self.forward))
-        elif self.targets is not None:
-            outputs["loss"] = batch_loss(Spread.of(outputs["logits"]).loss_sum(self.targets), run, self._items(run))
-
-    def _items(self, run: ForwardPass) -> torch.Tensor | float | None:
-        return self.items if self.averages else run.call.items
+        elif self.wanted and not run.call.task.generates and run.batch.targets is not None:
+            outputs["loss"] = batch_loss(Spread.of(outputs["logits"]).loss_sum(run.batch.targets), run, self.items)
+        elif self.wanted and not self.computed and outputs.get("loss") is not None:
+            raise ConfigError(_PAST_US.format(forward_name(run.model)))
 
     def end(self) -> None:
-        self.run = self.targets = self.weights = None
+        self.run = self.weights = None
 
     def remove(self, view: ModelView) -> None:
         computes = self.computes(view)
-        if self.reads:
-            return
+        if not self.reads:
+            vars(computes).pop("_loss_function", None)
         if self.was_set:
             computes.loss_function = self.plain
-        else:
-            vars(computes).pop("_loss_function", None)
 
+    @torch.compiler.disable  # a graph would be made anew for each number of labels
     def compute(self, logits: torch.Tensor | Spread, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Computes the cross-entropy of the whole batch in place of the model's `loss_function`, see [`batch_loss`]."""
         if kwargs.pop(PASS_KEY, None) is None:
             if resolve_group(self.group).size > 1:
                 raise UnsupportedModelError(
-                    "The forward of the model was called past its hooks, which cut the batch: model.forward(...) "
-                    "instead of model(...), as the peft method AdaLoRA does. Call the model itself; AdaLoRA is not "
-                    "served."
+                    "model.forward(...) was called, past the hooks that cut the batch, as the peft method AdaLoRA "
+                    "does, which is not served. Call model(...) itself."
                 )
             plain: torch.Tensor = self.plain(logits, labels, *args, **kwargs)
             return plain
         assert self.run is not None, "a call is given in a pass"
         self.computed = True
         local = Spread.of(logits).loss_sum(kwargs["shift_labels"], self.weights)
-        return batch_loss(local, self.run, kwargs.get("num_items_in_batch"))
-
-    def _items_of_batch(self, run: ForwardPass, items: float) -> int:
-        """Returns `num_items_in_batch` of this batch alone, by which a class that computes its own loss divides.
-        `Trainer` counts the labels of all accumulated batches."""
-        mine = run.batch.labels if run.batch.sharded else run.labels
-        doing = "a count of the labels of all ranks"  # also counts groups that have not agreed on this pass
-        total, _ = ContextGroup.from_mesh(None).agree({}, None, run.device, mine, doing=doing)
-        if not run.model.training:
-            return total
-        begun = self.accumulated[0] == items and any(parameter.grad is not None for parameter in run.model.parameters())
-        counted = (self.accumulated[1] if begun else 0) + total
-        self.accumulated = (items, counted if counted < items else 0)
-        if counted > items:
-            raise BatchError(
-                f"num_items_in_batch is {items:g}, and the batches that were accumulated have {counted} labels over "
-                "all ranks. Count those of all ranks, as Trainer does unless average_tokens_across_devices=False."
-            )
-        return total
+        return batch_loss(local, self.run, self.items)
 
 
 @torch.compiler.disable
-def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: torch.Tensor | float | None) -> torch.Tensor:
+def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: float | None) -> torch.Tensor:
     """Returns the loss of the whole batch, weighted by tokens over all ranks.
 
     As in Transformers, a token counts 1 / `items` (`num_items_in_batch`), a batch without tokens has the loss nan, and
@@ -178,8 +154,5 @@ def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: torch.Tensor | 
     `items` a token counts 1 / tokens of the group. `items` are summed over all ranks: each rank of a group counts a
     full batch, but a sharded batch is counted once.
     """
-    if items is None:
-        return group_sum(local_sum * (1 / run.labels if run.labels else math.nan), run.group)
-    if isinstance(items, torch.Tensor):
-        items = items.to(local_sum)  # 1 / integer would be fp32
-    return group_sum(local_sum * (1 / (items * run.group.size if run.batch.sharded else items)), run.group)
+    counted = run.labels if items is None else items * run.group.size if run.batch.sharded else items
+    return group_sum(local_sum * (1 / counted if counted else math.nan), run.group)

@@ -16,8 +16,7 @@ from ...errors import ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..batches.sharded import sum_of_octets
 from ..forward_pass import Agreement, Call, ForwardPass
-from ..spread.heads import is_partitioned
-from ..view import ModelView
+from ..view import ModelView, is_partitioned
 from .base import Part
 
 WEIGHTS = "weights (checksum)"

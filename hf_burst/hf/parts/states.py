@@ -26,23 +26,21 @@ from .base import Handles, Part
 from .dropout import DropoutStreams
 from .replicas import refuse_partitioned
 
-_EACH_TOKEN = "ForTokenClassification"  # in names of classes that classify each token
-_SPAN = "ForQuestionAnswering"  # in names of classes that choose among all tokens
 POOLINGS = ("first", "last", "mean")  # of embeddings
 
 
-def _reads_first(call: Call, bare: bool) -> bool:
-    """Returns whether an encoder's head or pooler reads the first token of a row."""
-    by_mean = getattr(call.model.config.get_text_config(), "classifier_pooling", "cls") == "mean"
-    return not by_mean and (not bare or getattr(call.model, "pooler", None) is not None)
-
-
-def _shows_last(call: Call, mask: Tensor) -> bool:
-    """Returns whether a mask shows the last token of each row that is not `pad_token_id`."""
-    pad, ids = call.model.config.get_text_config().pad_token_id, call.given.get("input_ids")
+def _hidden(call: Call, mask: Tensor, bare: bool) -> str:
+    """Returns which token of a row a head or pooler reads, if a mask hides it; else an empty string."""
+    config, ids = call.model.config.get_text_config(), call.given.get("input_ids")
+    by_mean = getattr(config, "classifier_pooling", "cls") == "mean"
+    if by_mean or (bare and (call.task.causal or getattr(call.model, "pooler", None) is None)):
+        return ""
+    if not call.task.causal:
+        return "" if mask[:, 0].all() else "first token"
+    pad = config.pad_token_id
     seen = torch.ones_like(mask) if pad is None or ids is None else (ids != pad).to(mask)
     judged = (torch.arange(mask.shape[1], device=mask.device) * seen).argmax(-1)
-    return bool(mask.gather(1, judged[:, None].to(mask.device)).all())
+    return "" if mask.gather(1, judged[:, None]).all() else f"last token that is not config.pad_token_id ({pad})"
 
 
 def documents_in(layout: SequenceLayout) -> list[tuple[int, ...]]:
@@ -79,8 +77,7 @@ class States(Part):
 
     def __init__(self, streams: DropoutStreams) -> None:
         self.streams = streams
-        self.run: ForwardPass | None = None
-        self.pooled = False  # whether the pooler got the whole batch in this pass
+        self.run: ForwardPass | None = None  # of a model without a language-model head
 
     def look(self, view: ModelView) -> Handles:
         reader = reader_of(view).root
@@ -100,67 +97,51 @@ class States(Part):
             refuse_partitioned(call.model, "Hidden states, or a model without a language-model head, are not served")
         if call.pooling is None:
             self._check_rows(call, batch)
-        else:
-            self._check_documents(call, batch, call.pooling)
-
-    def _check_documents(self, call: Call, batch: Batch, pooling: str) -> None:
-        """Raises for a model, a pooling or a batch without an embedding of each document."""
+            return
         lengths = batch.given.get("cu_seq_lens_q")
-        if pooling not in POOLINGS:
-            raise ConfigError(f"embeddings was given pooling={pooling!r}; it is one of {POOLINGS}.")
+        if call.pooling not in POOLINGS:
+            raise ConfigError(f"embeddings was given pooling={call.pooling!r}; it is one of {POOLINGS}.")
         if not call.task.reads and call.model.base_model is call.model:
             raise UnsupportedModelError(
-                f"{type(call.model).__name__} has a head and no base model, of whose hidden states embeddings are "
-                "made. Load the model by AutoModel.from_pretrained."
+                f"{type(call.model).__name__} has a head and no base model. Load it by AutoModel.from_pretrained."
             )
         batch.lies.check_texts()
         if lengths is not None and (torch.as_tensor(lengths).flatten().diff() == 0).any():
-            raise BatchError(
-                "cu_seq_lens_q has a document of no tokens, which has no embedding. Drop empty texts from the batch."
-            )
+            raise BatchError("cu_seq_lens_q has a document of no tokens. Drop empty texts from the batch.")
 
     def _check_rows(self, call: Call, batch: Batch) -> None:
         """Raises for a shard, for documents that a head would judge as one, and for a result that depends on states of
         padding, which sees other tokens than in the unpatched model."""
         name, bare = type(call.model).__name__, reader_of(call.view) is call.view
         judges = " ".join(base.__name__ for base in type(call.model).__mro__)
-        each, spans = _EACH_TOKEN in judges, _SPAN in judges
-        labels, pad = batch.given.get("labels"), call.model.config.get_text_config().pad_token_id
-        mask: Any = batch.given.get("attention_mask") if batch.layout.real else None
-        padded = mask is not None and not batch.sharded
-        first = padded and not (each or spans or call.task.causal) and _reads_first(call, bare)
-        last = padded and not (each or spans or bare) and call.task.causal
+        each, spans = "ForTokenClassification" in judges, "ForQuestionAnswering" in judges
+        labels = batch.given.get("labels")
+        mask = batch.given.get("attention_mask") if batch.layout.real and not batch.sharded else None
+        hidden = "" if mask is None or each or spans else _hidden(call, mask, bare)
         BatchError.refuse(
             (
                 not (bare or each) and any(len(bounds) > 2 for bounds in documents_in(batch.layout)),
-                f"The batch packs documents, and {name} judges a row as one. Give every document a row of its own "
-                "(packing=False, no DataCollatorWithFlattening).",
+                f"The batch packs documents, and {name} judges a row as one. Give each a row (packing=False).",
             ),
             (batch.sharded, f"{name} needs the labels of whole rows. Give full batches (no BurstCollator)."),
             (
-                padded and spans,
-                f"{name} chooses among all tokens, those of padding too, whose states differ from those of an "
-                "unpatched model. Give rows of one length, such as one row a batch, without padding.",
+                mask is not None and spans,
+                f"{name} chooses among all tokens, those of padding too, whose states are others than in one process. "
+                "Give rows of one length, such as one row a batch, without padding.",
             ),
             (
-                last and not _shows_last(call, mask),
-                f"{name} judges the last token that is not config.pad_token_id ({pad}), and attention_mask hides it. "
-                "Pad with this token, or set config.pad_token_id to the token that pads.",
-            ),
-            (
-                first and not mask[:, 0].all(),
-                f"{name} judges the first token of a row, which is padding. Pad on the right.",
+                hidden,
+                f"{name} judges the {hidden} of a row, and attention_mask hides it. Pad on the right, with this token.",
             ),
         )
-        if padded and each and labels is not None:
+        if mask is not None and each and labels is not None:
             check_padding((labels != IGNORE_INDEX) & (mask == 0))
 
     def begin(self, run: ForwardPass) -> None:
-        self.run, self.pooled = run if run.call.task.reads else None, False
+        self.run = run if run.call.task.reads else None
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if self.run is not None and reader_of(run.call.view) is run.call.view:
-            self._check_pooled(run.model, outputs.get("pooler_output"))
             outputs["last_hidden_state"] = self._standing_for_all(outputs["last_hidden_state"])
         if run.call.pooling:
             outputs.pop("hidden_states", None)  # else it would be gathered
@@ -183,22 +164,16 @@ class States(Part):
         if self.run is None:
             return output
         if isinstance(output, tuple):
-            self._check_pooled(module, output[1] if getattr(module, "pooler", None) is not None else None)
             return (self._standing_for_all(output[0]), *output[1:])
-        self._check_pooled(module, output.get("pooler_output"))
         output["last_hidden_state"] = self._standing_for_all(output["last_hidden_state"])
         return output
 
     def _pooled(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        if self.run is None or not args or args[0].ndim != 3:
-            return None  # `_check_pooled` notices if anything comes of it
-        self.pooled = True
-        return (self._standing_for_all(args[0]), *args[1:])
-
-    def _check_pooled(self, module: nn.Module, pooled: Any) -> None:
-        """Raises if a pooler saw only this rank's tokens."""
-        if pooled is not None and not self.pooled:
+        if self.run is None:
+            return None
+        if not args or args[0].ndim != 3:
             raise UnsupportedModelError(
-                f"{type(module).__name__} pools tokens by no module that is called with those of all ranks. It is not "
-                "served with its pooler: make it with add_pooling_layer=False, or take a class that judges tokens."
+                f"{type(self.run.model).__name__} gives its pooler some of a rank's tokens, and not all. Make it with "
+                "add_pooling_layer=False, or take a class that judges tokens."
             )
+        return (self._standing_for_all(args[0]), *args[1:])

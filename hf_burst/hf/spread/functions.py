@@ -3,9 +3,9 @@
 Each is called with the value and the arguments, and returns `NotImplemented` if these mix tokens.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,17 +13,16 @@ from torch import Tensor
 from torch.nn import functional
 
 SERVED = (
-    "Served are slices of rows, tokens and words, products with numbers, log_softmax, softmax, logsumexp, gather, sum "
-    "and mean over words, cross_entropy, and the mean of all. For other losses take hf_burst.token_losses or "
-    "token_divergences."
+    "Served are slices, products with numbers, log_softmax, softmax, logsumexp, gather, sum, mean and cross_entropy "
+    "over words. For other losses take hf_burst.token_losses or token_divergences."
 )
 _NAMES = {"truediv": "div", "true_divide": "div", "rmul": "mul", "multiply": "mul", "radd": "add", "negative": "neg"}
-_CASTS = ("float", "to", "clone")
+_CASTS = ("float", "to", "clone", "contiguous")
 _OF_NUMBERS = ("mul", "div", "add", "neg", "tanh")
 # layers with weights or random numbers, which are not put off
 _LAYERS = ("linear", "dropout", "layer_norm", "rms_norm", "gelu", "relu", "silu")
-_CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
-_TAKEN = ("target", "ignore_index", "label_smoothing", "reduction", "weight", "size_average", "reduce")
+_OF_WORDS = ("log_softmax", "softmax", "logsumexp", "sum", "mean", "gather")
+_OF_SHAPE = ("size", "dim", "numel", "element_size", "is_floating_point", "stride")
 
 
 class PutOffCall(NamedTuple):
@@ -48,36 +47,49 @@ def name_of(function: Any) -> str:
     return _NAMES.get(name, name)
 
 
-def is_in_place(function: Any) -> bool:
-    """Returns whether a function of torch changes its first argument."""
-    name = getattr(function, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")
-
-
-def by_tokens(value: Any, function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+def by_tokens(value: Any, function: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
     """Returns a torch function's result if the tokens of a [`Spread`] can stay in place; else `NotImplemented`."""
     name, given = name_of(function), (*args, *options.values())
     numbers = all(isinstance(each, int | float) for each in given)
     row = name == "add" and value.limit is None and all(isinstance(each, Tensor) and each.ndim < 2 for each in given)
-    if name == "contiguous" and value.head is not None:
-        return value
-    if name in (*_CASTS, "contiguous") or (name in _OF_NUMBERS and (numbers or row)):
+    layer = name in _LAYERS and value.head is None and value.limit is None
+    if layer or name in _CASTS or (name in _OF_NUMBERS and (numbers or row)):
         return value.map(name, function, *args, **options)
-    if name in _LAYERS and value.head is None and value.limit is None:
-        return value.map(name, function, *args, **options)
-    if name in ("log_softmax", "softmax"):
-        return _normalized(value, name, *args, **options)
+    if name in _OF_WORDS:
+        return _of_words(value, name, function, list(args) or [options.pop("dim", None)], options)
     if name == "getitem":
         return _item(value, *args)
-    serve = _ASKED.get(name) if value.limit is not None else None
-    return NotImplemented if serve is None else serve(value, *args, **options)
-
-
-def _normalized(value: Any, name: str, dim: Any = None, _stacklevel: Any = 3, dtype: Any = None) -> Any:
-    if dim not in (-1, value.ndim - 1):
+    if value.limit is None:
         return NotImplemented
-    kind = _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype  # tensor methods have the dtype there
-    return value.map(name, getattr(torch, name), -1, dtype=kind)
+    if name in _OF_SHAPE:
+        return function(torch.empty(value.shape, dtype=value.dtype, device="meta"), *args, **options)
+    return _ASKED[name](value, *args, **options) if name in _ASKED else NotImplemented
+
+
+def _of_words(value: Any, name: str, function: Any, args: list[Any], options: dict[str, Any]) -> Any:
+    """Serves a function of the scores of each token; `args` begin with the dimension."""
+    if args == [None] and name == "mean":
+        return _of_words(value, name, function, [-1], options).mean()
+    if args.pop(0) not in (-1, value.ndim - 1):
+        return NotImplemented
+    if "softmax" in name:
+        return value.map(name, function, -1, *args, **options)
+    if value.limit is None:
+        return NotImplemented
+    words, keeps = None, args[0] if args else options.get("keepdim")  # behind the dimension: `keepdim`, or an index
+    if name == "gather":
+        index = args.pop() if args else options.pop("index")
+        if index.shape != (*value.shape[:-1], 1):
+            return NotImplemented
+        words, keeps = index.flatten(), True
+
+    def compute(scores: Tensor, at: Tensor) -> Tensor:
+        own = [] if words is None else [words[at][:, None]]
+        found: Tensor = function(scores, -1, *args, *own, **options)
+        return found.flatten()
+
+    found = value.reduce(name, compute, words)
+    return found[..., None] if keeps else found
 
 
 def _item(value: Any, key: Any) -> Any:
@@ -91,49 +103,22 @@ def _item(value: Any, key: Any) -> Any:
         keys = keys[:-1]
         if len(keys) == 1 and keys[0] is Ellipsis:
             return value
-    if value.limit is not None:
-        on_host = tuple(each.cpu() if isinstance(each, Tensor) else each for each in keys)
-        return replace(value, places=value.chosen[on_host])
-    one = value.lies is not None and len(keys) == 2 and keys[0] == slice(None) and type(keys[1]) is int
-    return value.token(keys[1]) if one else NotImplemented
-
-
-def _reduced(name: str) -> Callable[..., Any]:
-    function: Any = getattr(torch, name)
-
-    def reduce(value: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
-        if dim is None and name == "mean":
-            return value.reduce(name, lambda scores, _: scores.mean(-1)).mean()
-        if dim not in (-1, value.ndim - 1):
-            return NotImplemented
-        found = value.reduce(name, lambda scores, _: function(scores, dim=-1, **options))
-        return found.unsqueeze(-1) if keepdim else found
-
-    return reduce
-
-
-def _gather(value: Any, dim: Any, index: Tensor) -> Any:
-    if dim not in (-1, value.ndim - 1) or index.shape != (*value.shape[:-1], 1):
+    if value.limit is None:
         return NotImplemented
-    words = index.flatten()
-    found = value.reduce("gather", lambda scores, at: scores.gather(-1, words[at][:, None])[:, 0], words)
-    return found[..., None]
+    on_host = tuple(each.cpu() if isinstance(each, Tensor) else each for each in keys)
+    return replace(value, places=value.chosen[on_host])
 
 
-def _cross_entropy(value: Any, *args: Any, **options: Any) -> Any:
-    given = _CROSS_ENTROPY.bind(value, *args, **options)
-    given.apply_defaults()
-    target, ignored, smoothing, reduction, *others = (given.arguments[each] for each in _TAKEN)
-    if any(each is not None for each in others) or target.shape != value.shape[:-1] or target.ndim != 1:
+def _cross_entropy(
+    value: Any, target: Tensor, weight: Any = None, *old: Any, reduction: str = "mean", **options: Any
+) -> Any:
+    given = weight, *old, options.pop("size_average", None), options.pop("reduce", None)
+    if any(each is not None for each in given) or target.shape != value.shape[:-1] or target.ndim != 1:
         return NotImplemented
-    losses = value.reduce(
-        f"cross_entropy with label_smoothing={smoothing!r}",
-        lambda scores, at: functional.cross_entropy(
-            scores, target[at], ignore_index=ignored, label_smoothing=smoothing, reduction="none"
-        ),
-        target,
-        ignored,
-    )
+    compute: Callable[..., Tensor] = partial(functional.cross_entropy, reduction="none", **options)
+    ignored = options.get("ignore_index", -100)
+    what = f"cross_entropy with {options}"
+    losses = value.reduce(what, lambda scores, at: compute(scores, target[at]), target, ignored)
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (target != ignored).sum()
@@ -147,15 +132,7 @@ def _reshaped(value: Any, *shape: Any) -> Any:
 
 
 _ASKED: dict[str, Callable[..., Any]] = {
-    **{name: _reduced(name) for name in ("logsumexp", "sum", "mean")},
     **dict.fromkeys(("view", "reshape"), _reshaped),
-    "gather": _gather,
     "cross_entropy": _cross_entropy,
     "detach": lambda value: replace(value, learns=False),
-    "size": lambda value, dim=None: value.shape if dim is None else value.shape[dim],
-    "dim": lambda value: value.ndim,
-    "numel": lambda value: value.shape.numel(),
-    "element_size": lambda value: value.dtype.itemsize,
-    "is_floating_point": lambda value: True,
-    "stride": lambda value, dim: 0,  # it is stored nowhere
 }

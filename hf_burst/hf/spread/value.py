@@ -2,34 +2,29 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils import _pytree as pytree
-from transformers.utils import logging
 
-from ...errors import BatchError
+from ...errors import BatchError, UnsupportedModelError
 from ...layers.by_parts import token_values
 from ...layers.linear_loss import Linear, learned_by, linear_loss_sum, rows_at_a_time
 from ...layers.loss import token_loss_sum, weighted_loss_sum
 from ..batches.sharded import sum_of_bits
 from ..overrides import Override
-from ..view import children_of
-from .functions import SERVED, PutOffCall, by_tokens, is_in_place, name_of
-from .heads import check_head_again, is_hooked, is_partitioned, is_sharded_head, is_watched
+from ..view import children_of, inner_modules, is_partitioned, is_sharded_head
+from .functions import SERVED, PutOffCall, by_tokens, name_of
 from .where import Where
 
-_HOOKED = (
-    "The head of the model has a forward hook. It is given the logits of this rank's tokens, which are all in memory: "
-    "tokens x vocabulary values. Remove the hook for long sequences."
-)
 _UNWRITTEN = "Values on several ranks are not changed in place; torch.where and x = x / 2 make others of them."
 _FACTS = ("requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta")
-logger = logging.get_logger(__name__)
+_WRAPPERS = ("torch.distributed.", "deepspeed.", "accelerate.", "trl.")  # their hooks manage weights and memory
 Compute = Callable[[Tensor], Tensor]
 TokenValue = Callable[[Tensor, slice], Tensor]  # from scores `(m, vocabulary)` and their places to values `(m,)`
 Weights = Mapping[int, Tensor] | None  # tokens by how often they count; by default all count once
@@ -37,59 +32,38 @@ Weights = Mapping[int, Tensor] | None  # tokens by how often they count; by defa
 
 @dataclass(frozen=True)
 class Limit:
-    """The terms of a value that was handed out, so that any code may use it.
+    """The terms of a value that was handed out: all ranks must use it alike, which is compared."""
 
-    Args:
-        fits (`bool`): Whether all of it may be gathered.
-        about (`str`): Why not.
-        anchor (`torch.Tensor`): Computed from the weights, so that DDP finds those that will get gradients.
-        of_model (`int`): How many of the calls that are put off are the model's own.
-        written (tuple of `int`): How often the head's weights had been written to.
-    """
-
-    fits: bool
-    about: str
-    anchor: Tensor
-    of_model: int
-    written: tuple[int, ...]
+    about: str  # why not all of it may be gathered, if so
+    anchor: Tensor  # computed from the weights, so that DDP finds those that will get gradients
+    written: tuple[int, ...]  # how often the head's weights had been written to
 
 
 @dataclass(eq=False)
 class Spread:
-    """A stand-in for a tensor of all chosen tokens, `(..., width)`, of which this rank holds some.
+    """A stand-in for a tensor of all chosen tokens, `(..., width)`, of which this rank holds some."""
 
-    Args:
-        own (`torch.Tensor` of shape `(batch, n, ...)`): This rank's values, or the inputs of `head` if it is put off.
-        head ([`PutOffHead`], *optional*): Scores some tokens at a time.
-        autocast (`tuple[bool, torch.dtype]`): Whether the head runs under autocast, and in which dtype.
-        put_off (tuple of [`PutOffCall`]): The functions to apply after the head.
-        lies ([`Where`], *optional*): Where all tokens lie. By default the value has this rank's only, as in a model.
-        places (`torch.LongTensor`, *optional*): The tokens in it, see `chosen`; all by default.
-        limit ([`Limit`], *optional*): Set if it was handed out: all ranks must use it alike, which is compared.
-        learns (`bool`, defaults to `True`): Whether gradients flow back.
-    """
-
-    own: Tensor
-    head: "PutOffHead | None" = None
-    autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)
-    put_off: tuple[PutOffCall, ...] = ()
-    lies: Where | None = None
-    places: Tensor | None = None
-    limit: Limit | None = None
-    learns: bool = True
+    own: Tensor  # this rank's values, `(batch, n, ...)`, or the inputs of `head` if it is put off
+    head: "PutOffHead | None" = None  # scores some tokens at a time
+    autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)  # whether the head runs under it, and its dtype
+    put_off: tuple[PutOffCall, ...] = ()  # the functions to apply after the head
+    lies: Where | None = None  # where all tokens lie; by default the value has this rank's only, as in a model
+    places: Tensor | None = None  # the tokens in it, see `chosen`; all by default
+    limit: Limit | None = None  # set if it was handed out, so that any code may use it
+    learns: bool = True  # whether gradients flow back
 
     @classmethod
     def of(cls, value: "Tensor | Spread") -> "Spread":
         return value if isinstance(value, Spread) else cls(value)
 
-    def handed_out(self, lies: Where, fits: bool, about: str, loss: Tensor | None) -> "Spread":
+    def handed_out(self, lies: Where, about: str, loss: Tensor | None) -> "Spread":
         """Returns the same value for any code, see [`Limit`]. Under autocast it is converted to fp32."""
         if self.head is not None and loss is None:
             check_head_again(self.head.module)
         anchor = self.some(slice(0, 1)) if loss is None else loss
         written = () if self.head is None else self.head.written
         value = self.map("float", Tensor.float) if self.autocast[0] else self
-        return replace(value, lies=lies, limit=Limit(fits, about, anchor, len(value.put_off), written))
+        return replace(value, lies=lies, limit=Limit(about, anchor, written))
 
     # -- this rank's tokens
 
@@ -115,7 +89,9 @@ class Spread:
 
         def of_states(states: Tensor, part: slice) -> Tensor:
             with self._precision():  # also in the backward pass
-                return value(self._scores(states)[0], part)
+                scores = head.plain(states)[0]
+            with torch.autocast(scores.device.type, enabled=False):  # which would return fp32
+                return value(self._after(scores), part)
 
         def compute(hidden: Tensor) -> Tensor:
             learned = learned_by(self._scores, hidden) if torch.is_grad_enabled() else []
@@ -140,9 +116,8 @@ class Spread:
         """The head as a linear layer, if it is one and its logits are at most soft-capped."""
         assert self.head is not None, "it is put off"
         module = self.head.module
-        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-            return None
-        if self.head.own is not None or "weight" not in module._parameters:  # a weight that is computed from others
+        plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if not plain or self.head.own is not None or "weight" not in module._parameters:  # it is computed from others
             return None
         steps = [step for step in self.put_off if (step.name, step.args) not in _SAME]
         if not steps:
@@ -154,8 +129,8 @@ class Spread:
     def _scores(self, states: Tensor) -> Tensor:
         return states if self.head is None else self._after(self.head.plain(states))
 
-    def _after(self, scores: Tensor, done: int = 0) -> Tensor:
-        for step in self.put_off[done:]:
+    def _after(self, scores: Tensor) -> Tensor:
+        for step in self.put_off:
             scores = step(scores)
         return scores
 
@@ -177,11 +152,6 @@ class Spread:
         step = PutOffCall(name, function, args, options)
         return replace(self, own=step(self.own)) if self.head is None else replace(self, put_off=(*self.put_off, step))
 
-    def token(self, token: int) -> Tensor:
-        """Returns the values of one token of every row, `(batch, ...)`, which its owner sends."""
-        assert self.lies is not None, "it is of several ranks"
-        return self.lies.values_at(self.chosen[:, token], lambda own, _, __: self._rows(own)[0])
-
     def reduce(
         self, name: str, value: Callable[[Tensor, Tensor], Tensor], words: Tensor | None = None, ignored: Any = None
     ) -> Tensor:
@@ -196,12 +166,10 @@ class Spread:
             numbers, hidden = at.to(self.device), padding.to(self.device)
 
             def of_some(scores: Tensor, part: slice) -> Tensor:
-                with torch.autocast(scores.device.type, enabled=False):  # autocast would return fp32
-                    shown = scores.masked_fill(hidden[part, None], 0.0)
-                    return value(self._after(shown, limit.of_model), numbers[part])
+                return value(scores.masked_fill(hidden[part, None], 0.0), numbers[part])
 
-            mine = replace(self, own=self._rows(own), put_off=self.put_off[: limit.of_model])
-            return mine.own_values(of_some, 2 + len(self.put_off) - len(mine.put_off)).flatten()
+            rows = self.own.flatten(0, 1).index_select(0, own.to(self.device))[None]
+            return replace(self, own=rows).own_values(of_some, 2 + len(self.put_off)).flatten()
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
             return lies.values_at(self.chosen.flatten(), compute).view(self.chosen.shape)
@@ -211,49 +179,34 @@ class Spread:
         if self.lies is None:
             return self.score()
         if self.limit is None:
-            return self._gathered
-        if not self.limit.fits:
+            return self.lies.batch(self.own).contiguous()
+        if self.limit.about:
             raise BatchError(f"{self.limit.about}, and {what} was asked of them. {SERVED}")
-        lies, limit = self._agree(what)
+        lies, _ = self._agree(what)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
-            of_model = self.put_off[: limit.of_model]
-            own = replace(self, put_off=of_model).score()  # a copy: values without gradients would stay
-            every = lies.batch(own)
-            every = every.contiguous() if self.places is None else every.flatten(0, 1)[self.places.to(every.device)]
-            return self._after(every, limit.of_model)
-
-    @cached_property
-    def _gathered(self) -> Tensor:
-        assert self.lies is not None, "it is of several ranks"
-        return self.lies.batch(self.own).contiguous()
-
-    def _rows(self, own: Tensor) -> Tensor:
-        """Returns some of this rank's tokens, as one row."""
-        return self.own.flatten(0, 1).index_select(0, own.to(self.device))[None]
+            every = lies.batch(replace(self).score())  # a copy: values without gradients would stay
+            return every.contiguous() if self.places is None else every.flatten(0, 1)[self.places.to(every.device)]
 
     def _agree(self, name: str, words: Tensor | None = None, ignored: Any = None) -> tuple[Where, Limit]:
         """Raises on every rank if one of them asks for something else, or for a word outside the vocabulary."""
         assert self.lies is not None, "it was handed out"
         assert self.limit is not None, "it was handed out"
-        error: BatchError | None = None
-        if self.head is not None:  # a wrapper may have resharded it since
-            check_head_again(self.head.module)
-        if self.head is not None and self.limit.written != self.head.written:
-            error = BatchError(
-                f"{name} was asked of logits behind an update of the head, by which they would be others. Read "
-                "outputs.logits before the optimizer's step."
-            )
+        problem = ""
+        if self.head is not None:
+            check_head_again(self.head.module)  # a wrapper may have resharded it since
+            if self.limit.written != self.head.written:
+                problem = (
+                    f"{name} was asked of logits behind an update of the head. Read them before the optimizer's step."
+                )
         checksums = {"tokens whose logits are asked for (checksum)": sum_of_bits(self.chosen)}
         if words is not None:
             checksums["words whose logits are asked for (checksum)"] = sum_of_bits(words)
-            outside = (words < 0) | (words >= self._width)
-            wrong = words[outside if ignored is None else outside & (words != ignored)]
+            wrong = words[((words < 0) | (words >= self._width)) & (words != ignored)]
             if len(wrong):
-                error = BatchError(
-                    f"{name} was asked for the word {int(wrong[0])}, and there are those from 0 to {self._width - 1}. "
-                    "Labels of -100 take .clamp(min=0) before a gather, and no part in a sum."
-                )
+                known = f"0 to {self._width - 1}; labels of -100 take .clamp(min=0) before a gather"
+                problem = f"{name} was asked for the word {int(wrong[0])}, and there are those from {known}."
         what = " of ".join([name, *(str(step) for step in reversed(self.put_off)), str(tuple(self.shape))])
+        error = BatchError(problem) if problem else None
         self.lies.group.agree({"logits are asked for": what}, error, self.device, 0, checksums, doing=name)
         return self.lies, self.limit
 
@@ -329,7 +282,7 @@ class Spread:
         options = dict(kwargs or {})
         first, *others = args or (options.pop("input", None),)
         if isinstance(first, cls):
-            if is_in_place(function) and first.lies is not None:
+            if name_of(function).endswith("_") and first.lies is not None:
                 raise TypeError(_UNWRITTEN)
             found = by_tokens(first, function, others, options)
             if found is not NotImplemented:
@@ -341,7 +294,7 @@ class Spread:
         return function(*tensors, **named)
 
 
-_SAME: tuple[Any, ...] = (("float", ()), ("to", (torch.float32,)), ("clone", ()))
+_SAME: tuple[Any, ...] = (("float", ()), ("to", (torch.float32,)), ("clone", ()), ("contiguous", ()))
 for _name in (
     *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg"),
     *("abs", "gt", "ge", "lt", "le", "getitem"),
@@ -354,11 +307,34 @@ pytree.register_pytree_node(
 )
 
 
+def needs_logits(module: nn.Module) -> bool:
+    """Returns whether hooks need a head's logits, or its gradients, which are complete only with all logits, or a
+    weight is computed from others before it runs. Hooks of wrappers that manage weights and memory need none."""
+    modules, again = list(inner_modules(module)), is_partitioned(module)  # then it is called twice, with its pre-hooks
+    hooks = [*_global_forward_hooks.values(), *(_global_forward_pre_hooks.values() if again else ())]
+    hooks += [hook for inner in modules for hook in inner._forward_hooks.values()]
+    hooks += [hook for inner in modules[0 if again else 1 :] for hook in inner._forward_pre_hooks.values()]
+    watched = any(inner._backward_hooks or inner._backward_pre_hooks for inner in modules)
+    if watched or any(not str(hook.__module__).startswith(_WRAPPERS) for hook in hooks):
+        return True
+    held = (value for inner in modules for value in (*inner._parameters.values(), *vars(inner).values()))
+    tensors = (value for value in held if isinstance(value, torch.Tensor))
+    return any(tensor._backward_hooks or not tensor.is_leaf for tensor in tensors)
+
+
+def check_head_again(head: nn.Module | None) -> None:
+    if torch.is_grad_enabled() and is_sharded_head(head):
+        raise UnsupportedModelError(
+            "FSDP2 has sharded the head again, and losses of tokens need it in the backward pass. Wrap it together "
+            "with the last norm, with reshard_after_forward=False, or leave it to the whole model."
+        )
+
+
 class PutOffHead(Override):
     """The head of a model, which is put off while `under_way`. Graphs break here."""
 
     def __init__(self, module: nn.Module, own: Any, vocabulary: int) -> None:
-        super().__init__(module, own)
+        super().__init__(module, own, vocabulary)
         self.vocabulary, self.strong = vocabulary, module  # a loss may outlive its model
         self.under_way = False
         self.instead: Compute | None = None  # runs in the next call
@@ -371,12 +347,9 @@ class PutOffHead(Override):
             return self.plain(hidden, *args, **kwargs)
         kind = hidden.device.type
         autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        if is_hooked(self.module):
-            logger.warning_once(_HOOKED)
-            return self.plain(hidden)
         half = torch.float16 in (hidden.dtype, autocast[1] if autocast[0] else None)
         # in fp16, gradients would wait for their scale; weights inside an adapter are gathered only in its call
-        if half or is_watched(self.module) or any(map(is_partitioned, children_of(self.module).values())):
+        if half or needs_logits(self.module) or any(map(is_partitioned, children_of(self.module).values())):
             return self.plain(hidden)
         # FSDP2 puts a hook on the output, and warns of views
         return Spread(hidden.clone() if isinstance(self.module, FSDPModule) else hidden, self, autocast)
@@ -405,6 +378,3 @@ class PutOffHead(Override):
             return compute(hidden)
         finally:
             self.module.reshard()
-
-    def _given(self) -> tuple[Any, ...]:
-        return self.module, self.own, self.vocabulary

@@ -16,19 +16,12 @@ from ..batches.joining import Joined
 
 @dataclass(frozen=True, eq=False)
 class Where:
-    """Where the tokens of a batch lie.
+    """Where the tokens of a batch lie."""
 
-    Args:
-        layout ([`SequenceLayout`]): How the tokens are cut.
-        group ([`ContextGroup`]): The ranks.
-        joined ([`Joined`], *optional*): The texts that were joined into one row, if any begin alike.
-        share (`Callable`, *optional*): Called before anything is computed from tokens of other ranks.
-    """
-
-    layout: SequenceLayout
+    layout: SequenceLayout  # how the tokens are cut
     group: ContextGroup
-    joined: Joined | None = None
-    share: Callable[[], None] = lambda: None
+    joined: Joined | None = None  # the texts that were joined into one row, if any begin alike
+    share: Callable[[], None] = lambda: None  # called before anything is computed from tokens of other ranks
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -48,36 +41,26 @@ class Where:
         """How often each target of this rank counts, `(1, n)`, if texts were joined; `None` if each counts once."""
         return None if self.joined is None else self.layout.shard(self.joined.scored, self.group.rank)
 
-    def fits(self, other: "Where") -> bool:
-        """Returns whether the tokens of another batch lie as these do."""
-        one, two = self.joined, other.joined
-        same = one is two if one is None or two is None else torch.equal(one.places, two.places)
-        return same and self.layout == other.layout
-
     def check_texts(self) -> None:
         """Raises if tokens stand for several texts, and nothing tells which."""
         if self.joined is None and self.layout.parents:
-            raise BatchError(
-                "The texts of the batch were joined when it was sharded, so that their tokens stand for several. Leave "
-                "share_prefixes=True out of the config of BurstCollator, or give full batches."
-            )
+            raise BatchError("Texts were joined when it was sharded. Leave share_prefixes=True out of BurstCollator.")
 
-    def batch(self, own: Tensor) -> Tensor:
-        """Returns values of all given tokens on every rank, from those of this rank's tokens, `(batch, n, ...)`."""
-        row = self._gathered(own)
-        return row if self.joined is None else self.joined.restored(row)
-
-    def numbers(self, own: Tensor) -> Tensor:
-        """Does the same for numbers that tokens have only where the next token has a label."""
-        row = self._gathered(own)
-        return row if self.joined is None else self.joined.restored_scores(row)
+    def batch(self, own: Tensor, scores: bool = False) -> Tensor:
+        """Returns values of all given tokens on every rank, from those of this rank's tokens, `(batch, n, ...)`.
+        `scores` are 0 where the next token has no label."""
+        self.share()
+        row = self.layout.unshard(all_gather(own, self.group)) if self.group.size > 1 else own
+        if self.joined is None:
+            return row
+        return self.joined.restored_scores(row) if scores else self.joined.restored(row)
 
     def by_rows(self, kept: Tensor) -> Tensor:
         """Returns values of kept tokens by rows; those of joined texts stand one after another."""
         return kept if self.joined is None else kept.unflatten(1, (len(self.joined.places), -1))[0]
 
     def from_kept(self, own: Tensor, local: Tensor) -> Tensor:
-        """Returns values of kept tokens, `(batch, kept, ...)`, on every rank, from those that this rank kept."""
+        """Returns values of kept tokens on every rank, `(batch, kept, ...)`, from those that this rank kept."""
         mine = (local >= 0).nonzero().flatten().to(own.device)
         every = own.new_zeros(len(own), len(local), *own.shape[2:]).index_copy(1, mine, own)
         return group_sum(every, self.group)
@@ -91,14 +74,9 @@ class Where:
         return local
 
     def values_at(self, places: Tensor, compute: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """Returns values of some tokens of the given batch, `(m, ...)`, on every rank.
-
-        Args:
-            places (`torch.LongTensor` of shape `(m,)`): The tokens, `row * tokens + token`.
-            compute (`Callable`): Returns values, given indices of this rank's tokens, their indices among the chosen,
-                and whether they stand for padding of joined texts. All ranks call it, so that all gather weights.
-        """
-        self.share()
+        """Returns values of some tokens of the given batch, `row * tokens + token`, on every rank. All ranks call
+        `compute`, so that all gather weights: it returns those of this rank, from their indices here, those among the
+        chosen, and whether they stand for padding of joined texts."""
         row, token = places // self.shape[1], places % self.shape[1]
         if self.joined is not None:
             token, row = self.joined.places.flatten()[places], torch.zeros_like(places)
@@ -106,11 +84,5 @@ class Where:
         mine = (local >= 0).nonzero().flatten()
         at = mine if len(mine) else torch.zeros(1, dtype=torch.int64, device="cpu")
         own = row[at] * (self.layout.length // self.group.size) + local[at].clamp(min=0)
-        found = compute(own, at, token[at] < 0)
-        found = found if len(mine) else found.nan_to_num(0.0, 0.0, 0.0) * 0
-        every = found.new_zeros(len(places), *found.shape[1:]).index_copy(0, at.to(found.device), found)
-        return group_sum(every, self.group)
-
-    def _gathered(self, own: Tensor) -> Tensor:
-        self.share()
-        return self.layout.unshard(all_gather(own, self.group)) if self.group.size > 1 else own
+        found = compute(own, at, token[at] < 0)[: len(mine)]
+        return self.from_kept(found[None], local)[0]
