@@ -332,8 +332,8 @@ class _Patch:
         if size > 1:
             raise UnsupportedModelError(
                 f"{type(module).__name__} was called past the hooks of its patched model, which cut the batch, so each "
-                f"of {size} ranks would hold whole sequences. Call the model itself, not model.model or its forward; "
-                "with output_hidden_states=True it returns hidden states of the whole batch."
+                f"of {size} ranks would hold whole sequences. Call the model itself, not model.model (with "
+                "output_hidden_states=True it returns hidden states of the whole batch) nor its forward, as AdaLoRA does."
             )
         self._begin_outside()
 

@@ -144,6 +144,7 @@ def compare_without(rank: int, size: int, name: str, argument: str) -> Verdict:
         return whole(module, query, key, value, **{"attention_mask": attention_mask, **options, argument: None})
 
     with mock.patch.object(attention, "attention_forward", forgetful):
+        attention.register()
         verdict = compare(partial(tiny_model, name))
     attention.register()
     return verdict

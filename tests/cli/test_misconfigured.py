@@ -136,7 +136,7 @@ def test_hosts_of_one_name_are_told_apart():
 def test_places_of_ranks():
     assert "different numbers of ranks: 3 on a, 1 on b" in texts(*map(place, "aaab"))[0]
     assert "not neighbours" in texts(*map(place, "abab"))[0]
-    assert "ranks 2 to 3" in texts(*(place(host, environment={"HF_BURST_SIZE": "2"}) for host in "aaabbb"))[0]
+    assert "Ranks 2 to 3 share" in texts(*(place(host, environment={"HF_BURST_SIZE": "2"}) for host in "aaabbb"))[0]
 
 
 @pytest.mark.parametrize(

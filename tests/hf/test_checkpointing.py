@@ -309,7 +309,7 @@ def test_layers_do_not_run_again_on_a_model_that_was_unpatched() -> None:
     model.gradient_checkpointing_enable()
     loss = model(**models.make_batch("packed", LENGTH)).loss
     hf_burst.unpatch_model(model)
-    with pytest.raises(UnsupportedModelError, match="do that pass first"):
+    with pytest.raises(UnsupportedModelError, match="was unpatched before a backward pass"):
         loss.backward()
 
 

@@ -999,7 +999,6 @@ def test_an_evaluation_set_is_drawn_and_evaluated(
     starts = (
         "1 rank in",
         "kernels: ",
-        "hf_burst: 1 process",
         "step 1 of 1,",
         "the model is in out; now it is evaluated on 2 rows",
         "step 1: evaluation loss ",
