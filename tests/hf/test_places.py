@@ -66,5 +66,5 @@ def test_batches_that_arrive_sharded(ranks: Ranks) -> None:
     batch = rows("padded with positions")
     batch["labels"][:, : 11 + BEGINNING] = -100  # or a label would count in both rows
     config = hf_burst.BurstConfig(share_prefixes=True)
-    with pytest.raises(BatchError, match=r"scaled by places that count padding\. Leave share_prefixes=True out"):
+    with pytest.raises(BatchError, match=r"scaled by places that count padding.* Leave share_prefixes=True out"):
         models.patch(make_model("Llama4ForCausalLM"), config)(**hf_burst.shard_batch(batch, config=config))

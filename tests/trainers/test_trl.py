@@ -295,7 +295,9 @@ def test_pairs_are_not_sharded_by_a_collator(ranks: Ranks, tmp_path: Path) -> No
     with pytest.raises(RankError) as caught:
         ranks(2).run(spoiled_completions, str(tmp_path))
     for error in caught.value.errors:
-        assert pytest.RaisesExc(BatchError, match="completion_mask of shape.*hf_burst does not know how").matches(error)
+        assert pytest.RaisesExc(BatchError, match="completion_mask of shape.*looks like values of tokens").matches(
+            error
+        )
 
 
 @pytest.mark.parametrize(
