@@ -333,7 +333,7 @@ class _Patch:
             raise UnsupportedModelError(
                 f"{type(module).__name__} was called past the hooks of its patched model, which cut the batch, so each "
                 f"of {size} ranks would hold whole sequences. Call the model itself, not model.model (with "
-                "output_hidden_states=True it returns hidden states of the whole batch) nor its forward, as AdaLoRA does."
+                "output_hidden_states=True it returns hidden states of the whole batch) nor model.forward (AdaLoRA)."
             )
         self._begin_outside()
 
