@@ -19,7 +19,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from transformers import LlamaForCausalLM
 
 from hf_burst.hf.models.model_size import model_size, shape_named
-from hf_burst.plan import Mask, MaskPattern, Tile, make_plan
+from hf_burst.plan import Mask, MaskPattern, make_plan
 from hf_burst.ranks.layout import SequenceLayout
 from hf_burst.sizing.gpus import capacity_of, gpu_named
 from hf_burst.sizing.memory import memory_of_step
@@ -169,11 +169,6 @@ def two_levels() -> Figure:
     return figure
 
 
-def pairs_of(tile: Tile) -> int:
-    spans = (tile.columns(row) for row in range(tile.q[1] - tile.q[0]))
-    return sum(max(0, last - first) for first, last in spans)
-
-
 def packed_batch() -> Figure:
     """One packed sequence over four ranks, in zigzag and balanced."""
     sizes = [12000, 2000, 2000, 1000, 1000, 1000, 12000, 1768]
@@ -197,8 +192,8 @@ def packed_batch() -> Figure:
             middle = ((chunk + 0.5) * size, row + 0.3)
             strips.text(*middle, str(owner), ha="center", va="center", color="white", fontsize=8)
         for rank in range(RANKS):
-            pairs = sum(pairs_of(tile) for step in plan.steps(rank, "kv") for tile in step.tiles)
-            share = pairs / plan.pairs
+            pairs = sum(tile.pairs for step in plan.steps(rank, "kv") for tile in step.tiles)
+            share = pairs / plan.masks[0].pairs
             work.bar(rank + (RANKS + 1) * (row - 1), share, 0.9, color=COLORS[rank])
             work.text(rank + (RANKS + 1) * (row - 1), share, f"{share:.0%}", ha="center", va="bottom", fontsize=8)
     strips.set_yticks([0.3, 1.3, 2.3], names, fontsize=9)
