@@ -9,6 +9,7 @@ limit of the process group.
 
 import logging
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -291,6 +292,8 @@ def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
     problems = _by_rank(problem for _, _, problem in reports)
     if len({host for host, _, _ in reports}) > 1:
         problems.append("the ranks are on several hosts")
+    elif len({index for _, index, _ in reports}) < group.size and not problems and not _may_share_devices():
+        problems.append("every rank sees one GPU as its first; let all see all GPUs of the host")
     if problems:
         return "; ".join(problems)
     limit = group.time_limit(device)  # after which the process group gives up, too
@@ -299,6 +302,11 @@ def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
     if problems:
         logger.warning("hf_burst sends and receives, since symmetric memory cannot be had: %s", "; ".join(problems))
     return "; ".join(problems) or pool
+
+
+def _may_share_devices() -> bool:
+    """Whether torch lets ranks of one GPU read each other's memory, as tests do."""
+    return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 
 
 def _by_rank(problems: Iterable[str | None]) -> list[str]:
