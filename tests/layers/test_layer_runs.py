@@ -393,9 +393,12 @@ def test_weights_that_are_taken_apart_are_refused() -> None:
 
 
 def test_modes_that_come_again_keep_their_state() -> None:
-    with torch.device("meta"):
-        with function_modes_as_now()():
-            assert torch.ones(1).device.type == "meta"
+    torch.set_default_device("meta")
+    again = function_modes_as_now()
+    with again():
+        assert torch.ones(1).device.type == "meta"
+    torch.set_default_device(None)
+    with again():
         assert torch.ones(1).device.type == "meta"
     assert _device.CURRENT_DEVICE is None
     assert torch.ones(1).device.type == "cpu"

@@ -464,7 +464,8 @@ def test_what_changes_before_the_backward_pass() -> None:
     module.eval()
     with pytest.raises(KernelError, match="changed before its backward pass"):
         out.sum().backward()
-    out = tiled(module.train(), module.forward, TILE, torch.randn(2, 11, HIDDEN, dtype=torch.float64))
+    x = torch.randn(2, 11, HIDDEN, dtype=torch.float64, requires_grad=True)
+    out = tiled(module.train().requires_grad_(False), module.forward, TILE, x)
     module.another = nn.Identity()
     with pytest.raises(KernelError, match="changed before its backward pass"):
         out.sum().backward()
