@@ -292,7 +292,8 @@ def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
     problems = _by_rank(problem for _, _, problem in reports)
     if len({host for host, _, _ in reports}) > 1:
         problems.append("the ranks are on several hosts")
-    elif len({index for _, index, _ in reports}) < group.size and not problems and not _may_share_devices():
+    shares = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"  # one GPU by several ranks, as in tests
+    if len({index for _, index, _ in reports}) < group.size and not problems and not shares:
         problems.append("every rank sees one GPU as its first; let all see all GPUs of the host")
     if problems:
         return "; ".join(problems)
@@ -302,11 +303,6 @@ def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
     if problems:
         logger.warning("hf_burst sends and receives, since symmetric memory cannot be had: %s", "; ".join(problems))
     return "; ".join(problems) or pool
-
-
-def _may_share_devices() -> bool:
-    """Whether torch lets ranks of one GPU read each other's memory, as tests do."""
-    return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 
 
 def _by_rank(problems: Iterable[str | None]) -> list[str]:
