@@ -59,6 +59,8 @@ def schedule_of(request: AttentionRequest, inputs: InputKind, layout: SequenceLa
         ConfigError: If the ranks of the group cannot run the requested schedule with these heads.
     """
     ranks, asked, sizes = request.group.size, request.schedule, inputs.sizes
+    if asked == "auto" and ranks == 1:
+        return Schedule()  # lengths stay symbolic while compiling
     if asked == "auto":
         length, rows = int(inputs.tokens) * ranks, int(inputs.batch)
         if layout is None:

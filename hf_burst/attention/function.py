@@ -100,6 +100,7 @@ def _facts(
 ) -> dict[str, Any]:
     """Returns the facts that must be equal on all ranks. Raises for an impossible mask, schedule or kernel."""
     layout.masks(request.pattern)
+    layout.encode()
     inputs = InputKind.of(q, k, v)
     if request.schedule != "auto":
         schedule_of(request, inputs)  # raises if it is impossible

@@ -53,12 +53,19 @@ class HostMemory:
         self.size, self.seconds = 0, 0.0  # bytes of all pages, and seconds spent waiting for them
         self.refused: KernelError | None = None  # why no more memory is available
         self.leaving: list[tuple[Tensor, int, Any]] = []  # tensors, their versions, and the events of their copies
-        self._makers = ThreadPoolExecutor(max(1, min(_MAKERS, _cores() // processes())), "hf_burst host memory")
-        self._ahead = deque[Future[Tensor]]()  # requested blocks that nobody has taken
-        weakref.finalize(self, self._makers.shutdown, wait=False, cancel_futures=True)
+        self._process = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HostMemory, (self.device,)
+
+    @property
+    def _ahead(self) -> deque[Future[Tensor]]:
+        """Requested blocks that nobody has taken; a forked process begins without any, since threads don't follow."""
+        if self._process != os.getpid():
+            self._process, self._requested = os.getpid(), deque[Future[Tensor]]()
+            self._makers = ThreadPoolExecutor(max(1, min(_MAKERS, _cores() // processes())), "hf_burst host memory")
+            weakref.finalize(self, self._makers.shutdown, wait=False, cancel_futures=True)
+        return self._requested
 
     @property
     def computing(self) -> Any:
@@ -114,27 +121,37 @@ class HostMemory:
             check_unchanged(tensor, version)
 
     def _request(self, size: int) -> None:
-        """Has threads make the blocks of so many bytes."""
+        """Has threads make the blocks of so many bytes. Where none can be started, whoever asks makes them."""
         for _ in range(-(-size // self.block_bytes)):
-            self._ahead.append(self._makers.submit(_new_block, self.block_bytes, self.device))
+            ahead = self._ahead
+            try:
+                block = self._makers.submit(_new_block, self.block_bytes, self.device)
+            except RuntimeError:
+                block = Future[Tensor]()
+                try:
+                    block.set_result(_new_block(self.block_bytes, self.device))
+                except Exception as problem:  # raised by `_lock`
+                    block.set_exception(problem)
+            ahead.append(block)
 
     def _lock(self, blocks: int) -> None:
         """Waits for requested blocks and adds their pages to the free ones."""
-        start = time.perf_counter()
-        try:
-            for _ in range(blocks):
-                memory = self._ahead.popleft().result()
-                self.free.extend(Page(page) for page in memory.split(self.page_bytes))
-                self.size += len(memory)
-        except Exception as problem:
+        start, refusal = time.perf_counter(), None
+        for _ in range(blocks):
+            block = self._ahead.popleft()
+            refusal = block.exception()  # not raised here, because its traceback would hold the callers' tensors
+            if refusal is not None:
+                break
+            self.free.extend(Page(page) for page in block.result().split(self.page_bytes))
+            self.size += self.block_bytes
+        self.seconds += time.perf_counter() - start
+        if refusal is not None:
             while self._ahead:
                 self._ahead.pop().cancel()
             raise KernelError(
-                f"There are no {self.block_bytes / 2**20:.0f} MiB more of host memory for offloading: {problem}. Lower "
+                f"There are no {self.block_bytes / 2**20:.0f} MiB more of host memory for offloading: {refusal}. Lower "
                 "Memory(activation_offloading=...), or give the container more memory."
-            ) from problem
-        finally:
-            self.seconds += time.perf_counter() - start
+            ) from None
 
 
 class _LockedMemory(mmap.mmap):
@@ -169,7 +186,7 @@ def check_unchanged(tensor: Tensor, version: int) -> None:
 
 def _new_block(size: int, device: torch.device) -> Tensor:
     """Returns new page-locked host memory for a device; for a CPU, memory that is not locked."""
-    if thread._shutdown:  # the interpreter would wait for all blocks that were requested
+    if getattr(thread, "_shutdown", False):  # the interpreter would wait for all blocks that were requested
         raise MemoryError("the process ends")
     if not _locks(device):
         return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")

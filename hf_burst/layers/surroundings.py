@@ -1,11 +1,11 @@
 """What a later run finds as it was: random numbers and modes."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 
@@ -25,15 +25,19 @@ def draws_as_now(*tensors: Tensor) -> Callable[[], AbstractContextManager[None]]
     return again
 
 
-def function_modes_as_now() -> Callable[[], ExitStack]:
+def function_modes_as_now() -> Callable[[], AbstractContextManager[None]]:
     """Returns a factory of contexts with the present torch function modes, such as the default device, which autograd
     doesn't carry into a backward pass."""
     modes = _get_current_function_mode_stack()
 
-    def again() -> ExitStack:
-        stack = ExitStack()
+    @contextmanager
+    def again() -> Iterator[None]:
         for mode in modes:
-            stack.enter_context(mode)
-        return stack
+            _push_mode(mode)  # their own `__enter__` would change their state
+        try:
+            yield
+        finally:
+            for _ in modes:
+                _pop_mode()
 
     return again

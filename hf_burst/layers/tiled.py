@@ -135,8 +135,9 @@ class _Call:
 
     def differentiate(self, gradient: Tensor) -> list[Tensor | None]:
         """Returns the gradients of the inputs that `learn` and of the leaves."""
-        versions = zip(self.versions, self._versions(), strict=True)
-        if any(before != now for before, now in versions if None not in (before, now)):
+        now = self._versions()
+        both = zip(self.versions, now, strict=False)
+        if len(now) != len(self.versions) or any(one != two for one, two in both if None not in (one, two)):
             raise KernelError(
                 f"Weights of a {type(self.module).__name__}, or its mode (train, eval), changed before its backward "
                 "pass, which computes its tiles again. Change them after the backward pass."

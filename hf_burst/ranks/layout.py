@@ -89,6 +89,7 @@ class SequenceLayout:
             ConfigError: If there is no such chunking.
             ShardingError: If the ranks do not own the same number of chunks.
         """
+        documents, parents, real = _plain(documents), _plain(parents), _plain(real)
         if not documents or documents[0][-1] < 1:
             raise BatchError(f"The batch is empty: {len(documents)} sequences. Give at least one token.")
         length = documents[0][-1]
@@ -111,7 +112,7 @@ class SequenceLayout:
             boundaries = () if sharding == cut(length + padding, owners) else sharding.boundaries
         else:
             boundaries = ()
-            owners = tuple(chunking)
+            owners = tuple(map(int, chunking))
             counts = {owners.count(rank) for rank in range(ranks)}
             if len(counts) != 1 or 0 in counts or len(owners) != ranks * max(counts):
                 raise ShardingError(
@@ -269,6 +270,11 @@ class SequenceLayout:
     def decode(cls, encoded: bytes) -> "SequenceLayout":
         """Decodes the bytes of a tensor from [`SequenceLayout.encode`]."""
         return cls(*marshal.loads(encoded))
+
+
+def _plain(rows: Sequence[Sequence[int]]) -> tuple[Any, ...]:
+    """Returns rows of numbers, which may be of numpy or torch, as plain ones."""
+    return tuple(tuple(map(int, row)) for row in rows)
 
 
 def blocks_of(numbers: torch.Tensor, layout: SequenceLayout) -> Blocks:

@@ -7,6 +7,7 @@ cycle, or for one that has ended, seen twice and unchanged. Then they show their
 
 import faulthandler
 import logging
+import math
 import multiprocessing.util
 import os
 import pickle
@@ -155,10 +156,13 @@ class Verdict:
     def of(cls, found: Sequence[Report]) -> "Verdict":
         """Makes the verdict on ranks that are [`stuck`]."""
         last = found[-1]
-        ends = last.ended or last.broken
         left = any(one.has_left(two) or (one.kind == "messages" and one.needs(two)) for one in found for two in found)
-        what, advice = "Ranks wait for each other in different places, or for one that cannot go on.", _TOGETHER
-        if left and not ends:
+        what, advice = "Ranks wait for each other in different places, and none would ever go on.", _TOGETHER
+        if last.ended:
+            what = "A rank has ended, and others wait for it."
+        elif last.broken:
+            what, advice = "A rank cannot go on, and others wait for it.", "Take smaller batches if memory was short."
+        elif left:
             what, advice = "A rank has left a pass that others went on with.", LEFT
         text = " ".join([what, *map(str, found), advice, START_ANEW])
         return cls(text, {one.rank: "" if one.broken else one.state for one in found})
@@ -177,13 +181,14 @@ class Watch:
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self.store: Any = dist.PrefixStore("hf_burst", store)  # type: ignore[attr-defined]
         self.store.delete_key(f"verdict {self.rank}")  # left by an earlier default group on the same store
+        self.handled = id(sys.exc_info()[1])  # a fork inherits the exception its parent is handling
         self.counts: WeakKeyDictionary[dist.ProcessGroup, Counts] = WeakKeyDictionary()
         self.controls: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
         self.report = Report(self.rank)  # the last call, and whether it is under way
         self.beats = 0
         self.state = ""
         self.pause = self.patience  # seconds between two looks at the others, more and more in one state
-        self.again = 0.0  # when to look at them
+        self.again, self.late = 0.0, 0.0  # when to look at them, and when to warn
         self.seen: dict[tuple[int, str], int] = {}  # the first beat at which each stuck rank was seen in its state
         self.verdict: Verdict | None = None  # the verdict that names this rank
         self.told = 0.0  # when this rank learned of it
@@ -275,12 +280,13 @@ class Watch:
         reached = self._within(4 * self.interval, lambda: self._hear(others, heard, told))
         if self.verdict is not None and not late:
             return RankMismatchError(self.verdict.text)
-        silent = ", ".join(str(rank) for rank in others if rank not in heard)
+        heard_of = heard.copy()  # if the store is slow, the heart still fills it
+        silent = ", ".join(str(rank) for rank in others if rank not in heard_of)
         gone = f"Nothing was heard of rank {silent}: killed, stalled, or out of reach." if silent else ""
         if not reached:
             gone = "The store of the job cannot be reached: mostly rank 0, which holds it, has ended."
         look = "Look for the first error in the logs of other ranks, at the memory of their hosts, and at the network."
-        known = [what, *heard.values(), gone, TOO_SLOW if late and not gone else look, START_ANEW]
+        known = [what, *heard_of.values(), gone, TOO_SLOW if late and not gone else look, START_ANEW]
         return LostRankError(" ".join(filter(None, known)))
 
     def _hear(self, ranks: Sequence[int], heard: dict[int, str], told: str) -> None:
@@ -329,7 +335,7 @@ class Watch:
         now = time.monotonic()
         if report.state != self.state:
             self.state, self.pause = report.state, self.patience
-            self.again = now + self.pause
+            self.again, self.late = now + self.pause, now + 60.0
         if self.verdict is not None:
             self._obey(self.verdict, report, now)
         elif report.kind and now >= self.again:
@@ -343,6 +349,9 @@ class Watch:
             self._tell(Verdict.of(found))
         self.pause = min(15.0, 1.5 * self.pause)
         self.again = now if found else now + self.pause
+        if not found and now > self.late:
+            self.late = math.inf
+            logger.warning("hf_burst: rank %d has waited for more than 60 s in %s.", self.rank, self.report.doing)
 
     def _obey(self, verdict: Verdict, own: Report, now: float) -> None:
         """Shows the stacks of this rank. If it hangs in other code, where nothing can be raised, it logs the verdict,
@@ -388,7 +397,7 @@ class Watch:
         answers = self._within(2.0, self._post)
         problem = _uncaught()
         ended = "ended"
-        if problem is not None:
+        if problem is not None and id(problem) != self.handled:
             ended = f"ended by {problem!r}".splitlines()[0][:300]
             if lost(problem):
                 everyone = range(dist.get_world_size())

@@ -9,6 +9,7 @@ limit of the process group.
 
 import logging
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -291,6 +292,9 @@ def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
     problems = _by_rank(problem for _, _, problem in reports)
     if len({host for host, _, _ in reports}) > 1:
         problems.append("the ranks are on several hosts")
+    shares = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"  # one GPU by several ranks, as in tests
+    if len({index for _, index, _ in reports}) < group.size and not problems and not shares:
+        problems.append("every rank sees one GPU as its first; let all see all GPUs of the host")
     if problems:
         return "; ".join(problems)
     limit = group.time_limit(device)  # after which the process group gives up, too

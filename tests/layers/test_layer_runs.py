@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils import _device
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -24,6 +25,7 @@ from hf_burst.errors import ConfigError, KernelError
 from hf_burst.hf.parts import checkpointing
 from hf_burst.hf.parts.checkpointing import Checkpointing
 from hf_burst.layers.layer_runs import LayerRun
+from hf_burst.layers.surroundings import function_modes_as_now
 from hf_burst.plan.layer_sizes import keeping
 from tests.hf.test_checkpointing import SWITCHES, counted, expected_gradients
 from tests.hf.test_patch import group_mean, part_of
@@ -388,3 +390,15 @@ def test_weights_that_are_taken_apart_are_refused() -> None:
     model.model.layers[0].mlp.up_proj.weight.ds_id = 3
     with pytest.raises(ConfigError, match="ZeRO-3"):
         model(**models.make_batch("plain"))
+
+
+def test_modes_that_come_again_keep_their_state() -> None:
+    torch.set_default_device("meta")
+    again = function_modes_as_now()
+    with again():
+        assert torch.ones(1).device.type == "meta"
+    torch.set_default_device(None)
+    with again():
+        assert torch.ones(1).device.type == "meta"
+    assert _device.CURRENT_DEVICE is None
+    assert torch.ones(1).device.type == "cpu"

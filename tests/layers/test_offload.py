@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from functools import partial
@@ -242,6 +243,54 @@ def test_memory_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(kept(), torch.arange(64.0)), "it stays where it is"
         assert "Cannot allocate memory" in str(home.refused)
     assert len(taken(home, 1)) == 4
+
+
+def test_memory_that_is_refused_holds_no_tensors(tiny_pages: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_new_block", mock.Mock(side_effect=MemoryError("no more")))
+    layer = SavedByLayer(HostMemory(CPU), True)
+
+    def compute() -> weakref.ref[torch.Tensor]:
+        activation = torch.ones(8)
+        layer.save(torch.ones(8))
+        return weakref.ref(activation)
+
+    gc.disable()
+    try:
+        assert compute()() is None
+    finally:
+        gc.enable()
+    assert "no more" in str(layer.host.refused)
+
+
+def test_without_threads_whoever_asks_makes_the_memory(tiny_pages: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+    home = HostMemory(CPU)
+    home.reserve(700)
+    home.free.extend(home.take(700))
+    assert home.size == 768
+    monkeypatch.setattr(host_memory, "_new_block", mock.Mock(side_effect=MemoryError("no more")))
+    with pytest.raises(KernelError, match="no more"):
+        home.take(1024)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_forked_process_makes_its_own_memory() -> None:
+    assert subprocess.run([sys.executable, "-c", FORKS], timeout=60).returncode == 7
+
+
+FORKS = """
+import os, signal, torch
+from hf_burst.layers import host_memory
+host_memory.HostMemory.page_bytes, host_memory.HostMemory.block_bytes = 64, 256
+home = host_memory.HostMemory(torch.device("cpu"))
+home.reserve(1024)
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    home.take(2048)
+    os._exit(7)
+os._exit(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+"""
 
 
 def test_room_is_that_of_all_processes(tiny_pages: None, monkeypatch: pytest.MonkeyPatch) -> None:

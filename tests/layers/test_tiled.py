@@ -464,6 +464,11 @@ def test_what_changes_before_the_backward_pass() -> None:
     module.eval()
     with pytest.raises(KernelError, match="changed before its backward pass"):
         out.sum().backward()
+    x = torch.randn(2, 11, HIDDEN, dtype=torch.float64, requires_grad=True)
+    out = tiled(module.train().requires_grad_(False), module.forward, TILE, x)
+    module.another = nn.Identity()
+    with pytest.raises(KernelError, match="changed before its backward pass"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -32,6 +33,17 @@ def layouts(draw) -> SequenceLayout:
 @given(layout=layouts())
 def test_a_layout_survives_its_encoding(layout):
     assert SequenceLayout.decode(layout.encode().numpy().tobytes()) == layout
+
+
+def test_numbers_of_numpy_and_torch_are_plain_in_a_layout():
+    plain = SequenceLayout.for_batch([(0, 4, 8)], 2, (0, 1), ((0, 8),), parents=[(-1, 0)])
+    for numbers in (np.array, torch.tensor):
+        rows = numbers([0, 4, 8]), numbers([0, 1]), numbers([0, 8]), numbers([-1, 0])
+        documents, owners, real, parents = map(tuple, rows)
+        layout = SequenceLayout.for_batch([documents], 2, owners, (real,), parents=[parents])
+        assert str(layout) == str(plain)
+        SequenceLayout.encode.cache_clear()
+        assert SequenceLayout.decode(layout.encode().numpy().tobytes()) == plain
 
 
 @given(layout=layouts())

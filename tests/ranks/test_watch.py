@@ -899,6 +899,56 @@ def test_a_kernel_that_failed_on_one_rank_and_was_caught() -> None:
         assert told.get("exit") == 1 or "raised" in told
 
 
+def fail_alone(rank: int, size: int) -> None:
+    """The last rank failed in the middle of a pass; its process stays until the others have ended theirs."""
+    group, cpu = ContextGroup.from_mesh(None), torch.device("cpu")
+    store: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    group.agree({}, None, cpu)
+    if rank == size - 1:
+        watch_of_process().give_up(group.process_group, MemoryError("out of memory"))
+    try:
+        in_time(lambda: group.agree({}, None, cpu))
+    finally:
+        store.set(f"raised {rank}", "")
+        store.wait([f"raised {other}" for other in range(size)], timedelta(seconds=SOON))
+
+
+def test_a_rank_that_failed_alone_stops_all() -> None:
+    *others, own = (told["raised"] for told in play(fail_alone, size=3))
+    assert own[0] is ConfigError
+    for kind, text in others:
+        assert kind is RankMismatchError
+        assert text.startswith("A rank cannot go on, and others wait for it.")
+        assert "Rank 2 cannot go on: a pass ended in the middle (MemoryError" in text
+        assert "Take smaller batches if memory was short." in text
+        assert "equally often" not in text
+
+
+def end_within_an_except(rank: int, size: int) -> str:
+    """As a process that was forked while its parent handled an error."""
+    try:
+        raise OSError("of the parent")
+    except OSError:
+        watch = watch_of_process()
+        watch.end()
+        return str(watch._read(rank))
+
+
+def test_an_error_of_the_parent_did_not_end_its_fork() -> None:
+    for rank, told in enumerate(play(end_within_an_except)):
+        assert told["returned"] == f"Rank {rank} ended after its start."
+
+
+def test_a_long_wait_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    doing = replace(report(0, "agree", "cp", (0, 1), number=2), doing="pass 2")
+    watch: Any = mock.Mock(rank=0, seen={}, pause=1.0, late=60.0, report=doing, _read=lambda rank: None)
+    for now in (59.0, 61.0, 90.0):
+        Watch._look(watch, now)
+    assert [record.getMessage() for record in caplog.records] == [
+        "hf_burst: rank 0 has waited for more than 60 s in pass 2."
+    ]
+
+
 class LacksMemory(torch.autograd.Function):
     """Fails in the backward pass alone."""
 
@@ -1133,7 +1183,9 @@ def test_a_rank_that_ended_or_failed_is_waited_for_by_nobody() -> None:
     assert not chain(waiting, report(1, counts=late))
     ended = report(1, counts=late, ended="ended by OSError()")
     assert chain(waiting, ended) == [0, 1]
-    assert "Rank 1 ended by OSError() after its start." in Verdict.of([waiting, ended]).text
+    text = Verdict.of([waiting, ended]).text
+    assert text.startswith("A rank has ended, and others wait for it.")
+    assert "Rank 1 ended by OSError() after its start." in text
     assert not chain(waiting, replace(ended, counts=over("cp", agreed=2))), "it came before it ended"
     receiving = report(0, "messages", "cp", (0, 1), number=1)
     assert chain(receiving, report(1, counts=over("cp", exchanges=1, broken="MemoryError()"))) == [0, 1]

@@ -762,6 +762,23 @@ def test_another_length_of_one_process_compiles_once_more_and_no_further():
     assert len(compiled) <= 2
 
 
+def test_all_lengths_of_one_process_have_one_dynamic_graph():
+    compiled = []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph
+
+    attend_once = torch.compile(
+        lambda *arguments: torch.ops.hf_burst.attention(*arguments)[0], fullgraph=True, backend=backend, dynamic=True
+    )
+    settings_ = operator_arguments(grad=False, schedule="auto")[5:]
+    for length in (16, 20, 24):
+        q, k, v = (torch.randn(1, length, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
+        attend_once(q, k, v, None, SequenceLayout.for_batch([(0, length)], 1).encode(), *settings_)
+    assert len(compiled) == 1
+
+
 def test_the_module_of_the_operator_can_be_loaded_anew():
     script = (
         "import importlib, torch, hf_burst.attention.operator as operator; importlib.reload(operator); "

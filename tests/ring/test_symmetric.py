@@ -210,6 +210,14 @@ def try_where_one_may_not(rank: int, size: int, folder: Path) -> str | None:
         return found
 
 
+def test_ranks_that_see_one_gpu_as_their_first_are_told(monkeypatch):
+    monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
+    monkeypatch.setattr(symmetric, "find_spec", mock.Mock())
+    monkeypatch.setattr(symmetric, "_trial", mock.Mock(side_effect=AssertionError("tried")))
+    group = mock.Mock(size=2, gather=lambda mine, *_: [mine] * 2)
+    assert "let all see all GPUs of the host" in symmetric.open_pool(group, torch.device("cuda", 0))
+
+
 def test_what_one_rank_may_not_do_is_heard_of_by_all(ranks, tmp_path):
     for found in ranks(2).run(try_where_one_may_not, tmp_path):
         assert "operation not permitted" in found
