@@ -54,7 +54,7 @@ from .parts.tiles import TiledMLP
 from .parts.tokens import Tokens
 from .parts.towers import Towers
 from .sharded_cache import ShardedCache
-from .view import ModelView
+from .view import ModelView, walk
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 _COMPILED = (
@@ -283,10 +283,11 @@ class _Patch:
     def _agreed(self, module: PreTrainedModel, given: Mapping[str, Any], error: Exception | None) -> ForwardPass:
         """Returns the pass over a batch, on which all ranks have agreed. Raises any rank's error on all of them."""
         self.passes += 1
-        changed = not self.view.is_of(module)
+        modules, compiled = walk(module)
+        changed = not self.view.is_of(modules)
         view = ModelView(module) if changed else self.view
         wants_loss = self.pooling is None and self.head.question is None
-        group, callers = resolve_group(self.group), Callers(view.is_compiled or within_compiled())
+        group, callers = resolve_group(self.group), Callers(compiled or within_compiled())
         call = Call(view, group, self.config, self.task, given, callers, self.pooling, wants_loss)
         mode = "training" if module.training else "evaluation"
         doing = f"forward pass {self.passes} of {type(module).__name__} in {mode}"

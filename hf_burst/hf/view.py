@@ -95,14 +95,9 @@ class ModelView:
         places = self._once(holds, lambda: [place for place, module in enumerate(self.modules) if holds(module)])
         return [module for place in places if (module := self._modules[place]()) is not None]
 
-    def is_of(self, model: nn.Module) -> bool:
-        """Returns whether a model has these modules and no others."""
-        return [known() for known in self._modules] == list(model.modules())
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether torch compiles one of the modules."""
-        return any("_orig_mod" in each._modules or each._compiled_call_impl is not None for each in self.modules)
+    def is_of(self, modules: list[nn.Module]) -> bool:
+        """Returns whether these are its modules, as [`walk`] returns them."""
+        return [known() for known in self._modules] == modules
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._found:
@@ -111,6 +106,20 @@ class ModelView:
 
     def __reduce__(self) -> Any:
         return ModelView, (nn.Module(),)
+
+
+def walk(model: nn.Module) -> tuple[list[nn.Module], bool]:
+    """Returns the modules of a model, as a view keeps them, and whether torch compiles one of them."""
+    met, compiled, found = dict[nn.Module, None](), False, list[nn.Module | None]([model])
+    while found:  # `model.modules()` takes several times as long, in each pass
+        module = found.pop()
+        if module is not None and module not in met:
+            met[module] = None
+            if module._modules:
+                found += reversed(module._modules.values())
+                compiled |= "_orig_mod" in module._modules
+            compiled |= module._compiled_call_impl is not None
+    return list(met), compiled
 
 
 def device_of(model: nn.Module) -> torch.device:

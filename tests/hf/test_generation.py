@@ -658,6 +658,17 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "beam search",
     ),
+    "cache": ({"input_ids": torch.ones(1, 3, dtype=torch.int64), "use_cache": False}, ConfigError, "use_cache=False"),
+    "tensor": (
+        {"input_ids": torch.ones(1, 3, dtype=torch.int64), "use_cache": torch.tensor(False)},
+        ConfigError,
+        "use_cache=False",
+    ),
+    "end": (
+        {"input_ids": torch.ones(1, 3, dtype=torch.int64), "eos_token_id": torch.tensor([3.0])},
+        ConfigError,
+        r"eos_token_id is \[3.0\]",
+    ),
     "criterion": (
         {"input_ids": torch.ones(1, 3, dtype=torch.int64), "stopping_criteria": _After(3)},
         ConfigError,
@@ -667,6 +678,22 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"input_ids": torch.ones(1, 3, dtype=torch.int64), "prompt_lookup_num_tokens": 2},
         ConfigError,
         "taken back",
+    ),
+    "guesses of a config": (
+        {
+            "input_ids": torch.ones(1, 3, dtype=torch.int64),
+            "generation_config": GenerationConfig(prompt_lookup_num_tokens=2),
+        },
+        ConfigError,
+        "prompt_lookup_num_tokens=2.*taken back",
+    ),
+    "early layers": (
+        {
+            "input_ids": torch.ones(1, 3, dtype=torch.int64),
+            "generation_config": GenerationConfig(assistant_early_exit=1),
+        },
+        ConfigError,
+        "assistant_early_exit=1.*taken back",
     ),
     "chunks": ({"input_ids": torch.ones(1, 3, dtype=torch.int64), "prefill_chunk_size": 2}, ConfigError, "cut over"),
 }
@@ -683,9 +710,8 @@ def test_what_a_config_says_of_caches_is_passed_over() -> None:
     model, prompt = make("llama"), prompt_of(19, False)["input_ids"]
     wanted = model.generate(prompt, **GREEDY)
     model.generation_config.cache_implementation, model.generation_config.prefill_chunk_size = "static", 4
-    model.generation_config.use_cache, model.generation_config.prompt_lookup_num_tokens = False, 3
+    model.generation_config.use_cache = False
     assert torch.equal(hf_burst.generate(models.patch(model), prompt, **GREEDY), wanted)
-    assert torch.equal(hf_burst.generate(model, prompt, use_cache=False, **GREEDY), wanted), "nor an argument"
 
 
 def test_models_that_generate_refuses() -> None:

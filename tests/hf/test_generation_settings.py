@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCriteria, WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
 
 import hf_burst
-from hf_burst.errors import RankMismatchError
+from hf_burst.errors import BatchError, RankMismatchError
 from tests.hf.test_generation import GREEDY, make, prompt_of
 from tests.support.models import VOCABULARY, patch
 from tests.support.ranks import RankError, RankPool
@@ -58,7 +60,7 @@ DIFFERENT: dict[str, Callable[[int], dict[str, Any]]] = {
     "biases": lambda rank: {"sequence_bias": {(3,): 10.0 + rank}},
     "scores": lambda rank: {"return_dict_in_generate": True, "output_scores": bool(rank)},
 }
-OF_THE_MODEL = {"top_k": (50, 0), "max_new_tokens": (3, 4), "prompt_lookup_num_tokens": (None, 3)}
+OF_THE_MODEL = {"top_k": (50, 0), "max_new_tokens": (3, 4), "repetition_penalty": (None, 1.5)}
 HARMLESS: dict[str, Callable[[int], dict[str, Any]]] = {
     "criteria of another rank": lambda rank: {"stopping_criteria": [_Broken()]} if rank else {},
     "a streamer of another rank": lambda rank: {"streamer": BaseStreamer()} if rank else {},
@@ -101,6 +103,28 @@ def test_settings_of_the_model_that_differ(ranks: Ranks, name: str) -> None:
     with pytest.raises(RankError, match="generation_config") as caught:
         ranks(2).run(of_the_model, name, timeout=30)
     assert all(isinstance(error, RankMismatchError) for error in caught.value.errors)
+
+
+def given_twice(rank: int, size: int) -> None:
+    prompt = prompt_of(19, False)["input_ids"]
+    again = {"input_ids": prompt} if rank else {}
+    with pytest.raises(BatchError if rank else RankMismatchError, match="given twice"):
+        hf_burst.generate(patch(make("llama")), prompt, **again, **GREEDY)
+
+
+def test_a_prompt_that_one_rank_gives_twice(ranks: Ranks) -> None:
+    ranks(2).run(given_twice, timeout=30)
+
+
+def test_a_config_without_a_cache_brings_no_warning() -> None:
+    model, prompt = patch(make("llama")), prompt_of(19, False)["input_ids"]
+    wanted = hf_burst.generate(model, prompt, **GREEDY)
+    with mock.patch.object(logging.get_logger("transformers.generation.utils"), "warning_once") as warned:
+        for use_cache in (None, False):
+            config = greedy_with(use_cache=use_cache)
+            assert torch.equal(hf_burst.generate(model, prompt, generation_config=config), wanted)
+            assert config.use_cache is use_cache
+    warned.assert_not_called()
 
 
 def stops_before_the_prompt(rank: int, size: int, number: int) -> list[list[int]]:

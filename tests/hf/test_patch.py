@@ -25,6 +25,7 @@ from hf_burst.hf.batches.sharded import checksum
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts.base import Part
 from hf_burst.hf.spread.value import Spread
+from hf_burst.hf.view import ModelView, walk
 from hf_burst.plan import MaskPattern, Shapes, choose_schedule, name_of
 from tests.support import models
 from tests.support.ranks import RankError, RankPool, reset_accelerate
@@ -438,6 +439,18 @@ def test_generation_after_the_processes_have_parted() -> None:
         assert model.generate(prompt, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (2, 7)
         with pytest.raises(ConfigError, match="does not join them"):
             model(**models.make_batch("plain"))
+
+
+def test_a_pass_walks_once_over_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = models.patch(models.make_model("llama")), models.make_batch("plain")
+    model(**batch)
+    monkeypatch.setattr(model, "modules", lambda: pytest.fail("the slow walk of torch"))
+    model(**batch)
+    shared = torch.nn.Linear(1, 1)
+    twice = torch.nn.Sequential(torch.nn.Sequential(shared, torch.nn.ReLU()), shared)
+    assert walk(twice) == (ModelView(twice).modules, False)
+    twice[0][1].compile()
+    assert walk(twice)[1]
 
 
 def test_copies_and_saved_models_stay_patched(tmp_path: Path) -> None:

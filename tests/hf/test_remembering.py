@@ -231,15 +231,34 @@ def test_weights_of_one_rank_under_fsdp2(ranks: Ranks, kind: str) -> None:
     ranks(2).run(adapters_of_one_rank, kind, timeout=60.0)
 
 
-def test_an_adapter_that_is_added() -> None:
+@pytest.mark.parametrize("first", ["none", "lora"])
+def test_an_adapter_that_is_added_and_stays_idle(first: str) -> None:
     settings = LoraConfig(target_modules="all-linear", init_lora_weights=False)
-    model = hf_burst.patch_model(get_peft_model(make("llama").eval(), settings).eval())
+    plain = make("llama").eval()
+    model = hf_burst.patch_model(plain if first == "none" else get_peft_model(plain, settings).eval())
     read = hf_burst.remember(model, document_of(9))
-    model.add_adapter("other", settings)
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="an adapter that was added"):
-            ask(model.eval(), read, "greedy")
-        model.set_adapter("other")
+    wanted = ask(model, read, "greedy")
+    if first == "none":
+        model = get_peft_model(model, settings, adapter_name="other").eval()
+    else:
+        model.add_adapter("other", settings)
+    switched = model.disable_adapter() if first == "none" else nullcontext()
+    with switched:
+        assert torch.equal(ask(model, read, "greedy"), wanted)
+    model.set_adapter("other")
+    with pytest.raises(ConfigError, match="weights of the model have changed"):
+        ask(model.eval(), read, "greedy")
+
+
+def test_an_adapter_that_learns_beside_a_document_read_without_it() -> None:
+    model = hf_burst.patch_model(get_peft_model(make("llama"), LoraConfig(target_modules="all-linear")).eval())
+    weight = next(weight for weight in model.parameters() if weight.requires_grad)
+    with model.disable_adapter(), torch.no_grad():
+        read = hf_burst.remember(model, document_of(9))
+        weight.add_(1e-3)
+        ask(model, read, "greedy")
+    with pytest.raises(ConfigError, match="weights of the model have changed"):
+        ask(model, read, "greedy")
 
 
 def test_what_keys_follow_from_besides_weights() -> None:

@@ -25,7 +25,7 @@ from ..parts.rope import follows_length
 from ..parts.tokens import numbers_tokens
 from ..sharded_cache import ShardedCache
 from ..view import ModelView, device_of
-from .settings import adapted_modules, adapters_at_work, agreed, cache_key, check, patched
+from .settings import adapted_modules, adapters_at_work, agreed, cache_key, check, idle_weights, patched
 
 _ABOUT, _DOCUMENT = "memory.json", "document.safetensors"
 _HELD = ("keys", "values", "positions")
@@ -102,7 +102,7 @@ class Document:
         if self.about["weights"] != now["weights"]:
             yield (
                 "The weights of the model have changed since it read the document (a step of the optimizer, an adapter "
-                "that was added, switched or scaled, other rotary positions, autocast): its keys would be others."
+                "that was switched or scaled, other rotary positions, autocast): its keys would be others."
             )
         if self.group.members != group.members:
             yield (
@@ -268,18 +268,22 @@ def _entries(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, A
 
 def about(model: PreTrainedModel) -> dict[str, Any]:
     """Returns a model's class, its config, and a checksum of all else that determines its keys: weights, buffers,
-    adapters and the autocast dtype. All ranks that share weights call it."""
+    adapters at work and the autocast dtype. All ranks that share weights call it."""
     view = ModelView(model)
     for unit in view.units_of_fsdp2:  # a pass may have left weights gathered on some ranks only
         unit.reshard()
     device = device_of(model)
     precision = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    adapters = [(path, adapters_at_work(module)) for path, module in adapted_modules(view)]
+    adapted = adapted_modules(view)
+    adapters = [(path, work) for path, module in adapted if (work := adapters_at_work(module))]
+    idle = {id(weight) for _, module in adapted for weight in idle_weights(module)}
     total = torch.tensor(zlib.crc32(str((adapters, precision)).encode()), device=device)
     for weight in chain(model.parameters(), model.buffers()):  # rotary frequencies and routers' biases are buffers
         there: Any = weight.to(device) if isinstance(weight, DTensor) else weight
         whole = there.full_tensor() if isinstance(there, DTensor) else there
         whole = torch.view_as_real(whole) if whole.is_complex() else whole
+        if id(weight) in idle:  # gathered anyway, because it may work on another rank
+            continue
         total = total * 31 + sum_of_octets(whole).to(total.device)
     entries = _entries(model.config.to_dict())
     config = {name: value for name, value in entries if not name.endswith("pad_token_id")}

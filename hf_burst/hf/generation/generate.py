@@ -20,6 +20,7 @@ from ..view import device_of
 from .document import Document, with_document
 from .each_token import EachToken, OwnStreamer
 from .settings import (
+    OF_OTHER_CACHES,
     agreed,
     cache_key,
     check,
@@ -34,7 +35,6 @@ from .settings import (
 from .step_graphs import stepping
 from .weights import gathered_once
 
-_OF_OTHER_CACHES = ("cache_implementation", "prefill_chunk_size", "prompt_lookup_num_tokens")  # if configs say so
 _OF_USERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")  # users' code
 _QUESTIONS = ("input_ids", "attention_mask")
 _SAME_PROMPTS = "Give generate the same prompt and the same settings on all ranks of a group."
@@ -98,11 +98,7 @@ def generate(
         if document is not None:
             raise ConfigError("A rollout runs on the first rank of a group, where no document can be remembered.")
         return together(inputs, **kwargs, **({} if cuda_graphs else {"cuda_graphs": False}))
-    if inputs is not None and kwargs.get("input_ids") is not None:
-        raise BatchError("The prompt was given twice, as inputs and as input_ids. Leave one of them out.")
-    if inputs is not None:
-        kwargs["input_ids"] = inputs
-    asked_with = _agree(base, group, kwargs, document, cuda_graphs)
+    asked_with = _agree(base, group, inputs, kwargs, document, cuda_graphs)
     if document is not None:
         document.check(base, group)
     convolutions = getattr(base.config.get_text_config(decoder=True), "number_of_conv_states", 1)
@@ -126,13 +122,17 @@ def generate(
 def _agree(
     model: PreTrainedModel,
     group: ContextGroup,
-    kwargs: Mapping[str, Any],
+    inputs: Tensor | None,
+    kwargs: dict[str, Any],
     document: Document | None,
     cuda_graphs: bool,
 ) -> tuple[Tensor, ...]:
-    """Checks this rank's arguments and compares them with other ranks. Returns questions with their document, and the
-    mask."""
+    """Checks this rank's arguments, with `inputs` among them, and compares them with other ranks. Returns questions
+    with their document, and the mask."""
     with agreed(group, device_of(model), "generate") as found:
+        if inputs is not None and kwargs.get("input_ids") is not None:
+            raise BatchError("The prompt was given twice, as inputs and as input_ids. Leave one of them out.")
+        kwargs |= {} if inputs is None else {"input_ids": inputs}
         check(model, kwargs)
         asked_for = settings_of({**kwargs, "cuda_graphs": cuda_graphs}) if group.size > 1 else {}
         found.add("generate", asked_for, _SAME_PROMPTS)
@@ -166,8 +166,10 @@ def on_ranks(
 ) -> tuple[dict[str, Any], EachToken]:
     """Returns this rank's arguments of `model.generate`, with streamer and criteria on the first rank only, and the
     [`EachToken`] that runs them. `behind` says that prompts are questions behind a document."""
-    own = {**kwargs, "use_cache": True}  # whatever a checkpoint's config says
-    own |= {name: None for name in _OF_OTHER_CACHES if setting(model, kwargs, name)}
+    own, config = dict(kwargs), kwargs.get("generation_config")
+    if setting(model, kwargs, "use_cache") is False:  # a config says so; Transformers warns of arguments beside one
+        own |= {"use_cache": True} if config is None else {"generation_config": with_settings(config, use_cache=True)}
+    own |= {name: None for name in OF_OTHER_CACHES if setting(model, kwargs, name)}
     streamer = own.pop("streamer", None)
     each = EachToken(_criteria(model, own), group, device_of(model), cache)
     own["stopping_criteria"] = StoppingCriteriaList([each])

@@ -23,13 +23,16 @@ from ..view import ModelView, find_inside, inner_modules, is_partitioned
 _SETTINGS = frozenset(vars(GenerationConfig()))  # settings that may be tensors, such as eos_token_id
 _TEXT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
 _WHOLE = "model.generate holds the whole prompt on each rank."
+OF_OTHER_CACHES = ("cache_implementation", "prefill_chunk_size")  # passed over if configs say so
 # unsupported arguments of `model.generate`, and the reason or alternative
 _REFUSED = {
     **dict.fromkeys(CACHE_KEYS, "The cache over ranks is made here."),
     "cache_implementation": "The cache over ranks is made here.",
     "prefill_chunk_size": "The prompt is cut over the ranks instead.",
     "assistant_model": "Ranks would have to hold its whole prompt.",
-    "prompt_lookup_num_tokens": "Ranks keep no tokens that can be taken back.",
+    **dict.fromkeys(
+        ("prompt_lookup_num_tokens", "assistant_early_exit"), "Ranks keep no tokens that can be taken back."
+    ),
     "output_attentions": "Attention weights are never in memory.",
     "negative_prompt_ids": "Two prompts at once are not served.",
     "custom_generate": "Decoding by a function of another kind is not served.",
@@ -64,9 +67,9 @@ def agreed(group: ContextGroup, device: torch.device, doing: str) -> Iterator[Ag
 
 def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     """Raises for unsupported models and arguments."""
+    cache_key(model)
     for problem in _problems(model, kwargs):
         raise problem
-    cache_key(model)
     check_same_passes(model, resolve_group(getattr(model, PATCH).group))
     batch_shape(kwargs)
 
@@ -92,9 +95,15 @@ def _problems(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Iterator[Bur
             "DeepSpeed ZeRO-3 shards the weights, and would gather them for each token. Take FSDP2, or a smaller stage."
         )
     for key, why in _REFUSED.items():
-        given = kwargs.get(key)
+        given = kwargs.get(key) if key in OF_OTHER_CACHES else setting(model, kwargs, key)
         if given is not None if key in CACHE_KEYS else given:  # an empty cache is falsy
             yield ConfigError(f"generate over ranks was given {key}={_short(given)}. {why} Leave it out.")
+    if kwargs.get("use_cache") is not None and not kwargs["use_cache"]:
+        yield ConfigError("generate over ranks was given use_cache=False. It needs its cache. Leave it out.")
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        token = setting(model, kwargs, key)
+        if token is not None and torch.as_tensor(token).is_floating_point():
+            yield ConfigError(f"{key} is {_short(token)}. Give integers.")
     if not isinstance(kwargs.get("stopping_criteria") or [], list | tuple):
         yield ConfigError(f"stopping_criteria is a {_short(kwargs['stopping_criteria'])}; give a list of them.")
     others = [name for name in prompt_tensors(kwargs) if name not in _TEXT]
@@ -127,10 +136,25 @@ def adapted_modules(view: ModelView) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def adapters_at_work(module: nn.Module) -> list[str]:
-    """Returns what says which adapters of a module work, and how strongly."""
-    names = ("disable_adapters", "active_adapters", "merged_adapters", "scaling")
-    return [str(getattr(module, name, None)) for name in names]
+def adapters_at_work(module: Any) -> list[str]:
+    """Returns which adapters of a module work, which are merged, and their scales; empty if there are none."""
+    active, merged, scales = _active(module), module.merged_adapters, getattr(module, "scaling", None)
+    scales = [scales.get(name) for name in active] if isinstance(scales, Mapping) else scales
+    return [str(active), str(merged), str(scales)] if active or merged else []
+
+
+def idle_weights(module: Any) -> Iterator[Tensor]:
+    """Yields the weights and buffers of a module's adapters that do not work."""
+    names = (*module.adapter_layer_names, *getattr(module, "other_param_names", ()))
+    every: list[Any] = [getattr(module, name, None) for name in names]
+    for held in every:
+        for name, value in held.items() if hasattr(held, "items") else ():
+            if name not in _active(module):
+                yield from (*value.parameters(), *value.buffers()) if isinstance(value, nn.Module) else (value,)
+
+
+def _active(module: Any) -> list[str]:
+    return [] if module.disable_adapters else list(module.active_adapters)
 
 
 def copies_of(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> int:
