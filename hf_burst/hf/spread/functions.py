@@ -68,7 +68,7 @@ def by_tokens(value: Any, function: Callable[..., Any], args: Sequence[Any], opt
 
 def _of_words(value: Any, name: str, function: Any, args: list[Any], options: dict[str, Any]) -> Any:
     """Serves a function of the scores of each token; `args` begin with the dimension."""
-    if args == [None] and name == "mean":
+    if args == [None] and name == "mean" and value.limit is not None:
         return _of_words(value, name, function, [-1], options).mean()
     if args.pop(0) not in (-1, value.ndim - 1):
         return NotImplemented
@@ -104,7 +104,8 @@ def _item(value: Any, key: Any) -> Any:
         if len(keys) == 1 and keys[0] is Ellipsis:
             return value
     if value.limit is None:
-        return NotImplemented
+        one = value.lies is not None and len(keys) == 2 and keys[0] == slice(None) and type(keys[1]) is int
+        return value.token(keys[1]) if one else NotImplemented
     on_host = tuple(each.cpu() if isinstance(each, Tensor) else each for each in keys)
     return replace(value, places=value.chosen[on_host])
 
