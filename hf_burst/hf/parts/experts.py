@@ -26,6 +26,8 @@ class RouterLogits(Part):
         self.scores: tuple[torch.Tensor, ...] = ()
 
     def look(self, view: ModelView) -> Handles:
+        if not hasattr(view.root.config, "output_router_logits"):
+            return ()
         return [view.root.base_model.register_forward_hook(self._catch, with_kwargs=True)]
 
     def admit(self, call: Call, agreement: Agreement) -> None:

@@ -104,8 +104,9 @@ def _item(value: Any, key: Any) -> Any:
         if len(keys) == 1 and keys[0] is Ellipsis:
             return value
     if value.limit is None:
-        one = value.lies is not None and len(keys) == 2 and keys[0] == slice(None) and type(keys[1]) is int
-        return value.token(keys[1]) if one else NotImplemented
+        if value.lies is None or len(keys) != 2 or keys[0] != slice(None) or type(keys[1]) is not int:
+            return NotImplemented
+        return value.lies.values_at(value.chosen[:, keys[1]], lambda own, *_: value.rows(own)[0])  # sent by its owner
     on_host = tuple(each.cpu() if isinstance(each, Tensor) else each for each in keys)
     return replace(value, places=value.chosen[on_host])
 

@@ -154,12 +154,7 @@ class Spread:
         now = self.head is None and self.limit is None
         return replace(self, own=step(self.own)) if now else replace(self, put_off=(*self.put_off, step))
 
-    def token(self, token: int) -> Tensor:
-        """Returns the values of one token of every row, `(batch, ...)`, which its owner sends."""
-        assert self.lies is not None, "it is of several ranks"
-        return self.lies.values_at(self.chosen[:, token], lambda own, _, __: self._rows(own)[0])
-
-    def _rows(self, own: Tensor) -> Tensor:
+    def rows(self, own: Tensor) -> Tensor:
         """Returns some of this rank's tokens, as one row."""
         return self.own.flatten(0, 1).index_select(0, own.to(self.device))[None]
 
@@ -180,7 +175,7 @@ class Spread:
                 shown = scores.masked_fill(hidden[part, None], 0.0)
                 return value(self._after(shown, limit.put_off), numbers[part])
 
-            mine = replace(self, own=self._rows(own), put_off=self.put_off[: limit.put_off])
+            mine = replace(self, own=self.rows(own), put_off=self.put_off[: limit.put_off])
             return mine.own_values(of_some, 2 + len(self.put_off)).flatten()
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
