@@ -61,11 +61,7 @@ class Override:
                 setattr(module, self.name, self.own)
 
     def __reduce__(self) -> Any:
-        return type(self), self._given()
-
-    def _given(self) -> tuple[Any, ...]:
-        """Returns the arguments that make an equal override."""
-        return self.module, self.own, *self.more
+        return type(self), (self.module, self.own, *self.more)
 
 
 def _called_by(function: Any, met: set[int]) -> Iterator[Any]:

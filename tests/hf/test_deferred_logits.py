@@ -134,6 +134,26 @@ def test_logits_of_a_batch_with_labels(ranks: Ranks, size: int, kind: str) -> No
         assert_equal([results[number] for results in found], wanted, 1e-9)
 
 
+def at_padding(rank: int, size: int, scored: bool) -> None:
+    """What a loss makes of padding, whose scores are 0: no word is impossible."""
+    model = models.patch(models.make_model("llama", torch.float64).train(), hf_burst.BurstConfig(share_prefixes=True))
+    if scored:  # by the model itself, for a gradient
+        model.lm_head.weight.register_hook(lambda gradient: gradient)
+    batch = batch_of("alike")
+    logits = model(**batch).logits
+    assert (logits.head is None) == scored
+    assert float(logits.log_softmax(-1).logsumexp(-1).detach().abs().max()) < 1e-5
+    likely = logits.softmax(-1)
+    assert float(likely.sum(-1).detach().min()) > 0.99
+    (-(likely * likely.log()).sum(-1) * (batch["labels"] != -100)).sum().backward()
+    assert all(weight.grad.isfinite().all() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_functions_of_a_loss_see_zeros_at_padding(ranks: Ranks, scored: bool) -> None:
+    ranks(2).run(at_padding, scored)
+
+
 def by_all_means(rank: int, size: int) -> None:
     """What is not computed where tokens lie is that of the logits; behind an update there are none."""
     batch = models.make_batch("plain")

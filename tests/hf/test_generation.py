@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -29,6 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError, UnsupportedModelError
 from hf_burst.hf.models.recurrent import recurrent_modules
+from hf_burst.hf.parts.key_cache import each_once
 from hf_burst.hf.sharded_cache import ShardedCache
 from hf_burst.hf.view import ModelView
 from tests.support import models
@@ -591,6 +593,11 @@ def mistyped(rank: int, size: int) -> int:
     with pytest.raises(ValueError, match="temprature"):
         hf_burst.generate(model, prompt, document=memory, temprature=0.5, **GREEDY)
     return hf_burst.generate(model, prompt, document=memory, **GREEDY).shape[1]
+
+
+def test_copies_of_a_prompt_that_are_missing() -> None:
+    with pytest.raises(BatchError, match="4 rows does not hold 3 copies"):
+        each_once(SimpleNamespace(copies=3), {"input_ids": torch.ones(4, 5)})  # type: ignore[arg-type]
 
 
 def test_after_an_error_of_all_ranks_a_memory_answers(ranks: Ranks) -> None:

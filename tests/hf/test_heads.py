@@ -3,6 +3,7 @@ and encoders; beside one process."""
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -207,8 +208,13 @@ def test_heads_of_classes_of_ones_own_refuse_the_same(cls: Any, given: dict[str,
 @pytest.mark.parametrize("token", [13, -14])
 def test_a_token_that_there_is_not_is_no_other_one(token: int) -> None:
     layout = SequenceLayout.for_batch([(0, 13)], ranks=1)
-    states = Spread(torch.zeros(1, 13, 4), lies=Where(layout, ContextGroup.from_mesh(None)))
-    assert states[:, -1].shape == (1, 4)
+    shared = mock.Mock()
+    states = Spread(torch.zeros(1, 13, 4), lies=Where(layout, ContextGroup.from_mesh(None), share=shared))
+    assert torch.mean(states) == states.mean() == 0
+    shared.reset_mock()
+    with mock.patch.object(Where, "batch", side_effect=AssertionError("the owner sends one token")):
+        assert states[:, -1].shape == (1, 4)
+    shared.assert_called_once()
     with pytest.raises(IndexError):
         states[:, token]
 

@@ -11,11 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hf_burst
-from hf_burst.errors import BatchError, LostRankError, RankMismatchError, UnsupportedModelError
+from hf_burst.errors import BatchError, BurstError, LostRankError, UnsupportedModelError
 from hf_burst.hf.admission import CLASSES, row_of
 from hf_burst.hf.batches import cutting
 from hf_burst.hf.batches.cutting import select_rows
-from hf_burst.hf.parts import tokens, towers
+from hf_burst.hf.parts import shared_beginnings, tokens, towers
+from hf_burst.hf.view import ModelView
 from hf_burst.ranks.collectives import all_gather
 from tests.support import models
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
@@ -96,6 +97,24 @@ def test_less_memory_changes_nothing(ranks: Ranks, family: str) -> None:
     wanted = train(family, "checkpointed")
     for settings in ({}, OFFLOADED):
         assert_equal(ranks(2).run(checkpointed, family, settings), wanted, 1e-5)  # norms in fp32
+
+
+def gathered(rank: int, size: int, family: str) -> int:
+    with mock.patch.object(towers, "all_gather", side_effect=all_gather) as gathers:
+        models.patch(seeing_model(family))(**seeing_batch(family))
+    return gathers.call_count
+
+
+def test_layers_of_a_tower_are_gathered_together(ranks: Ranks) -> None:
+    assert ranks(2).run(gathered, "Qwen3VL") == ranks(2).run(gathered, "Qwen2_5_VL")
+
+
+def test_towers_do_not_say_how_queries_are_scaled() -> None:
+    with mock.patch.object(shared_beginnings, "scales_by_place", return_value=False) as asked:
+        model = seeing_model("Llava")
+        assert not shared_beginnings.by_place(ModelView(model))
+    inner = set(model.model.vision_tower.modules())
+    assert not any(call.args[0] in inner for call in asked.call_args_list)
 
 
 def test_one_process_is_exact_too() -> None:
@@ -341,7 +360,7 @@ def test_attention_of_towers_stays_what_it_was() -> None:
 
 
 def without_pixels(rank: int, size: int, family: str, own: int) -> None:
-    """A batch of text, with pixels of no image on the ranks from `own` on; all of them get Transformers' own error."""
+    """A batch of text, with pixels of no image on the ranks from `own` on."""
     batch, seen = seeing_batch(family, "text"), seeing_batch(family, "one image")
     if rank >= own:
         batch |= {key: value[:0] for key, value in seen.items() if key not in batch}
@@ -349,11 +368,14 @@ def without_pixels(rank: int, size: int, family: str, own: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["Qwen3VL", "Mistral3", "Llava"])
-def test_pixels_of_no_image_leave_no_rank_waiting(ranks: Ranks, family: str) -> None:
-    for own, kind in ((0, (RuntimeError, ValueError)), (1, RankMismatchError)):
-        with pytest.raises(RankError) as caught:
+def test_pixels_of_no_image_are_refused(ranks: Ranks, family: str) -> None:
+    sentence = "holds pixels of no image. Leave them out"
+    with pytest.raises(BatchError, match=sentence):
+        without_pixels(0, 1, family, 0)
+    for own in (0, 1):
+        with pytest.raises(RankError, match=sentence) as caught:
             ranks(2).run(without_pixels, family, own)
-        assert all(isinstance(error, kind) for error in caught.value.errors)
+        assert all(isinstance(error, BurstError) for error in caught.value.errors)
 
 
 def rank_ends(rank: int, size: int, where: str) -> None:

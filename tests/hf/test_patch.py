@@ -29,6 +29,7 @@ from hf_burst.hf.view import ModelView, walk
 from hf_burst.plan import MaskPattern, Shapes, choose_schedule, name_of
 from tests.support import models
 from tests.support.ranks import RankError, RankPool, reset_accelerate
+from tests.support.tiny_seeing import seeing_model
 
 LONGEST = ("llama_dynamic", "llama_longrope")
 KINDS = ("plain", "packed", "right", "left")
@@ -418,6 +419,17 @@ def test_models_of_one_config_object_are_patched_each_by_itself() -> None:
         change(first)
         change(second)
     assert first.config._attn_implementation == "eager"
+
+
+def test_a_shared_config_gets_all_its_values_back_with_the_last_model() -> None:
+    first = seeing_model("Llava")
+    first.set_attn_implementation({"text_config": "eager"})
+    second = type(first)(first.config)
+    for change in (hf_burst.patch_model, hf_burst.unpatch_model):
+        change(first)
+        change(second)
+    assert first.config._attn_implementation == "sdpa"
+    assert first.config.text_config._attn_implementation == "eager"
 
 
 def test_a_model_of_the_config_of_one_that_is_gone() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,7 @@ from peft import LoraConfig, get_peft_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import hf_burst
+from hf_burst.config import Memory
 from hf_burst.errors import ConfigError, KernelError, RankMismatchError
 from hf_burst.hf.parts.checkpointing import Checkpointing
 from hf_burst.layers import host_memory
@@ -37,6 +39,8 @@ from tests.hf.test_checkpointing import SWITCHES
 from tests.hf.test_patch import part_of
 from tests.support import models
 from tests.support.ranks import RankError, RankPool
+from tests.support.tiny_pictures import seeing_batch
+from tests.support.tiny_seeing import seeing_model
 from tests.support.trainers import small_pages
 
 Ranks = Callable[[int], RankPool]
@@ -520,6 +524,39 @@ def test_embeddings_beside_adapters_are_let_go(count: int) -> None:
     assert len(found[0]) > 1
     assert all(all(map(torch.equal, found[0], others)) for others in found)
     assert len({float(norm) for norm in norms}) == 1
+
+
+@pytest.mark.parametrize("settings", [{"activation_offloading": 1.0}, {"layers_per_checkpoint": 2}])
+@small_pages()
+def test_embeddings_beside_images_are_let_go(settings: dict[str, Any]) -> None:
+    model = seeing_model("Gemma3").requires_grad_(False).train()
+    for layer in model.model.language_model.layers:
+        layer.self_attn.requires_grad_(True)
+    models.patch(model, models.config_of(**settings))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    outputs: list[torch.Tensor] = []
+    model.get_input_embeddings().register_forward_hook(lambda *call: outputs.append(call[2]))
+    for kind in ("text", "images"):
+        loss = model(**seeing_batch("Gemma3", kind)).loss
+        storage = StorageWeakRef(outputs.pop().untyped_storage())
+        gc.collect()
+        assert storage.expired()
+        loss.backward()
+
+
+@small_pages()
+def test_a_host_that_is_short_is_asked_once() -> None:
+    part, device = Checkpointing(lambda error: None), torch.device("cpu")
+    part.count, part._bytes_of_host = 4, lambda run, leaving: 80 * leaving  # type: ignore[method-assign]
+    largest = mock.Mock(return_value=[-100.0])
+    call = SimpleNamespace(config=SimpleNamespace(memory_settings=Memory()), largest=largest)
+    group = SimpleNamespace(rank=0, agree=lambda *given: None)
+    run: Any = SimpleNamespace(memory=Memory(activation_offloading=1.0), call=call, group=group, device=device)
+    for _ in range(2):
+        part._prepare_host(run)
+        assert part.offloading == 1
+    largest.assert_called_once()
 
 
 def short_host(rank: int, size: int) -> None:

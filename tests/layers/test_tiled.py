@@ -436,10 +436,6 @@ def test_two_adapters_in_one_backward_pass(tokens: int) -> None:
             for path, weight in model.named_parameters():
                 weight.requires_grad_("lora" in path)  # which peft takes from all but the latest
             losses.append(model(**batch).loss if patched else models.plain_loss(model, batch))
-        if patched and tokens:
-            with pytest.raises(KernelError, match="another one in the backward pass: an adapter"):
-                losses[0].backward()
-            return
         (losses[0] + 2 * losses[1]).backward()
         results.append([weight.grad for path, weight in model.named_parameters() if "lora" in path])
         model.zero_grad()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...attention import AttentionCache
@@ -51,7 +52,7 @@ class Checkpointing(Part):
         self.share = 1.0
         self.advise = advise  # on running out of memory
         self.host: HostMemory | None = None
-        self.reserved = 0  # bytes of the host, on every rank
+        self.reserved = self.asked = self.room = 0  # bytes of the host, on every rank; last asked for; found then
         self.logged = False  # whether the log says that fewer layers are offloaded
         self.count = self.offloading = self.started = 0  # that checkpoint; that offload in this pass; that have run
         self.per_checkpoint = 1
@@ -60,6 +61,7 @@ class Checkpointing(Part):
         self.latest: LayerRun | None = None
         # of the latest run, until the next layer runs: meanwhile its address is not reused
         self.output: tuple[torch.Tensor, Place] | None = None
+        self.hook: RemovableHandle | None = None  # of the embeddings, in this pass
 
     def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
         memory, trains = call.config.memory_settings, call.learns
@@ -99,8 +101,14 @@ class Checkpointing(Part):
         apart = run.memory.activation_offloading or self.per_checkpoint > 1
         if apart and self.count and torch.is_grad_enabled():
             self._prepare_host(run)
+            # after the hook by which Transformers makes the embeddings require a gradient when weights do not
+            embeddings = run.model.get_input_embeddings()
+            self.hook = embeddings.register_forward_hook(lambda module, inputs, output: detached_leaf(output))
 
     def end(self) -> None:
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
         self.latest, self.output, self.started, self.offloading, self.per_checkpoint = None, None, 0, 0, 1
 
     def remove(self, view: ModelView) -> None:
@@ -156,12 +164,14 @@ class Checkpointing(Part):
         does, because the backward pass reads it at once."""
         wanted = self.offloading = min(round(run.memory.activation_offloading * self.count), self.count - 1)
         if self.host is None or self.host.device != run.device:
-            self.host, self.reserved = HostMemory(run.device), 0
+            self.host, self.reserved, self.asked = HostMemory(run.device), 0, 0
         chosen = run.memory.activation_offloading != run.call.config.memory_settings.activation_offloading
-        if chosen and self._bytes_of_host(run, wanted) > self.reserved:  # others may have taken memory since
-            smallest = -run.call.largest([-HOST_ROOM * self.host.most], of_all=False)[0]
-            room = max(self.reserved, smallest)
-            while self.offloading and self._bytes_of_host(run, self.offloading) > room:
+        needed = self._bytes_of_host(run, wanted)
+        if chosen and needed > self.reserved:
+            if needed != self.asked:  # once for batches of one size; others may have taken memory since
+                smallest = -run.call.largest([-HOST_ROOM * self.host.most], of_all=False)[0]
+                self.asked, self.room = needed, max(self.reserved, int(smallest))
+            while self.offloading and self._bytes_of_host(run, self.offloading) > self.room:
                 self.offloading -= 1
         if self.offloading < wanted and run.group.rank == 0 and not self.logged:
             self.logged = True
@@ -227,7 +237,6 @@ class _Checkpoint:
         again = CheckpointedRun(run, cache, self.part.advise)
         if layer is None:
             return self.function(again, *args, **kwargs)
-        args = tuple(map(detached_leaf, args))
         if self.part.per_checkpoint > 1:
             for_output = partial(self._gathered, again.for_output)
             layer.may_run_again(for_output, args, named, options.get("preserve_rng_state", True))

@@ -6,19 +6,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import PreTrainedModel
 
 from ...errors import UnsupportedModelError
 from ...ranks.collectives import group_sum
+from ..context import PASS_KEY
 from ..forward_pass import Agreement, Call, ForwardPass
-from .base import Part
+from ..view import ModelView
+from .base import Handles, Part
 
 
 class RouterLogits(Part):
-    """Replaces the load-balancing loss of this rank's tokens with that of the whole batch."""
+    """Replaces the load-balancing loss of this rank's tokens with that of the whole batch. A hook reads the router
+    scores where the decoder returns them, because outputs of TRL have none."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         check_balance(model)
+        self.scores: tuple[torch.Tensor, ...] = ()
+
+    def look(self, view: ModelView) -> Handles:
+        if not hasattr(view.root.config, "output_router_logits"):
+            return ()
+        return [view.root.base_model.register_forward_hook(self._catch, with_kwargs=True)]
 
     def admit(self, call: Call, agreement: Agreement) -> None:
         asked = call.given.get("output_router_logits")
@@ -26,15 +36,21 @@ class RouterLogits(Part):
         check_balance(call.model, asked)
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
-        scores = outputs.get("router_logits")
-        if not scores or outputs.get("aux_loss") is None:
+        if not self.scores or outputs.get("aux_loss") is None:
             return
         model: Any = run.model
-        balance = balance_loss(scores, model.num_experts_per_tok, run)
+        balance = balance_loss(self.scores, model.num_experts_per_tok, run)
         if outputs.get("loss") is not None:
             own = outputs["aux_loss"]
             outputs["loss"] = outputs["loss"] + model.router_aux_loss_coef * (balance_share(run) * balance - own)
         outputs["aux_loss"] = balance
+
+    def end(self) -> None:
+        self.scores = ()
+
+    def _catch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if kwargs.get(PASS_KEY) is not None:
+            self.scores = getattr(output, "router_logits", None) or ()
 
 
 def check_balance(model: PreTrainedModel, asked: bool | None = None) -> None:

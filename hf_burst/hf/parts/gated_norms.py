@@ -28,7 +28,7 @@ class GatedNorm(Override):
     """The forward of a gated norm: by the kernel in passes of the patched model, on a device that has it."""
 
     def __init__(self, module: nn.Module, own: Any, activation: str, formula: tuple[Any, Any]) -> None:
-        super().__init__(module, own)
+        super().__init__(module, own, activation, formula)
         self.activation = activation
         self.formula = formula  # what its formula depended on when it was read
 
@@ -38,9 +38,6 @@ class GatedNorm(Override):
         if known and self.formula == depends_on(norm) and current() is not None and fla_compared(hidden_states.device):
             return fla_gated_norm(hidden_states, gate, norm.weight, norm.variance_epsilon, self.activation)
         return self.plain(hidden_states, gate)
-
-    def _given(self) -> tuple[Any, ...]:
-        return self.module, self.own, self.activation, self.formula
 
 
 def depends_on(norm: Any) -> tuple[Any, Any]:

@@ -48,6 +48,8 @@ def each_once(cache: ShardedCache, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the batch with each prompt once, where `generate` made consecutive copies. Raises for a tensor that may
     not have one row per prompt."""
     copies, part = cache.copies, dict(batch)
+    if batch_shape(batch)[0] % copies:
+        raise BatchError(f"A batch of {batch_shape(batch)[0]} rows does not hold {copies} copies of each prompt.")
     for name, value in batch.items():
         if copies == 1 or not isinstance(value, torch.Tensor) or not value.ndim:
             continue

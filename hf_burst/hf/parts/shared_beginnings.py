@@ -14,7 +14,7 @@ from ..batches.documents import batch_shape, real_tokens
 from ..batches.joining import Joined, fit, join_texts, obstacle_in
 from ..batches.modalities import same_for_every_text
 from ..forward_pass import Agreement, Call
-from ..models.cut_point import cut_path, sees_blocks
+from ..models.cut_point import cut_path, reader_of, sees_blocks
 from ..view import ModelView
 from .recurrence import NO_FORKS, forks
 
@@ -104,7 +104,7 @@ def row_of_texts(joined: Joined, call: Call) -> dict[str, Any]:
 
 def by_place(view: ModelView) -> bool:
     """Returns whether a layer scales its queries by their places."""
-    return any(map(scales_by_place, view.modules))
+    return any(map(scales_by_place, reader_of(view).modules))
 
 
 def _hooked(view: ModelView) -> str:

@@ -136,6 +136,8 @@ def _visible_obstacle(module: nn.Module) -> str:
     if any(weights_of_experts(module)):  # a tile would wait for tiles of other ranks, which may have fewer
         return "its experts lie on several ranks"
     for inner in inner_modules(module):
+        if len({name for layer in getattr(inner, "adapter_layer_names", ()) for name in getattr(inner, layer, {})}) > 1:
+            return "it has several adapters, of which another may be set before the backward pass"
         hooks = inner._forward_pre_hooks or inner._forward_hooks or inner._backward_pre_hooks or inner._backward_hooks
         if hooks and inner is not module:  # such as hooks of an FSDP2 unit, which see all tokens at once
             return f"a {type(inner).__name__} in it has hooks"

@@ -53,8 +53,10 @@ class Towers(Part):
                 yield kind, owner, (how,)
 
     def admit(self, call: Call, agreement: Agreement) -> None:
-        """Checks that no noise is added to sound, because each rank would draw its own."""
+        """Checks that pixels are of images, and that no noise is added to sound: each rank would draw its own."""
         name, config, given = type(call.model).__name__, call.model.config, call.given
+        if any(isinstance(given.get(pixels), Tensor) and not len(given[pixels]) for pixels in _PIXELS):
+            raise BatchError("The batch holds pixels of no image. Leave them out, and their grids and sizes.")
         heard = call.group.size > 1 and any(given.get(key) is not None for key in _SOUND)
         quiet = "sample" in inspect.signature(type(call.model).forward).parameters and given.get("sample") is False
         noisy = [name for name in config.sub_configs if getattr(getattr(config, name, None), "vae_std", 0)]
@@ -137,11 +139,11 @@ class _SharedEncoder(Override):
         finally:
             self.running = False
         encoded = output.last_hidden_state if output.get("pooler_output") is None else output.pooler_output
-        whole = _of_all_ranks(encoded, idle, frames, group)
+        whole, *deep = _of_all_ranks([encoded, *(output.get("deepstack_features") or ())], idle, frames, group)
         for name in [name for name, value in output.items() if value is encoded]:  # wrappers read either name
             output[name] = whole
-        if deep := output.get("deepstack_features"):
-            output.deepstack_features = [_of_all_ranks(layer, idle, frames, group) for layer in deep]
+        if deep:
+            output.deepstack_features = deep
         return output
 
     def _split_videos(self, arguments: dict[str, Any]) -> list[int]:
@@ -213,15 +215,22 @@ def shares_of(costs: Sequence[int], ranks: int) -> list[slice]:
     return [slice(*pair) for pair in pairwise(bounds)]
 
 
-def _of_all_ranks(features: Any, idle: bool, frames: Sequence[int], group: ContextGroup) -> Any:
-    """Returns the features of all ranks, one tensor or a tensor of each image, from those that this rank encoded,
-    which do not count if it is `idle`. The frames of a video are joined. Gradients of all ranks are summed."""
-    if not isinstance(features, Tensor):
-        lengths = torch.tensor([len(each) for each in features], device=features[0].device)
-        images = _of_all_ranks(lengths, idle, frames, group).cpu().split(list(frames) or 1)
-        joined = _of_all_ranks(torch.cat(list(features)), idle, frames, group)
-        return joined.split([int(image.sum()) for image in images])
-    own = features[:0] if idle else features
+def _of_all_ranks(layers: Sequence[Any], idle: bool, frames: Sequence[int], group: ContextGroup) -> list[Any]:
+    """Returns the features of all ranks for each layer, one tensor or a tensor of each image, from those that this rank
+    encoded, which do not count if it is `idle`. The frames of a video are joined. Gradients of all ranks are summed."""
+    rows = [layer if isinstance(layer, Tensor) else torch.cat(list(layer)) for layer in layers]
+    whole = _gathered(torch.cat(rows, dim=-1), idle, group).split([row.shape[-1] for row in rows], dim=-1)
+    if isinstance(layers[0], Tensor):
+        return list(whole)
+    lengths = torch.tensor([len(each) for each in layers[0]], device=rows[0].device)
+    images = [int(image.sum()) for image in _gathered(lengths, idle, group).cpu().split(list(frames) or 1)]
+    # Transformers 5.17 does not split features of layers by image
+    pairs = zip(whole, layers, strict=True)
+    return [each if isinstance(layer, Tensor) else each.split(images) for each, layer in pairs]
+
+
+def _gathered(own: Tensor, idle: bool, group: ContextGroup) -> Tensor:
+    own = own[:0] if idle else own
     counts: list[int] = torch.cat(all_gather(torch.tensor([len(own)], device=own.device), group)).tolist()
     padded = torch.cat([own, own.new_zeros(max(counts) - len(own), *own.shape[1:])])
     return torch.cat([rows[:count] for rows, count in zip(all_gather(padded, group), counts, strict=True)])

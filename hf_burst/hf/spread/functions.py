@@ -68,7 +68,7 @@ def by_tokens(value: Any, function: Callable[..., Any], args: Sequence[Any], opt
 
 def _of_words(value: Any, name: str, function: Any, args: list[Any], options: dict[str, Any]) -> Any:
     """Serves a function of the scores of each token; `args` begin with the dimension."""
-    if args == [None] and name == "mean":
+    if args == [None] and name == "mean" and value.limit is not None:
         return _of_words(value, name, function, [-1], options).mean()
     if args.pop(0) not in (-1, value.ndim - 1):
         return NotImplemented
@@ -104,7 +104,9 @@ def _item(value: Any, key: Any) -> Any:
         if len(keys) == 1 and keys[0] is Ellipsis:
             return value
     if value.limit is None:
-        return NotImplemented
+        if value.lies is None or len(keys) != 2 or keys[0] != slice(None) or type(keys[1]) is not int:
+            return NotImplemented
+        return value.lies.values_at(value.chosen[:, keys[1]], lambda own, *_: value.rows(own)[0])  # sent by its owner
     on_host = tuple(each.cpu() if isinstance(each, Tensor) else each for each in keys)
     return replace(value, places=value.chosen[on_host])
 

@@ -37,6 +37,7 @@ class Limit:
     about: str  # why not all of it may be gathered, if so
     anchor: Tensor  # computed from the weights, so that DDP finds those that will get gradients
     written: tuple[int, ...]  # how often the head's weights had been written to
+    put_off: int  # how many functions the model put off; those behind them see zeros at padding of joined texts
 
 
 @dataclass(eq=False)
@@ -63,7 +64,7 @@ class Spread:
         anchor = self.some(slice(0, 1)) if loss is None else loss
         written = () if self.head is None else self.head.written
         value = self.map("float", Tensor.float) if self.autocast[0] else self
-        return replace(value, lies=lies, limit=Limit(about, anchor, written))
+        return replace(value, lies=lies, limit=Limit(about, anchor, written, len(value.put_off)))
 
     # -- this rank's tokens
 
@@ -85,7 +86,8 @@ class Spread:
     def own_values(self, value: TokenValue, share: int = 1) -> Tensor:
         """Returns `value` of each of this rank's tokens, `(batch, n)`; it makes `share` tensors as wide as scores."""
         if (head := self.head) is None:
-            return value(self.own.flatten(0, 1), slice(0, self.own[..., 0].numel())).view(self.own.shape[:-1])
+            own = self._after(self.own.flatten(0, 1))
+            return value(own, slice(0, len(own))).view(self.own.shape[:-1])
 
         def of_states(states: Tensor, part: slice) -> Tensor:
             with self._precision():  # also in the backward pass
@@ -106,9 +108,8 @@ class Spread:
 
     def score(self) -> Tensor:
         """Returns all of this rank's values, and stores them, so that they can be changed."""
-        if self.head is not None:
-            self.own = self._after(self._by_head(self.head.plain))
-            self.head, self.put_off = None, ()
+        own = self.own if self.head is None else self._by_head(self.head.plain)
+        self.own, self.head, self.put_off = self._after(own), None, ()
         return self.own
 
     @property
@@ -127,10 +128,10 @@ class Spread:
         return None
 
     def _scores(self, states: Tensor) -> Tensor:
-        return states if self.head is None else self._after(self.head.plain(states))
+        return self._after(states if self.head is None else self.head.plain(states))
 
-    def _after(self, scores: Tensor) -> Tensor:
-        for step in self.put_off:
+    def _after(self, scores: Tensor, done: int = 0) -> Tensor:
+        for step in self.put_off[done:]:
             scores = step(scores)
         return scores
 
@@ -148,9 +149,14 @@ class Spread:
     # -- all tokens
 
     def map(self, name: str, function: Callable[..., Tensor], *args: Any, **options: Any) -> "Spread":
-        """Applies a function to each token; puts it off if the head is put off."""
+        """Applies a function to each token; puts it off if the head is put off, or the value was handed out."""
         step = PutOffCall(name, function, args, options)
-        return replace(self, own=step(self.own)) if self.head is None else replace(self, put_off=(*self.put_off, step))
+        now = self.head is None and self.limit is None
+        return replace(self, own=step(self.own)) if now else replace(self, put_off=(*self.put_off, step))
+
+    def rows(self, own: Tensor) -> Tensor:
+        """Returns some of this rank's tokens, as one row."""
+        return self.own.flatten(0, 1).index_select(0, own.to(self.device))[None]
 
     def reduce(
         self, name: str, value: Callable[[Tensor, Tensor], Tensor], words: Tensor | None = None, ignored: Any = None
@@ -166,10 +172,11 @@ class Spread:
             numbers, hidden = at.to(self.device), padding.to(self.device)
 
             def of_some(scores: Tensor, part: slice) -> Tensor:
-                return value(scores.masked_fill(hidden[part, None], 0.0), numbers[part])
+                shown = scores.masked_fill(hidden[part, None], 0.0)
+                return value(self._after(shown, limit.put_off), numbers[part])
 
-            rows = self.own.flatten(0, 1).index_select(0, own.to(self.device))[None]
-            return replace(self, own=rows).own_values(of_some, 2 + len(self.put_off)).flatten()
+            mine = replace(self, own=self.rows(own), put_off=self.put_off[: limit.put_off])
+            return mine.own_values(of_some, 2 + len(self.put_off)).flatten()
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
             return lies.values_at(self.chosen.flatten(), compute).view(self.chosen.shape)
@@ -182,10 +189,12 @@ class Spread:
             return self.lies.batch(self.own).contiguous()
         if self.limit.about:
             raise BatchError(f"{self.limit.about}, and {what} was asked of them. {SERVED}")
-        lies, _ = self._agree(what)
+        lies, limit = self._agree(what)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
-            every = lies.batch(replace(self).score())  # a copy: values without gradients would stay
-            return every.contiguous() if self.places is None else every.flatten(0, 1)[self.places.to(every.device)]
+            # a copy: values without gradients would stay
+            every = lies.batch(replace(self, put_off=self.put_off[: limit.put_off]).score())
+            every = every.contiguous() if self.places is None else every.flatten(0, 1)[self.places.to(every.device)]
+            return self._after(every, limit.put_off)
 
     def _agree(self, name: str, words: Tensor | None = None, ignored: Any = None) -> tuple[Where, Limit]:
         """Raises on every rank if one of them asks for something else, or for a word outside the vocabulary."""

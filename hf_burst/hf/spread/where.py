@@ -77,6 +77,7 @@ class Where:
         """Returns values of some tokens of the given batch, `row * tokens + token`, on every rank. All ranks call
         `compute`, so that all gather weights: it returns those of this rank, from their indices here, those among the
         chosen, and whether they stand for padding of joined texts."""
+        self.share()
         row, token = places // self.shape[1], places % self.shape[1]
         if self.joined is not None:
             token, row = self.joined.places.flatten()[places], torch.zeros_like(places)
