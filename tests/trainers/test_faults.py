@@ -145,10 +145,10 @@ def see(rank: int, size: int, folder: str, mine: str = "") -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("cut_off", [False, True])
-def test_a_checkpoint_without_a_random_state_is_taken(
+def test_a_checkpoint_without_a_random_state_is_taken_if_none_is_whole(
     ranks: Ranks, checkpoint: Path, tmp_path: Path, cut_off: bool
 ) -> None:
-    """As where a rank died before it wrote its state, or while it did."""
+    """As where rank 0 has removed the earlier one, and a rank died before it wrote its state, or while it did."""
     for step in (2, 10):
         shutil.copytree(checkpoint, tmp_path / f"all/checkpoint-{step}")
     last = tmp_path / "all/checkpoint-10"
@@ -158,15 +158,26 @@ def test_a_checkpoint_without_a_random_state_is_taken(
     else:
         state.unlink()
     assert what_is_missing(last) is None
+    for number, earlier in ((2, "checkpoint-2"), (3, "checkpoint-2"), (2, "checkpoint-10")):
+        assert state.exists() == cut_off
+        for path, said in ranks(number).run(see, str(tmp_path), "all")[:1]:
+            assert Path(path).name == earlier
+            assert f"{path} is taken. Random states, and so dropout masks, are missing in {last}" in said
+        if number == 3:
+            shutil.rmtree(tmp_path / "all/checkpoint-2")
     assert not state.exists(), "Trainer would stop at it"
-    assert [path for path, _ in ranks(2).run(see, str(tmp_path), "all")] == [str(last)] * 2
+    assert hf_burst.last_checkpoint(tmp_path / "all") == str(last)
 
 
 def test_files_that_are_no_part_of_a_checkpoint_are_not_read(checkpoint: Path, tmp_path: Path) -> None:
     folder = Path(copy(checkpoint.parent, tmp_path, 1)) / "checkpoint-1"
     (folder / "faiss.index.json").write_text("{}")
     (folder / "table.bin").write_text("of another program")
+    (folder / "notes.json").write_text("{}\n{}\n")
+    (folder / "empty.json").write_text("")
     assert what_is_missing(folder) is None
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    assert "model.safetensors.index.json is cut off (FileNotFoundError" in (what_is_missing(folder) or "")
 
 
 def test_configs_of_other_adapters_are_read(checkpoint: Path, tmp_path: Path) -> None:
@@ -185,11 +196,11 @@ def test_ranks_that_see_different_checkpoints_say_so(ranks: Ranks, checkpoint: P
 
 
 def test_hosts_that_keep_checkpoints_of_their_own(ranks: Ranks, checkpoint: Path, tmp_path: Path) -> None:
-    """`save_on_each_node`: each has the random states of its own ranks."""
+    """`save_on_each_node`: each has the random states of its own ranks, none that of rank 0 at step 10."""
     for rank in (0, 1):
-        for step in (4, 6, 8):
+        for step in (4, 6, 8, 10):
             shutil.copytree(checkpoint, tmp_path / f"{rank}/checkpoint-{step}")
-            (tmp_path / f"{rank}/checkpoint-{step}/rng_state_{1 - rank}.pth").unlink()
+            (tmp_path / f"{rank}/checkpoint-{step}/rng_state_{0 if step == 10 else 1 - rank}.pth").unlink()
     assert [Path(path).name for path, _ in ranks(2).run(see, str(tmp_path))] == ["checkpoint-8"] * 2
     (tmp_path / "1/checkpoint-8/optimizer.pt").unlink()
     (tmp_path / "0/checkpoint-6/model.safetensors").write_bytes(b"")
@@ -223,6 +234,14 @@ def test_all_ranks_save_when_one_wants_to(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(asked, str(tmp_path))
     assert what_is_missing(tmp_path / "checkpoint-1") is None
     assert hf_burst.last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+
+
+@pytest.mark.parametrize("before", [{"settings": None}, {"sequences": 4}])
+def test_states_that_lack_numbers_are_gone_on_from(before: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    resume = hf_burst.BurstResume()
+    resume.began = {"sequences": 4, "rows": "8 rows"}
+    resume._compare("It was trained", before)
+    assert ("neither batches nor data are compared" in caplog.text) == ("sequences" not in before)
 
 
 def test_a_batch_that_is_split_has_one_group(tmp_path: Path) -> None:
@@ -422,11 +441,22 @@ def test_sharded_checkpoints_of_fsdp2(ranks: Ranks, tmp_path: Path, before: Case
     """SHARDED_STATE_DICT, by torch's distributed checkpoints."""
     wanted = ranks(before.ranks).run(resumed_with, str(tmp_path / "whole"), before, SHARDED)[0]
     folder = copy(tmp_path / "whole", tmp_path / "again", 4)
-    table = next(Path(folder).rglob("optimizer_0/.metadata"))  # which torch writes last
-    content = table.read_bytes()
-    table.unlink()
-    assert what_is_missing(table.parents[1]) == "it has no optimizer"
-    table.write_bytes(content)
+    part = max(Path(folder).rglob("optimizer_0/*.distcp"), key=lambda file: file.stat().st_size)
+    table = part.parent / ".metadata"
+    for file, kept, problem in (
+        (part, 0.5, f"EOFError: {part.name} is too short"),
+        (part, 0, f"EOFError: {part.name} is too short"),
+        (part, None, "FileNotFoundError"),
+        (table, 0.5, "UnpicklingError"),
+        (table, 0, "EOFError"),
+    ):
+        content = file.read_bytes()
+        if kept is None:
+            file.unlink()
+        else:
+            file.write_bytes(content[: int(kept * len(content))])
+        assert f"optimizer_0/.metadata is cut off ({problem}" in (what_is_missing(part.parents[1]) or "")
+        file.write_bytes(content)
     for found in ranks(after.ranks).run(resumed_with, folder, after, SHARDED):
         assert found["start"] == "checkpoint-4"
         for key in KEYS:

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, gather
 from torch.distributed.tensor import DTensor
@@ -565,6 +566,12 @@ def reward_fails(completions: list[Any], **_: Any) -> list[float]:
     raise FloatingPointError("no reward today")
 
 
+def reward_fails_in_one_group(completions: list[Any], trainer_state: Any, **_: Any) -> list[float]:
+    if dist.get_rank() == 2 and trainer_state.global_step == 1:
+        raise FloatingPointError("no reward today")
+    return [0.0] * len(completions)
+
+
 def roll_out_strangely(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return roll_out(prompts, trainer) | {"tag": [lambda: 1 for _ in prompts]}
 
@@ -577,6 +584,20 @@ def roll_out_alone(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 def failing_reward() -> dict[str, Any]:
     return {"reward_funcs": [reward_fails]}
+
+
+def reward_that_fails_in_one_group() -> dict[str, Any]:
+    return {"reward_funcs": [reward_fails_in_one_group]}
+
+
+def roll_out_in_one_group(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    if dist.get_rank() == 0:
+        raise FloatingPointError("no rollout today")
+    return roll_out(prompts, trainer)
+
+
+def rollouts_that_fail_in_one_group() -> dict[str, Any]:
+    return {"rollout_func": roll_out_in_one_group}
 
 
 def strange_rollouts() -> dict[str, Any]:
@@ -668,6 +689,21 @@ WRONG: dict[str, tuple[Run, type[Exception], str]] = {
         "the others would not take part",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("given", "first", "words"),
+    [(reward_that_fails_in_one_group, 2, "no reward today"), (rollouts_that_fail_in_one_group, 0, "no rollout today")],
+)
+def test_errors_of_one_group_are_those_of_all(
+    ranks: Ranks, tmp_path: Path, given: Callable[..., Any], first: int, words: str
+) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(4).run(learn, str(tmp_path), Run(groups=2, options={"given": given}))
+    for rank, error in enumerate(caught.value.errors):
+        assert isinstance(error, FloatingPointError if rank == first else RankMismatchError), (rank, error)
+        assert words in str(error)
+        assert rank // 2 == first // 2 or f"Rank {first} of the group stopped" in str(error)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -771,6 +807,15 @@ def test_results_and_errors_are_those_of_the_first_rank(ranks: Ranks) -> None:
     first, second = ranks(2).run(take_results)
     assert first == [1, "ValueError", "BatchError", 7]
     assert second == [1, "RankMismatchError", "RankMismatchError", 7]
+
+
+def gather_no_rows(rank: int, size: int) -> torch.Size:
+    reset_accelerate()
+    return first_rank.gather_first_ranks(Accelerator(cpu=True), 2, torch.zeros(0, 3)).shape
+
+
+def test_no_rows_are_gathered(ranks: Ranks) -> None:
+    assert ranks(2).run(gather_no_rows) == [(0, 3)] * 2
 
 
 def generate_alone(rank: int, size: int) -> tuple[list[list[int]], bool]:

@@ -144,6 +144,8 @@ def sampled(rank: int, size: int, folder: str) -> tuple[list[int], list[int]]:
     trainer.add_callback(Interrupted())
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
+    trainer.evaluate(trainer.train_dataset)
+    assert resources_of(ContextGroup.from_mesh(None)).clock is None
     trainer.train()
     assert resources_of(ContextGroup.from_mesh(None)).clock is None
     hooks.append(len(trainer.model._forward_pre_hooks))
@@ -204,6 +206,22 @@ def test_a_line_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[
     pattern = rf"step 1 of 3, 0:00:\d\d left, loss {number}, {number} tokens/s a process, MFU {number}%, {number} GiB"
     assert re.fullmatch(pattern, lines[0])
     assert lines[-1].startswith("step 3 of 3, 0:00:00 left, ")
+
+
+def test_the_first_step_says_nothing_of_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It compiles, and opens connections."""
+
+    class SlowStart(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if not state.global_step:
+                time.sleep(4)
+
+    reset_accelerate()
+    trainer = make_trainer(Case(burst=1), str(tmp_path), logging_steps=2)
+    trainer.add_callback(SlowStart())
+    trainer.add_callback(hf_burst.BurstCallback(trainer))
+    trainer.train()
+    assert re.search(r"^step 2 of 3, 0:00:0[01] left", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from transformers import (
     LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 import hf_burst
@@ -283,6 +285,16 @@ def test_a_tower_beside_a_patched_model_may_learn() -> None:
     _check_patched(torch.nn.ModuleList([policy, tower]), 2)
     with pytest.raises(ConfigError, match="CLIPVisionModel is not patched"):
         _check_patched(tower, 2)
+
+
+def test_a_frozen_judge_from_sequence_to_sequence_is_not_patched() -> None:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+    judge = T5ForConditionalGeneration(T5Config(**sizes))
+    with pytest.raises(ConfigError, match="T5ForConditionalGeneration is not patched"):
+        _check_patched(judge, 2)
+    _check_patched(judge.requires_grad_(False), 2)
+    with pytest.raises(ConfigError, match="LlamaForCausalLM is not patched"):
+        _check_patched(models.make_model("llama").requires_grad_(False), 2)
 
 
 def spoiled_completions(rank: int, size: int, folder: str) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.trainer_utils import seed_worker
 
 from ...errors import BatchError, ConfigError
@@ -282,11 +283,12 @@ def _check_patched(item: Any, size: int, evaluates: bool = False) -> None:
     such as reward models, and those beside a patched model may hold whole sequences."""
     if not isinstance(item, nn.Module) or find_inside(item, PATCH) is not None:
         return
+    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}
     for module in inner_modules(item):
         if not isinstance(module, PreTrainedModel):
             continue
         trained = not evaluates and any(parameter.requires_grad for parameter in module.parameters())
-        if trained or module.get_output_embeddings() is not None:
+        if trained or known & {kind.__name__ for kind in type(module).__mro__}:
             raise ConfigError(
                 f"{type(module).__name__} is not patched, so each of the {size} ranks that share a sequence would hold "
                 "all of it. Call hf_burst.patch_model(model) before the model is prepared; DPOTrainer and KTOTrainer "

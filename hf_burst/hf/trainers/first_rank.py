@@ -53,7 +53,8 @@ def gather_first_ranks(accelerator: Accelerator, size: int, tensors: Any) -> Any
 
     def once(tensor: Tensor) -> Tensor:
         rows = tensor.shape[0] if tensor.ndim else 1
-        return Accelerator.gather(accelerator, tensor).unflatten(0, (-1, size, rows))[:, 0].flatten(0, 1)
+        every = Accelerator.gather(accelerator, tensor)
+        return every.unflatten(0, (-1, size, rows))[:, 0].flatten(0, 1) if rows else every
 
     return recursively_apply(once, tensors)
 

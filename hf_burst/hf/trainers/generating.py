@@ -104,11 +104,18 @@ class GroupTraining:
         return environment
 
     def prepare_inputs(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns completions with their advantages, equal on all ranks."""
-        with self.names_of_groups(), self.first.answering(self.trainer.model):
-            found = method(*args, **kwargs)
-        sums = {"advantages": sum_of_bits(found["advantages"])}
-        self.group.agree({}, None, self.real.device, 0, sums, {"advantages": _OVERRIDES}, "a step on completions")
+        """Returns completions with their advantages, equal on all ranks. An error of one group ends all of them."""
+        self.groups.parted = False
+        try:
+            with self.names_of_groups(), self.first.answering(self.trainer.model):
+                found = method(*args, **kwargs)
+            sums = {"advantages": sum_of_bits(found["advantages"])}
+            self.group.agree({}, None, self.real.device, 0, sums, {"advantages": _OVERRIDES}, "a step on completions")
+            self.groups.agree(doing="the end of a step")
+        except BaseException as problem:  # including KeyboardInterrupt
+            if not self.groups.parted:
+                self.groups.agree(problem)
+            raise
         return found
 
     def compute_loss(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -192,12 +199,25 @@ class Groups:
         self.accelerator, self.size = accelerator, size
         self.num_processes = accelerator.num_processes // size
         self.process_index = accelerator.process_index // size
+        self.world = ContextGroup.from_mesh(None) if self.num_processes > 1 else ContextGroup()
         gather = partial(gather_first_ranks, accelerator, size)
-        first.calls |= {"gather": gather, "objects": gather_object, "wait": accelerator.wait_for_everyone}
+        first.calls |= {"gather": partial(self.meet, gather), "objects": partial(self.meet, gather_object)}
+        first.calls["wait"] = self.agree
         self.together = first.together
+        self.wait_for_everyone = partial(first.together, "wait")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.accelerator, name)
+
+    def agree(self, error: BaseException | None = None, doing: str = "a collective over groups of ranks") -> None:
+        """Meets the other groups, and raises an error of any of them on all ranks."""
+        self.parted = True  # if this raises
+        self.world.agree({"call": doing}, error, self.accelerator.device, doing=doing)
+        self.parted = False
+
+    def meet(self, call: Callable[..., Any], *args: Any) -> Any:
+        self.agree()
+        return call(*args)
 
     def gather(self, tensors: Any) -> Any:
         return self.together("gather", tensors)
@@ -205,9 +225,6 @@ class Groups:
     def reduce(self, tensor: Tensor, reduction: str = "sum", scale: float = 1.0) -> Tensor:
         total: Tensor = self.gather(tensor[None]).sum(0)
         return total / self.num_processes * scale if reduction == "mean" else total * scale
-
-    def wait_for_everyone(self) -> None:
-        self.together("wait")
 
     def gather_object(self, objects: Any) -> Any:
         return [item for own in self._objects(objects) for item in own]
@@ -217,7 +234,7 @@ class Groups:
         return objects
 
     def _objects(self, objects: Any) -> list[Any]:
-        each: list[Any] = self.together("objects", [None], mine=partial(gather_object, [objects]))
+        each: list[Any] = self.together("objects", [None], mine=partial(self.meet, gather_object, [objects]))
         return each[:: self.size]
 
 

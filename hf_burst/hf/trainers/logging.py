@@ -86,7 +86,7 @@ class BurstCallback(TrainerCallback):
         self.on_train_end()  # cleans up after an interrupted training
         self.handle = model.register_forward_pre_hook(self._count)
         self.first = state.global_step
-        self.began = self.mark = time.perf_counter()  # start of the training, and last reading of the clock
+        self.began = self.mark = time.perf_counter()  # end of the first step, and last reading of the clock
         self.samples = True  # whether the exchanges of a step are to be timed
         self._reset()
         warning = None if self.warned else untouched_length(args)
@@ -105,6 +105,12 @@ class BurstCallback(TrainerCallback):
         """Adds the step's time."""
         self._look()
         resources_of(self.group).clock = None
+        if state.global_step <= self.first + 1:  # connections are open and kernels compiled from now on
+            self.began = self.mark
+
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        if self.handle is not None:
+            resources_of(self.group).clock = None  # of an interrupted training
 
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Excludes the seconds of an evaluation or a checkpoint."""
@@ -178,8 +184,8 @@ class BurstCallback(TrainerCallback):
         }
 
     def _line(self, state: TrainerState, logs: dict[str, float]) -> str:
-        done = max(1, state.global_step - self.first)  # none if a finished training is started again
-        each = (time.perf_counter() - self.began) / done  # evaluation and saving included
+        done = state.global_step - self.first - 1
+        each = (time.perf_counter() - self.began) / done if done > 0 else self.seconds  # with evaluation and saving
         left = timedelta(seconds=round(each * (state.max_steps - state.global_step)))
         mfu = f", MFU {logs['mfu']:.1%}" if "mfu" in logs else ""
         place = "GPU" if self.trainer.args.device.type == "cuda" else "process"

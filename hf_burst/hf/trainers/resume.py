@@ -4,15 +4,16 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping, Sized
-from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 from zipfile import BadZipFile, ZipFile, is_zipfile
 from zlib import crc32
 
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from tqdm.auto import tqdm
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
 
@@ -30,15 +31,16 @@ NEEDED = {  # Trainer raises without weights, but silently ignores the others if
     "scheduler": ("scheduler.pt", DEEPSPEED),
 }
 ARCHIVES = ("optimizer.*", "scheduler.pt", "scaler.pt", "*_model*.bin", DEEPSPEED)
-UNREADABLE = (OSError, ValueError, TypeError, SafetensorError, BadZipFile)
+JSONS = ("config.json", "*_config.json", "*.safetensors.index.json", "*.bin.index.json")
+UNREADABLE = (OSError, EOFError, ValueError, TypeError, AttributeError, SafetensorError, BadZipFile, UnpicklingError)
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
     """Returns the latest complete checkpoint of a `Trainer`; `None` if there is none, as at a first start.
 
     `Trainer` itself takes the highest number, even if a kill or a full disk has truncated that checkpoint. All ranks
-    call this together, after `TrainingArguments` or `Accelerator` has joined them. Random states of ranks that are cut
-    off are removed, because `Trainer` would stop at them; dropout masks then differ, as where a state is missing.
+    call this together, after `TrainingArguments` or `Accelerator` has joined them. If none has the random state of
+    each rank, it warns, takes the latest one that is otherwise complete, and removes its states that are cut off.
 
     Args:
         folder (`str` or `Path`): The `output_dir` of the training; it need not exist.
@@ -55,13 +57,23 @@ def last_checkpoint(folder: str | Path) -> str | None:
     steps = (path.name.removeprefix("checkpoint-") for path in Path(folder).glob("checkpoint-*"))
     paths = {int(step): Path(folder, f"checkpoint-{step}") for step in steps if step.isdigit()}
     every = _gather({step: _look(path) for step, path in paths.items()})
+    whole: dict[bool, Path] = {}  # the latest, by whether all random states are there
     for step in sorted(set().union(*every), reverse=True):
         path = Path(folder, f"checkpoint-{step}")
-        fault = next(filter(None, (seen.get(step, "it is missing") for seen in every)), None)
-        if fault is None:
-            return str(path)
-        _warn("%s is not whole and not taken: %s.", path, fault)
-    if any(None in seen.values() for seen in every):
+        ranks = [seen.get(step, ("it is missing", False)) for seen in every]
+        fault = next((fault for fault, _ in ranks if fault is not None), None)
+        if fault is not None:
+            _warn("%s is not whole and not taken: %s.", path, fault)
+        elif True not in whole:
+            whole.setdefault(all(has_state for _, has_state in ranks), path)
+    if whole:
+        taken = whole.get(True) or whole[False]
+        if False in whole:
+            _warn("%s is taken. Random states, and so dropout masks, are missing in %s.", taken, whole[False])
+        for state in (file for file in taken.glob("rng_state*.pth") if not is_zipfile(file)):  # Trainer would stop
+            state.unlink(missing_ok=True)  # another rank may have removed it
+        return str(taken)
+    if any(fault is None for seen in every for fault, _ in seen.values()):
         raise ConfigError(
             f"The ranks see different checkpoints in {str(folder)!r}. Put the folder on a file system that all hosts "
             "share, or copy the checkpoint to each host."
@@ -71,7 +83,7 @@ def last_checkpoint(folder: str | Path) -> str | None:
 
 def what_is_missing(checkpoint: str | Path) -> str | None:
     """Returns why a run cannot resume from a checkpoint; `None` if it can. All ranks call this together."""
-    return next(filter(None, _gather(_look(Path(checkpoint)))), None)
+    return next((fault for fault, _ in _gather(_look(Path(checkpoint))) if fault is not None), None)
 
 
 def recorded(state: Any) -> dict[str, Any]:
@@ -79,37 +91,39 @@ def recorded(state: Any) -> dict[str, Any]:
     return dict(state.stateful_callbacks.get(BurstResume.__name__, {}).get("attributes", {}))
 
 
-def _look(checkpoint: Path) -> str | None:
-    """Returns what is wrong with a checkpoint, as seen by this rank. Removes random states that are cut off."""
+def _look(checkpoint: Path) -> tuple[str | None, bool]:
+    """Returns what is wrong with a checkpoint, as seen by this rank, and whether its random state is there."""
     file = checkpoint / STATE
     if not file.is_file():
-        return f"{STATE} is missing, which is written last"
+        return f"{STATE} is missing, which is written last", False
     try:
-        TrainerState.load_from_json(str(file))
+        ranks = recorded(TrainerState.load_from_json(str(file))).get("ranks")
         for file in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
             _read_end(file)
     except UNREADABLE as problem:
-        return f"{file.relative_to(checkpoint)} is cut off ({type(problem).__name__}: {problem})"
+        return f"{file.relative_to(checkpoint)} is cut off ({type(problem).__name__}: {problem})", False
     for what, patterns in NEEDED.items():
         if not any(path for pattern in patterns for path in checkpoint.rglob(pattern)):
-            return f"it has no {what}"
-    for state in checkpoint.glob("rng_state*.pth"):
-        if not is_zipfile(state):
-            _warn("%s is cut off, and removed: dropout masks of this rank will differ.", state)
-            with suppress(OSError):  # another rank has removed it
-                state.unlink()
-    return None
+            return f"it has no {what}", False
+    rank = ContextGroup.from_mesh(None).rank
+    name = "rng_state*.pth" if ranks is None else "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
+    return None, rank >= (ranks or rank + 1) or {*map(is_zipfile, checkpoint.glob(name))} == {True}
 
 
 def _read_end(file: Path) -> None:
-    """Raises if a file of weights or states, or a JSON file, is truncated."""
+    """Raises if a file that `Trainer` reads is truncated, or refers to a missing one."""
     if file.suffix == ".safetensors":
         with safe_open(file, "pt"):
             return
     if any(fnmatch(file.name, pattern) for pattern in ARCHIVES):
         ZipFile(file).close()
-    elif file.suffix == ".json":
-        json.loads(file.read_text())
+    elif any(fnmatch(file.name, pattern) for pattern in JSONS):
+        for name in json.loads(file.read_text()).get("weight_map", {}).values():
+            (file.parent / name).stat()
+    elif file.name == ".metadata":  # of torch's distributed checkpoints
+        for part in (FileSystemReader(file.parent).read_metadata().storage_data or {}).values():
+            if (file.parent / part.relative_path).stat().st_size < part.offset + part.length:
+                raise EOFError(f"{part.relative_path} is too short")
 
 
 def _gather(mine: Any) -> list[Any]:
@@ -162,7 +176,7 @@ class BurstResume(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
         """Compares batches and data with those of the checkpoint."""
         rows = _gather(rows_of(getattr(train_dataloader, "dataset", None)))[0]
-        self.began = {"sequences": sequences_of(args), "rows": rows}
+        self.began = {"ranks": args.world_size, "sequences": sequences_of(args), "rows": rows}
         self.finished = 0 < state.max_steps <= state.global_step
         if state.global_step:
             self._compare(f"The checkpoint of step {state.global_step:,} was trained", recorded(state))
@@ -174,16 +188,15 @@ class BurstResume(TrainerCallback, ExportableState):
 
     def _compare(self, said: str, before: Mapping[str, Any]) -> None:
         now = self.began
-        if not before:
-            _warn("%s without BurstResume: neither batches nor data are compared.", said)
-            return
-        if before["sequences"] != now["sequences"]:
+        if "sequences" not in before:
+            _warn("%s without BurstResume, or by an older one: neither batches nor data are compared.", said)
+        if before.get("sequences", now["sequences"]) != now["sequences"]:
             raise ConfigError(
                 f"{said} with {before['sequences']} sequences a step, and this run has {now['sequences']}",
                 "its data and learning rates would be others",
                 "Set per_device_train_batch_size x groups x gradient_accumulation_steps to the same product",
             )
-        if None in (before["rows"], now["rows"]) or before["rows"] == now["rows"]:
+        if None in (before.get("rows"), now["rows"]) or before["rows"] == now["rows"]:
             return
         said += f" on other data: {before['rows']}, and now {now['rows']}. As many are skipped as were trained on."
         if not self.other_data:
