@@ -102,7 +102,7 @@ def train_wrapped(rank: int, size: int, wrapper: str) -> float:
     return sum(float(parameter.detach().sum()) for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "compiled ddp", "fsdp", "hook"])
+@pytest.mark.parametrize("wrapper", ["ddp", pytest.param("compiled ddp", marks=pytest.mark.full), "fsdp", "hook"])
 def test_whoever_averages_gradients_is_recognised(ranks: Ranks, wrapper: str) -> None:
     first, second = ranks(2).run(train_wrapped, wrapper)
     assert first == second

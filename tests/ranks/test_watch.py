@@ -223,7 +223,6 @@ def train_and_call_alone(place: str, other: str, folder: str, rank: int, size: i
     ("place", "other"),
     [
         ("on_init_end", ""),
-        ("on_step_begin", "all_gather"),
         ("on_log", "barrier"),
         *(
             pytest.param(place, other, marks=pytest.mark.full)
@@ -231,6 +230,7 @@ def train_and_call_alone(place: str, other: str, folder: str, rank: int, size: i
                 ("on_train_begin", "all_gather"),
                 ("on_epoch_begin", ""),
                 ("on_step_begin", ""),
+                ("on_step_begin", "all_gather"),
                 ("on_pre_optimizer_step", ""),
                 ("on_optimizer_step", "all_reduce"),
                 ("on_substep_end", ""),

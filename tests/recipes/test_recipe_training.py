@@ -87,7 +87,7 @@ def train(rank: int, size: int, script: str, arguments: list[str], output: str) 
 
 CASES = [  # script, rows, what is trained, ranks, ranks of a group
     pytest.param("sft", "chats", "full", 4, 2, marks=pytest.mark.slow),
-    pytest.param("sft", "trajectories", "lora", 2, 2),
+    pytest.param("sft", "trajectories", "lora", 2, 2, marks=pytest.mark.full),
     pytest.param("sft", "chats", "qlora", 2, 2, marks=pytest.mark.slow),
     pytest.param("dpo", "pairs", "lora", 2, 2),
     pytest.param("reward", "pairs", "lora", 4, 2, marks=pytest.mark.slow),

@@ -154,8 +154,13 @@ def sent_over(rank: int, size: int, schedule: str, per_host: int, rows: int, kv_
     return [*sent, sent_by(exchanges)]
 
 
-@pytest.mark.parametrize("schedule", ["kv_ring", "burst"])
-@pytest.mark.parametrize(("nodes", "per_host"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("nodes", "per_host", "schedule"),
+    [
+        *((4, 2, "kv_ring"), (2, 2, "burst")),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, 2, "kv_ring"), (4, 2, "burst"))),
+    ],
+)
 def test_bytes_between_hosts_are_those_of_the_plan_and_each_block_crosses_once(hosts, nodes, per_host, schedule):
     """On the wire, between hosts that are network namespaces; headers and acknowledgements come on top."""
     size, rows, kv_heads = nodes * per_host, 2048, 2

@@ -42,7 +42,12 @@ def attend_again_and_again(rank: int, size: int, folder: Path, cases: list[Case]
 
 @pytest.mark.parametrize(
     ("size", "slices"),
-    [(2, 1), (3, 3), (4, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 3), (3, 1), (4, 3)))],
+    [
+        (2, 1),
+        (3, 3),
+        pytest.param(4, 1, marks=pytest.mark.full),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 3), (3, 1), (4, 3))),
+    ],
 )
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["some", "every"])
 def test_attention_through_shared_memory_is_exact(ranks, size, slices, every, tmp_path):

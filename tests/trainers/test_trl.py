@@ -94,8 +94,13 @@ def fused(rank: int, size: int, kind: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["packed", "right", "without labels"])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    ("size", "kind"),
+    [
+        *((3, "packed"), (3, "right"), (1, "without labels")),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((1, "packed"), (1, "right"), (3, "without labels"))),
+    ],
+)
 def test_per_token_outputs(ranks: Ranks, kind: str, size: int) -> None:
     if size == 1:
         reset_accelerate()
@@ -127,14 +132,21 @@ SETTINGS: dict[str, tuple[Case, dict[str, Any]]] = {
 QUICK = (
     "completion only",
     "several losses",
-    "weights",
     "reference without adapters in advance",
     "kto without adapters",
 )
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
+    "name",
+    [
+        *(
+            name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+            for name in SETTINGS
+            if name != "weights"
+        ),
+        pytest.param("weights", marks=pytest.mark.full),
+    ],
 )
 def test_settings(ranks: Ranks, tmp_path: Path, name: str) -> None:
     case, options = SETTINGS[name]
@@ -197,7 +209,9 @@ def evaluate(rank: int, size: int, folder: str, case: Case) -> dict[str, float]:
     return make_trainer(case, folder, eval_dataset=data).evaluate()
 
 
-@pytest.mark.parametrize("case", [Case("DPOTrainer"), Case("DPOTrainer", lora=True, data=2)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case("DPOTrainer"), pytest.param(Case("DPOTrainer", lora=True, data=2), marks=pytest.mark.full)], ids=str
+)
 def test_evaluation_of_preferences(ranks: Ranks, tmp_path: Path, case: Case) -> None:
     plain = replace(case, burst=0)
     parallel = ranks(2).run(evaluate, str(tmp_path), plain) if case.data > 1 else [evaluate(0, 1, str(tmp_path), plain)]
