@@ -126,7 +126,7 @@ def test_embeddings_and_gradients_equal_one_process(ranks: Ranks, name: str, siz
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", HEADED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in HEADED[4::2])) for n in HEADED])
 def test_heads_are_left_out(ranks: Ranks, name: str, size: int) -> None:
     for kind, pooling in (("left", "mean"), ("padded", "last"), ("packed", "first"), ("packed rows", "mean")):
         if "Bert" not in name or kind != "left":  # an encoder of learned positions

@@ -306,7 +306,9 @@ def compute_in_bfloat16(rank: int, size: int, name: str) -> tuple[float, float]:
     return float((ours - exact).norm()), float((rough - exact).norm())
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n == "zamba")) for n in models.RECURRENT])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in ("zamba", "kimi_linear"))) for n in models.RECURRENT]
+)
 def test_autocast(ranks: Ranks, name: str) -> None:
     over_ranks, alone = ranks(3).run(compute_in_bfloat16, name)[0]
     assert 0 < over_ranks < 2 * alone

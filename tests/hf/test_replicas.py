@@ -209,7 +209,7 @@ def train_by_hand(rank: int, size: int, averages: bool, warmup: bool) -> tuple[i
     return updates, ""
 
 
-@pytest.mark.parametrize("warmup", [False, True])
+@pytest.mark.parametrize("warmup", [pytest.param(False, marks=pytest.mark.full), True])
 def test_weights_that_drift_apart_are_found_before_the_second_update(ranks: Ranks, warmup: bool) -> None:
     assert ranks(3).run(train_by_hand, True, warmup) == [(2 if warmup else 4, "")] * 3
     for updates, sentence in ranks(3).run(train_by_hand, False, warmup):

@@ -57,7 +57,7 @@ def pieces(size: int, layers: int = 2, tokens: int = TOKENS) -> int:
 @pytest.mark.parametrize(
     ("size", "length", "padded"),
     [
-        *((2, 1, False), (3, 37, True)),
+        *((3, 37, True), pytest.param(2, 1, False, marks=pytest.mark.full)),
         *(pytest.param(1, 64, True, marks=pytest.mark.full), pytest.param(4, 7, True, marks=pytest.mark.slow)),
     ],
 )

@@ -505,8 +505,13 @@ def adapt(rank: int, size: int, folder: str, dora: bool, patch_first: bool) -> N
     torch.testing.assert_close(models.plain_loss(merged, batch), models.plain_loss(wanted, batch))
 
 
-@pytest.mark.parametrize("patch_first", [True, False], ids=["patched first", "adapted first"])
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    ("dora", "patch_first"),
+    [
+        *((False, True), (True, False)),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((False, False), (True, True))),
+    ],
+)
 def test_the_life_of_an_adapter(ranks: Ranks, tmp_path: Path, dora: bool, patch_first: bool) -> None:
     ranks(2).run(adapt, str(tmp_path), dora, patch_first)
 
@@ -550,8 +555,14 @@ def repeat_layers(rank: int, size: int, kind: str, settings: dict[str, Any]) -> 
     assert not any("hf_burst" in str(config._attn_implementation) for config in configs if config is not None)
 
 
-@pytest.mark.parametrize("settings", [{}, {"layers_per_checkpoint": 2, "tiled_mlp": 7}], ids=["", "checkpoints"])
-@pytest.mark.parametrize("kind", ["shared", "copied", "by peft"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        pytest.param(kind, settings, marks=[pytest.mark.full] * (bool(settings) != always))
+        for kind, always in (("shared", True), ("copied", False), ("by peft", True))
+        for settings in ({}, {"layers_per_checkpoint": 2, "tiled_mlp": 7})
+    ],
+)
 def test_layers_that_are_copies(ranks: Ranks, kind: str, settings: dict[str, Any]) -> None:
     """The config of a copied layer is a copy, too."""
     ranks(2).run(repeat_layers, kind, settings)

@@ -814,7 +814,9 @@ def test_project_out_survives_gradients_whose_square_underflows():
     assert torch.allclose((projected.double() * dout.double()).sum(-1), delta.double(), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("loss", ["out", "out and lse", "lse"])
+@pytest.mark.parametrize(
+    "loss", ["out and lse", *(pytest.param(each, marks=pytest.mark.full) for each in ("out", "lse"))]
+)
 @pytest.mark.parametrize("kernel", kernels(CPU_KERNELS))
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 2), (False, None)])
 def test_gradcheck_of_the_operator(kernel, causal, window, loss):

@@ -199,7 +199,7 @@ def test_questions_on_a_document_are_a_sample(
 HYBRIDS = [("finetune_long_document", "text_hybrid", "text"), ("sft", "sft_hybrid", "chats")]  # script, file, rows
 
 
-@pytest.mark.parametrize(("script", "name", "rows"), HYBRIDS)
+@pytest.mark.parametrize(("script", "name", "rows"), [HYBRIDS[0], pytest.param(*HYBRIDS[1], marks=pytest.mark.full)])
 def test_hybrids_by_their_settings(
     ranks: Ranks, files: Path, tmp_path: Path, script: str, name: str, rows: str
 ) -> None:

@@ -54,7 +54,7 @@ def over_hosts(size: int, per_host: int, transport: str = "auto") -> list[Case]:
 LARGE = [pytest.param(6, 3, marks=pytest.mark.slow), pytest.param(8, 4, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize(("size", "per_host"), [(4, 1), (4, 2), (6, 2), *LARGE])
+@pytest.mark.parametrize(("size", "per_host"), [(4, 1), pytest.param(4, 2, marks=pytest.mark.full), (6, 2), *LARGE])
 def test_attention_over_hosts_is_exact(ranks, size, per_host):
     cases = over_hosts(size, per_host)
     for case, found in zip(cases, put_together(ranks(size).run(attend_to_all, cases), size, cases), strict=True):
@@ -70,7 +70,7 @@ def attend_through_both(rank: int, size: int, folder: Path, per_host: int, cases
     return results, found
 
 
-@pytest.mark.parametrize(("size", "per_host"), [(4, 2), LARGE[0], (6, 2)])
+@pytest.mark.parametrize(("size", "per_host"), [pytest.param(4, 2, marks=pytest.mark.full), LARGE[0], (6, 2)])
 def test_ranks_of_a_host_read_memory_and_hosts_send_messages(ranks, size, per_host, tmp_path):
     for host in range(size // per_host):
         (tmp_path / str(host)).mkdir()

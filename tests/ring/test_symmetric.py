@@ -95,7 +95,7 @@ def test_no_bytes_are_written_too_early_where_ranks_leave_rounds_out(ranks, sche
     assert not races(found)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_bytes_are_written_while_a_rank_may_still_read_them(ranks, size, schedule, tmp_path):
     """Of several passes in a row, with one slice of the heads and with four, by what their streams wait for."""

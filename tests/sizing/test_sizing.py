@@ -504,7 +504,9 @@ def test_sizes_of_all_served_classes_can_be_told() -> None:
         assert estimate_memory(size, Training(512, 4, 4), H200).total > 0, name
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n == "zamba")) for n in models.RECURRENT])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in ("zamba", "kimi_linear"))) for n in models.RECURRENT]
+)
 def test_projections_of_recurrent_layers_are_those_that_torch_counts(name: str) -> None:
     model = models.make_model(name).train()
     ids = torch.randint(0, model.config.vocab_size, (1, 64))
@@ -537,7 +539,7 @@ def test_a_recurrence_counts_token_by_token() -> None:
 @pytest.mark.parametrize(
     ("model", "exchanged"),
     [
-        ("qwen3.6-27b", r"ulysses_4\+kv_ring, states"),
+        pytest.param("qwen3.6-27b", r"ulysses_4\+kv_ring, states", marks=pytest.mark.full),
         pytest.param("Mamba2ForCausalLM", "states", marks=pytest.mark.full),
         ("JambaForCausalLM", "ulysses, heads"),
         ("Lfm3ForCausalLM", r"ulysses_4\+kv_ring, states"),
@@ -585,7 +587,7 @@ def test_a_hybrid_by_hand() -> None:
     assert kept.states == 8 * 2 * 64 * (128 * 64 + 1) * 4, "of two runs of each rank"
 
 
-@pytest.mark.parametrize("name", ["Gemma3", "Mistral3", "Qwen3_5"])
+@pytest.mark.parametrize("name", ["Gemma3", pytest.param("Mistral3", marks=pytest.mark.full), "Qwen3_5"])
 def test_towers_do_not_count_for_text(name: str) -> None:
     wrapper = getattr(transformers, f"{name}ForConditionalGeneration")
     config = wrapper.config_class()

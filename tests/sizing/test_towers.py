@@ -234,7 +234,7 @@ def sizes_of(rank: int, size: int, batches: list[list[int]]) -> list[float]:
 SMALL, MANY, LARGE = [8, 8], [16, 16, 16, 8, 8], [32]  # two of 64 patches; three of 256 and two of 64; one of 1024
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_images_count_for_the_rank_that_encodes_the_most(ranks: Ranks, size: int) -> None:
     batches, row = [SMALL, MANY, [], LARGE], 96 * 2
     found = [sizes_of(0, 1, batches)] if size == 1 else ranks(size).run(sizes_of, batches)

@@ -43,7 +43,7 @@ def train(rank: int, size: int, folder: str, case: trainers.Case, held: int, bal
         ),
         pytest.param(trainers.Case("SFTTrainer", "packed", data=2), 4, marks=pytest.mark.slow),
         (trainers.Case("Trainer", lora=True), 2),
-        (trainers.Case("DPOTrainer", lora=True), 2),
+        pytest.param(trainers.Case("DPOTrainer", lora=True), 2, marks=pytest.mark.full),
     ],
     ids=str,
 )

@@ -156,7 +156,7 @@ def train_on_patches(rank: int, size: int, folder: str, case: Case) -> dict[str,
     return trainers.finish(trainer)
 
 
-@pytest.mark.parametrize("model", ["Qwen2_5_VL", "Qwen3VL"])
+@pytest.mark.parametrize("model", ["Qwen2_5_VL", pytest.param("Qwen3VL", marks=pytest.mark.full)])
 def test_sequences_with_images_of_any_size_train_as_in_one_process(ranks: Ranks, tmp_path: Path, model: str) -> None:
     case = Case("Trainer", model=model)
     wanted = train_on_patches(0, 1, str(tmp_path / "alone"), case.alone)

@@ -75,7 +75,9 @@ def moved(rank: int, size: int, folder: str, case: Case, name: str, noise: float
     return after - before
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n == "AdamW8bit")) for n in OPTIMIZERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in ("AdamW", "AdamW8bit"))) for n in OPTIMIZERS]
+)
 def test_optimizers_over_ranks(ranks: Ranks, tmp_path: Any, name: str) -> None:
     """The weights move as in one process, up to what rounding of the gradients makes of it there."""
     for package, optimizers in NEEDED.items():

@@ -257,7 +257,7 @@ def read_stream(rank: int, size: int, kind: str, dispatch: bool | None) -> list[
 
 
 @pytest.mark.parametrize(("kind", "dispatch"), [("torch", None), ("torch", True), ("datasets", None)])
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("data", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_raw_loop_over_an_iterable_dataset(ranks: Ranks, kind: str, dispatch: bool | None, data: int) -> None:
     """Each rank reads its batches, even where accelerate is asked to dispatch them."""
     rows = [row["input_ids"].tolist() for row in trainers.samples("padded")]

@@ -162,7 +162,7 @@ def test_settings(ranks: Ranks, tmp_path: Path, name: str) -> None:
         compare(run, wanted, RATIOS)
 
 
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("explicit", [pytest.param(False, marks=pytest.mark.full), True])
 def test_metrics_of_sharded_batches(ranks: Ranks, tmp_path: Path, explicit: bool) -> None:
     """Counts of one rank are added up; those of a group count once. The last batch is smaller."""
     case = Case("SFTTrainer", "packed", explicit=explicit)
@@ -317,7 +317,7 @@ def test_pairs_are_not_sharded_by_a_collator(ranks: Ranks, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "case",
     [
-        Case("RewardTrainer"),
+        pytest.param(Case("RewardTrainer"), marks=pytest.mark.full),
         pytest.param(Case("RewardTrainer", burst=3, checkpointing=True), marks=pytest.mark.full),
         Case("RewardTrainer", data=2, checkpointing=True, little=True),
     ],
@@ -360,7 +360,9 @@ def rank(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("gathered", [pytest.param(True, marks=pytest.mark.full), False], ids=["gathered", "deferred"])
-@pytest.mark.parametrize("case", [Case("ORPOTrainer"), Case("CPOTrainer", burst=3)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case("ORPOTrainer"), pytest.param(Case("CPOTrainer", burst=3), marks=pytest.mark.full)], ids=str
+)
 def test_rankings_equal_one_process(ranks: Ranks, tmp_path: Path, case: Case, gathered: bool) -> None:
     """TRL's losses that follow from all logits, and what is logged of them; but for their mean, which padding is in."""
     names = {"rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected", "nll_loss", "log_odds_ratio"}
