@@ -171,8 +171,14 @@ def refuse_attention(rank: int, size: int, change: Change, how: str) -> None:
     assert not any(ARRIVED in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("change", [replace_class, replace_one, replace_module])
+@pytest.mark.parametrize(
+    ("change", "size"),
+    [
+        *((replace_class, 1), (replace_one, 2), (replace_module, 1)),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((replace_class, 2), (replace_one, 1))),
+        pytest.param(replace_module, 2, marks=pytest.mark.full),
+    ],
+)
 def test_attention_that_does_not_arrive_is_an_error(ranks: Ranks, size: int, change: Change) -> None:
     ways = ["patched, then changed", "changed, then patched", "checkpointed"]
     for how in ways + (["compiled"] if size == 1 else []):
@@ -510,8 +516,15 @@ def serve(rank: int, size: int, change: Change, name: str) -> None:
         compare(rank, size, model, plain, models.make_batch("plain", seed=2))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(("change", "name"), SERVED, ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.parametrize(
+    ("change", "name", "size"),
+    [
+        pytest.param(change, name, size, marks=[pytest.mark.full] * ((size == 1) != (name == "zamba")))
+        for change, name in SERVED
+        for size in (1, 2)
+    ],
+    ids=lambda each: getattr(each, "__name__", each),
+)
 def test_nothing_is_said_of_what_arrives(ranks: Ranks, size: int, change: Change, name: str) -> None:
     run(ranks, size, serve, change, name)
 

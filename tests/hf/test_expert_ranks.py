@@ -163,7 +163,7 @@ def compare(rank: int, size: int, case: Case) -> None:
 CASES = [
     *(Case(name, 2, 2) for name in KINDS),
     Case("qwen3_moe", 3, 3, kind="left"),
-    Case("qwen3_moe", 2, 4, kind="packed", checkpointing=True),
+    pytest.param(Case("qwen3_moe", 2, 4, kind="packed", checkpointing=True), marks=pytest.mark.full),
     Case("gpt_oss", 4, 4, explicit=True),
     Case(
         "mixtral",
@@ -175,7 +175,7 @@ CASES = [
         memory=(("layers_per_checkpoint", 2), ("tiled_mlp", 5)),
     ),
     Case("glm4_moe", 4, 2, groups=2, kind="packed", memory=(("tiled_mlp", 5), ("head_groups", 2))),
-    Case("gpt_oss", 2, 4, crowded=True, checkpointing=True),
+    pytest.param(Case("gpt_oss", 2, 4, crowded=True, checkpointing=True), marks=pytest.mark.full),
     Case("gpt_oss", 2, 2, crowded=True),
 ]
 

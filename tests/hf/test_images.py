@@ -26,6 +26,9 @@ from tests.support.tiny_seeing import FAMILIES, seeing_class, seeing_model
 
 Ranks = Callable[[int], RankPool]
 OFFLOADED = {"tiled_mlp": 4, "activation_offloading": 1.0}
+ALWAYS = {"Llava", "InternVL", "Idefics3", "LlavaOnevision", "Qwen2_5_VL", "Qwen3VLMoe", "Qwen3_5", "Gemma3", "Llama4"}
+ALWAYS |= {"Emu3", "FuyuForCausalLM", "Kimi_K25", "NemotronH_Omni_Reasoning_V3", "Qwen2_5OmniThinker"}
+WATCHED = {"Qwen2_5_VL", "Qwen3VL", "LlavaNextVideo", "VideoLlava", "MiniCPMV4_6", "Gemma4", "Cosmos3Edge"}
 
 
 def train(family: str, change: str = "", patched: bool = False, **settings: Any) -> Result:
@@ -66,7 +69,7 @@ def checkpointed(rank: int, size: int, family: str, settings: dict[str, Any]) ->
     return train(family, "checkpointed", patched=True, **settings)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(n, marks=[pytest.mark.full] * (n not in ALWAYS)) for n in FAMILIES])
 def test_images_are_exact(ranks: Ranks, family: str) -> None:
     wanted = train(family)
     towers = [gradient for name, gradient in wanted[1].items() if "vis" in name or "tower" in name]
@@ -81,7 +84,7 @@ def test_every_family_that_is_served_is_compared() -> None:
     assert sorted(name for name, row in rows.items() if row.videos) == sorted(WITH_VIDEO)
 
 
-@pytest.mark.parametrize("family", WITH_VIDEO)
+@pytest.mark.parametrize("family", [pytest.param(n, marks=[pytest.mark.full] * (n not in WATCHED)) for n in WITH_VIDEO])
 def test_videos_are_exact(ranks: Ranks, family: str) -> None:
     assert_equal(ranks(3).run(on_ranks, family, "video"), train(family, "video"))
 

@@ -198,7 +198,7 @@ def measured(rank: int, size: int, wrong: float, room: float) -> list[Memory]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_steps_are_measured(ranks: Ranks, size: int) -> None:
     """What the fullest rank took counts for all."""
     gpu = room(0, size)

@@ -38,7 +38,7 @@ CASES = {
     "Kosmos2_5ForConditionalGeneration": 2,  # the loss is computed inside of the language model
     "LlavaForConditionalGeneration": 1,
 }
-SLOW = pytest.param(GEMMA3N, marks=pytest.mark.slow)
+LATER = {GEMMA3N: pytest.mark.slow, "Qwen3_5ForConditionalGeneration": pytest.mark.full}
 IMAGE = {"pixel_values": torch.zeros(1, 3, 28, 28)}
 Part = Mapping[str, Any]
 
@@ -67,7 +67,7 @@ def compare_on_ranks(rank: int, size: int, name: str, broken: str = "") -> tuple
     return verdict.result, verdict.errors, verdict.note
 
 
-@pytest.mark.parametrize("name", [name if name != GEMMA3N else SLOW for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LATER.get(name, ())) for name in CASES])
 def test_text_is_exact(ranks: Ranks, name: str) -> None:
     for result, errors, note in ranks(CASES[name]).run(compare_on_ranks, name):
         assert result == "exact", note
@@ -80,7 +80,7 @@ def test_text_is_exact(ranks: Ranks, name: str) -> None:
         (GEMMA, "inputs_embeds"),
         (QWEN, "position_ids"),
         pytest.param(GEMMA3N, "per_layer_inputs", marks=pytest.mark.slow),
-        (GEMMA, "labels"),
+        pytest.param(GEMMA, "labels", marks=pytest.mark.full),
     ],
 )
 def test_what_is_cut_for_another_rank_is_seen(ranks: Ranks, name: str, broken: str) -> None:

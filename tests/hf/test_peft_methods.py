@@ -193,9 +193,14 @@ def adapt(rank: int, size: int, method: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        pytest.param(method, options, id=" ".join([method, *map(str, options)]))
+        pytest.param(
+            method,
+            options,
+            id=" ".join([method, *map(str, options)]),
+            marks=[pytest.mark.full] * (number > 0 and (method != "LORA" or "init_lora_weights" in options)),
+        )
         for method, every in SERVED.items()
-        for options in every
+        for number, options in enumerate(every)
     ],
 )
 def test_methods_of_peft_are_exact(ranks: Ranks, method: str, options: dict[str, Any]) -> None:

@@ -182,7 +182,7 @@ def test_ranks_have_the_same_kernels(ranks: Ranks) -> None:
         assert "kernels of flash-linear-attention: rank 0 has False, rank 1 has True" in said
 
 
-@pytest.mark.parametrize("kind", ["plain", "packed"])
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.full), "packed"])
 def test_two_passes_are_exact_and_run_again(ranks: Ranks, kind: str) -> None:
     for error, runs, checkpointed in ranks(2).run(compare_steps, kind):
         assert error < 1e-5
@@ -223,7 +223,7 @@ def edges_alive() -> int:
     return sum(type(item) is halo._Edges for item in gc.get_objects())
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "granite"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3_5", marks=pytest.mark.full), "granite"])
 def test_edges_go_with_the_pass(name: str) -> None:
     """Layouts are kept for long, what layers make of them is not; a checkpoint holds it until it has run again."""
     model = models.patch(models.make_model(name).train())

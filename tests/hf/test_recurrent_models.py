@@ -96,12 +96,21 @@ def errors_of(rank: int, size: int, name: str, chosen: list[tuple[str, str, str]
     return errors
 
 
+ALWAYS = {(1, "kimi_linear"), (1, "zamba"), (2, "granite"), (3, "lfm2"), (3, "qwen3_5")}
+
+
 def run(ranks: Ranks, size: int, *arguments: Any) -> list[float]:
     return errors_of(0, 1, *arguments) if size == 1 else ranks(size).run(errors_of, *arguments)[0]
 
 
-@pytest.mark.parametrize("name", models.RECURRENT)
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        pytest.param(size, name, marks=[pytest.mark.full] * ((size, name) not in ALWAYS))
+        for size in (1, 2, 3, 4)
+        for name in models.RECURRENT
+    ],
+)
 def test_loss_and_gradients_are_those_of_one_process(ranks: Ranks, name: str, size: int) -> None:
     chosen = list(itertools.product(KINDS, WAYS, ("balanced", "contiguous", "zigzag")))
     chosen = chosen[models.RECURRENT.index(name) + size :: 12]
@@ -118,7 +127,9 @@ def compare_checkpointed(rank: int, size: int, name: str, reentrant: bool) -> fl
     return greatest_error(gradients_of(model, batch, config=ACROSS), wanted)
 
 
-@pytest.mark.parametrize("name", models.RECURRENT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n == "kimi_linear")) for n in models.RECURRENT]
+)
 def test_checkpointed_layers_take_part_again(ranks: Ranks, name: str) -> None:
     reentrant = name == "lfm2"
     assert max(ranks(3).run(compare_checkpointed, name, reentrant)) < 1e-6
@@ -189,8 +200,8 @@ def test_what_is_broken_on_purpose_is_found(ranks: Ranks, name: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(model="qwen3_5", checkpointing=True, burst=3),
-        Case(model="granite", data=2),
+        pytest.param(Case(model="qwen3_5", checkpointing=True, burst=3), marks=pytest.mark.full),
+        pytest.param(Case(model="granite", data=2), marks=pytest.mark.full),
         Case("SFTTrainer", "packed", model="lfm2"),
         Case(model="qwen3_5", lora=True, explicit=True),
     ],
@@ -295,7 +306,9 @@ def compute_in_bfloat16(rank: int, size: int, name: str) -> tuple[float, float]:
     return float((ours - exact).norm()), float((rough - exact).norm())
 
 
-@pytest.mark.parametrize("name", models.RECURRENT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in ("zamba", "kimi_linear"))) for n in models.RECURRENT]
+)
 def test_autocast(ranks: Ranks, name: str) -> None:
     over_ranks, alone = ranks(3).run(compute_in_bfloat16, name)[0]
     assert 0 < over_ranks < 2 * alone

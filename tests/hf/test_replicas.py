@@ -102,7 +102,7 @@ def train_wrapped(rank: int, size: int, wrapper: str) -> float:
     return sum(float(parameter.detach().sum()) for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "compiled ddp", "fsdp", "hook"])
+@pytest.mark.parametrize("wrapper", ["ddp", pytest.param("compiled ddp", marks=pytest.mark.full), "fsdp", "hook"])
 def test_whoever_averages_gradients_is_recognised(ranks: Ranks, wrapper: str) -> None:
     first, second = ranks(2).run(train_wrapped, wrapper)
     assert first == second
@@ -209,7 +209,7 @@ def train_by_hand(rank: int, size: int, averages: bool, warmup: bool) -> tuple[i
     return updates, ""
 
 
-@pytest.mark.parametrize("warmup", [False, True])
+@pytest.mark.parametrize("warmup", [pytest.param(False, marks=pytest.mark.full), True])
 def test_weights_that_drift_apart_are_found_before_the_second_update(ranks: Ranks, warmup: bool) -> None:
     assert ranks(3).run(train_by_hand, True, warmup) == [(2 if warmup else 4, "")] * 3
     for updates, sentence in ranks(3).run(train_by_hand, False, warmup):

@@ -56,14 +56,17 @@ def pieces(size: int, layers: int = 2, tokens: int = TOKENS) -> int:
 
 @pytest.mark.parametrize(
     ("size", "length", "padded"),
-    [(1, 64, True), (2, 1, False), (3, 37, True), pytest.param(4, 7, True, marks=pytest.mark.slow)],
+    [
+        *((3, 37, True), pytest.param(2, 1, False, marks=pytest.mark.full)),
+        *(pytest.param(1, 64, True, marks=pytest.mark.full), pytest.param(4, 7, True, marks=pytest.mark.slow)),
+    ],
 )
 def test_tokens_are_those_of_one_process(ranks: Ranks, size: int, length: int, padded: bool) -> None:
     ways = ("greedy", "sampled", "beams", "several", "penalised")
     assert run(ranks, size, "llama", length, padded, ways) == [len(ways) * pieces(size)] * size
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_layers_make_room(ranks: Ranks, size: int) -> None:
     """Behind it a step is recorded anew; what was recorded before would write where nothing is any more."""
     # tokens for which there is room at first, and each time that it was made
@@ -79,7 +82,7 @@ def test_layers_make_room(ranks: Ranks, size: int) -> None:
         ("GptOssForCausalLM", True, False),  # sinks; its experts ask which tokens they have
         ("Gemma2ForCausalLM", False, True),  # soft-capping
         ("Llama4ForCausalLM", True, False),  # scales queries by their positions, which it counts in Python
-        ("DeepseekV3ForCausalLM", True, False),  # latent keys; experts
+        pytest.param("DeepseekV3ForCausalLM", True, False, marks=pytest.mark.full),  # latent keys; experts
         ("Gemma4ForConditionalGeneration", True, True),  # a wrapper, whose layers share keys
         ("llama_dynamic", True, False),  # asks for the longest position
     ],
@@ -90,7 +93,12 @@ def test_kinds_of_layers(ranks: Ranks, name: str, padded: bool, played: bool) ->
 
 @pytest.mark.parametrize(
     ("name", "played"),
-    [("Qwen3_5", True), ("Lfm2", True), ("KimiLinear", False), ("GraniteMoeHybrid", False)],  # experts, as above
+    [
+        ("Qwen3_5", True),
+        pytest.param("Lfm2", True, marks=pytest.mark.full),
+        pytest.param("KimiLinear", False, marks=pytest.mark.full),  # experts, as above
+        ("GraniteMoeHybrid", False),
+    ],
 )
 def test_layers_with_a_state(ranks: Ranks, name: str, played: bool) -> None:
     found = run(ranks, 2, f"{name}ForCausalLM", 37, True, ("greedy", "beams"))

@@ -273,7 +273,9 @@ def check(answer: Answer, exact: Answer, dtype: torch.dtype, rough: Answer | Non
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), kernels_and_dtypes())
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name == "long, offset band")) for name in SHAPES]
+)
 def test_a_kernel_computes_a_tile_as_written_out(kernel, dtype, name):
     shape = SHAPES[name]
     if shape.rows > 512 and dtype not in (torch.float32, torch.bfloat16):
@@ -812,7 +814,9 @@ def test_project_out_survives_gradients_whose_square_underflows():
     assert torch.allclose((projected.double() * dout.double()).sum(-1), delta.double(), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("loss", ["out", "out and lse", "lse"])
+@pytest.mark.parametrize(
+    "loss", ["out and lse", *(pytest.param(each, marks=pytest.mark.full) for each in ("out", "lse"))]
+)
 @pytest.mark.parametrize("kernel", kernels(CPU_KERNELS))
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 2), (False, None)])
 def test_gradcheck_of_the_operator(kernel, causal, window, loss):

@@ -104,7 +104,7 @@ def test_one_process_trains_as_without(switch: str, share: float) -> None:
 @pytest.mark.parametrize(
     ("name", "size", "kind", "settings"),
     [
-        ("qwen3_5", 2, "packed", {"activation_offloading": 0.5}),
+        pytest.param("qwen3_5", 2, "packed", {"activation_offloading": 0.5}, marks=pytest.mark.full),
         ("llama", 2, "left", {"attention_keep": 1.0, "activation_offloading": 1.0, "tiled_mlp": 7}),
         ("mistral", 3, "plain", {"attention_keep": 0.0}),
         ("gpt2", 2, "right", {"schedule": "ulysses"}),

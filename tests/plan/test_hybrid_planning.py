@@ -352,7 +352,7 @@ def test_a_pass_takes_the_chosen_way(ranks: Ranks) -> None:
         assert loss == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "zamba"])
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("zamba", marks=pytest.mark.full)])
 def test_models_cut_by_documents_are_exact(ranks: Ranks, name: str) -> None:
     chosen = [("packed", way, "documents") for way in ("states", "heads")]
     assert max(ranks(3).run(errors_of, name, chosen)[0]) < 1e-9

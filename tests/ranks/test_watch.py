@@ -170,7 +170,7 @@ def reduce_alone(rank: int, size: int) -> None:
     ("scene", "doing", "latest"),
     [
         (wait_for_all_alone, "forward pass 2 of LlamaForCausalLM in evaluation", FIRST),
-        (reduce_alone, "forward pass 2 of LlamaForCausalLM in training", FIRST),
+        pytest.param(reduce_alone, "forward pass 2 of LlamaForCausalLM in training", FIRST, marks=pytest.mark.full),
         (begin_alone, "forward pass 1 of LlamaForCausalLM in evaluation", "its start"),
     ],
 )
@@ -223,7 +223,6 @@ def train_and_call_alone(place: str, other: str, folder: str, rank: int, size: i
     ("place", "other"),
     [
         ("on_init_end", ""),
-        ("on_step_begin", "all_gather"),
         ("on_log", "barrier"),
         *(
             pytest.param(place, other, marks=pytest.mark.full)
@@ -231,6 +230,7 @@ def train_and_call_alone(place: str, other: str, folder: str, rank: int, size: i
                 ("on_train_begin", "all_gather"),
                 ("on_epoch_begin", ""),
                 ("on_step_begin", ""),
+                ("on_step_begin", "all_gather"),
                 ("on_pre_optimizer_step", ""),
                 ("on_optimizer_step", "all_reduce"),
                 ("on_substep_end", ""),
@@ -989,7 +989,9 @@ def skip_a_batch(place: str, layers: tuple[int | None, ...], rank: int, size: in
     return "went on"
 
 
-@pytest.mark.parametrize("place", ["a forward pass", "a backward pass", "a generation"])
+@pytest.mark.parametrize(
+    "place", ["a forward pass", pytest.param("a backward pass", marks=pytest.mark.full), "a generation"]
+)
 def test_a_batch_that_one_rank_skips_in_its_middle(place: str) -> None:
     stays, left = play(partial(skip_a_batch, place, (None, 0)))
     assert left["raised"][0] is RankMismatchError

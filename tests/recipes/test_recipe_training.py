@@ -87,7 +87,7 @@ def train(rank: int, size: int, script: str, arguments: list[str], output: str) 
 
 CASES = [  # script, rows, what is trained, ranks, ranks of a group
     pytest.param("sft", "chats", "full", 4, 2, marks=pytest.mark.slow),
-    pytest.param("sft", "trajectories", "lora", 2, 2),
+    pytest.param("sft", "trajectories", "lora", 2, 2, marks=pytest.mark.full),
     pytest.param("sft", "chats", "qlora", 2, 2, marks=pytest.mark.slow),
     pytest.param("dpo", "pairs", "lora", 2, 2),
     pytest.param("reward", "pairs", "lora", 4, 2, marks=pytest.mark.slow),
@@ -199,7 +199,7 @@ def test_questions_on_a_document_are_a_sample(
 HYBRIDS = [("finetune_long_document", "text_hybrid", "text"), ("sft", "sft_hybrid", "chats")]  # script, file, rows
 
 
-@pytest.mark.parametrize(("script", "name", "rows"), HYBRIDS)
+@pytest.mark.parametrize(("script", "name", "rows"), [HYBRIDS[0], pytest.param(*HYBRIDS[1], marks=pytest.mark.full)])
 def test_hybrids_by_their_settings(
     ranks: Ranks, files: Path, tmp_path: Path, script: str, name: str, rows: str
 ) -> None:

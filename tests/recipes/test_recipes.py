@@ -749,7 +749,7 @@ def test_adapters_remember_the_revision_and_are_merged_elsewhere(
     assert trainer.model.peft_config["default"].revision == "v2"
 
 
-@pytest.mark.parametrize("rope", [{}, {"rope_type": "yarn", "factor": 4.0}])
+@pytest.mark.parametrize("rope", [pytest.param({}, marks=pytest.mark.full), {"rope_type": "yarn", "factor": 4.0}])
 def test_an_adapter_keeps_the_rope_that_it_was_trained_with(
     recipe: Callable[..., Any], tmp_path: Path, rope: dict[str, Any]
 ) -> None:

@@ -225,14 +225,26 @@ FORKED = [name for name, case in CASES.items() if case.parents]
 FORKING = [kind for kind in NAMES if kind not in ("Mamba1", "Mamba2, heads exchanged")]
 
 
-@pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, name, marks=[pytest.mark.full] * ((number + place) % 3 > 0))
+        for number, kind in enumerate(NAMES)
+        for place, name in enumerate(WHOLE)
+    ],
+)
 def test_states_pass_from_rank_to_rank(ranks: Ranks, kind: str, name: str) -> None:
     compare(ranks, kind, CASES[name])
 
 
-@pytest.mark.parametrize("name", FORKED)
-@pytest.mark.parametrize("kind", FORKING)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, name, marks=[pytest.mark.full] * ((number + place) % 2 > 0))
+        for number, kind in enumerate(FORKING)
+        for place, name in enumerate(FORKED)
+    ],
+)
 def test_states_fork_into_endings(ranks: Ranks, kind: str, name: str) -> None:
     compare(ranks, kind, CASES[name])
 
@@ -299,8 +311,14 @@ IN_FP32 = {
 }
 
 
-@pytest.mark.parametrize("name", IN_FP32)
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, name, marks=[pytest.mark.full] * ((number + place) % 2 > 0))
+        for number, kind in enumerate(NAMES)
+        for place, name in enumerate(IN_FP32)
+    ],
+)
 def test_errors_in_fp32_are_about_those_of_one_process(ranks: Ranks, kind: str, name: str) -> None:
     """Beside fp64, also where the logarithms of decays add up to thousands: their differences would have no digits
     left."""

@@ -35,8 +35,14 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
     return {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-4}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "head_dim"), SHAPES)
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "dtype"),
+    [
+        pytest.param(*shape, dtype, marks=[pytest.mark.full] * (shape[0] == 150 and dtype != torch.float32))
+        for shape in SHAPES
+        for dtype in DTYPES
+    ],
+)
 def test_merges_are_exact_each_time(generator: torch.Generator, dtype: torch.dtype, rows: int, head_dim: int) -> None:
     """Whatever the order in which the threads of a kernel come to read and write."""
     from hf_burst.ring import fused

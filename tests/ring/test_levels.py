@@ -54,7 +54,7 @@ def over_hosts(size: int, per_host: int, transport: str = "auto") -> list[Case]:
 LARGE = [pytest.param(6, 3, marks=pytest.mark.slow), pytest.param(8, 4, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize(("size", "per_host"), [(4, 1), (4, 2), (6, 2), *LARGE])
+@pytest.mark.parametrize(("size", "per_host"), [(4, 1), pytest.param(4, 2, marks=pytest.mark.full), (6, 2), *LARGE])
 def test_attention_over_hosts_is_exact(ranks, size, per_host):
     cases = over_hosts(size, per_host)
     for case, found in zip(cases, put_together(ranks(size).run(attend_to_all, cases), size, cases), strict=True):
@@ -70,7 +70,7 @@ def attend_through_both(rank: int, size: int, folder: Path, per_host: int, cases
     return results, found
 
 
-@pytest.mark.parametrize(("size", "per_host"), [(4, 2), LARGE[0], (6, 2)])
+@pytest.mark.parametrize(("size", "per_host"), [pytest.param(4, 2, marks=pytest.mark.full), LARGE[0], (6, 2)])
 def test_ranks_of_a_host_read_memory_and_hosts_send_messages(ranks, size, per_host, tmp_path):
     for host in range(size // per_host):
         (tmp_path / str(host)).mkdir()
@@ -154,8 +154,13 @@ def sent_over(rank: int, size: int, schedule: str, per_host: int, rows: int, kv_
     return [*sent, sent_by(exchanges)]
 
 
-@pytest.mark.parametrize("schedule", ["kv_ring", "burst"])
-@pytest.mark.parametrize(("nodes", "per_host"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("nodes", "per_host", "schedule"),
+    [
+        *((4, 2, "kv_ring"), (2, 2, "burst")),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, 2, "kv_ring"), (4, 2, "burst"))),
+    ],
+)
 def test_bytes_between_hosts_are_those_of_the_plan_and_each_block_crosses_once(hosts, nodes, per_host, schedule):
     """On the wire, between hosts that are network namespaces; headers and acknowledgements come on top."""
     size, rows, kv_heads = nodes * per_host, 2048, 2

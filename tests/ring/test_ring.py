@@ -280,7 +280,7 @@ def assert_exact(case: Case, found: dict[str, torch.Tensor], tolerance: float = 
         assert error <= tolerance, (name, case)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_chunks_that_were_swapped_for_even_rounds_are_exact(ranks, size):
     """Cut as finely as long sequences are, of which all that follows is the owners."""
     documents = (0, 41, 48, 80, 83, 131)
@@ -314,7 +314,7 @@ def assert_as_close_as_plain(case: Case, found: dict[str, torch.Tensor]) -> None
 PACKED = ((0, 1, 2, 3, 16, 29, 30, 41), (0, 41), (0, 11, 24, 41))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full), 3, 4])
 def test_attention_over_ranks_is_exact(ranks, size):
     batch = st.lists(cases(size), min_size=4, max_size=4)
 
@@ -392,8 +392,14 @@ def test_values_of_another_head_size_are_exact(ranks, size):
         assert_exact(case, found)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        *((torch.float64, 1), (torch.bfloat16, 2), (torch.float64, 4)),
+        *(pytest.param(torch.bfloat16, size, marks=pytest.mark.full) for size in (1, 4)),
+        pytest.param(torch.float64, 2, marks=pytest.mark.full),
+    ],
+)
 def test_sinks_soft_caps_and_chunks_are_exact(ranks, size, dtype):
     one = Case(PACKED, kernel="reference", dtype=dtype)
     kinds = [
@@ -432,7 +438,7 @@ def test_fp32_over_ranks_is_as_accurate_as_fp32_in_one_process(ranks, size):
 
 @pytest.mark.parametrize(
     ("schedule", "kernel"),
-    [("kv_ring", "cpu_flash"), ("burst", "reference"), ("ulysses", "reference")],
+    [("kv_ring", "cpu_flash"), ("burst", "reference"), pytest.param("ulysses", "reference", marks=pytest.mark.full)],
 )
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=["fp32", "bf16"]
@@ -896,7 +902,7 @@ def lose_a_rank(rank: int, port: int, schedule: str, pipe: Connection) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("schedule", ["burst", "ulysses"])
+@pytest.mark.parametrize("schedule", ["burst", pytest.param("ulysses", marks=pytest.mark.full)])
 def test_a_rank_that_is_killed_in_a_step_ends_the_others_with_a_message(schedule):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -185,7 +185,9 @@ def some_plans(size: int) -> list[Plan]:
 
 @pytest.mark.parametrize("transports", [False, True], ids=["one transport", "two transports"])
 @pytest.mark.parametrize("rotating", ROTATING)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "size", [1, pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)]
+)
 def test_a_ring_over_two_shardings_is_exact(ranks: Ranks, size: int, rotating: str, transports: bool) -> None:
     if transports and size == 1:
         pytest.skip("one rank reaches nobody")

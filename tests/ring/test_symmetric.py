@@ -42,7 +42,12 @@ def attend_again_and_again(rank: int, size: int, folder: Path, cases: list[Case]
 
 @pytest.mark.parametrize(
     ("size", "slices"),
-    [(2, 1), (3, 3), (4, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 3), (3, 1), (4, 3)))],
+    [
+        (2, 1),
+        (3, 3),
+        pytest.param(4, 1, marks=pytest.mark.full),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 3), (3, 1), (4, 3))),
+    ],
 )
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["some", "every"])
 def test_attention_through_shared_memory_is_exact(ranks, size, slices, every, tmp_path):
@@ -90,7 +95,7 @@ def test_no_bytes_are_written_too_early_where_ranks_leave_rounds_out(ranks, sche
     assert not races(found)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_bytes_are_written_while_a_rank_may_still_read_them(ranks, size, schedule, tmp_path):
     """Of several passes in a row, with one slice of the heads and with four, by what their streams wait for."""

@@ -91,8 +91,13 @@ def test_wide_heads_have_gradients_of_keys_for_every_query_head() -> None:
     assert taken == [pytest.approx(16304, rel=0.01), 0, 0]
 
 
-@pytest.mark.parametrize("lora", [0, 4])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("checkpointing", "lora"),
+    [
+        *((False, 4), (True, 0)),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((False, 0), (True, 4))),
+    ],
+)
 def test_operations_are_those_that_torch_counts(checkpointing: bool, lora: int) -> None:
     model = base = LlamaForCausalLM(SMALL).train()
     if lora:
@@ -194,9 +199,9 @@ def test_shapes_are_found_as_people_type_them(name: str, shape: str | None) -> N
     [
         ("llama-3-8b", "8k", ""),
         ("llama-3-8b", "9k", "embeddings 8,192: it has not learned later positions. .*: yarn, factor: 2.0}"),
-        ("llama-3.1-8b", "128k", ""),
+        pytest.param("llama-3.1-8b", "128k", "", marks=pytest.mark.full),
         ("Qwen/Qwen3-8B", "256k", "a text has 262,144 tokens, but .* 40,960: .* set rope_scaling .* factor: 7.0}"),
-        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "256k", ""),
+        pytest.param("Qwen/Qwen3-30B-A3B-Instruct-2507", "256k", "", marks=pytest.mark.full),
         ("gemma-3-12b", "256k", "131,072: it has not learned later positions.$"),  # YaRN would undo its factor
         ("GPT2LMHeadModel", "2k", "embeddings 1,024: it has not learned later positions.$"),
     ],
@@ -499,7 +504,9 @@ def test_sizes_of_all_served_classes_can_be_told() -> None:
         assert estimate_memory(size, Training(512, 4, 4), H200).total > 0, name
 
 
-@pytest.mark.parametrize("name", models.RECURRENT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in ("zamba", "kimi_linear"))) for n in models.RECURRENT]
+)
 def test_projections_of_recurrent_layers_are_those_that_torch_counts(name: str) -> None:
     model = models.make_model(name).train()
     ids = torch.randint(0, model.config.vocab_size, (1, 64))
@@ -532,7 +539,7 @@ def test_a_recurrence_counts_token_by_token() -> None:
 @pytest.mark.parametrize(
     ("model", "exchanged"),
     [
-        ("qwen3.6-27b", r"ulysses_4\+kv_ring, states"),
+        pytest.param("qwen3.6-27b", r"ulysses_4\+kv_ring, states", marks=pytest.mark.full),
         pytest.param("Mamba2ForCausalLM", "states", marks=pytest.mark.full),
         ("JambaForCausalLM", "ulysses, heads"),
         ("Lfm3ForCausalLM", r"ulysses_4\+kv_ring, states"),
@@ -580,7 +587,7 @@ def test_a_hybrid_by_hand() -> None:
     assert kept.states == 8 * 2 * 64 * (128 * 64 + 1) * 4, "of two runs of each rank"
 
 
-@pytest.mark.parametrize("name", ["Gemma3", "Mistral3", "Qwen3_5"])
+@pytest.mark.parametrize("name", ["Gemma3", pytest.param("Mistral3", marks=pytest.mark.full), "Qwen3_5"])
 def test_towers_do_not_count_for_text(name: str) -> None:
     wrapper = getattr(transformers, f"{name}ForConditionalGeneration")
     config = wrapper.config_class()

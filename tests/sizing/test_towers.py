@@ -96,8 +96,13 @@ def planned(name: str, frozen: bool, checkpointing: bool, ranks: int = 1) -> tup
     return model_size(type(model), model.config), training
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-@pytest.mark.parametrize("name", ["qwen", "llava"])
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [
+        *(("qwen", False), ("llava", True)),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("qwen", True), ("llava", False))),
+    ],
+)
 def test_what_towers_take_is_as_planned(name: str, checkpointing: bool) -> None:
     frozen, trained = (measured(name, own, checkpointing) for own in (True, False))
     size, training = planned(name, False, checkpointing)
@@ -112,7 +117,7 @@ def test_what_towers_take_is_as_planned(name: str, checkpointing: bool) -> None:
         assert 0.9 * peak < most.total - most.held < 1.6 * peak, most
 
 
-@pytest.mark.parametrize("name", ["qwen", "llava"])
+@pytest.mark.parametrize("name", [pytest.param("qwen", marks=pytest.mark.full), "llava"])
 def test_ranks_keep_what_they_encode(ranks: Ranks, name: str) -> None:
     for kept in ranks(2).run(of_rank, name):
         assert kept == pytest.approx(kept_by_towers(*planned(name, False, False, 2)), rel=0.1)
@@ -229,7 +234,7 @@ def sizes_of(rank: int, size: int, batches: list[list[int]]) -> list[float]:
 SMALL, MANY, LARGE = [8, 8], [16, 16, 16, 8, 8], [32]  # two of 64 patches; three of 256 and two of 64; one of 1024
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_images_count_for_the_rank_that_encodes_the_most(ranks: Ranks, size: int) -> None:
     batches, row = [SMALL, MANY, [], LARGE], 96 * 2
     found = [sizes_of(0, 1, batches)] if size == 1 else ranks(size).run(sizes_of, batches)

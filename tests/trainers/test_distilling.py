@@ -174,11 +174,16 @@ RUNS: dict[str, Run] = {
 }
 
 
-QUICK = ("jensen-shannon", "forward", "reverse", "adapters")
+QUICK, LATER = ("forward", "reverse"), ("jensen-shannon", "adapters")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+    "name",
+    [
+        *QUICK,
+        *(pytest.param(name, marks=pytest.mark.full) for name in LATER),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name not in QUICK + LATER),
+    ],
 )
 def test_runs(ranks: Ranks, tmp_path: Path, name: str) -> None:
     compare(ranks, tmp_path, RUNS[name])

@@ -38,10 +38,12 @@ def train(rank: int, size: int, folder: str, case: trainers.Case, held: int, bal
     ("case", "held"),
     [
         pytest.param(trainers.Case("Trainer"), 2, marks=pytest.mark.slow),
-        (trainers.Case("Trainer", "packed", data=2, checkpointing=True, explicit=True), 2),
+        pytest.param(
+            trainers.Case("Trainer", "packed", data=2, checkpointing=True, explicit=True), 2, marks=pytest.mark.full
+        ),
         pytest.param(trainers.Case("SFTTrainer", "packed", data=2), 4, marks=pytest.mark.slow),
         (trainers.Case("Trainer", lora=True), 2),
-        (trainers.Case("DPOTrainer", lora=True), 2),
+        pytest.param(trainers.Case("DPOTrainer", lora=True), 2, marks=pytest.mark.full),
     ],
     ids=str,
 )

@@ -307,7 +307,7 @@ def copy(folder: Path, to: Path, step: int) -> str:
 
 
 LAYOUTS = [
-    pytest.param(Case(data=2, burst=1), Case(data=1, burst=2), id="2x1 to 1x2"),
+    pytest.param(Case(data=2, burst=1), Case(data=1, burst=2), id="2x1 to 1x2", marks=pytest.mark.full),
     pytest.param(Case(data=1, burst=2), Case(data=1, burst=1), id="1x2 to one process"),
     pytest.param(Case(data=1, burst=2), Case(data=2, burst=2), id="1x2 to 2x2", marks=pytest.mark.full),
     pytest.param(Case(data=1, burst=4), Case(data=1, burst=1), id="1x4 to one process", marks=pytest.mark.full),

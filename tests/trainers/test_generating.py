@@ -290,11 +290,13 @@ SLOW = (
     "colocated",
 )
 SLOW += ("tools", "images, rloo", "reward model", "2 x 2, generated", "rloo, 3 ranks")
+FULL = ("truncated, shared", "rloo, truncated", "2 x 2", "what waits, and what fails", "server beside rollouts, fsdp2")
 
 
 def quick(runs: dict[str, Run]) -> list[Any]:
     """The names of runs, of which some are left out by default."""
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in runs]
+    later = [[pytest.mark.slow] * (name in SLOW) + [pytest.mark.full] * (name in FULL) for name in runs]
+    return [pytest.param(name, marks=marks) for name, marks in zip(runs, later, strict=True)]
 
 
 FSDP2 = {"fsdp": "full_shard", "fsdp_config": {"version": 2, "reshard_after_forward": True}}

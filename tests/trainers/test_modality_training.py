@@ -44,8 +44,8 @@ IN_LANGUAGE_MODEL = r".*\.language_model\..*\.(q|v)_proj"
 CASES = [  # one process mixes packed documents in Qwen2.5-VL, whose masks are made without position ids
     Case("SFTTrainer", "packed", model=GEMMA),
     Case("SFTTrainer", "padded", lora=True, checkpointing=True, model=QWEN),
-    Case("SFTTrainer", "padded", lora=True, data=2, model=GEMMA),
-    Case("Trainer", "padded", checkpointing=True, model=QWEN),
+    pytest.param(Case("SFTTrainer", "padded", lora=True, data=2, model=GEMMA), marks=pytest.mark.full),
+    pytest.param(Case("Trainer", "padded", checkpointing=True, model=QWEN), marks=pytest.mark.full),
 ]
 
 
@@ -119,8 +119,8 @@ def train_on_images(rank: int, size: int, folder: str, case: Case, packing: bool
 
 SEEING = [
     Case("SFTTrainer", "padded", model="Llava"),
-    Case("SFTTrainer", "padded", model="Llava", lora=True, checkpointing=True),
-    Case("SFTTrainer", "padded", model="Llava", data=2),
+    pytest.param(Case("SFTTrainer", "padded", model="Llava", lora=True, checkpointing=True), marks=pytest.mark.full),
+    pytest.param(Case("SFTTrainer", "padded", model="Llava", data=2), marks=pytest.mark.full),
     Case("DPOTrainer", model="Llava", lora=True),  # pairs of several images, row by row
     pytest.param(Case("DPOTrainer", model="Llava", lora=True, data=2), marks=pytest.mark.slow),  # a pair at a time
 ]
@@ -156,7 +156,7 @@ def train_on_patches(rank: int, size: int, folder: str, case: Case) -> dict[str,
     return trainers.finish(trainer)
 
 
-@pytest.mark.parametrize("model", ["Qwen2_5_VL", "Qwen3VL"])
+@pytest.mark.parametrize("model", ["Qwen2_5_VL", pytest.param("Qwen3VL", marks=pytest.mark.full)])
 def test_sequences_with_images_of_any_size_train_as_in_one_process(ranks: Ranks, tmp_path: Path, model: str) -> None:
     case = Case("Trainer", model=model)
     wanted = train_on_patches(0, 1, str(tmp_path / "alone"), case.alone)
@@ -286,7 +286,7 @@ def words_of(folder: Path, **settings: Any) -> list[str]:
     return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_the_recipe_trains_on_images(ranks: Ranks, tmp_path: Path, rows: int) -> None:
     shown = write_chats_with_images(tmp_path)
     words = words_of(tmp_path, max_steps=3, save_strategy="no", per_device_train_batch_size=rows)

@@ -91,7 +91,7 @@ def imbalance(case: Case, step: int) -> float:
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        (Case(checkpointing=True), {}),
+        pytest.param(Case(checkpointing=True), {}, marks=pytest.mark.full),
         (Case(data=2, explicit=True), {}),
         (Case(), {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": trainers.samples("padded", 2)}),
     ],

@@ -75,7 +75,9 @@ def moved(rank: int, size: int, folder: str, case: Case, name: str, noise: float
     return after - before
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in ("AdamW", "AdamW8bit"))) for n in OPTIMIZERS]
+)
 def test_optimizers_over_ranks(ranks: Ranks, tmp_path: Any, name: str) -> None:
     """The weights move as in one process, up to what rounding of the gradients makes of it there."""
     for package, optimizers in NEEDED.items():
@@ -114,7 +116,7 @@ def adapters_on_four_bits(rank: int, size: int, patched: bool) -> list[torch.Ten
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_weights_of_four_bits_over_ranks(ranks: Ranks, size: int) -> None:
     wanted = adapters_on_four_bits(0, 1, False)
     assert len(wanted) == 1 + 2 * 7 * 4

@@ -44,31 +44,6 @@ def product(trainer: str) -> list[Case]:
     return [Case(trainer, *values) for values in itertools.product(*axes)]
 
 
-def pairs(case: Case) -> set[tuple[str, Any, str, Any]]:
-    """The values of every two axes of a case."""
-    values = sorted(
-        {
-            "trainer": case.trainer,
-            "kind": case.kind,
-            "lora": case.lora,
-            "checkpointing": case.checkpointing,
-            "explicit": case.explicit,
-            "data": case.data,
-        }.items()
-    )
-    return {(*one, *other) for one, other in itertools.combinations(values, 2)}
-
-
-def covering(cases: list[Case]) -> list[Case]:
-    """A few of the cases, in which any two values of two axes meet: greedily those that bring most pairs."""
-    chosen: list[Case] = []
-    missing = set().union(*map(pairs, cases))
-    while missing:
-        chosen.append(max(cases, key=lambda case: len(pairs(case) & missing)))
-        missing -= pairs(chosen[-1])
-    return chosen
-
-
 LITTLE = [
     Case("Trainer", "packed", data=2),
     Case("SFTTrainer", "packed", lora=True),
@@ -76,8 +51,12 @@ LITTLE = [
     Case("raw", burst=3),
 ]
 ALL = [case for trainer in TRAINERS for case in product(trainer)]
-SUBSET = [*covering(ALL), Case("Trainer", burst=3)]
-SUBSET += [replace(case, checkpointing=True, little=True) for case in LITTLE]
+ALL += [Case("Trainer", burst=3), *(replace(case, checkpointing=True, little=True) for case in LITTLE)]
+SUBSET = [  # with each value of each axis
+    Case("Trainer", "packed", lora=True, explicit=True),
+    Case("SFTTrainer", "padding_free", explicit=True, data=2),
+    *ALL[-2:],
+]
 
 
 @cache
@@ -114,9 +93,28 @@ def evaluate(rank: int, size: int, folder: str, case: Case, count: int, **option
 EVALUATED = {"eval_loss", "eval_entropy", "eval_mean_token_accuracy"}
 
 
-@pytest.mark.parametrize("trainer", ["Trainer", "SFTTrainer"])
-@pytest.mark.parametrize("explicit", SWITCH, ids=["full batches", "collator"])
-@pytest.mark.parametrize(("data", "count"), [(1, 5), (2, 8), (2, 7)])
+@pytest.mark.parametrize(
+    ("data", "count", "explicit", "trainer"),
+    [
+        (1, 5, False, "Trainer"),
+        (2, 8, True, "Trainer"),
+        (2, 7, False, "SFTTrainer"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (1, 5, True, "Trainer"),
+                (1, 5, True, "SFTTrainer"),
+                (1, 5, False, "SFTTrainer"),
+                (2, 8, False, "Trainer"),
+                (2, 8, False, "SFTTrainer"),
+                (2, 8, True, "SFTTrainer"),
+                (2, 7, False, "Trainer"),
+                (2, 7, True, "Trainer"),
+                (2, 7, True, "SFTTrainer"),
+            )
+        ),
+    ],
+)
 def test_evaluation_and_prediction(
     ranks: Ranks, tmp_path: Path, trainer: str, explicit: bool, data: int, count: int
 ) -> None:
@@ -170,7 +168,7 @@ def gather_in_evaluation(rank: int, size: int, folder: str, case: Case, name: st
     return [*found, seen, as_tensors(tuple(predicted[:2])), predicted.metrics["test_loss"]]
 
 
-@pytest.mark.parametrize("name", GATHERED)
+@pytest.mark.parametrize("name", [pytest.param("seq2seq", marks=pytest.mark.full), *[*GATHERED][1:]])
 def test_evaluation_gathers_a_group_once(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """Whatever gathers, in order, and with the rows that plain data parallelism has twice."""
     case = Case(data=2)
@@ -259,7 +257,7 @@ def read_stream(rank: int, size: int, kind: str, dispatch: bool | None) -> list[
 
 
 @pytest.mark.parametrize(("kind", "dispatch"), [("torch", None), ("torch", True), ("datasets", None)])
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("data", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_raw_loop_over_an_iterable_dataset(ranks: Ranks, kind: str, dispatch: bool | None, data: int) -> None:
     """Each rank reads its batches, even where accelerate is asked to dispatch them."""
     rows = [row["input_ids"].tolist() for row in trainers.samples("padded")]
@@ -311,8 +309,8 @@ def train_otherwise(
     ("trainer", "loss"),
     [
         ("Trainer", "smoothing"),
-        ("SFTTrainer", "function"),
-        pytest.param("Trainer", "function", marks=pytest.mark.full),
+        ("Trainer", "function"),
+        pytest.param("SFTTrainer", "function", marks=pytest.mark.full),
         pytest.param("SFTTrainer", "smoothing", marks=pytest.mark.full),
     ],
 )
@@ -468,7 +466,7 @@ def train_on_faults(rank: int, size: int, folder: str, trainer: str) -> dict[str
     return found
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", [*TRAINERS[:3], pytest.param("DPOTrainer", marks=pytest.mark.full)])
 def test_bad_batches_are_refused_on_every_rank(ranks: Ranks, tmp_path: Path, trainer: str) -> None:
     for found in ranks(2).run(train_on_faults, str(tmp_path), trainer):
         for fault, (kind, message) in FAULTS.items():
@@ -485,7 +483,7 @@ def train_without_labels(rank: int, size: int, folder: str, case: Case) -> dict[
     return trainers.finish(made)
 
 
-@pytest.mark.parametrize("trainer", ["SFTTrainer", "DPOTrainer", "KTOTrainer"])
+@pytest.mark.parametrize("trainer", ["SFTTrainer", pytest.param("DPOTrainer", marks=pytest.mark.full), "KTOTrainer"])
 def test_trl_goes_on_where_no_label_counts(ranks: Ranks, tmp_path: Path, trainer: str) -> None:
     case = Case(trainer)
     wanted = train_without_labels(0, 1, str(tmp_path), case.alone)

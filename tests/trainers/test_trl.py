@@ -96,8 +96,13 @@ def fused(rank: int, size: int, kind: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["packed", "right", "without labels"])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    ("size", "kind"),
+    [
+        *((3, "packed"), (3, "right"), (1, "without labels")),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((1, "packed"), (1, "right"), (3, "without labels"))),
+    ],
+)
 def test_per_token_outputs(ranks: Ranks, kind: str, size: int) -> None:
     if size == 1:
         reset_accelerate()
@@ -129,14 +134,21 @@ SETTINGS: dict[str, tuple[Case, dict[str, Any]]] = {
 QUICK = (
     "completion only",
     "several losses",
-    "weights",
     "reference without adapters in advance",
     "kto without adapters",
 )
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
+    "name",
+    [
+        *(
+            name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+            for name in SETTINGS
+            if name != "weights"
+        ),
+        pytest.param("weights", marks=pytest.mark.full),
+    ],
 )
 def test_settings(ranks: Ranks, tmp_path: Path, name: str) -> None:
     case, options = SETTINGS[name]
@@ -152,7 +164,7 @@ def test_settings(ranks: Ranks, tmp_path: Path, name: str) -> None:
         compare(run, wanted, RATIOS)
 
 
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("explicit", [pytest.param(False, marks=pytest.mark.full), True])
 def test_metrics_of_sharded_batches(ranks: Ranks, tmp_path: Path, explicit: bool) -> None:
     """Counts of one rank are added up; those of a group count once. The last batch is smaller."""
     case = Case("SFTTrainer", "packed", explicit=explicit)
@@ -199,7 +211,9 @@ def evaluate(rank: int, size: int, folder: str, case: Case) -> dict[str, float]:
     return make_trainer(case, folder, eval_dataset=data).evaluate()
 
 
-@pytest.mark.parametrize("case", [Case("DPOTrainer"), Case("DPOTrainer", lora=True, data=2)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case("DPOTrainer"), pytest.param(Case("DPOTrainer", lora=True, data=2), marks=pytest.mark.full)], ids=str
+)
 def test_evaluation_of_preferences(ranks: Ranks, tmp_path: Path, case: Case) -> None:
     plain = replace(case, burst=0)
     parallel = ranks(2).run(evaluate, str(tmp_path), plain) if case.data > 1 else [evaluate(0, 1, str(tmp_path), plain)]
@@ -315,7 +329,7 @@ def test_pairs_are_not_sharded_by_a_collator(ranks: Ranks, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "case",
     [
-        Case("RewardTrainer"),
+        pytest.param(Case("RewardTrainer"), marks=pytest.mark.full),
         pytest.param(Case("RewardTrainer", burst=3, checkpointing=True), marks=pytest.mark.full),
         Case("RewardTrainer", data=2, checkpointing=True, little=True),
     ],
@@ -358,7 +372,9 @@ def rank(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("gathered", [pytest.param(True, marks=pytest.mark.full), False], ids=["gathered", "deferred"])
-@pytest.mark.parametrize("case", [Case("ORPOTrainer"), Case("CPOTrainer", burst=3)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case("ORPOTrainer"), pytest.param(Case("CPOTrainer", burst=3), marks=pytest.mark.full)], ids=str
+)
 def test_rankings_equal_one_process(ranks: Ranks, tmp_path: Path, case: Case, gathered: bool) -> None:
     """TRL's losses that follow from all logits, and what is logged of them; but for their mean, which padding is in."""
     names = {"rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected", "nll_loss", "log_odds_ratio"}
