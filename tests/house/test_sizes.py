@@ -4,25 +4,25 @@ from tests.house.sizes import measure
 
 LINES = {
     ".": 420,
-    "attention": 1_236,
+    "attention": 1_239,
     "check": 893,
     "cli": 926,
-    "hf": 2_410,
+    "hf": 2_416,
     "hf/batches": 1_069,
-    "hf/generation": 1_475,
+    "hf/generation": 1_505,
     "hf/models": 1_271,
-    "hf/parts": 2_992,
-    "hf/spread": 611,
-    "hf/trainers": 1_300,
+    "hf/parts": 3_029,
+    "hf/spread": 623,
+    "hf/trainers": 1_339,
     "kernels": 1_320,
-    "layers": 1_644,
+    "layers": 1_666,
     "plan": 2_141,
-    "ranks": 1_345,
+    "ranks": 1_360,
     "recurrent": 1_143,
-    "ring": 2_079,
+    "ring": 2_083,
     "sizing": 1_205,
 }
-NODES, TUPLES, REFUSING, RAISES = 125_805, 0.17, 1_450, 270
+NODES, TUPLES, REFUSING, RAISES = 127_162, 0.17, 1_464, 274
 
 
 def test_rooms_keep_to_their_numbers() -> None:
