@@ -29,7 +29,7 @@ from hf_burst.kernels.torch_cudnn import TorchCudnnKernel
 from hf_burst.layers import linear_loss
 from hf_burst.layers.loss import token_loss_sum
 from hf_burst.plan import MaskPattern
-from tests.hf.test_dropout import RATE, gathered, gpt2_with, kept_by
+from tests.hf.parts.test_dropout import RATE, gathered, gpt2_with, kept_by
 from tests.hf.test_wrappers import Case, assert_half_as_close, compare, flat, packed, recording, train_by_accelerate
 from tests.ring import test_ring
 from tests.support import models

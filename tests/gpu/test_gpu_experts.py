@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hf_burst
 from tests.gpu.test_gpu import Ranks, gpus  # noqa: F401
-from tests.hf import test_expert_ranks as experts
+from tests.hf.parts import test_expert_ranks as experts
 from tests.support import models
 from tests.support.expert_ranks import over_ranks
 from tests.support.ranks import gpu_of

@@ -27,8 +27,8 @@ from hf_burst.ranks.group import ContextGroup
 from hf_burst.ranks.layout import SequenceLayout
 from hf_burst.recurrent import Rule, Shards, delta_rule_in_two_passes, fla_gated_norm, fla_kernels, unit_norm
 from tests.gpu.test_gpu import Ranks, gpus  # noqa: F401
+from tests.hf.models.test_recurrent_models import forced
 from tests.hf.test_patch import group_mean
-from tests.hf.test_recurrent_models import forced
 from tests.hf.test_wrappers import flat
 from tests.support import models
 from tests.support.ranks import gpu_of

@@ -9,7 +9,7 @@ import torch
 import hf_burst
 from hf_burst.errors import BatchError
 from hf_burst.hf.groups import PATCH
-from tests.hf.test_shared_beginnings import make_model
+from tests.hf.batches.test_shared_beginnings import make_model
 from tests.support import models
 from tests.support.gradients import Result, assert_equal, loss_and_gradients
 from tests.support.ranks import RankPool

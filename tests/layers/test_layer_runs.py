@@ -27,7 +27,7 @@ from hf_burst.hf.parts.checkpointing import Checkpointing
 from hf_burst.layers.layer_runs import LayerRun
 from hf_burst.layers.surroundings import function_modes_as_now
 from hf_burst.plan.layer_sizes import keeping
-from tests.hf.test_checkpointing import SWITCHES, counted, expected_gradients
+from tests.hf.parts.test_checkpointing import SWITCHES, counted, expected_gradients
 from tests.hf.test_patch import group_mean, part_of
 from tests.layers.test_offload import gradients
 from tests.support import models

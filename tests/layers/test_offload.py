@@ -35,7 +35,7 @@ from hf_burst.hf.parts.checkpointing import Checkpointing
 from hf_burst.layers import host_memory
 from hf_burst.layers.host_memory import HostMemory
 from hf_burst.layers.offload import OffloadedTensor, SavedByLayer
-from tests.hf.test_checkpointing import SWITCHES
+from tests.hf.parts.test_checkpointing import SWITCHES
 from tests.hf.test_patch import part_of
 from tests.support import models
 from tests.support.ranks import RankError, RankPool

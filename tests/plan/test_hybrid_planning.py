@@ -37,7 +37,7 @@ from hf_burst.plan.cuts import by_documents
 from hf_burst.plan.sharding import pattern
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ring import PeerToPeer
-from tests.hf.test_recurrent_models import errors_of
+from tests.hf.models.test_recurrent_models import errors_of
 from tests.recurrent.test_recurrent import Case, sharded
 from tests.support import models
 from tests.support.live_memory import LiveMemory

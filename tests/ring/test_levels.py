@@ -16,7 +16,7 @@ from hf_burst.ranks.group import ContextGroup
 from hf_burst.ranks.layout import SequenceLayout
 from hf_burst.ring import HeadSizes, ShardedAttention, SymmetricPool
 from hf_burst.ring.resources import resources_of
-from tests.hf.test_checkpointing import expected_gradients, keep_parts
+from tests.hf.parts.test_checkpointing import expected_gradients, keep_parts
 from tests.hf.test_patch import group_mean
 from tests.ring.test_ring import Case, assert_exact, attend, attend_to_all, context_group, fitting, put_together
 from tests.support import models

@@ -16,7 +16,7 @@ from hf_burst.sizing.gpus import DATA_SHEETS, capacity_of
 from hf_burst.sizing.memory import MemoryEstimate
 from hf_burst.sizing.model import Training
 from hf_burst.sizing.prompts import longest_prompt, memory_of_prompt
-from tests.hf.test_generation import make
+from tests.hf.generation.test_generation import make
 from tests.sizing.test_peak_memory import CLASSES, LENGTH, ON_CPU, made, some
 from tests.support import models
 from tests.support.live_memory import FastProducts, LiveMemory

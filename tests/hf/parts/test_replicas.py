@@ -31,7 +31,7 @@ from tests.support import models
 from tests.support.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

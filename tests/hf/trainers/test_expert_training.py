@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import hf_burst
 from hf_burst.errors import ConfigError
-from tests.hf import test_expert_ranks as experts
+from tests.hf.parts import test_expert_ranks as experts
 from tests.support import trainers
 from tests.support.expert_ranks import over_ranks, whole
 from tests.support.ranks import RankError, RankPool

@@ -16,7 +16,7 @@ import hf_burst
 from hf_burst.hf import answer as answers
 from hf_burst.hf.generation import step_graphs
 from hf_burst.hf.generation.settings import cache_key
-from tests.hf.test_generation import WAYS, Ranks, make, prompt_of
+from tests.hf.generation.test_generation import WAYS, Ranks, make, prompt_of
 from tests.support.op_graphs import OpGraph, OpGraphs
 
 TOKENS = 19

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 import hf_burst
 from hf_burst.errors import BatchError, RankMismatchError
-from tests.hf.test_generation import GREEDY, make, prompt_of
+from tests.hf.generation.test_generation import GREEDY, make, prompt_of
 from tests.support.models import VOCABULARY, patch
 from tests.support.ranks import RankError, RankPool
 

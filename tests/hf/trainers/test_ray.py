@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.support import models
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")]
 ALONE = """
 os.environ |= {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}

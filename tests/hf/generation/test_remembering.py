@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError, UnsupportedModelError
-from tests.hf.test_generation import GREEDY, WAYS, _Noted, make
+from tests.hf.generation.test_generation import GREEDY, WAYS, _Noted, make
 from tests.support import models
 from tests.support.ranks import RankError, RankPool
 from tests.support.tiny_hearing import FAMILIES as HEARING

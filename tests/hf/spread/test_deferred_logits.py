@@ -16,8 +16,8 @@ from hf_burst.hf.parts.head import Head
 from hf_burst.hf.spread.value import Spread
 from hf_burst.hf.spread.where import Where
 from hf_burst.ranks.group import ContextGroup
+from tests.hf.generation.test_token_losses import Batch, Width, batch_of, whole_gradients, wrap
 from tests.hf.test_patch import part_of
-from tests.hf.test_token_losses import Batch, Width, batch_of, whole_gradients, wrap
 from tests.support import models
 from tests.support.gradients import Result, assert_equal
 from tests.support.ranks import RankError, RankPool

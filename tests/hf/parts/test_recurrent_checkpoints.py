@@ -24,8 +24,8 @@ from hf_burst.hf.parts import recurrence
 from hf_burst.hf.view import ModelView
 from hf_burst.ranks import collectives
 from hf_burst.recurrent import ReplayBuffer, halo
+from tests.hf.models.test_recurrent_models import forced, greatest_error
 from tests.hf.test_patch import group_mean
-from tests.hf.test_recurrent_models import forced, greatest_error
 from tests.support import models
 from tests.support.delta_steps import DeltaSteps
 from tests.support.ranks import RankPool

@@ -29,10 +29,10 @@ from hf_burst.errors import ConfigError
 from hf_burst.layers.linear_loss import linear_loss_sum
 from tests.hf.test_wrappers import assert_as_close, flat
 from tests.hf.test_wrappers import compare as compare_runs
+from tests.hf.trainers.test_training import EVALUATED, KINDS, SWITCH, Speaker, evaluate, stream
 from tests.support import models, trainers
 from tests.support.ranks import RankError, RankPool, reset_accelerate
 from tests.support.trainers import Case, make_trainer
-from tests.trainers.test_training import EVALUATED, KINDS, SWITCH, Speaker, evaluate, stream
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.skipif(

@@ -20,7 +20,7 @@ from hf_burst.hf import attention
 from hf_burst.hf.parts import memory
 from hf_burst.hf.parts.allocator import RoomForKernels, expand_segments
 from hf_burst.hf.parts.memory import MemoryRule, Step
-from tests.hf.test_checkpointing import counted, expected_gradients
+from tests.hf.parts.test_checkpointing import counted, expected_gradients
 from tests.hf.test_patch import group_mean, part_of
 from tests.support import models
 from tests.support.ranks import RankError, RankPool

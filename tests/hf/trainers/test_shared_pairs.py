@@ -11,10 +11,10 @@ import torch
 
 import hf_burst
 from hf_burst.hf.batches import joining
+from tests.hf.trainers.test_trl import RATIOS, compare
 from tests.support import models, trainers
 from tests.support.ranks import RankPool
 from tests.support.trainers import Case, make_trainer
-from tests.trainers.test_trl import RATIOS, compare
 
 pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")

@@ -32,7 +32,7 @@ from hf_burst.hf.batches.cutting import layout_of
 from hf_burst.hf.models.support import layer_patterns
 from hf_burst.hf.models.task import CAUSAL, MASKED
 from hf_burst.plan import MaskPattern
-from tests.hf.test_dropout import gathered, kept_by
+from tests.hf.parts.test_dropout import gathered, kept_by
 from tests.hf.test_patch import KINDS, SCHEDULES, Expected, compare_with_one_process, group_mean, one_process, snapshot
 from tests.support import models, trainers
 from tests.support.ranks import RankError, RankPool, reset_accelerate

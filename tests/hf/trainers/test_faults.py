@@ -40,7 +40,7 @@ from tests.support.ranks import RankError, RankPool, reset_accelerate
 from tests.support.trainers import Case, make_trainer, samples, tokenizer
 
 Ranks = Callable[[int], RankPool]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHUFFLED = {"train_sampling_strategy": "random", "optim": "adamw_torch", "lr_scheduler_type": "cosine"}
 EVERY = {**SHUFFLED, "max_steps": 5, "save_strategy": "steps", "save_steps": 1}
 SHARDED = {

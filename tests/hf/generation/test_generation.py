@@ -255,7 +255,7 @@ def of_class(rank: int, size: int, name: str, padded: bool) -> None:
 # fails (HRM) or is NaN where rows are padded, as Transformers' eager attention makes it
 REFUSED_CLASSES = {"DiffLlama", "Dory", "JetMoe", "FalconMamba", "Jamba", "Mamba", "Zamba", "Moshi", "HrmText"}
 NAN_IF_PADDED = {"Gemma2", "GraniteMoeSWA", "GraniteSWA", "VaultGemma"}
-EXACT = re.findall(r"\| (\w+) \| exact", (Path(__file__).parents[2] / "recipes/results/coverage.md").read_text())
+EXACT = re.findall(r"\| (\w+) \| exact", (Path(__file__).parents[3] / "recipes/results/coverage.md").read_text())
 
 
 @pytest.mark.full

@@ -25,7 +25,7 @@ from hf_burst.hf.parts import shared_beginnings
 from hf_burst.hf.trainers.logging import given_tokens, longest_of
 from hf_burst.hf.trainers.logging import tokens_of as tokens_of_layout
 from hf_burst.hf.view import ModelView
-from tests.hf import test_experts
+from tests.hf.parts import test_experts
 from tests.support import models, trainers
 from tests.support.ranks import RankError, RankPool
 from tests.support.tiny_models import tiny_model

@@ -34,10 +34,10 @@ from tests.support.trainers import Case, make_trainer
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 pytest.importorskip("matplotlib")
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))  # where the recipes find their modules
+sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))  # where the recipes find their modules
 import models as recipe_models
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 Ranks = Callable[[int], RankPool]
 GEMMA, QWEN = "Gemma3ForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"
 IN_LANGUAGE_MODEL = r".*\.language_model\..*\.(q|v)_proj"
