@@ -196,7 +196,7 @@ def test_it_is_saved_as_the_wrapper_that_it_was(ranks: Ranks, tmp_path: Path) ->
 def test_adapters_load_beside_the_wrapper(ranks: Ranks, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    case = CASES[2]
+    case = Case("SFTTrainer", "padded", lora=True, data=2, model=GEMMA)
     ranks(4).run(save_and_resume, str(tmp_path), case)
     base = make_wrapper(replace(case, burst=0, lora=False))
     ids = torch.randint(3, models.VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
