@@ -93,10 +93,11 @@ def test_three_steps_equal_those_of_one_process(ranks: Ranks, tmp_path: Path, ca
 
 
 def train_on_images(rank: int, size: int, folder: str, case: Case, packing: bool = False) -> dict[str, Any]:
-    """TRL's collator for images, chats of one and of two images, all weights or adapters; the tower learns."""
+    """TRL's collator for images, chats of one and of two images, all weights or adapters; the tower learns. In fp64,
+    because a tower that takes other images together rounds otherwise."""
     from datasets import Dataset
 
-    model = seeing_model(case.model).to(torch.float32)
+    model = seeing_model(case.model).to(torch.float64)
     if case.burst:
         hf_burst.patch_model(model, hf_burst.BurstConfig(share_prefixes=True))
     if case.lora:
