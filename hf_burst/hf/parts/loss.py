@@ -145,7 +145,6 @@ class Loss(Part):
         return batch_loss(local, self.run, self.items)
 
 
-@torch.compiler.disable
 def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: float | None) -> torch.Tensor:
     """Returns the loss of the whole batch, weighted by tokens over all ranks.
 
