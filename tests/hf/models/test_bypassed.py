@@ -381,7 +381,7 @@ def replaced_class(model: Any) -> Any:
 def refuse_recurrent(rank: int, size: int) -> None:
     batch = models.make_batch("plain")
     model = models.patch(models.make_model("qwen3_5"))
-    with replaced_class(model), pytest.raises(ConfigError, match=r"was replaced by tests\.hf\.test_bypassed"):
+    with replaced_class(model), pytest.raises(ConfigError, match=r"was replaced by tests\.hf\.models\.test_bypassed"):
         model(**batch)
     model(**batch)
     hf_burst.unpatch_model(model)
