@@ -13,7 +13,11 @@ from torch import Tensor
 
 from ..plan import Band
 
-# where results may be written, in the order in which they are returned; `None` where the kernel allocates
+# `out` and `lse`, and the gradients of q, k and v
+Outputs = tuple[Tensor, Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor]
+# where results may be written, in the order in which they are returned: `None` where the kernel allocates, empty where
+# it allocates everything
 OutputBuffers = Sequence[Tensor | None]
 
 
@@ -152,8 +156,8 @@ class Kernel(Protocol):
         after the capabilities, since it may import the kernel's library."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Outputs:
         """Attention of the rows of a tile over its columns.
 
         Args:
@@ -171,9 +175,7 @@ class Kernel(Protocol):
             admits nothing has `out` = 0 and `lse` = -inf.
         """
 
-    def backward(
-        self, inputs: BackwardInputs, band: Band, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, inputs: BackwardInputs, band: Band, scores: Scores, buffers: OutputBuffers = ()) -> Gradients:
         """Gradients of the tile, from the log-sum-exp of each row over all tiles.
 
         Args:

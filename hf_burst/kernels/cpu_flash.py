@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..numerics import accumulation_dtype
 from ..plan import Band
-from .base import BackwardInputs, Capabilities, OutputBuffers, Scores
+from .base import BackwardInputs, Capabilities, Gradients, OutputBuffers, Outputs, Scores
 from .pieces import Piece, PiecewiseKernel, blocks, crop, documents
 from .reference import admitted
 
@@ -42,16 +42,16 @@ class CpuFlashKernel(PiecewiseKernel):
                 yield from [piece] if piece.band == Band() or _is_causal_square(piece) else blocks(piece, _BLOCK_ROWS)
 
     def forward_piece(
-        self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Outputs:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *map(_heads_first, (q, k, v)), **_keywords(piece, q, scores)
         )
         return out.transpose(1, 2), lse.transpose(1, 2)
 
     def backward_piece(
-        self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Gradients:
         assert inputs.out is not None, "the capabilities say wants_out"
         tensors = map(_heads_first, (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

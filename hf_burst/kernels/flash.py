@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..plan import Band
-from .base import BackwardInputs, Capabilities, OutputBuffers, Scores, from_host
+from .base import BackwardInputs, Capabilities, Gradients, OutputBuffers, Outputs, Scores, from_host
 from .pieces import Piece, PiecewiseKernel, Window, crop
 
 # how the packages call `Lengths`
@@ -39,15 +39,12 @@ class FlashKernel(PiecewiseKernel):
 
     Args:
         deterministic (`bool`, defaults to `False`): Whether `backward` gives the same bits each time, at some cost.
-        library (module, *optional*): In place of the library, for tests.
     """
 
     module = ""  # of the library; empty for the kernels inside torch
 
-    def __init__(self, deterministic: bool = False, library: Any = None) -> None:
+    def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
-        if library is not None:
-            self.library = library
 
     @cached_property
     def library(self) -> Any:
@@ -61,8 +58,8 @@ class FlashKernel(PiecewiseKernel):
             yield cropped
 
     def launch_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, call: Piece, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Outputs:
         """`out` and `lse` of one call, possibly written to `buffers`.
 
         Tensors have shapes `(B, S, H, D)`, and `lse` has `(B, H, S)`; `(T, H, D)` and `(H, T)` if the call is packed.
@@ -70,8 +67,8 @@ class FlashKernel(PiecewiseKernel):
         raise NotImplementedError
 
     def launch_backward(
-        self, inputs: BackwardInputs, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, inputs: BackwardInputs, call: Piece, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Gradients:
         """`dq`, `dk` and `dv` of one call. Shapes are those of `launch_forward`; either `out` or `delta` is `None`."""
         raise NotImplementedError
 
@@ -84,20 +81,20 @@ class FlashKernel(PiecewiseKernel):
         return packed(band, q.shape[0], q.device, stream)
 
     def forward_piece(
-        self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Outputs:
         if piece.packed:
             out, lse = self.launch_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), piece, scores)
             return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).permute(1, 2, 0)
-        if buffers is not None:
+        if buffers:
             out_buffer, lse_buffer = buffers
             buffers = (out_buffer, None if lse_buffer is None else lse_buffer.transpose(1, 2))
         out, lse = self.launch_forward(q, k, v, piece, scores, buffers)
         return out, lse.transpose(1, 2)
 
     def backward_piece(
-        self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Gradients:
         dout, q, k, v, out, lse, delta = inputs
         delta = delta if out is None else None
         if not piece.packed:
@@ -107,8 +104,7 @@ class FlashKernel(PiecewiseKernel):
         flat_dout, flat_q, flat_k, flat_v = dout.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         out, delta = None if out is None else out.flatten(0, 1), None if delta is None else _by_head(delta)
         flat = BackwardInputs(flat_dout, flat_q, flat_k, flat_v, out, _by_head(lse), delta)
-        if buffers is not None:
-            buffers = tuple(None if buffer is None else buffer.flatten(0, 1) for buffer in buffers)
+        buffers = tuple(None if buffer is None else buffer.flatten(0, 1) for buffer in buffers)
         dq, dk, dv = self.launch_backward(flat, piece, scores, buffers)
         return dq.unflatten(0, q.shape[:2]), dk.unflatten(0, k.shape[:2]), dv.unflatten(0, v.shape[:2])
 
@@ -145,7 +141,7 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def gradient_buffers(inputs: BackwardInputs, buffers: OutputBuffers | None) -> dict[str, Tensor]:
+def gradient_buffers(inputs: BackwardInputs, buffers: OutputBuffers) -> dict[str, Tensor]:
     """The buffers of `dq`, `dk` and `dv`, or new tensors, for a library that writes where it is told."""
     likes = zip(("dq", "dk", "dv"), inputs[1:4], buffers or (None, None, None), strict=True)
     return {name: like.new_empty(like.shape) if buffer is None else buffer for name, like, buffer in likes}

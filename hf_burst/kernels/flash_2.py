@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..plan import Band
-from .base import BackwardInputs, OutputBuffers, Scores
+from .base import BackwardInputs, Gradients, OutputBuffers, Outputs, Scores
 from .flash import FLASH, LENGTHS, FlashKernel, aligned, gradient_buffers, library_keywords
 from .library import Signatures, gpu_refusal, package_refusal
 from .pieces import Piece, crop
@@ -54,8 +54,8 @@ class TorchFlashKernel(FlashKernel):
         yield from self.cut(Piece(slice(middle, rows.stop), columns, band.shift(cropped.width)))
 
     def launch_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, call: Piece, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Outputs:
         causal, left, right = call.window
         out, lse, *_ = self.library._flash_attention_forward(
             *(aligned(q), aligned(k), aligned(v), *call.lengths, 0.0, causal, False),
@@ -64,8 +64,8 @@ class TorchFlashKernel(FlashKernel):
         return out, lse
 
     def launch_backward(
-        self, inputs: BackwardInputs, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, inputs: BackwardInputs, call: Piece, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Gradients:
         assert inputs.out is not None, "the capabilities say wants_out"
         causal, left, right = call.window
         no_dropout = torch.empty(2, dtype=torch.uint64, device=inputs.q.device)
@@ -90,8 +90,8 @@ class FlashAttn2Kernel(TorchFlashKernel):
         return super().unavailable(head_dim, value_dim) or package_refusal("flash-attn", self.module, _SIGNATURES)
 
     def launch_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, call: Piece, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Outputs:
         library = self.library
         function = library._flash_attn_varlen_forward if call.packed else library._flash_attn_forward
         keywords = {**_UNUSED, **library_keywords(call, scores), "return_softmax": False}
@@ -99,8 +99,8 @@ class FlashAttn2Kernel(TorchFlashKernel):
         return out, lse
 
     def launch_backward(
-        self, inputs: BackwardInputs, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, inputs: BackwardInputs, call: Piece, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Gradients:
         assert inputs.out is not None, "the capabilities say wants_out"
         library = self.library
         function = library._flash_attn_varlen_backward if call.packed else library._flash_attn_backward

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..plan import Band
-from .base import BackwardInputs, OutputBuffers, Scores
+from .base import BackwardInputs, Gradients, OutputBuffers, Outputs, Scores
 from .flash import FLASH, LENGTHS, FlashKernel, gradient_buffers, library_keywords
 from .library import Signatures, gpu_refusal, package_refusal
 from .pieces import Piece
@@ -48,18 +48,11 @@ class FlashAttn4Kernel(FlashKernel):
 
     On Hopper the backward pass of long tiles with heads of 256 is cuDNN's, where `out` is there. Ulysses has none, only
     `delta`.
-
-    Args:
-        deterministic, library: As in [`FlashKernel`].
-        cudnn ([`TorchCudnnKernel`], *optional*): In place of cuDNN's kernel, for tests.
     """
 
     module = "flash_attn.cute.interface"
     capabilities = replace(FLASH, name="flash_attn_4", head_sizes=_SIZES, value_dims=((192, 128),), wants_out=False)
-
-    def __init__(self, deterministic: bool = False, library: Any = None, cudnn: TorchCudnnKernel | None = None) -> None:
-        super().__init__(deterministic, library)
-        self.cudnn = cudnn or TorchCudnnKernel()
+    cudnn = TorchCudnnKernel()
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
         refusal = gpu_refusal((9, 0), (12, 0))
@@ -74,8 +67,8 @@ class FlashAttn4Kernel(FlashKernel):
         return import_module(self.module)
 
     def launch_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, call: Piece, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Outputs:
         """See [`FlashKernel.launch_forward`]; the library copies tensors that are not aligned."""
         out, lse = buffers or (None, None)
         keywords = library_keywords(call, scores, no_window=None)  # a negative one would be taken at its word
@@ -83,8 +76,8 @@ class FlashAttn4Kernel(FlashKernel):
         return out, lse
 
     def launch_backward(
-        self, inputs: BackwardInputs, call: Piece, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, inputs: BackwardInputs, call: Piece, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Gradients:
         """See [`FlashKernel.launch_backward`].
 
         An `out` costs a read of it, a `delta` the launch that negates it. So `out` is taken where there is one.
@@ -102,8 +95,8 @@ class FlashAttn4Kernel(FlashKernel):
         return dq, dk, dv
 
     def backward_piece(
-        self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Gradients:
         """See [`PiecewiseKernel.backward_piece`]; cuDNN writes its results elsewhere."""
         if self._is_faster_by_cudnn(piece, inputs, scores):
             return self.cudnn.backward_piece(piece, inputs, scores)

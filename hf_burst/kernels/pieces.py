@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..numerics import accumulation_dtype
 from ..plan import Band
-from .base import BackwardInputs, Capabilities, OutputBuffers, Scores
+from .base import BackwardInputs, Capabilities, Gradients, OutputBuffers, Outputs, Scores
 
 # cu_seqlens of q and k, longest of q and k
 Lengths = tuple[Tensor | None, Tensor | None, int, int]
@@ -52,14 +52,14 @@ class PiecewiseKernel:
         raise NotImplementedError
 
     def forward_piece(
-        self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Outputs:
         """`out` and `lse` of a piece, from its rows and columns. Only a piece that is the whole tile has buffers."""
         raise NotImplementedError
 
     def backward_piece(
-        self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Gradients:
         """`dq`, `dk` and `dv` of a piece, from its rows and columns. Only a whole tile has buffers."""
         raise NotImplementedError
 
@@ -67,8 +67,8 @@ class PiecewiseKernel:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Outputs:
         height, width = q.shape[1], k.shape[1]
         out = lse = None
         for piece in self.pieces(band, q, k):
@@ -88,9 +88,7 @@ class PiecewiseKernel:
             return q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
         return out, lse
 
-    def backward(
-        self, inputs: BackwardInputs, band: Band, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, inputs: BackwardInputs, band: Band, scores: Scores, buffers: OutputBuffers = ()) -> Gradients:
         """See [`Kernel.backward`]; gradients of several pieces are summed in fp32 (fp64 for fp64) and left so."""
         _, q, k, v, *_ = inputs
         sums = None
@@ -132,6 +130,6 @@ def blocks(piece: Piece, height: int) -> Iterator[Piece]:
             yield block
 
 
-def _wide_zeros(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _wide_zeros(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     wide = accumulation_dtype(q.dtype)
     return (q.new_zeros(q.shape, dtype=wide), k.new_zeros(k.shape, dtype=wide), v.new_zeros(v.shape, dtype=wide))

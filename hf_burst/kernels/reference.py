@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..numerics import accumulation_dtype
 from ..plan import Band
-from .base import BackwardInputs, Capabilities, OutputBuffers, Scores, from_host
+from .base import BackwardInputs, Capabilities, Gradients, OutputBuffers, Outputs, Scores, from_host
 from .pieces import Piece, PiecewiseKernel, blocks, documents
 
 _BLOCK_SCORES = 1 << 26  # the most that are in memory at once
@@ -37,8 +37,8 @@ class ReferenceKernel(PiecewiseKernel):
             yield from blocks(document, max(1, _BLOCK_SCORES // (scores_of_a_pair * document.width)))
 
     def forward_piece(
-        self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Outputs:
         logits = _logits(q, k, piece.band, scores)
         lse = logits.logsumexp(-1)
         weights = _weights(logits, lse)
@@ -46,8 +46,8 @@ class ReferenceKernel(PiecewiseKernel):
         return out, lse.permute(0, 3, 1, 2).flatten(2)
 
     def backward_piece(
-        self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Gradients:
         """See [`PiecewiseKernel.backward_piece`]; FlashAttention (arXiv 2205.14135), appendix B.2."""
         dout, q, k, v, _, lse, delta = inputs
         assert delta is not None, "the capabilities do not say derives_delta"

@@ -9,7 +9,7 @@ from torch.nn import functional
 from ..config import KernelName
 from ..errors import KernelError
 from ..plan import Band
-from .base import BackwardInputs, Capabilities, Kernel, KernelRequest, OutputBuffers, Scores
+from .base import BackwardInputs, Capabilities, Gradients, Kernel, KernelRequest, OutputBuffers, Outputs, Scores
 from .cpu_flash import CpuFlashKernel
 from .flash_2 import FlashAttn2Kernel, TorchFlashKernel
 from .flash_attn_4 import FlashAttn4Kernel
@@ -39,16 +39,14 @@ class PaddedHeads:
         return self.kernel.unavailable(*padded_sizes(self.kernel.capabilities, head_dim, value_dim, shared=True))
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Outputs:
         """See [`Kernel.forward`]; padded results are written elsewhere."""
         size, value_size = self._sizes(q, v)
         out, lse = self.kernel.forward(_pad(q, size), _pad(k, size), _pad(v, value_size), band, scores)
         return out[..., : v.shape[3]], lse
 
-    def backward(
-        self, inputs: BackwardInputs, band: Band, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, inputs: BackwardInputs, band: Band, scores: Scores, buffers: OutputBuffers = ()) -> Gradients:
         """See [`Kernel.backward`]; padded results are written elsewhere."""
         dout, q, k, v, out, *_ = inputs
         size, value_size = self._sizes(q, v)

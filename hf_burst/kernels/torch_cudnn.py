@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import KernelError
 from ..plan import Band
-from .base import BackwardInputs, Capabilities, OutputBuffers, Scores
+from .base import BackwardInputs, Capabilities, Gradients, OutputBuffers, Outputs, Scores
 from .flash import aligned
 from .library import gpu_refusal
 from .pieces import Piece, PiecewiseKernel, crop, documents
@@ -29,11 +29,10 @@ _BLOCK = 128  # keys of a block on Hopper
 
 
 class TorchCudnnKernel(PiecewiseKernel):
-    """`aten::_scaled_dot_product_cudnn_attention` and its backward.
+    """`aten::_scaled_dot_product_cudnn_attention` and its backward."""
 
-    Args:
-        library (module, *optional*): In place of `torch.ops.aten`, for tests.
-    """
+    library: Any = torch.ops.aten
+    reference = ReferenceKernel()
 
     capabilities = Capabilities(
         name="torch_cudnn",
@@ -46,10 +45,6 @@ class TorchCudnnKernel(PiecewiseKernel):
         windows=False,
         auto_refusal="is taken by name only, since it computes no windows and documents one by one",
     )
-
-    def __init__(self, library: Any = None) -> None:
-        self.library = torch.ops.aten if library is None else library
-        self.reference = ReferenceKernel()
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
         refusal = gpu_refusal((8, 0))
@@ -79,8 +74,8 @@ class TorchCudnnKernel(PiecewiseKernel):
                 yield Piece(slice(middle, piece.rows.stop), piece.columns, Band())
 
     def forward_piece(
-        self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Outputs:
         if min(piece.height, piece.width) == 1:
             out, lse = self.reference.forward(q, k, v, piece.band, scores)
             return out.to(q.dtype), lse
@@ -91,8 +86,8 @@ class TorchCudnnKernel(PiecewiseKernel):
         return out.transpose(1, 2), lse.squeeze(-1).transpose(1, 2)
 
     def backward_piece(
-        self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers = ()
+    ) -> Gradients:
         dout, q, k, v, out, lse, _ = inputs
         assert out is not None, "the capabilities say wants_out"
         if min(piece.height, piece.width) == 1:
@@ -109,9 +104,7 @@ class TorchCudnnKernel(PiecewiseKernel):
         dq, dk, dv = (gradient.transpose(1, 2) for gradient in gradients)
         return dq, dk, dv
 
-    def _backward_by_columns(
-        self, inputs: BackwardInputs, piece: Piece, scores: Scores
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward_by_columns(self, inputs: BackwardInputs, piece: Piece, scores: Scores) -> Gradients:
         """The gradients of a whole tile whose last keys would be half a block, in columns that end otherwise."""
         rows, stop, quarter, parts = slice(0, piece.height), piece.width, _BLOCK // 4, []
         bounds = sorted({0, stop - 2 * quarter, stop - quarter, stop})

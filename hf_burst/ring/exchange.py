@@ -15,12 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..kernels import OutputBuffers
 from ..ranks.group import ContextGroup
 
 # Blocks of one channel are published one after another; those of different channels live side by side.
 Channel = Literal["blocks", "gradients", "tokens to heads", "heads to tokens"]
 MAX_TENSORS = 6  # whose heads are exchanged at once
 Shape = tuple[tuple[int, ...], torch.dtype]
+Published = tuple[Shape, ...]  # of all tensors that a rank publishes at once
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> Published:
+    """The shape and dtype of each tensor."""
+    return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Incoming(NamedTuple):
     """
 
     peer: int
-    shapes: tuple[Shape, ...]
+    shapes: Published
     source: Region
     target: Region
 
@@ -77,7 +84,7 @@ class Round:
         tag (`int`): Tells the rounds apart.
     """
 
-    shapes: tuple[Shape, ...]
+    shapes: Published
     outgoing: tuple[tuple[int, Region], ...]
     incoming: tuple[Incoming, ...]
     tag: int
@@ -114,7 +121,7 @@ class Exchange:
             capacity (`int`): As in `publish`.
         """
 
-    def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[Tensor | None]:
+    def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> OutputBuffers:
         """Buffers into which a kernel may write the tensors that are published next, so that they are not copied then.
 
         Args:

@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import BackwardInputs, Kernel, OutputBuffers, Scores, project_out
+from ..kernels import BackwardInputs, Gradients, Kernel, OutputBuffers, Outputs, Scores, project_out
 from ..numerics import accumulation_dtype
 from ..plan import Plan, Step, Tile, Transfer
 from ..plan.ring import Rotating, sends_before_compute
-from .exchange import Exchange, Exchanges, Incoming, Pending, Region, Round, Shape
+from .exchange import Exchange, Exchanges, Incoming, Pending, Published, Region, Round, shapes_of
 from .merge import Merged, Summed
 
 
@@ -88,7 +88,7 @@ class Level:
 def level_of(
     attention: RingAttention,
     rotating: Rotating,
-    shapes: tuple[Shape, ...],
+    shapes: Published,
     gradients: int,
     single_dtype: torch.dtype | None,
     crossing: int | None,
@@ -105,7 +105,7 @@ def level_of(
     plan, rank = attention.plan, attention.ring_rank
     steps = plan.crossings(rank, rotating) if crossing is None else plan.steps(rank, rotating, crossing)
 
-    def returned(transfer: Transfer) -> tuple[Shape, ...]:
+    def returned(transfer: Transfer) -> Published:
         single = single_dtype if transfer.single_tile else None
         return tuple(
             ((batch, transfer.rows, *rest), single or accumulation_dtype(dtype))
@@ -150,9 +150,7 @@ def level_of(
     )
 
 
-def _held(
-    plan: Plan, rank: int, rotating: Rotating, shapes: tuple[Shape, ...], crossing: int | None
-) -> tuple[int, tuple[Shape, ...]]:
+def _held(plan: Plan, rank: int, rotating: Rotating, shapes: Published, crossing: int | None) -> tuple[int, Published]:
     """The first row that a rank holds, and the shapes of what it holds; no shapes without rows."""
     first, stop = plan.held(rank, rotating, crossing or 0)
     return first, tuple(((batch, stop - first, *rest), dtype) for (batch, _, *rest), dtype in shapes if stop > first)
@@ -183,8 +181,8 @@ def forward(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None = None,
-    buffers: OutputBuffers | None = None,
-) -> tuple[Tensor, Tensor]:
+    buffers: OutputBuffers = (),
+) -> Outputs:
     """Attention of this rank's queries over the keys of all ranks. K and V rotate.
 
     Args:
@@ -196,8 +194,8 @@ def forward(
         `out` of shape `(B, n, Hq, Dv)` in the dtype of q, and `lse` of shape `(B, n, Hq)` in fp32 (fp64 for fp64), in
         memory `(B, Hq, n)`.
     """
-    buffers = buffers if attention.single_tile and sinks is None else None
-    merged = Merged((*q.shape[:3], v.shape[3]), q.dtype, q.device, sinks)
+    buffers = buffers if attention.single_tile and sinks is None else ()
+    merged = Merged((*q.shape[:3], v.shape[3]), q, sinks)
 
     def compute(block: Block, step: Step, _: OutputBuffers) -> None:
         for tile in step.tiles:
@@ -216,8 +214,8 @@ def backward(
     exchanges: Exchanges,
     rotating: Rotating,
     inputs: BackwardInputs,
-    buffers: OutputBuffers | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    buffers: OutputBuffers = (),
+) -> Gradients:
     """Gradients of this rank's q, k and v.
 
     Args:
@@ -232,8 +230,8 @@ def backward(
         `dq`, `dk` and `dv` in the shapes and dtypes of q, k and v.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
-    dq, dk, dv = (Summed(tuple(tensor.shape), tensor.dtype, q.device) for tensor in (q, k, v))
-    kernel, single_tile_buffers = attention.kernel, buffers if attention.single_tile else None
+    dq, dk, dv = (Summed(tensor.shape, tensor) for tensor in (q, k, v))
+    kernel, single_tile_buffers = attention.kernel, buffers if attention.single_tile else ()
     own, own_block = _with_out(kernel, inputs), Block((k, v), 0, (dk, dv))
     if rotating == "q" and attention.plan.ranks > 1:
         assert inputs.delta is not None, "delta rotates"
@@ -246,13 +244,13 @@ def backward(
             _add_tiles(attention, step.tiles, own, (dq, dk, dv), buffers=single_tile_buffers)
         elif rotating == "kv":
             keys, values = block.tensors
-            places = (None, *returning) if returning else None
+            places = (None, *returning) if returning else ()
             sums = dq, *block.gradients
             _add_tiles(attention, step.tiles, own._replace(k=keys, v=values), sums, (0, block.first), places)
         else:
             their_q, dout, lse, delta = block.tensors
             theirs = _with_out(kernel, BackwardInputs(dout, their_q, k, v, None, lse, delta))
-            places = (*returning, None, None) if returning else None
+            places = (*returning, None, None) if returning else ()
             _add_tiles(attention, step.tiles, theirs, (*block.gradients, dk, dv), (block.first, 0), places)
 
     single_dtype = accumulation_dtype(q.dtype) if kernel.capabilities.wide else q.dtype
@@ -276,7 +274,7 @@ def _add_tiles(
     inputs: BackwardInputs,
     sums: Sequence[Summed],
     first: tuple[int, int] = (0, 0),
-    buffers: OutputBuffers | None = None,
+    buffers: OutputBuffers = (),
 ) -> None:
     """Adds the gradients of tiles to the sums of dq, dk and dv. Rows and columns of the inputs begin with the `first`
     ones of their shards. Gradients of a single tile may go to the buffers."""
@@ -301,7 +299,7 @@ def _run(
     """Runs the ring of a plan; `single_dtype` as in [`level_of`]. Over several hosts it has two levels: a step of the
     outer one, between hosts, is all of an inner one. While the ranks of a host pass on the blocks of one host, those of
     the next one cross, and the gradients of the last one cross back."""
-    shapes = tuple((tensor.shape, tensor.dtype) for tensor in own.tensors)
+    shapes = shapes_of(own.tensors)
     level = partial(level_of, attention, rotating, shapes, len(own.gradients), single_dtype)
     plan, near = attention.plan, exchanges.near
     if plan.hosts == 1:
@@ -348,17 +346,19 @@ def _rotate(level: Level, exchange: Exchange, own: Block, compute: Compute) -> N
 
 def _received(tensors: Sequence[Tensor], step: Step, gradients: int) -> Block:
     """The block that came in a step; empty if none did."""
-    sums = [Summed(tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors[:gradients]]
+    sums = [Summed(tensor.shape, tensor) for tensor in tensors[:gradients]]
     return Block(tensors, step.recv.start if step.recv else 0, sums)
 
 
+@dataclass
 class _Returns:
     """The gradients of received blocks on their way back, step by step; see [`_rotate`]. Forward there are none."""
 
-    def __init__(self, level: Level, exchange: Exchange, own: Block) -> None:
-        self.level, self.exchange, self.own = level, exchange, own
-        self.pending: tuple[Round, Pending] | None = None
-        self.following = 1  # the order of the step whose gradients are published next
+    level: Level
+    exchange: Exchange
+    own: Block
+    pending: tuple[Round, Pending] | None = None
+    following: int = 1  # the order of the step whose gradients are published next
 
     def output_buffers(self, rounds: StepRounds) -> OutputBuffers:
         """Where the gradients of a step may be written, if they are those of a single tile."""

@@ -3,12 +3,11 @@
 What is alone is kept as the kernel made it: nothing is filled with zeros, widened, rounded or touched without need.
 """
 
-from functools import lru_cache
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton_package
 
 from ..numerics import accumulation_dtype
 
@@ -34,7 +33,8 @@ class _Partial(NamedTuple):
 
 
 def heads_first(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty tensor of shape `(B, S, H)` that lies as `(B, H, S)` in memory, as flash kernels have their scalars."""
+    """An empty tensor of the shape `(B, S, H)` that begins `shape`. In memory it is `(B, H, S)`, as flash kernels have
+    their scalars."""
     return torch.empty(shape[0], shape[2], shape[1], dtype=dtype, device=device).transpose(1, 2)
 
 
@@ -42,7 +42,7 @@ def by_head(scalars: Tensor) -> Tensor:
     """Scalars of shape `(B, S, H)` as they lie by [`heads_first`]; a copy if they do not."""
     if scalars.transpose(1, 2).is_contiguous():
         return scalars
-    return heads_first(tuple(scalars.shape), scalars.dtype, scalars.device).copy_(scalars)
+    return heads_first(scalars.shape, scalars.dtype, scalars.device).copy_(scalars)
 
 
 class _Accumulator:
@@ -54,12 +54,12 @@ class _Accumulator:
 
     Args:
         shape (`tuple[int, ...]`): `(B, S, H, D)` of the result.
-        dtype, device: Of the result.
+        like (`torch.Tensor`): A tensor with its dtype, on its device.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
-        self.accumulator = accumulation_dtype(dtype)
+    def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
+        self.shape, self.dtype, self.device = shape, like.dtype, like.device
+        self.accumulator = accumulation_dtype(like.dtype)
         self.whole: Tensor | None = None
         self.lse: Tensor | None = None
         self.waiting: list[_Partial] = []
@@ -110,19 +110,19 @@ class _Accumulator:
         self.waiting = []
 
     def _lse(self) -> Tensor:
-        return heads_first(self.shape[:3], self.accumulator, self.device)
+        return heads_first(self.shape, self.accumulator, self.device)
 
 
 class Merged(_Accumulator):
     """The output of rows whose keys come in parts.
 
     Args:
-        shape, dtype, device: `(B, S, H, D)` of the output, its dtype and device.
+        shape, like: As in [`_Accumulator`], of the output.
         sinks (`torch.Tensor` of shape `(H,)`, *optional*): Scores of every row, whose values are 0.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, sinks: Tensor | None) -> None:
-        super().__init__(shape, dtype, device)
+    def __init__(self, shape: tuple[int, ...], like: Tensor, sinks: Tensor | None) -> None:
+        super().__init__(shape, like)
         self.sinks = sinks
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -163,7 +163,7 @@ def _combined(so_far: Tensor, dtype: torch.dtype, part: _Partial, lse: Tensor | 
     """A part merged into what there is (`lse` in place), or added to it: in place if that has the dtype asked for, else
     with a pass over all rows."""
     wide = accumulation_dtype(so_far.dtype)
-    if so_far.is_cuda and wide == torch.float32 and _has_triton():
+    if so_far.is_cuda and wide == torch.float32 and has_triton_package():
         from .fused import combine
 
         result = so_far if so_far.dtype == dtype else torch.empty_like(so_far, dtype=dtype)
@@ -184,19 +184,14 @@ def _combined(so_far: Tensor, dtype: torch.dtype, part: _Partial, lse: Tensor | 
 def row_products(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     """`rowsum(dout * out)`, less the gradient of the log-sum-exp: `(B, S, H)` in the accumulation dtype."""
     wide = accumulation_dtype(dout.dtype)
-    if dout.is_cuda and wide == torch.float32 and dout.stride(3) == out.stride(3) == 1 and _has_triton():
+    if dout.is_cuda and wide == torch.float32 and dout.stride(3) == out.stride(3) == 1 and has_triton_package():
         from .fused import product
 
-        delta = heads_first(tuple(dout.shape[:3]), wide, dout.device)
+        delta = heads_first(dout.shape, wide, dout.device)
         product(dout, out, dlse, delta)
         return delta
     delta = (dout.to(wide) * out.to(wide)).sum(-1)
     return delta if dlse is None else delta - dlse
-
-
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

@@ -6,7 +6,7 @@ sequence's order.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ..config import Schedule
 from ..errors import ShardingError
-from ..kernels import BackwardInputs, Kernel, OutputBuffers, Scores
+from ..kernels import BackwardInputs, Gradients, Kernel, OutputBuffers, Outputs, Scores
 from ..numerics import accumulation_dtype
 from ..plan import Mask, Sharding, head_slices, make_plan, rotating_of
 from ..ranks.group import ContextGroup
-from .exchange import Exchange, Exchanges, Incoming, Pending, Region, Round, Shape
+from .exchange import Exchange, Exchanges, Incoming, Pending, Published, Region, Round, Shape, shapes_of
 from .loop import RingAttention, backward, forward
 from .merge import by_head, heads_first
 
@@ -120,24 +120,26 @@ class UlyssesRanks:
 ulysses_ranks_of = lru_cache(maxsize=64)(UlyssesRanks)
 
 
+@dataclass
 class TokensToHeads:
     """Tensors on their way from a rank's tokens of all heads to all tokens of a rank's heads.
 
     Args:
         exchange ([`Exchange`]): The messages.
-        owners (sequence of [`UlyssesRanks`]): Who exchanges, and holds which tokens, of each tensor.
+        owners (`tuple[UlyssesRanks, ...]`): Who exchanges, and holds which tokens, of each tensor.
         tensors (sequence of `torch.Tensor` of shape `(B, n, H, D)`): What is exchanged.
         slices (`int`): Into how many slices the heads of a rank are cut.
     """
 
-    def __init__(
-        self, exchange: Exchange, owners: Sequence[UlyssesRanks], tensors: Sequence[Tensor], slices: int
-    ) -> None:
-        self.exchange, self.owners, self.tensors, self.slices = exchange, tuple(owners), tensors, slices
-        self.shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-        owned = zip(tensors, self.owners, strict=True)
+    exchange: Exchange
+    owners: tuple[UlyssesRanks, ...]
+    tensors: Sequence[Tensor]
+    slices: int
+
+    def __post_init__(self) -> None:
+        owned = zip(self.tensors, self.owners, strict=True)
         capacity = sum(tensor.nbytes // tensor.shape[1] * owner.sharding.most_tokens for tensor, owner in owned)
-        exchange.publish("tokens to heads", tensors, capacity)
+        self.exchange.publish("tokens to heads", self.tensors, capacity)
 
     def fetch(self, index: int, into: Sequence[Tensor], during_kernel: bool) -> Pending:
         """Starts to fetch a slice.
@@ -147,40 +149,43 @@ class TokensToHeads:
             into (sequence of `torch.Tensor` of shape `(B, N, H / ranks / slices, D)`): Where it goes.
             during_kernel (`bool`): Whether a kernel computes meanwhile, so that few multiprocessors are taken.
         """
-        this_round = _round(self.owners, self.shapes, self.slices, index, to_heads=True)
+        this_round = _round(self.owners, shapes_of(self.tensors), self.slices, index, to_heads=True)
         return self.exchange.fetch("tokens to heads", this_round, self.tensors, into, during_kernel)
 
 
+@dataclass
 class HeadsToTokens:
     """Results on their way back, slice by slice.
 
     Args:
         exchange ([`Exchange`]): The messages.
-        owners (sequence of [`UlyssesRanks`]): Who exchanges, and holds which tokens, of each result.
+        owners (`tuple[UlyssesRanks, ...]`): Who exchanges, and holds which tokens, of each result.
         results (sequence of `torch.Tensor` of shape `(B, n, H, D)`): Where results go.
         slices (`int`): Into how many slices the heads of a rank are cut.
+        pending (`list`): The slices that are under way.
     """
 
-    def __init__(
-        self, exchange: Exchange, owners: Sequence[UlyssesRanks], results: Sequence[Tensor], slices: int
-    ) -> None:
-        self.exchange, self.owners, self.results, self.slices = exchange, tuple(owners), results, slices
-        self.pending: list[Pending] = []
-        parts = self.owners[0].degree * slices
-        self.capacity = sum(
-            result.nbytes // (result.shape[1] * parts) * owner.together.most_tokens
-            for result, owner in zip(results, self.owners, strict=True)
-        )
+    exchange: Exchange
+    owners: tuple[UlyssesRanks, ...]
+    results: Sequence[Tensor]
+    slices: int
+    pending: list[Pending] = field(default_factory=list)
 
-    def output_buffers(self, shapes: Sequence[Shape]) -> Sequence[Tensor | None]:
+    @cached_property
+    def capacity(self) -> int:
+        """The most bytes of a slice that any rank publishes."""
+        parts = self.owners[0].degree * self.slices
+        owned = zip(self.results, self.owners, strict=True)
+        return sum(part.nbytes // (part.shape[1] * parts) * owner.together.most_tokens for part, owner in owned)
+
+    def output_buffers(self, shapes: Sequence[Shape]) -> OutputBuffers:
         """Buffers into which a kernel may write the results of the next slice, of these shapes."""
         return self.exchange.output_buffers("heads to tokens", shapes, self.capacity)
 
     def send(self, index: int, tensors: Sequence[Tensor]) -> None:
         """Sends the results of a slice, each of shape `(B, N, H / ranks / slices, D)`."""
         self.exchange.publish("heads to tokens", tensors, self.capacity)
-        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-        this_round = _round(self.owners, shapes, self.slices, index, to_heads=False)
+        this_round = _round(self.owners, shapes_of(tensors), self.slices, index, to_heads=False)
         during_kernel = index + 1 < self.slices
         self.pending.append(self.exchange.fetch("heads to tokens", this_round, tensors, self.results, during_kernel))
 
@@ -191,9 +196,7 @@ class HeadsToTokens:
 
 
 @lru_cache(maxsize=256)
-def _round(
-    owners: tuple[UlyssesRanks, ...], shapes: tuple[Shape, ...], slices: int, index: int, to_heads: bool
-) -> Round:
+def _round(owners: tuple[UlyssesRanks, ...], shapes: Published, slices: int, index: int, to_heads: bool) -> Round:
     """Who fetches which rows and heads of a slice, of tensors of which this rank has published these shapes: tokens to
     heads, or back."""
     own = owners[0]
@@ -282,10 +285,10 @@ class ShardedAttention:
         kept, heads, pending = self._fetch_heads(exchanges.near, q, k, v, waits=True)
         owner, slices = self._owner(self.queries), len(kept)
         out = q.new_empty(*q.shape[:3], v.shape[3])
-        lse = heads_first(tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device)
+        lse = heads_first(q.shape, accumulation_dtype(q.dtype), q.device)
         leaving = HeadsToTokens(exchanges.near, (owner, owner), (out, lse.unsqueeze(3)), slices)
         own_sinks = None if sinks is None else sinks.chunk(self.schedule.ulysses)[owner.member].chunk(slices)
-        rows = (*heads[0][0].shape[:3],)
+        rows = heads[0][0].shape[:3]
         shapes = ((*rows, v.shape[3]), q.dtype), ((*rows, 1), lse.dtype)
         for index, (arriving, (own_q, own_k, own_v)) in enumerate(zip(pending, heads, strict=True)):
             arriving.wait()
@@ -313,13 +316,12 @@ class ShardedAttention:
         If nothing `waits` for the first slice, products of matrices run during the copies. Many multiprocessors held
         for a short time disturb these less than some held for a long time.
         """
-        sizes = HeadSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-        rows = (q.shape[0], q.shape[1])
-        shapes = kept_shapes(self.schedule, *rows, sizes, self.on_gpus, self.head_groups)
+        sizes = HeadSizes.of(q, k, v)
+        shapes = kept_shapes(self.schedule, q.shape[0], q.shape[1], sizes, self.on_gpus, self.head_groups)
         kept = [q.new_empty(shape) for shape in shapes]
         if waits:
             self._use_current_stream(exchange, len(kept))
-        owners = [self._owner(sharding) for sharding in (self.queries, self.keys, self.keys)]
+        owners = self._owner(self.queries), self._owner(self.keys), self._owner(self.keys)
         tokens_to_heads = TokensToHeads(exchange, owners, (q, k, v), len(kept))
         slice_sizes = sizes.slice(self.schedule.ulysses * len(kept))
         heads = [unpack(packed, slice_sizes) for packed in kept]
@@ -337,7 +339,7 @@ class ShardedAttention:
         out: Tensor | None,
         lse: Tensor,
         delta: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         """Gradients of this rank's q, k and v.
 
         Args:
@@ -360,7 +362,7 @@ class ShardedAttention:
         arriving = TokensToHeads(exchanges.near, (owner,) * 3, (dout, lse.unsqueeze(3), delta.unsqueeze(3)), slices)
         key_tokens = self.keys.tokens(self.group.rank)
         dq, dk, dv = (dout.new_empty(shape) for shape in sizes.shapes(dout.shape[0], dout.shape[1], key_tokens))
-        owners = (owner, self._owner(self.keys), self._owner(self.keys))
+        owners = owner, self._owner(self.keys), self._owner(self.keys)
         leaving = HeadsToTokens(exchanges.near, owners, (dq, dk, dv), slices)
         parts = self.schedule.ulysses * slices
         rows, slice_sizes = (dout.shape[0], owner.tokens, sizes.q_heads // parts), sizes.slice(parts)
@@ -406,22 +408,20 @@ class ShardedAttention:
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        buffers: OutputBuffers | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        buffers: OutputBuffers = (),
+    ) -> Outputs:
         groups = self._groups(q, k)
         if len(groups) == 1:
             return forward(self._ring, exchanges, q, k, v, sinks, buffers)
         out = q.new_empty(*q.shape[:3], v.shape[3])
-        lse = heads_first(tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device)
+        lse = heads_first(q.shape, accumulation_dtype(q.dtype), q.device)
         for heads, kv_heads in groups:
             inputs = q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads]
             own_sinks = None if sinks is None else sinks[heads]
             out[:, :, heads], lse[:, :, heads] = forward(self._ring, exchanges, *inputs, own_sinks)
         return out, lse
 
-    def _ring_backward(
-        self, exchanges: Exchanges, inputs: BackwardInputs, buffers: OutputBuffers | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _ring_backward(self, exchanges: Exchanges, inputs: BackwardInputs, buffers: OutputBuffers = ()) -> Gradients:
         rotating, groups = rotating_of(self.schedule, "backward"), self._groups(inputs.q, inputs.k)
         if len(groups) == 1:
             return backward(self._ring, exchanges, rotating, inputs, buffers)

@@ -23,9 +23,10 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from ..errors import RankMismatchError
+from ..kernels import OutputBuffers
 from ..ranks.group import ContextGroup
 from ..ranks.host import host_id
-from .exchange import Channel, Exchange, Pending, Round, Shape
+from .exchange import Channel, Exchange, Pending, Round, Shape, shapes_of
 
 if TYPE_CHECKING:
     from .fused import Table
@@ -154,7 +155,7 @@ class Symmetric(Exchange):
         """See [`Exchange.reserve`]; all ranks meet where the memory grows."""
         self.pool.buffer(channel, capacity)
 
-    def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[Tensor | None]:
+    def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> OutputBuffers:
         buffer = self.pool.buffer(channel, capacity)
         if buffer.count < 3:
             return [None] * len(shapes)
@@ -164,7 +165,7 @@ class Symmetric(Exchange):
 
     def publish(self, channel: Channel, tensors: Sequence[Tensor], capacity: int) -> None:
         buffer = self.pool.buffer(channel, capacity)
-        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        shapes = shapes_of(tensors)
         published = buffer.tensors(self.pool.group.rank, buffer.published, shapes)
         with self._stream():
             for tensor, target in zip(tensors, published, strict=True):

@@ -50,17 +50,23 @@ HEAD_SIZE = 12  # which some kernels pad
 CPU_KERNELS = [kernel for kernel in KERNELS if "cpu" in kernel.capabilities.devices]
 
 
-def on_a_stand_in(kernel: Kernel, name: str) -> Kernel:
+def calling(library: Any, kernel: Any) -> Any:
     """A kernel whose library is one of `tests.support.flash_libraries`."""
+    kernel.library = library
+    return kernel
+
+
+def on_a_stand_in(library: Any, kernel: Any, name: str) -> Kernel:
+    calling(library, kernel)
     kernel.capabilities = replace(kernel.capabilities, name=f"{name} on a stand-in", devices=("cpu",))
     return PaddedHeads(kernel)
 
 
 STAND_INS = [
-    on_a_stand_in(FlashAttn4Kernel(library=flash_libraries.FlashAttn4()), "flash_attn_4"),
-    on_a_stand_in(FlashAttn2Kernel(library=flash_libraries.FlashAttn2()), "flash_attn_2"),
-    on_a_stand_in(TorchFlashKernel(library=flash_libraries.Aten()), "torch_flash"),
-    on_a_stand_in(TorchCudnnKernel(library=flash_libraries.Aten()), "torch_cudnn"),
+    on_a_stand_in(flash_libraries.FlashAttn4(), FlashAttn4Kernel(), "flash_attn_4"),
+    on_a_stand_in(flash_libraries.FlashAttn2(), FlashAttn2Kernel(), "flash_attn_2"),
+    on_a_stand_in(flash_libraries.Aten(), TorchFlashKernel(), "torch_flash"),
+    on_a_stand_in(flash_libraries.Aten(), TorchCudnnKernel(), "torch_cudnn"),
 ]
 ALL_KERNELS = [*KERNELS, *STAND_INS]
 
@@ -387,9 +393,9 @@ def test_results_may_be_written_to_buffers(kernel, dtype, segments):
     lse_buffer = torch.full((1, 4, 64), torch.nan, device=device).transpose(1, 2)
     results = []
     for buffers, gradient_buffers in (
-        (None, None),
+        ((), ()),
         ((own_buffers[0], lse_buffer), (None, *own_buffers[2:])),
-        (None, own_buffers[1:]),
+        ((), own_buffers[1:]),
     ):
         out, lse = kernel.forward(t.q, t.k, t.v, shape.band, t.scores, buffers)
         delta = None if kernel.capabilities.derives_delta else product(t.dout, out)
@@ -558,7 +564,7 @@ def test_a_flash_kernel_returns_its_lse_as_it_stored_it(kernel, band, batch):
 def flash_attn_4() -> tuple[FlashAttn4Kernel, list[dict[str, Any]]]:
     """The kernel, and what its backward calls are given."""
     library = flash_libraries.FlashAttn4()
-    return FlashAttn4Kernel(library=library), library.backward_calls
+    return calling(library, FlashAttn4Kernel()), library.backward_calls
 
 
 def backward_inputs(batch: int) -> tuple[Tensors, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -598,7 +604,7 @@ def test_flash_attn_4_cuts_rows_out_of_a_log_sum_exp_that_is_stored_by_head_with
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 def test_flash_attn_4_takes_the_heads_of_deepseek_as_they_are_if_none_are_shared(heads):
     library = flash_libraries.FlashAttn4()
-    kernel = PaddedHeads(FlashAttn4Kernel(library=library))
+    kernel = PaddedHeads(calling(library, FlashAttn4Kernel()))
     tensors = make_tensors(Shape(13, 13, Band(0), heads=heads), torch.bfloat16, 192, 128)
     out, lse = kernel.forward(tensors.q, tensors.k, tensors.v, Band(0), tensors.scores)
     assert out.shape[3] == 128
@@ -619,10 +625,12 @@ def wide_backward(
     tensors = make_tensors(Shape(rows, columns, band), torch.bfloat16, head_dim)
     tensors.softcap = softcap
     called, results = [], []
-    for cudnn in (TorchCudnnKernel(flash_libraries.Aten()), None):
+    for cudnn in (calling(flash_libraries.Aten(), TorchCudnnKernel()), None):
         library = flash_libraries.FlashAttn4()
-        kernel = FlashAttn4Kernel(deterministic, library, cudnn)
-        if cudnn is None:
+        kernel = calling(library, FlashAttn4Kernel(deterministic))
+        if cudnn is not None:
+            kernel.cudnn = cudnn
+        else:
             kernel._is_faster_by_cudnn = lambda *arguments: False
         out, lse = kernel.forward(tensors.q, tensors.k, tensors.v, band, tensors.scores)
         read = out if reads == "out" else None
@@ -700,11 +708,11 @@ def test_cudnn_knows_wide_heads_on_hopper_from_some_version_on(monkeypatch):
 @pytest.mark.parametrize("columns", [64, 192, 1088])
 def test_half_a_block_of_keys_is_cut_off_for_cudnn(columns):
     """The stand-in refuses them, as cuDNN would count keys that are not there."""
-    kernel, band = TorchCudnnKernel(flash_libraries.Aten()), Band()
+    kernel, band = calling(flash_libraries.Aten(), TorchCudnnKernel()), Band()
     tensors = make_tensors(Shape(40, columns, band), torch.bfloat16, 64)
     out, lse = kernel.forward(tensors.q, tensors.k, tensors.v, band, tensors.scores)
     gradients = kernel.backward(tensors.backward_inputs(out, lse, None), band, tensors.scores)
-    fourth = FlashAttn4Kernel(library=flash_libraries.FlashAttn4())
+    fourth = calling(flash_libraries.FlashAttn4(), FlashAttn4Kernel())
     expected = fourth.backward(tensors.backward_inputs(out, lse, None), band, tensors.scores)
     for gradient, wanted in zip(gradients, expected, strict=True):
         assert gradient.shape == wanted.shape
@@ -717,9 +725,9 @@ def test_libraries_are_asked_for_determinism(deterministic, segments):
     fourth, second, aten = flash_libraries.FlashAttn4(), flash_libraries.FlashAttn2(), flash_libraries.Aten()
     t, out, lse, delta = backward_inputs(1)
     for kernel in (
-        FlashAttn4Kernel(deterministic, fourth),
-        FlashAttn2Kernel(deterministic, second),
-        TorchFlashKernel(deterministic, aten),
+        calling(fourth, FlashAttn4Kernel(deterministic)),
+        calling(second, FlashAttn2Kernel(deterministic)),
+        calling(aten, TorchFlashKernel(deterministic)),
     ):
         kernel.backward(t.backward_inputs(out, lse, delta), Band(0, None, segments), t.scores)
     asked = [fourth.backward_calls[0]["deterministic"], *second.deterministic, *aten.deterministic]
@@ -733,10 +741,10 @@ def test_the_switch_of_torch_is_put_back(monkeypatch, enabled, warns):
     t, out, lse, delta = backward_inputs(1)
     torch.use_deterministic_algorithms(enabled, warn_only=warns)
     try:
-        TorchFlashKernel(True, aten).backward(t.backward_inputs(out, lse, delta), Band(0), t.scores)
+        calling(aten, TorchFlashKernel(True)).backward(t.backward_inputs(out, lse, delta), Band(0), t.scores)
         monkeypatch.setattr(aten, "_flash_attention_backward", None)
         with pytest.raises(TypeError):
-            TorchFlashKernel(True, aten).backward(t.backward_inputs(out, lse, delta), Band(0), t.scores)
+            calling(aten, TorchFlashKernel(True)).backward(t.backward_inputs(out, lse, delta), Band(0), t.scores)
         assert torch.are_deterministic_algorithms_enabled() is enabled
         assert torch.is_deterministic_algorithms_warn_only_enabled() is warns
     finally:

@@ -26,7 +26,7 @@ def places(draw) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 def test_sums_of_parts_are_rounded_once(where, dtype, kept, seed):
     generator = torch.Generator().manual_seed(seed)
     made = torch.promote_types(dtype, torch.float32) if kept else dtype
-    wanted, total = torch.zeros(SHAPE, dtype=torch.float64), Summed(SHAPE, dtype, torch.device("cpu"))
+    wanted, total = torch.zeros(SHAPE, dtype=torch.float64), Summed(SHAPE, torch.empty(0, dtype=dtype))
     size = torch.zeros(SHAPE, dtype=torch.float64)
     for batch, rows in where:
         shape = (batch[1] - batch[0], rows[1] - rows[0], *SHAPE[2:])
@@ -46,7 +46,7 @@ def test_sums_of_parts_are_rounded_once(where, dtype, kept, seed):
 def test_merged_parts_are_one_softmax(where, dtype, with_sinks, seed, empty):
     generator = torch.Generator().manual_seed(seed)
     sinks = torch.randn(SHAPE[2], generator=generator) if with_sinks else None
-    merged = Merged(SHAPE, dtype, torch.device("cpu"), sinks)
+    merged = Merged(SHAPE, torch.empty(0, dtype=dtype), sinks)
     wide = torch.promote_types(dtype, torch.float32)
     values = torch.zeros(SHAPE, dtype=torch.float64)
     weights = torch.zeros(SHAPE[:3], dtype=torch.float64)
@@ -75,7 +75,7 @@ def test_rows_without_a_further_part_are_left_alone():
     out = torch.randn(SHAPE).bfloat16()
     out[:, 6:] = torch.nan  # would spread if these rows were weighed
     lse = torch.zeros(SHAPE[:3])
-    merged = Merged(SHAPE, torch.bfloat16, out.device, None)
+    merged = Merged(SHAPE, out, None)
     merged.add((0, 2), (0, 12), out, lse)
     merged.add((0, 2), (1, 3), torch.zeros(2, 2, *SHAPE[2:]).bfloat16(), torch.zeros(2, 2, SHAPE[2]))
     first = out.clone()
@@ -88,7 +88,7 @@ def test_rows_without_a_further_part_are_left_alone():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_row_with_many_parts_is_not_rounded_in_between(dtype):
     """A hundred small parts would be lost one by one beside a large one."""
-    total = Summed((1, 1, 1, 1), dtype, torch.device("cpu"))
+    total = Summed((1, 1, 1, 1), torch.empty(0, dtype=dtype))
     total.add((0, 1), (0, 1), torch.full((1, 1, 1, 1), 256.0, dtype=dtype))
     for _ in range(100):
         total.add((0, 1), (0, 1), torch.full((1, 1, 1, 1), 0.5, dtype=dtype))

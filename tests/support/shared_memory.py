@@ -182,19 +182,17 @@ class InPlace:
         v: torch.Tensor,
         band: Band,
         scores: Scores,
-        buffers: OutputBuffers | None = None,
+        buffers: OutputBuffers = (),
     ) -> list[torch.Tensor]:
         return self._put("forward", self.kernel.forward(q, k, v, band, scores), buffers)
 
     def backward(
-        self, inputs: BackwardInputs, band: Band, scores: Scores, buffers: OutputBuffers | None = None
+        self, inputs: BackwardInputs, band: Band, scores: Scores, buffers: OutputBuffers = ()
     ) -> list[torch.Tensor]:
         return self._put("backward", self.kernel.backward(inputs, band, scores), buffers)
 
-    def _put(
-        self, direction: str, results: Sequence[torch.Tensor], buffers: OutputBuffers | None
-    ) -> list[torch.Tensor]:
-        places = [None] * len(results) if buffers is None else buffers
+    def _put(self, direction: str, results: Sequence[torch.Tensor], buffers: OutputBuffers) -> list[torch.Tensor]:
+        places = buffers or [None] * len(results)
         self.written[direction] += sum(place is not None for place in places)
         return [result if place is None else place.copy_(result) for result, place in zip(results, places, strict=True)]
 
