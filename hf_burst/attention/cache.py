@@ -10,7 +10,7 @@ from ..errors import KernelError
 from ..layers.offload import Saved, saved_in_place
 from ..ranks.layout import SequenceLayout
 from ..ring.resources import resources_of
-from .operator import TrackedAttention
+from .operator import Results, TrackedAttention
 from .prepare import sharded_attention
 from .request import AttentionRequest, InputKind
 
@@ -30,9 +30,7 @@ class CachedAttention(NamedTuple):
         first = self._missing(q, k, v, sinks, kept)
         return kept if first is None else torch.cat([first[0], kept], 1)
 
-    def recall(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, encoded: Tensor
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def recall(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, encoded: Tensor) -> Results:
         """Returns the operator's results for the same inputs; computes missing rows and exchanges heads again."""
         request, out, lse = self.request, self.out(), self.lse()
         first = self._missing(q, k, v, sinks, out)

@@ -13,15 +13,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import KernelError
+from ..kernels import Gradients
 from ..numerics import accumulation_dtype
 from ..ring import HeadSizes, kept_shapes, row_products
+from ..ring.merge import heads_first
 from ..ring.resources import resources_of
 from .choice import schedule_of, topology_of
 from .prepare import sharded_attention
 from .request import SCHEMA, AttentionRequest, Flat, InputKind
 
+# `out`, `lse` and `kept`
+Results = tuple[Tensor, Tensor, list[Tensor]]
 # Returns the operator's saved results for q, k, v, sinks and the encoded layout.
-Recall = Callable[..., tuple[Tensor, Tensor, list[Tensor]]] | None
+Recall = Callable[..., Results] | None
 
 _before = globals().get("_library")
 if _before is not None:  # the module is reloaded, as in notebooks
@@ -41,9 +45,7 @@ _library.define(
 
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Tensor, *flat: Any
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Tensor, *flat: Any) -> Results:
     """Computes the operator; see [`burst_attention`] for its tensors, [`AttentionRequest.flatten`] for the rest."""
     *_, transport, group = flat
     resources = resources_of(group)
@@ -59,12 +61,10 @@ def _attention(
 
 
 @torch.library.register_fake("hf_burst::attention", lib=_library)
-def _(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Tensor, *flat: Any
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Tensor, *flat: Any) -> Results:
     request, inputs = AttentionRequest.restore(flat), InputKind.of(q, k, v)
     out = q.new_empty(*q.shape[:3], v.shape[3])
-    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulation_dtype(q.dtype)).transpose(1, 2)
+    lse = heads_first(q.shape, accumulation_dtype(q.dtype), q.device)
     on_gpus = topology_of(request, q.device).on_gpus
     schedule = schedule_of(request, inputs)
     kept = kept_shapes(schedule, inputs.batch, inputs.tokens, inputs.sizes, on_gpus, request.head_groups)
@@ -83,7 +83,7 @@ def _attention_backward(
     head_dim: int,
     layout: Tensor,
     *flat: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Returns the gradients of `hf_burst::attention` for q, k and v; the sinks' gradient is computed separately.
 
     `inputs` are q, k and v, or the tensors in `kept` from the forward pass.
@@ -108,7 +108,7 @@ def _attention_backward(
 @torch.library.register_fake("hf_burst::attention_backward", lib=_library)
 def _(
     dout: Tensor, dlse: Any, inputs: Any, out: Tensor, lse: Tensor, kv_heads: int, head_dim: int, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     (batch, tokens), sizes = dout.shape[:2], HeadSizes(dout.shape[2], kv_heads, head_dim, dout.shape[3])
     q_shape, k_shape, v_shape = sizes.shapes(batch, tokens, tokens)
     return dout.new_empty(q_shape), dout.new_empty(k_shape), dout.new_empty(v_shape)
@@ -120,7 +120,7 @@ class TrackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Tensor, flat: Flat, recall: Recall
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    ) -> Results:
         with torch._C._AutoDispatchBelowAutograd():
             if recall is None:
                 out, lse, kept = torch.ops.hf_burst.attention(q, k, v, sinks, layout, *flat)

@@ -31,7 +31,7 @@ def sharded_attention(
         inputs ([`InputKind`]): The kind of q, k and v.
     """
     *_, per_host, _, _, _, _ = flat
-    topology = resources.topology(inputs.device, per_host or None)
+    topology = resources.topology(inputs.device, per_host)
     return _prepared(resources.group, flat, encoded.numpy().tobytes(), inputs, deterministic(), topology)
 
 

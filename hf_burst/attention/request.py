@@ -12,13 +12,13 @@ from ..plan import MaskPattern, name_of
 from ..ranks.group import ContextGroup
 from ..ring import HeadSizes
 
-# A request as torch.library declares it. -1 means no window, 0 no number, and "" one process.
+# A request as torch.library declares it. The group "" is one process.
 SCHEMA = (
-    "bool causal, int window, int attention_chunk_size, float scale, float softcap, int head_groups, "
-    "int ranks_per_host, str kernel, str schedule, str transport, str group"
+    "bool causal, int? window, int? attention_chunk_size, float scale, float softcap, int head_groups, "
+    "int? ranks_per_host, str kernel, str schedule, str transport, str group"
 )
 _ONE_PROCESS, _CAUSAL = ContextGroup(), MaskPattern()
-Flat = tuple[bool, int, int, float, float, int, int, str, str, str, str]
+Flat = tuple[bool, int | None, int | None, float, float, int, int | None, str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,14 @@ class AttentionRequest:
     def flatten(self) -> Flat:
         """Flattens the request for the operator, in the order of `SCHEMA`."""
         assert self.scores is not None, "with_scale sets them"
-        window, attention_chunk_size = self.pattern.window, self.pattern.attention_chunk_size
         return (
             self.pattern.causal,
-            -1 if window is None else window,
-            attention_chunk_size or 0,
+            self.pattern.window,
+            self.pattern.attention_chunk_size,
             self.scores.scale,
             self.scores.softcap,
             self.head_groups,
-            self.ranks_per_host or 0,
+            self.ranks_per_host,
             self.kernel,
             name_of(self.schedule, self.group.size) if isinstance(self.schedule, Schedule) else self.schedule,
             self.transport,
@@ -70,12 +69,10 @@ class AttentionRequest:
     @classmethod
     def restore(cls, flat: Flat) -> "AttentionRequest":
         """Restores a request from [`AttentionRequest.flatten`]."""
-        causal, window, attention_chunk_size, scale, softcap, groups, per_host, *names = flat
-        kernel, schedule, transport, name = names
-        pattern = MaskPattern(causal, None if window < 0 else window, attention_chunk_size or None)
-        group, scores = ContextGroup.from_name(name), Scores(scale, softcap)
+        head_groups, ranks_per_host, kernel, schedule, transport, name = flat[5:]
+        group, pattern, scores = ContextGroup.from_name(name), MaskPattern(*flat[:3]), Scores(*flat[3:5])
         asked = schedule if schedule == "auto" else Schedule.parse(schedule, group.size)
-        return cls(group, pattern, scores, kernel, asked, transport, groups, per_host or None)
+        return cls(group, pattern, scores, kernel, asked, transport, head_groups, ranks_per_host)
 
 
 class InputKind(NamedTuple):

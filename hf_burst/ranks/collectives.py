@@ -1,6 +1,6 @@
 """Differentiable collectives on the process group's backend."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,13 +10,15 @@ from torch import Tensor
 from ..numerics import refuse_second_derivative
 from .group import ContextGroup
 
+Gathered = tuple[Tensor, ...]  # by rank
 
-def all_gather(tensor: Tensor, group: ContextGroup, saved: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
+
+def all_gather(tensor: Tensor, group: ContextGroup, saved: Gathered | None = None) -> Gathered:
     """Gathers the tensors of all ranks, of one shape. The backward pass sums each tensor's gradients over the ranks. If
     `saved`, the result of an earlier call for the same tensor, is given, returns it without communicating."""
     if group.size == 1:
         return (tensor,)
-    with _messages(group) if saved is None else nullcontext():
+    with group.messages() if saved is None else nullcontext():
         return _AllGather.apply(tensor, group, saved)
 
 
@@ -38,20 +40,15 @@ def group_sum(tensor: Tensor, group: ContextGroup) -> Tensor:
     """
     if group.size == 1:
         return tensor
-    with _messages(group):
+    with group.messages():
         return _GroupSum.apply(tensor, group)
-
-
-def _messages(group: ContextGroup) -> AbstractContextManager[None]:
-    """Returns a context whose errors say which rank was lost and why; does nothing in compiled graphs."""
-    return nullcontext() if torch.compiler.is_compiling() else group.messages()
 
 
 class _AllGather(torch.autograd.Function):
     """An all-gather whose backward pass is a reduce-scatter."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ContextGroup, saved: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, tensor: Tensor, group: ContextGroup, saved: Gathered | None) -> Gathered:
         ctx.group = group
         if saved is not None:
             return tuple(shard.detach() for shard in saved)

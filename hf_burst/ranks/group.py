@@ -225,8 +225,8 @@ class ContextGroup:
                 raise error
             return tally, seed
         process_group = group_by_name(self.name)
-        interrupted = error is not None and not isinstance(error, Exception)  # by the user, sys.exit, or cancelled
-        error = error if interrupted else self._refusal(process_group) or error
+        interrupt = None if isinstance(error, Exception) else error  # by the user, sys.exit, or cancelled
+        error = interrupt or self._refusal(process_group) or error
         facts = facts | {_EXCHANGES: watch_of_process().counts_of(process_group).exchanges}
         text = json.dumps(facts, sort_keys=True, default=str)
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
@@ -244,12 +244,13 @@ class ContextGroup:
                         control.opened.add(device.type)
                     return int(tallies.sum()), int(seeds[0])
                 facts = facts | {name: f"{int(checksum) % 2**64:x}" for name, checksum in (checksums or {}).items()}
-                said = repr(error) if interrupted else str(error) or repr(error)
-                report = {"facts": facts, "error": said if error is not None else None}
-                reports = control.gather_objects(report | {"doing": doing})
+                said = ""
+                if error is not None:
+                    said = repr(error) if interrupt else str(error) or repr(error)
+                reports = control.gather_objects({"facts": facts, "error": said, "doing": doing})
         except BurstError as problem:
-            if error is not None and interrupted:
-                raise error from problem
+            if interrupt is not None:
+                raise interrupt from problem
             raise
         if error is not None:
             raise error
@@ -257,8 +258,11 @@ class ContextGroup:
 
     def messages(self) -> AbstractContextManager[None]:
         """Surrounds the messages of one exchange, to record a failure in the middle and name lost ranks. All ranks
-        enter it equally often between two calls of [`agree`], which compares the counts."""
-        return nullcontext() if self.size == 1 else watch_of_process().messaging(self.process_group)
+        enter it equally often between two calls of [`agree`], which compares the counts. Compiled graphs leave it out.
+        """
+        if self.size == 1 or torch.compiler.is_compiling():
+            return nullcontext()
+        return watch_of_process().messaging(self.process_group)
 
     def interrupted(self, problem: BaseException) -> None:
         """Tells ranks that wait for a pass's messages that this rank was interrupted in the middle. From now on, calls

@@ -14,9 +14,10 @@ from torch.nn import functional
 from ..config import Chunking
 from ..errors import BatchError, ShardingError, UnsupportedModelError
 from ..plan import Mask, MaskPattern, RecurrentSize, Segments, Sharding, chunks_per_rank, cut, imbalance, sharding_for
-from ..plan.blocks import LaterKeys, later_keys
+from ..plan.blocks import LaterKeys, Rows, later_keys
+from ..plan.cuts import Batch
 
-Blocks = tuple[tuple[tuple[int, int], ...], ...]  # for every row of the batch, tokens [start, stop)
+Blocks = tuple[Rows, ...]  # for every row of the batch, tokens [start, stop)
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ class SequenceLayout:
 
     length: int
     owners: tuple[int, ...]
-    documents: tuple[tuple[int, ...], ...]
+    documents: Batch
     padding: int = 0
-    real: tuple[tuple[int, int], ...] = ()
+    real: Rows = ()
     boundaries: tuple[int, ...] = ()
-    blocks: tuple[tuple[tuple[int, int], ...], ...] = ()
-    parents: tuple[tuple[int, ...], ...] = ()
+    blocks: Blocks = ()
+    parents: Batch = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -62,7 +63,7 @@ class SequenceLayout:
         documents: Sequence[tuple[int, ...]],
         ranks: int,
         chunking: Chunking | Sequence[int] = "balanced",
-        real: tuple[tuple[int, int], ...] = (),
+        real: Rows = (),
         patterns: Mapping[MaskPattern, int] | None = None,
         stretches: int = 1,
         hybrid: tuple[RecurrentSize, ...] = (),
@@ -103,15 +104,18 @@ class SequenceLayout:
         each = chunks_per_rank(length, ranks, chunking, stretches) if isinstance(chunking, str) else 0
         chunks = ranks * each or len(chunking)
         padding = -length % max(1, chunks)
-        filled = tuple((*row, length + padding) if padding else tuple(row) for row in documents)
-        continued = tuple((*row, -1) if padding else tuple(row) for row in parents)
+        if padding:
+            length += padding
+            documents = tuple((*row, length) for row in documents)
+            parents = tuple((*row, -1) for row in parents)
+        boundaries: tuple[int, ...] = ()
         if isinstance(chunking, str):
             layers = patterns or ({} if hybrid else {MaskPattern(): 1})
-            sharding = sharding_for(filled, layers, ranks, chunking, stretches, hybrid, continued)
+            sharding = sharding_for(documents, layers, ranks, chunking, stretches, hybrid, parents)
             owners = sharding.owners
-            boundaries = () if sharding == cut(length + padding, owners) else sharding.boundaries
+            if sharding != cut(length, owners):
+                boundaries = sharding.boundaries
         else:
-            boundaries = ()
             owners = tuple(map(int, chunking))
             counts = {owners.count(rank) for rank in range(ranks)}
             if len(counts) != 1 or 0 in counts or len(owners) != ranks * max(counts):
@@ -120,7 +124,7 @@ class SequenceLayout:
                     f"the rank, 0 to {ranks - 1}, of every chunk, or take 'balanced', 'documents', 'zigzag' or "
                     "'contiguous'."
                 )
-        return cls(length + padding, owners, filled, padding, real, boundaries, parents=continued)
+        return cls(length, owners, documents, padding, real, boundaries, parents=parents)
 
     @property
     def ranks(self) -> int:
@@ -148,7 +152,7 @@ class SequenceLayout:
         return len(self.documents)
 
     @property
-    def spans(self) -> tuple[tuple[int, int], ...]:
+    def spans(self) -> Rows:
         """For each row, the tokens `[start, stop)` that are not padding."""
         return self.real or ((0, self.length - self.padding),) * self.batch_size
 
@@ -202,15 +206,10 @@ class SequenceLayout:
         """Returns the position of each token of `rank` in its row, padding included; in packed rows, the position in
         its document, after those it continues. `torch.LongTensor` of shape `(batch, length / ranks)`."""
         rows = []
-        for row, (bounds, (start, stop)) in enumerate(zip(self.documents, self.spans, strict=True)):
-            packed = sum(start <= bound < stop for bound in bounds) > 1
-            ends = list[int]()  # each document's end, in its own positions
-            shifts = list[int]()
-            for document, (first, end) in enumerate(pairwise(bounds)):
-                parent = self.parents[row][document] if self.parents else -1
-                shifts.append(first - (ends[parent] if parent >= 0 else 0) if packed else 0)
-                ends.append(end - shifts[-1])
-            rows.append(shifts)
+        for mask, (start, stop) in zip(self.masks(MaskPattern()), self.spans, strict=True):
+            packed = sum(start <= bound < stop for bound in mask.documents) > 1
+            shifts = [first - depth for first, depth in zip(mask.documents, mask.depths, strict=False)]
+            rows.append(shifts if packed else [0] * len(shifts))
         return self.indices(rank) - self._by_token(rows, rank)
 
     def texts(self, rank: int) -> Tensor:
@@ -287,15 +286,13 @@ def blocks_of(numbers: torch.Tensor, layout: SequenceLayout) -> Blocks:
     Raises:
         UnsupportedModelError: If tokens of one number are not adjacent, so that their keys are not an interval.
     """
-    rows, real = numbers.cpu(), layout.real or ((0, numbers.shape[1]),) * len(numbers)
-    return tuple(
-        tuple(_runs(row, span, bounds)) for row, span, bounds in zip(rows, real, layout.documents, strict=True)
-    )
+    rows = zip(numbers.cpu(), layout.spans, layout.documents, strict=True)
+    return tuple(tuple(_runs(*row)) for row in rows)
 
 
 def _runs(numbers: torch.Tensor, real: tuple[int, int], documents: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yields the blocks of one row."""
-    first, last = real[0], min(real[1], len(numbers))
+    first, last = real
     changes = (numbers[first + 1 : last] != numbers[first : last - 1]).nonzero().flatten() + first + 1
     edges, seen = set(documents), set[int]()
     bounds = sorted({first, last, *changes.tolist(), *(edge for edge in edges if first < edge < last)})

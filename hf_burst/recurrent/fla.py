@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels import from_host
 from .tuning import tuning
-from .two_passes import DeltaKernels, Inputs, Passing
+from .two_passes import DeltaKernels, Inputs, Opaque, Passing
 
 _COMPARED = "0.6."  # the versions compared, because the kernels are not a stable interface
 _CHUNK = 64  # tokens in one matrix product
@@ -96,7 +96,7 @@ class _FlaKernels:
         for_chunks = {"cu_seqlens": from_host(bounds, torch.int32, device), "chunk_indices": indices}
         return _Laid(for_chunks, {**for_chunks, "chunk_offsets": offsets})
 
-    def prepare(self, inputs: Inputs, passing: Passing) -> tuple[Tensor, ...]:
+    def prepare(self, inputs: Inputs, passing: Passing) -> Opaque:
         from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
         from fla.ops.utils import chunk_local_cumsum
         from fla.ops.utils.constant import RCP_LN2
@@ -108,7 +108,7 @@ class _FlaKernels:
         )
         return decay, inverse, w, u
 
-    def maps(self, inputs: Inputs, prepared: tuple[Tensor, ...], passing: Passing) -> tuple[Tensor, Tensor]:
+    def maps(self, inputs: Inputs, prepared: Opaque, passing: Passing) -> tuple[Tensor, Tensor]:
         decay, _, w, u = prepared
         k, keys, (heads, width) = inputs.k[None], inputs.k.shape[-1], u.shape[2:]
         nothing = k.new_zeros(len(passing.places), heads, keys, width, dtype=torch.float32)
@@ -116,7 +116,7 @@ class _FlaKernels:
         states = _states(k, w, u, decay, nothing, passing, ends=True)[2]
         return states, _states(k, w, u.new_zeros(*u.shape[:3], keys), decay, identity, passing, ends=True)[2]
 
-    def outputs(self, inputs: Inputs, prepared: tuple[Tensor, ...], begin: Tensor, passing: Passing) -> Tensor:
+    def outputs(self, inputs: Inputs, prepared: Opaque, begin: Tensor, passing: Passing) -> Tensor:
         from fla.ops.common.chunk_o import chunk_fwd_o
 
         decay, _, w, u = prepared
@@ -127,8 +127,8 @@ class _FlaKernels:
         return out[0].to(v.dtype)
 
     def begin_backward(
-        self, inputs: Inputs, kept: tuple[Tensor, ...], begin: Tensor, dout: Tensor, passing: Passing
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self, inputs: Inputs, kept: Opaque, begin: Tensor, dout: Tensor, passing: Passing
+    ) -> tuple[Tensor, Opaque]:
         from fla.ops.common.chunk_o import chunk_bwd_dv_local
         from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd
 
@@ -142,7 +142,7 @@ class _FlaKernels:
         _, dbegin, _ = _dstates(q, k, w, decay, dout[None], dvalues, torch.zeros_like(begin), passing)
         return dbegin, (decay, inverse, w, states, values, dout[None], dvalues)
 
-    def end_backward(self, inputs: Inputs, begun: tuple[Tensor, ...], dend: Tensor, passing: Passing) -> Inputs:
+    def end_backward(self, inputs: Inputs, begun: Opaque, dend: Tensor, passing: Passing) -> Inputs:
         from fla.ops.common.chunk_o import chunk_bwd_dqkwg
         from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd
         from fla.ops.utils import chunk_local_cumsum

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from ..errors import KernelError
 from ..plan import Segment, Segments
-from ..ranks.collectives import all_gather
+from ..ranks.collectives import Gathered, all_gather
 from ..ranks.group import ContextGroup
 
-_Shards = tuple[Tensor, ...]
-_Entry = tuple[Any, _Shards]  # shape and dtype of the tensor sent, and the tensors received
+_Entry = tuple[Any, Gathered]  # shape and dtype of the tensor sent, and the tensors received
 
 
 class ReplayBuffer:
@@ -37,7 +36,7 @@ class ReplayBuffer:
         self.runs += 1
         self.place = 0
 
-    def all_gather(self, tensor: Tensor, group: ContextGroup) -> _Shards:
+    def all_gather(self, tensor: Tensor, group: ContextGroup) -> Gathered:
         """Gathers the tensors of all ranks, see [`hf_burst.ranks.collectives.all_gather`]. A recomputed layer sends
         nothing forward, but its gradients travel back as usual.
 
@@ -46,27 +45,29 @@ class ReplayBuffer:
         """
         if group.size == 1:
             return (tensor,)
-        kept, own = self._recall(), (tuple(tensor.shape), tensor.dtype)
-        if kept is not None and kept[0] != own:
-            raise KernelError(
-                "A checkpointed layer ran again with states of shape {} ({}), and with {} ({}) before. Let it compute "
-                "the same each time, under the same autocast.".format(*own, *kept[0])
-            )
-        shards = all_gather(tensor, group, None if kept is None else kept[1])
+        own = tuple(tensor.shape), tensor.dtype
+        shards = all_gather(tensor, group, self._recall(own))
         self._keep((own, tuple(shard.detach() for shard in shards)))
         return shards
 
-    def _recall(self) -> _Entry | None:
-        """Returns the next entry of the innermost recomputed layer, or `None` if none is recomputed."""
+    def _recall(self, own: Any) -> Gathered | None:
+        """Returns what the innermost recomputed layer received for a tensor of this shape and dtype, or `None` if none
+        is recomputed."""
         if self.runs < 2 or not self.keeps:
-            return self.outer._recall() if self.outer is not None else None
+            return self.outer._recall(own) if self.outer is not None else None
         if self.place == len(self.kept):
             raise KernelError(
                 "A checkpointed layer gathered states that it did not gather when it ran first. Let it compute the "
                 "same each time, or do without gradient checkpointing."
             )
+        before, received = self.kept[self.place]
+        if before != own:
+            raise KernelError(
+                "A checkpointed layer ran again with states of shape {} ({}), and with {} ({}) before. Let it compute "
+                "the same each time, under the same autocast.".format(*own, *before)
+            )
         self.place += 1
-        return self.kept[self.place - 1]
+        return received
 
     def _keep(self, entry: _Entry) -> None:
         """Saves the entry here and in the outer checkpoints that run for the first time."""

@@ -12,6 +12,7 @@ need no gradients, because those of the final states are complete.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +25,8 @@ from ..ranks.group import ContextGroup
 from .pieces import Rule, joined, made_once
 from .replay import Shards
 from .states import by_matrix, in_full_precision, incoming_states, join_backward
+
+Opaque = tuple[Tensor, ...]  # tensors that kernels hand to themselves
 
 
 class Inputs(NamedTuple):
@@ -53,22 +56,22 @@ class DeltaKernels(Protocol):
     def lay(self, bounds: Sequence[int], device: torch.device) -> Any:
         """Puts the kernels' arguments for pieces with these cumulative bounds, in tokens, on a device."""
 
-    def prepare(self, inputs: Inputs, passing: Passing) -> tuple[Tensor, ...]:
+    def prepare(self, inputs: Inputs, passing: Passing) -> Opaque:
         """Computes the part inside chunks, which needs no state."""
 
-    def maps(self, inputs: Inputs, prepared: tuple[Tensor, ...], passing: Passing) -> tuple[Tensor, Tensor]:
+    def maps(self, inputs: Inputs, prepared: Opaque, passing: Passing) -> tuple[Tensor, Tensor]:
         """Returns the final states of pieces that start from zeros, `(pieces, heads, K, V)`, and the pieces'
         transitions, `(pieces, heads, K, K)`, both in fp32 or fp64."""
 
-    def outputs(self, inputs: Inputs, prepared: tuple[Tensor, ...], begin: Tensor, passing: Passing) -> Tensor:
+    def outputs(self, inputs: Inputs, prepared: Opaque, begin: Tensor, passing: Passing) -> Tensor:
         """Returns the outputs `(tokens, heads, V)` of pieces that start from these states."""
 
     def begin_backward(
-        self, inputs: Inputs, kept: tuple[Tensor, ...], begin: Tensor, dout: Tensor, passing: Passing
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self, inputs: Inputs, kept: Opaque, begin: Tensor, dout: Tensor, passing: Passing
+    ) -> tuple[Tensor, Opaque]:
         """Returns the gradients of the pieces' initial states as if nothing followed the pieces, and `begun`."""
 
-    def end_backward(self, inputs: Inputs, begun: tuple[Tensor, ...], dend: Tensor, passing: Passing) -> Inputs:
+    def end_backward(self, inputs: Inputs, begun: Opaque, dend: Tensor, passing: Passing) -> Inputs:
         """Returns the gradients of the inputs, given those of the pieces' final states."""
 
 
@@ -111,13 +114,14 @@ def _passing(segments: Segments, device: torch.device, group: ContextGroup, kern
     return Passing(places, kernels.lay([0, *accumulate(own[place].size for place in places)], device))
 
 
+@dataclass
 class _Turn:
     """Values passed between the two autograd functions of one call, briefly in each pass."""
 
-    def __init__(self, kernels: DeltaKernels, passing: Passing) -> None:
-        self.kernels, self.passing = kernels, passing
-        self.forward: tuple[Any, ...] = ()  # the inputs and `prepared`
-        self.backward: tuple[Any, ...] = ()  # the inputs and `begun`
+    kernels: DeltaKernels
+    passing: Passing
+    forward: tuple[Any, ...] = ()  # the inputs and `prepared`
+    backward: tuple[Any, ...] = ()  # the inputs and `begun`
 
 
 class _Maps(torch.autograd.Function):
