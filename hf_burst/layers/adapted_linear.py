@@ -45,8 +45,9 @@ def adapted_linear(
     """
     tensors = (tensor, weight, bias, down, up, dropped)
     if has_torch_function(tensors):
-        factors = tensor, weight, bias, down, up, scaling
-        return handle_torch_function(adapted_linear, tensors, *factors, dropped=dropped, skipped=skipped)
+        return handle_torch_function(
+            adapted_linear, tensors, tensor, weight, bias, down, up, scaling, dropped=dropped, skipped=skipped
+        )
     dtype = autocast_dtype(tensor, weight) or tensor.dtype
     tensor, dropped = tensor.to(dtype), None if dropped is None else dropped.to(dtype)
     state = getattr(weight, "quant_state", None)  # of a 4-bit weight of bitsandbytes

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, thread
+from dataclasses import dataclass
 from threading import main_thread
 from typing import Any
 
@@ -26,12 +27,12 @@ _MAKERS = 12  # threads per host that make blocks
 _PIECE = 2**25  # bytes written by one call of torch, few enough that torch starts no threads of its own
 
 
+@dataclass
 class Page:
     """A page of host memory, and the event after which it may be overwritten."""
 
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory  # uint8
-        self.read: Any = None
+    memory: Tensor  # uint8
+    read: Any = None
 
 
 class HostMemory:
@@ -188,7 +189,7 @@ def _new_block(size: int, device: torch.device) -> Tensor:
     """Returns new page-locked host memory for a device; for a CPU, memory that is not locked."""
     if getattr(thread, "_shutdown", False):  # the interpreter would wait for all blocks that were requested
         raise MemoryError("the process ends")
-    if not _locks(device):
+    if sys.platform != "linux" or device.type != "cuda":  # torch page-locks, or nobody needs to
         return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
     pages = _LockedMemory(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_DONTFORK)  # else the first write after a fork would go to a copy
@@ -199,11 +200,6 @@ def _new_block(size: int, device: torch.device) -> Tensor:
         piece[:: mmap.PAGESIZE].zero_()
     pages.lock(memory, device)
     return memory
-
-
-def _locks(device: torch.device) -> bool:
-    """Whether this module page-locks memory for the device; otherwise torch does, or it isn't needed."""
-    return sys.platform == "linux" and device.type == "cuda"
 
 
 def _cores() -> int:

@@ -91,16 +91,14 @@ class _LinearLoss(torch.autograd.Function):
             total, gradients = _by_liger(liger, flat, labels, linear, parameters)
         else:
             total, gradients = _by_chunks(flat, labels, score, rows, parameters, wanted)
-        ctx.has_gradient = [gradient is not None for gradient in gradients]
         ctx.shape = hidden.shape
-        ctx.save_for_backward(*(gradient for gradient in gradients if gradient is not None))
+        ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> Any:
         refuse_second_derivative()
-        saved = iter(ctx.saved_tensors)
-        dhidden, *dparameters = [next(saved) * factor if exists else None for exists in ctx.has_gradient]
+        dhidden, *dparameters = [None if saved is None else saved * factor for saved in ctx.saved_tensors]
         return None if dhidden is None else dhidden.view(ctx.shape), None, None, None, None, *dparameters
 
 

@@ -197,10 +197,10 @@ class _Products(TorchFunctionMode):
     """Counts the linear layers of a tile, and remembers the latest result until another function is called.
 
     Args:
-        skipped (`int`, defaults to 0): The number of the product whose result is not computed; 0 for none.
+        skipped (`int`): The number of the product whose result is not computed; 0 for none.
     """
 
-    def __init__(self, skipped: int = 0) -> None:
+    def __init__(self, skipped: int) -> None:
         super().__init__()
         self.skipped, self.count = skipped, 0
         self.latest: Tensor | None = None
