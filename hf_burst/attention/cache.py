@@ -1,7 +1,7 @@
 """Saved attention results of checkpointed layers, so that the backward pass does not recompute them."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,10 +89,7 @@ class AttentionCache:
         if entry is not None:
             if self.for_output:
                 return entry.output(q, k, v, sinks)
-            recalled: Any = TrackedAttention.apply(q, k, v, sinks, encoded, request.flatten(), entry.recall)
-            again: Tensor = recalled[0]
-            return again
-        out: Tensor
+            return TrackedAttention.apply(q, k, v, sinks, encoded, request.flatten(), entry.recall)[0]
         out, lse, _ = torch.ops.hf_burst.attention(q, k, v, sinks, encoded, *request.flatten())
         first = self.position is None and self.share > 0
         if first and not tracked:

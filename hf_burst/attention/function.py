@@ -91,8 +91,7 @@ def attend(
     request = with_schedule(request, layout, q, k, v)
     if cache is not None:
         return cache.attention(q, k, v, sinks, encoded, request)
-    out: Tensor = torch.ops.hf_burst.attention(q, k, v, sinks, encoded, *request.flatten())[0]
-    return out
+    return torch.ops.hf_burst.attention(q, k, v, sinks, encoded, *request.flatten())[0]
 
 
 def _facts(

@@ -33,8 +33,7 @@ def tokens_to_heads(
     Raises:
         ShardingError: If shapes, sharding and group do not match, or there are too many tensors.
     """
-    _check(tensors, sharding, group, to_heads=True)
-    return tuple(tensors) if group.size == 1 else _HeadExchange.apply(True, sharding, group, transport, *tensors)
+    return _exchanged(True, tensors, sharding, group, transport)
 
 
 def heads_to_tokens(
@@ -53,12 +52,13 @@ def heads_to_tokens(
     Raises:
         ShardingError: If shapes, sharding and group do not match, or there are too many tensors.
     """
-    _check(tensors, sharding, group, to_heads=False)
-    return tuple(tensors) if group.size == 1 else _HeadExchange.apply(False, sharding, group, transport, *tensors)
+    return _exchanged(False, tensors, sharding, group, transport)
 
 
-def _check(tensors: Sequence[Tensor], sharding: Sharding, group: ContextGroup, to_heads: bool) -> None:
-    """Raises a ShardingError for tensors that cannot be exchanged."""
+def _exchanged(
+    to_heads: bool, tensors: Sequence[Tensor], sharding: Sharding, group: ContextGroup, transport: str
+) -> tuple[Tensor, ...]:
+    """Returns the exchanged tensors; raises a ShardingError for those that cannot be exchanged."""
     if not 1 <= len(tensors) <= MAX_TENSORS:
         raise ShardingError(
             f"{len(tensors)} tensors were given to be exchanged at once; give 1 to {MAX_TENSORS}, others by further "
@@ -74,6 +74,7 @@ def _check(tensors: Sequence[Tensor], sharding: Sharding, group: ContextGroup, t
                 "ranks divide. Exchange what belongs to one head together, and tokens as the layout's sharding has "
                 "them."
             )
+    return tuple(tensors) if group.size == 1 else _HeadExchange.apply(to_heads, sharding, group, transport, *tensors)
 
 
 class _HeadExchange(torch.autograd.Function):

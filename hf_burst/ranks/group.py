@@ -36,13 +36,12 @@ _SAME_BATCHES = (
 def group_by_name(name: str) -> dist.ProcessGroup:
     """Looks up a process group by name, as torch's functional collectives do."""
     try:
-        group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
     except RuntimeError as problem:
         raise ConfigError(
             f"torch.distributed has no process group {name!r} (any more). Make the mesh anew, and pass it anew: "
             "unpatch_model(model), then patch_model(model, group=mesh)."
         ) from problem
-    return group
 
 
 @dataclass(frozen=True)
@@ -399,5 +398,4 @@ def _agreeing(group: dist.ProcessGroup, device: torch.device, doing: str) -> Ite
 
 def _limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Returns how long a process group waits for other ranks."""
-    limit: timedelta = group._get_backend(device).options._timeout
-    return limit
+    return group._get_backend(device).options._timeout

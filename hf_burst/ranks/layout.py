@@ -160,15 +160,16 @@ class SequenceLayout:
     def beginning(self, share: float) -> "SequenceLayout | None":
         """Returns the layout of the first `share` of the sequence, which holds each rank's first tokens, equally many
         on each; `None` if it cannot be cut there."""
-        chunks = round(len(self.owners) * share)
-        owners, length = self.owners[:chunks], self.length // len(self.owners) * chunks
-        even = len({owners.count(rank) for rank in range(self.ranks)}) == 1
-        if self.ranks == 1:  # one rank holds all of every part
+        if self.ranks > 1:
+            chunks = len(self.owners) * share
+            owners = self.owners[: round(chunks)]
+            length = self.length // len(self.owners) * len(owners)
+            even = len({owners.count(rank) for rank in range(self.ranks)}) == 1
+            fits = even and 0 < len(owners) == chunks and not self.boundaries
+        else:  # one rank holds all of every part
             owners, length = (0,), round(self.length * share)
-            even = 0 < length < self.length
-        elif self.boundaries or chunks != len(self.owners) * share or not owners:
-            return None
-        if not even or any(start < length < stop for row in self.blocks for start, stop in row):
+            fits = 0 < length < self.length
+        if not fits or any(start < length < stop for row in self.blocks for start, stop in row):
             return None  # some of these tokens see later ones
         blocks = tuple(tuple(block for block in row if block[1] <= length) for row in self.blocks)
         rows = tuple((*(bound for bound in row if bound < length), length) for row in self.documents)
@@ -292,7 +293,7 @@ def blocks_of(numbers: torch.Tensor, layout: SequenceLayout) -> Blocks:
 
 def _runs(numbers: torch.Tensor, real: tuple[int, int], documents: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yields the blocks of one row."""
-    first, last = real
+    first, last = real[0], min(real[1], len(numbers))
     changes = (numbers[first + 1 : last] != numbers[first : last - 1]).nonzero().flatten() + first + 1
     edges, seen = set(documents), set[int]()
     bounds = sorted({first, last, *changes.tolist(), *(edge for edge in edges if first < edge < last)})

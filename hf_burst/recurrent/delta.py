@@ -47,10 +47,10 @@ def delta_rule_by_states(
     identity = torch.eye(keys, dtype=zeros.dtype, device=zeros.device).expand(heads, -1, -1)
     begin, nothing = torch.cat([zeros, identity], dim=-1), zeros.new_zeros(heads, keys, keys)
     outputs, handed = dict[int, Tensor](), dict[int, tuple[Tensor, Tensor]]()
-    exports = shards.exports
+    ending = shards.exports | wanted
     opening = [index for index, piece in enumerate(own) if piece.opens]
     later = [index for index, piece in enumerate(own) if not piece.opens]
-    alone, begun = ([index for index in opening if (index in exports | wanted) == ends] for ends in (False, True))
+    alone, begun = ([index for index in opening if (index in ending) == ends] for ends in (False, True))
     for places, ends in ((alone, False), (begun, True), (later, True)):
         if not places:
             continue

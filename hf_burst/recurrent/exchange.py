@@ -34,8 +34,7 @@ def to_tokens(x: Tensor, heads: int, shards: Shards) -> Tensor:
 
 def own_heads(x: Tensor, group: ContextGroup) -> Tensor:
     """Returns the part of a tensor `(heads, ...)` for this rank's heads; zeros for appended heads."""
-    padded = functional.pad(x, (0, 0) * (x.ndim - 1) + (0, -len(x) % group.size))
-    return padded.chunk(group.size)[group.rank]
+    return functional.pad(x, (0, 0) * (x.ndim - 1) + (0, -len(x) % group.size)).chunk(group.size)[group.rank]
 
 
 def whole_tokens(x: Tensor, shards: Shards) -> Tensor:

@@ -53,8 +53,7 @@ def fla_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation: 
     In memory the channels of a token are contiguous, in the input and the output."""
     from fla.modules.causal_conv1d import causal_conv1d
 
-    out: Tensor = causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation)[0]
-    return out.transpose(1, 2)
+    return causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation)[0].transpose(1, 2)
 
 
 def fla_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:

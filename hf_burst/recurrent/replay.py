@@ -51,8 +51,7 @@ class ReplayBuffer:
         return shards
 
     def _recall(self, own: Any) -> Gathered | None:
-        """Returns what the innermost recomputed layer received for a tensor of this shape and dtype, or `None` if none
-        is recomputed."""
+        """Returns what the innermost recomputed layer received for such a tensor, or `None` if none is recomputed."""
         if self.runs < 2 or not self.keeps:
             return self.outer._recall(own) if self.outer is not None else None
         if self.place == len(self.kept):

@@ -44,7 +44,7 @@ def scan_by_states(
     last = last or LastStates((), shards.group)
     wanted = last.own
     x, _, b, _ = inputs
-    segments, own, exports, groups = shards.segments, shards.own, shards.exports, b.shape[2]
+    segments, own, ending, groups = shards.segments, shards.own, shards.exports | wanted, b.shape[2]
     out, _ = rule(segments, joined(inputs, own), [piece.size for piece in own])
     if not segments.slots and not last.places:
         return out.view(x.shape)
@@ -52,11 +52,11 @@ def scan_by_states(
     handed, decays = dict[int, tuple[Tensor, Tensor]](), dict[int, Tensor]()
     with in_full_precision(x):
         for index, piece in enumerate(own):
-            if index in exports | wanted or not piece.opens:
+            if index in ending or not piece.opens:
                 x_own, b_own, step = joined((x, b, steps), [piece])
                 log = (step * decay).double().cumsum(0)  # differences of long sums lose digits in fp32
                 decays[index] = log.exp().to(step.dtype)
-            if index in exports | wanted:
+            if index in ending:
                 weighted = x_own.to(step.dtype) * (step * (log[-1] - log).exp().to(step.dtype))[..., None]
                 end = torch.einsum("tghp,tgn->ghpn", weighted.unflatten(1, (groups, -1)), b_own.to(step.dtype))
                 handed[index] = end.flatten(0, 1), decays[index][-1]
@@ -87,6 +87,5 @@ def scan_by_channels(rule: Rule, channels: Sequence[Tensor], shared: Sequence[Te
     spread += [whole_tokens(tensor, shards) for tensor in shared]
     documents = whole.by_rank[0]
     out, _ = rule(whole, joined(spread, documents), [piece.size for piece in documents])
-    out = out.view(like.shape[0], -1, *spread[0].shape[2:])
-    flat = out.reshape(*out.shape[:3], -1)
+    flat = out.reshape(like.shape[0], -1, spread[0].shape[2], spread[0].shape[3:].numel())
     return to_tokens(flat, like.shape[2], shards).reshape(like.shape)

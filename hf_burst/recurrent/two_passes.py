@@ -137,9 +137,8 @@ class _Maps(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        turn: _Turn = ctx.turn
-        (inputs, begun), turn.backward = turn.backward, ()
-        return None, *turn.kernels.end_backward(inputs, begun, gradients[0].contiguous(), turn.passing)
+        (inputs, begun), ctx.turn.backward = ctx.turn.backward, ()
+        return None, *ctx.turn.kernels.end_backward(inputs, begun, gradients[0].contiguous(), ctx.turn.passing)
 
 
 class _Outputs(torch.autograd.Function):

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -328,13 +329,12 @@ def _rotate(level: Level, exchange: Exchange, own: Block, compute: Compute) -> N
     returns = _Returns(level, exchange, own)
     exchange.publish("blocks", own.tensors, level.block_bytes)
     arriving: Pending | None = None
-    for index, rounds in enumerate(level.steps):
+    for rounds, following in zip_longest(level.steps, level.steps[1:]):
         step = rounds.step
         if step.order and arriving is None:
             arriving = exchange.fetch("blocks", rounds.blocks, own.tensors)
         block = own if arriving is None else _received(arriving.wait(), step, level.gradients)
         arriving = None
-        following = level.steps[index + 1] if index + 1 < len(level.steps) else None
         if following is not None and sends_before_compute(step, following.step, level.gradients > 0):
             arriving = exchange.fetch("blocks", following.blocks, own.tensors)
         sends_back = level.gradients > 0 and step.order > 0

@@ -106,13 +106,13 @@ class GroupResources:
                 in the middle; or if the caller records a CUDA graph, which would not take part in the turns in which
                 ranks publish.
         """
-        inside, far = self, None
-        if near_ranks not in (None, self.group.size):
+        if near_ranks in (None, self.group.size):
+            exchanges = [self._exchange(device, transport)]
+        else:
             near, far = self.levels(device, near_ranks)
-            inside = resources_of(near)
             if transport == "symmetric":
                 self._check_reach(device, near_ranks)
-        exchanges = [inside._exchange(device, transport), *([] if far is None else [PeerToPeer(far, device)])]
+            exchanges = [resources_of(near)._exchange(device, transport), PeerToPeer(far, device)]
         if self.clock is not None:
             for exchange in exchanges:
                 self.clock.watch(exchange)

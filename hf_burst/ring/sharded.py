@@ -105,16 +105,6 @@ class UlyssesRanks:
         """The number of this rank among them."""
         return self.rank % self.degree
 
-    def spans(self, rank: int) -> list[tuple[int, int, int]]:
-        """Where the tokens of one of the ranks lie among those of all: first row there, first row in the rank's own
-        shard, how many."""
-        whole = self.together.runs(self.rank // self.degree)
-        spans = []
-        for run in self.sharding.runs(rank):
-            around = next(place for place in whole if place.start <= run.start < place.stop)
-            spans.append((around.local + run.start - around.start, run.local, run.size))
-        return spans
-
 
 # one object for all layers and for batches that are cut alike
 ulysses_ranks_of = lru_cache(maxsize=64)(UlyssesRanks)
@@ -221,11 +211,13 @@ def _round(owners: tuple[UlyssesRanks, ...], shapes: Published, slices: int, ind
 
 def _moves(owner: UlyssesRanks, holder: int, tensor: int, first: int, count: int) -> list[tuple[Region, Region]]:
     """`count` heads from `first` on of the shard of `holder`, and where they lie among all tokens of a slice."""
-    heads = first, first + count
-    return [
-        (Region(tensor, (row, row + size), heads), Region(tensor, (row_together, row_together + size), (0, count)))
-        for row_together, row, size in owner.spans(holder)
-    ]
+    whole, moves = owner.together.runs(owner.rank // owner.degree), []
+    for run in owner.sharding.runs(holder):
+        around = next(place for place in whole if place.start <= run.start < place.stop)
+        start = around.local + run.start - around.start
+        source = Region(tensor, (run.local, run.local + run.size), (first, first + count))
+        moves.append((source, Region(tensor, (start, start + run.size), (0, count))))
+    return moves
 
 
 @dataclass(frozen=True, eq=False)

@@ -217,8 +217,7 @@ class Symmetric(Exchange):
         if pool.last is not pool.stream:
             pool.stream.wait_stream(pool.last)
             pool.last = pool.stream
-        context: AbstractContextManager[None] = torch.cuda.stream(pool.stream)
-        return context
+        return torch.cuda.stream(pool.stream)
 
     def _event(self) -> torch.cuda.Event:
         """Marks how far the current stream is."""
