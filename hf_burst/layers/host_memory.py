@@ -189,7 +189,7 @@ def _new_block(size: int, device: torch.device) -> Tensor:
     """Returns new page-locked host memory for a device; for a CPU, memory that is not locked."""
     if getattr(thread, "_shutdown", False):  # the interpreter would wait for all blocks that were requested
         raise MemoryError("the process ends")
-    if sys.platform != "linux" or device.type != "cuda":  # torch page-locks, or nobody needs to
+    if not _locks(device):
         return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
     pages = _LockedMemory(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_DONTFORK)  # else the first write after a fork would go to a copy
@@ -200,6 +200,11 @@ def _new_block(size: int, device: torch.device) -> Tensor:
         piece[:: mmap.PAGESIZE].zero_()
     pages.lock(memory, device)
     return memory
+
+
+def _locks(device: torch.device) -> bool:
+    """Whether this module page-locks memory for the device; otherwise torch does, or it isn't needed."""
+    return sys.platform == "linux" and device.type == "cuda"
 
 
 def _cores() -> int:
