@@ -272,12 +272,11 @@ class Watch:
         at_once = "hf_burst: rank %d lost another rank in %s. Look for the first error in the logs of the others."
         logger.error(at_once, self.rank, doing)  # a launcher may kill this rank soon
         late = "imed out" in str(problem) or "timeout" in str(problem)
-        what, told = f"Rank {self.rank} lost the connection to another rank in {doing}.", ""
-        if late:
-            what = f"Rank {self.rank} waited in {doing} until the time limit of the process group ran out."
-            told = f"{what} {TOO_SLOW} {START_ANEW}"
+        limit = f"waited in {doing} until the time limit of the process group ran out"
+        what = f"Rank {self.rank} {limit if late else f'lost the connection to another rank in {doing}'}."
         others = [rank for rank in members if rank != self.rank]
         heard = dict[int, str]()
+        told = f"{what} {TOO_SLOW} {START_ANEW}" if late else ""
         reached = self._within(4 * self.interval, lambda: self._hear(others, heard, told))
         if self.verdict is not None and not late:
             return RankMismatchError(self.verdict.text)
