@@ -19,8 +19,7 @@ from hf_burst import BurstConfig, Memory
 from hf_burst.attention import SequenceLayout
 from hf_burst.errors import ConfigError
 from hf_burst.hf.models import hybrid
-from hf_burst.hf.models.hybrid import recurrent_sizes
-from hf_burst.hf.models.layer_sizes import layer_sizes
+from hf_burst.hf.models.layer_sizes import layer_sizes, recurrent_sizes
 from hf_burst.hf.view import ModelView
 from hf_burst.plan import (
     Mask,

@@ -19,7 +19,7 @@ from ...attention.shared_keys import Keys
 from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..batches.documents import batch_shape, real_tokens
-from ..batches.sharded import checksum, sum_of_octets
+from ..batches.sharded import checksum, sum_of_bits
 from ..models.recurrent import recurrent_modules
 from ..parts.rope import follows_length
 from ..parts.tokens import numbers_tokens
@@ -279,12 +279,9 @@ def about(model: PreTrainedModel) -> dict[str, Any]:
     idle = {id(weight) for _, module in adapted for weight in idle_weights(module)}
     total = torch.tensor(zlib.crc32(str((adapters, precision)).encode()), device=device)
     for weight in chain(model.parameters(), model.buffers()):  # rotary frequencies and routers' biases are buffers
-        there: Any = weight.to(device) if isinstance(weight, DTensor) else weight
-        whole = there.full_tensor() if isinstance(there, DTensor) else there
-        whole = torch.view_as_real(whole) if whole.is_complex() else whole
-        if id(weight) in idle:  # gathered anyway, because it may work on another rank
-            continue
-        total = total * 31 + sum_of_octets(whole).to(total.device)
+        whole = weight.to(device).full_tensor() if isinstance(weight, DTensor) else weight  # type: ignore[attr-defined]
+        if id(weight) not in idle:  # gathered anyway, because it may work on another rank
+            total = total * 31 + sum_of_bits(whole).to(total.device)
     entries = _entries(model.config.to_dict())
     config = {name: value for name, value in entries if not name.endswith("pad_token_id")}
     return {"model": type(model).__name__.removeprefix("FSDP"), "weights": int(total), "config": config}

@@ -16,7 +16,7 @@ from ..batches.sharded import checksum
 from ..groups import PATCH
 from ..parts.tokens import check_ranges
 from ..sharded_cache import ShardedCache
-from ..view import device_of
+from ..view import ModelView, device_of
 from .document import Document, with_document
 from .each_token import EachToken, OwnStreamer
 from .settings import (
@@ -33,7 +33,6 @@ from .settings import (
     without_rope_deltas,
 )
 from .step_graphs import stepping
-from .weights import gathered_once
 
 _OF_USERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")  # users' code
 _QUESTIONS = ("input_ids", "attention_mask")
@@ -166,27 +165,20 @@ def on_ranks(
 ) -> tuple[dict[str, Any], EachToken]:
     """Returns this rank's arguments of `model.generate`, with streamer and criteria on the first rank only, and the
     [`EachToken`] that runs them. `behind` says that prompts are questions behind a document."""
-    own, config = dict(kwargs), kwargs.get("generation_config")
-    if setting(model, kwargs, "use_cache") is False:  # a config says so; Transformers warns of arguments beside one
-        own |= {"use_cache": True} if config is None else {"generation_config": with_settings(config, use_cache=True)}
+    own = dict(kwargs)
+    if setting(model, kwargs, "use_cache") is False:  # a config says so
+        own = with_settings(own, use_cache=True)
     own |= {name: None for name in OF_OTHER_CACHES if setting(model, kwargs, name)}
     streamer = own.pop("streamer", None)
-    each = EachToken(_criteria(model, own), group, device_of(model), cache)
+    criteria, limit = list(own.get("stopping_criteria") or ()), setting(model, kwargs, "max_time")
+    if limit is not None:  # the ranks' clocks differ, so the first rank's counts, as for other criteria
+        criteria.append(MaxTimeCriteria(limit))
+        own = {**with_settings(own, max_time=None), "max_time": None}
+    each = EachToken(criteria, group, device_of(model), cache)
     own["stopping_criteria"] = StoppingCriteriaList([each])
     if streamer is not None and group.rank == 0:
         own["streamer"] = OwnStreamer(streamer, each, kwargs["input_ids"] if behind else None)
     return own, each
-
-
-def _criteria(model: PreTrainedModel, own: dict[str, Any]) -> list[Any]:
-    """Returns the stopping criteria of a call, and moves its time limit there, because the ranks' clocks differ."""
-    criteria, limit = list(own.get("stopping_criteria") or ()), setting(model, own, "max_time")
-    if limit is None:
-        return criteria
-    own["max_time"] = None
-    if own.get("generation_config") is not None:
-        own["generation_config"] = with_settings(own["generation_config"], max_time=None)
-    return [*criteria, MaxTimeCriteria(limit)]
 
 
 @contextmanager
@@ -207,3 +199,30 @@ def same_random_numbers(group: ContextGroup, device: torch.device) -> Iterator[N
     finally:
         if not own.equal(first):
             draw(own)
+
+
+@contextmanager
+def gathered_once(model: nn.Module) -> Iterator[None]:
+    """Makes FSDP2 keep the weights that the first pass gathers, until the end. Every rank then holds all weights, so
+    ranks that share weights but no prompt may generate different numbers of tokens."""
+    modules = ModelView(model).units_of_fsdp2
+    states: list[Any] = [module._get_fsdp_state() for module in modules]  # torch has no public accessor
+    before = [(state, state._auto_reshard_after_forward) for state in states]
+    groups = [(state, group, group.post_forward_mesh_info) for state in states for group in _groups(state)]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for state, auto in before:
+            state._auto_reshard_after_forward = auto
+        for state, group, info in groups:
+            group.post_forward_mesh_info = None if state._auto_reshard_after_forward and state._is_root else info
+        for module in modules:
+            module.reshard()
+
+
+def _groups(state: Any) -> list[Any]:
+    """Returns the parameter groups that a module gathers together; torch 2.11 has one per module."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    return list(several) if several is not None else [state._fsdp_param_group] * (state._fsdp_param_group is not None)

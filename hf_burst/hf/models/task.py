@@ -40,8 +40,6 @@ class Task:
 
     def targets_of(self, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns the labels and prediction targets by their batch keys; `(batch, tokens)` each."""
-        if self.reads:
-            return {}
         return {"labels": labels, "shift_labels": shift_labels(labels)} if self.causal else {"labels": labels}
 
     def padding_bounds(self, start: int, stop: int) -> tuple[int, ...]:

@@ -27,7 +27,6 @@ from ...ranks.group import CP_DIM, ContextGroup
 from ..admission import trl_classes
 from ..batches.sharded import sum_of_bits
 from ..generation.scores import token_divergences
-from ..generation.settings import with_settings
 from .first_rank import FirstRank, gather_first_ranks, patch_as, wrap_steps
 
 _LOGGED = ("_metrics", "_pending_extra_logs", "_pending_metrics", "_last_loaded_step")  # in the steps of the first rank
@@ -187,7 +186,7 @@ class Distillation:
     ) -> Any:
         """Returns answers of the model or its teacher, with the cache on; TRL turns it off with checkpointing."""
         with self.first.answering(model):
-            cached = with_settings(generation_config, use_cache=True)
+            cached = GenerationConfig(**{**generation_config.to_dict(), "use_cache": True})
             return self.first.result(lambda: method(model, inputs, cached), "answers")
 
 

@@ -20,7 +20,7 @@ import hf_burst
 from hf_burst.check.tiny import prepare
 from hf_burst.hf.models import hybrid
 from hf_burst.hf.models.gated_norm import ACTIVATIONS, activation_of, gated_norms
-from hf_burst.hf.models.hybrid import recurrent_sizes
+from hf_burst.hf.models.layer_sizes import recurrent_sizes
 from hf_burst.hf.parts import gated_norms as part
 from hf_burst.hf.parts.gated_norms import GatedNorm, depends_on
 from hf_burst.hf.view import ModelView
