@@ -110,14 +110,13 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
         or the row's last token predicts a label.
     """
     texts = texts_of(batch)
-    rows, length = batch_shape(batch)
     ids, labels = batch["input_ids"], batch.get("labels")
     given = batch.get("position_ids")
     if given is not None and given.ndim == 2:
         positions = given
     elif positions is None:
-        positions = torch.arange(length, device=ids.device)[None]
-    kinds = {"input_ids": ids, "position_ids": positions.expand(rows, length)}
+        positions = torch.arange(ids.shape[1], device=ids.device)
+    kinds = {"input_ids": ids, "position_ids": positions.expand_as(ids)}
     kinds |= {name: batch[name] for name in TYPE_KEYS if batch.get(name) is not None}
     groups = _groups([*kinds.values()], texts, least)
     if len(groups) == len(texts):
@@ -133,7 +132,7 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
     targets = lies.new_full(sources.shape, IGNORE_INDEX).scatter_reduce(0, lies, own, "amax")
     counts = own != IGNORE_INDEX
     scored = torch.bincount(lies[counts], minlength=bounds[-1])
-    of_padding = int((following != IGNORE_INDEX).sum()) > int(counts.sum())
+    of_padding = (following[places < 0] != IGNORE_INDEX).any()
     if of_padding or int(targets[-1]) != IGNORE_INDEX or (counts & (own != targets[lies])).any():
         return None
     flat = sources.to(ids.device)

@@ -83,7 +83,7 @@ def same_for_every_text(batch: Mapping[str, Any], config: PreTrainedConfig) -> b
     ids, texts = batch["input_ids"], texts_of(batch)
     if any(len(value) % len(texts) for value in values):
         return False
-    marks = torch.stack([ids == kind for kind in sorted(kinds)])
+    marks = torch.stack([ids == kind for kind in kinds])
     counts = torch.stack([marks[:, text.row, text.start : text.stop].sum(1) for text in texts])
     parts = [counts, *(value.unflatten(0, (len(texts), -1)) for value in values)]
     return bool(torch.stack([(part == part[:1]).all().to(ids.device) for part in parts]).all())  # one GPU sync

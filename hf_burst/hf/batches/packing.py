@@ -43,7 +43,7 @@ def join_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             own["labels"][:, 0] = IGNORE_INDEX
         parts.append(own)
         bounds.append(bounds[-1] + stop - start)
-    names = list(dict.fromkeys(name for part in parts for name in part))
+    names = dict.fromkeys(name for part in parts for name in part)
     joined = {name: _joined(name, parts) for name in names}
     edges = torch.tensor(bounds, dtype=torch.int32)
     whole = torch.ones_like(joined["input_ids"])  # trainers count tokens by it

@@ -45,7 +45,7 @@ def describe_shard(
 ) -> ShardedBatch:
     """Returns the extra data of a shard, with checksums that show whether shards belong together."""
     labelled = shard.get("labels") is not None
-    positions = int(checksum({"position_ids": shard["position_ids"]}))
+    positions = int(sum_of_bits(shard["position_ids"]))
     padded = any(start for start, _ in real_tokens(full))
     return ShardedBatch(layout, rank, int(checksum(full)), positions, longest_position(full), padded, labelled, task)
 
@@ -89,7 +89,7 @@ def layout_of_shard(batch: Mapping[str, Any], group: ContextGroup, task: Task) -
     check_shape("position_ids of a sharded batch", batch.get("position_ids"), shape, _UNCHANGED)
     if about.labelled:
         check_shape(f"{task.targets} of a sharded batch", batch.get(task.targets), shape, _UNCHANGED)
-    if int(checksum({"position_ids": batch["position_ids"]})) != about.positions:
+    if int(sum_of_bits(batch["position_ids"])) != about.positions:
         raise BatchError(f"The position_ids of a sharded batch are others than when it was sharded{_UNCHANGED}.")
     return layout
 

@@ -120,8 +120,8 @@ def chosen_way(hybrid: tuple[RecurrentSize, ...], layout: SequenceLayout, rank: 
 
 def _size_of(view: ModelView) -> RecurrentSize | None:
     """Returns the size of one recurrent module, read from attributes that Transformers' classes of this kind share."""
-    module, kind = view.root, type(view.root)
-    functions = functions_of(kind.forward)
+    module, forward = view.root, type(view.root).forward
+    functions = functions_of(forward)
     if not functions:  # its own forward computes the states, so its sizes are unknown
         return None
     convolution = next((inner for inner in view.modules if isinstance(inner, nn.Conv1d)), None)
@@ -137,23 +137,11 @@ def _size_of(view: ModelView) -> RecurrentSize | None:
     except AttributeError:  # a custom class
         return None
     own: dict[str, Any] = {"key_heads": 1, "values": 1} | dict(zip(_FIELDS, found, strict=False))
-    if name == "delta":
-        own["norm_copies"] = _norm_copies(view)
+    if name == "delta" and fla_installed() and any(activation_of(inner) is not None for inner in view.modules):
+        own["norm_copies"] = FUSED_NORM  # of the kernel that runs on GPUs
     if rule == _DELTA:
-        own["repeats_keys"] = _repeats_keys(kind)
-        own["convolution_copies"] = 1 if find_spec("causal_conv1d") else size.convolution_copies
+        # keys for every value head, as in older releases of Transformers
+        own["repeats_keys"] = "repeat_interleave" in inspect.unwrap(forward).__code__.co_names
+        if find_spec("causal_conv1d"):
+            own["convolution_copies"] = 1
     return replace(size, kind=name, **own)
-
-
-def _norm_copies(view: ModelView) -> tuple[int, int]:
-    """Returns the copies that the gated norm of a delta rule saves, for the kernel that runs on GPUs."""
-    fused = fla_installed() and any(activation_of(inner) is not None for inner in view.modules)
-    return FUSED_NORM if fused else RecurrentSize.norm_copies
-
-
-def _repeats_keys(kind: Any) -> bool:
-    """Returns whether a layer repeats its keys for every value head, as older releases of Transformers do."""
-    try:
-        return "repeat_interleave" in inspect.getsource(kind.forward)
-    except (OSError, TypeError):  # no source
-        return True
