@@ -165,7 +165,7 @@ class Document:
             layers: list[Keys | None] = [None] * known["layers"]
             for number in range(known["layers"]):
                 if f"{number}.keys" in parts[0].keys():  # noqa: SIM118 (safetensors, not a dict)
-                    dealt = {name: _dealt(parts, f"{number}.{name}", group) for name in _HELD}
+                    dealt: Any = {name: _dealt(parts, f"{number}.{name}", group) for name in _HELD}
                     layers[number] = Keys(**dealt, before=True)
             with safe_open(folder / _DOCUMENT, **where) as document:
                 return cls(document.get_tensor("input_ids"), document.get_tensor("logits"), tuple(layers), group, known)
@@ -283,8 +283,11 @@ def about(model: PreTrainedModel) -> dict[str, Any]:
         whole = weight.to(device).full_tensor() if isinstance(weight, DTensor) else weight  # type: ignore[attr-defined]
         if id(weight) not in idle:  # gathered anyway, because it may work on another rank
             total = total * 31 + sum_of_bits(whole).to(total.device)
-    name = type(model).__name__.removeprefix("FSDP")
-    return {"model": name, "weights": int(total), **dict(_entries(model.config.to_dict(), "config."))}
+    return {
+        "model": type(model).__name__.removeprefix("FSDP"),
+        "weights": int(total),
+        **dict(_entries(model.config.to_dict(), "config.")),
+    }
 
 
 def _file(rank: int, ranks: int) -> str:

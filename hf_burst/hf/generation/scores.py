@@ -148,7 +148,7 @@ def _ask(model: nn.Module, batch: Mapping[str, Any], question: Question) -> Tens
     inputs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
     patch.head.question = question
     try:
-        answer: Tensor = model(**inputs | ({"use_cache": False} if patch.task.generates else {}))["loss"]
+        answer = model(**inputs | ({"use_cache": False} if patch.task.generates else {}))["loss"]
     finally:
         patch.head.question = None
     return answer

@@ -174,7 +174,7 @@ class Distillation:
             return method(model, inputs, return_outputs=return_outputs, num_items_in_batch=items)
         batch, beta = {name: inputs[name] for name in _READ}, float(trainer.beta)
         kind: Any = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
-        options = {"beta": beta} if kind == "jsd" else {}
+        options: Any = {"beta": beta} if kind == "jsd" else {}
         total = token_divergences(model, trainer.teacher_model, batch, kind, **options).sum()
         if items is None:
             items = (batch["labels"][:, 1:] != IGNORE_INDEX).sum().clamp(min=1)

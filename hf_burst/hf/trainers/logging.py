@@ -59,6 +59,8 @@ class BurstCallback(TrainerCallback):
     ```
     """
 
+    clock: ExchangeClock | None  # of the step whose exchanges are timed
+
     def __init__(self, trainer: Trainer, peak_flops: float | None = None, progress: bool = True) -> None:
         self.trainer, self.progress = trainer, progress
         self.peak = peak_flops or peak_of(trainer.args.device)
@@ -159,7 +161,7 @@ class BurstCallback(TrainerCallback):
         """Resets the sums of a log."""
         self.passes = self.given = 0
         self.flops = self.imbalance = self.seconds = 0.0
-        self.clock: ExchangeClock | None = None
+        self.clock = None
 
     def _look(self) -> None:
         now = time.perf_counter()
