@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .config import Memory as Memory
     from .hf.admission import admit as admit
     from .hf.batches.collator import BurstCollator as BurstCollator
+    from .hf.batches.collator import GroupCollator as GroupCollator
     from .hf.batches.collator import shard_batch as shard_batch
-    from .hf.batches.grouping import GroupCollator as GroupCollator
     from .hf.generation.document import Document as Document
     from .hf.generation.document import remember as remember
     from .hf.generation.embeddings import embeddings as embeddings
@@ -39,7 +39,7 @@ _HOME = {
     "BurstParallelismConfig": ".hf.trainers.accelerate",
     "BurstResume": ".hf.trainers.resume",
     "Document": ".hf.generation.document",
-    "GroupCollator": ".hf.batches.grouping",
+    "GroupCollator": ".hf.batches.collator",
     "Memory": ".config",
     "admit": ".hf.admission",
     "check_model": ".check.run",

@@ -28,7 +28,7 @@ from .context import PASS_KEY, LayerContext, PassContext, current
 from .forward_pass import Agreement, Batch, Call, ForwardPass
 from .groups import PATCH, check_joined, resolve_group
 from .models.cut_point import reader_of
-from .models.hybrid import recurrent_sizes
+from .models.layer_sizes import recurrent_sizes
 from .models.support import base_model, check_model
 from .models.task import task_of
 from .overrides import remove_overrides

@@ -18,9 +18,8 @@ import hf_burst
 from hf_burst import BurstConfig, Memory
 from hf_burst.attention import SequenceLayout
 from hf_burst.errors import ConfigError
-from hf_burst.hf.models import hybrid
-from hf_burst.hf.models.hybrid import recurrent_sizes
-from hf_burst.hf.models.layer_sizes import layer_sizes
+from hf_burst.hf.models import layer_sizes as sizes_of_layers
+from hf_burst.hf.models.layer_sizes import layer_sizes, recurrent_sizes
 from hf_burst.hf.view import ModelView
 from hf_burst.plan import (
     Mask,
@@ -339,7 +338,7 @@ def ways_of(rank: int, size: int) -> list[tuple[str, float]]:
             loss = model(**batch).loss.detach()
             hook.remove()
             hf_burst.unpatch_model(model)
-        hybrid.chosen_way.cache_clear()
+        sizes_of_layers.chosen_way.cache_clear()
         taken.append((calls[-1].way, float(loss)))
     return taken
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_burst.hf.models.hybrid import FUSED_NORM
+from hf_burst.hf.models.layer_sizes import FUSED_NORM
 from hf_burst.hf.models.model_size import model_size
 from hf_burst.plan.memory_levels import SETTINGS
 from hf_burst.sizing.gpus import Capacity, capacity_of, data_sheet

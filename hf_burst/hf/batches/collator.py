@@ -1,4 +1,4 @@
-"""The explicit mode: batches are sharded before they reach the model."""
+"""The explicit mode, where batches are sharded before they reach the model; and samples that hold several texts."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -63,14 +63,13 @@ def _shard(batch: Mapping[str, Any], config: BurstConfig, group: ContextGroup, t
 def _joined(batch: Mapping[str, Any]) -> Joined | None:
     """Returns the texts with common prefixes joined into one row; `None` if none have one, or if a label counts in
     several texts, because trainers count the labels of the collated batch."""
-    labels = batch.get("labels")
-    if batch.get("input_ids") is None or obstacle_in(batch) or not fit(batch, labels):
+    if batch.get("input_ids") is None or obstacle_in(batch) or not fit(batch):
         return None
     joined = join_texts(batch, None, least=1)
-    if joined is None or labels is None:
+    if joined is None or joined.labels is None:
         return joined
-    counts = [int((each != IGNORE_INDEX).sum()) for each in (labels, joined.batch["labels"])]
-    return joined if counts[0] == counts[1] else None
+    counts = {int((labels != IGNORE_INDEX).sum()) for labels in (joined.labels, joined.batch["labels"])}
+    return joined if len(counts) == 1 else None
 
 
 class BurstCollator:
@@ -121,3 +120,44 @@ class BurstCollator:
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state for data loader workers, with the group resolved, because workers know no groups."""
         return {**self.__dict__, "_sent": None if self.packing else resolve_group(self._named)}
+
+
+class GroupCollator:
+    """A data collator for samples that hold several texts, such as a document with each of its questions.
+
+    All texts become rows of one batch. Their common prefixes are computed once, see `share_prefixes` of
+    [`BurstConfig`].
+
+    Args:
+        base_collator (`Callable`): Any text collator, such as `DataCollatorForSeq2Seq(tokenizer)`.
+
+    Raises:
+        BatchError: If a column of a sample is not a list of texts, or columns differ in their number.
+
+    Example:
+
+    ```python
+    >>> sample = {"input_ids": [document + question for question in questions], "labels": labels}
+    >>> collator = hf_burst.GroupCollator(DataCollatorForSeq2Seq(tokenizer))
+    >>> batch = collator([sample])
+    ```
+    """
+
+    def __init__(self, base_collator: Callable[[list[Any]], Mapping[str, Any]]) -> None:
+        self.base_collator = base_collator
+
+    def __call__(self, features: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Collates the texts of all samples."""
+        return self.base_collator([text for sample in features for text in _texts_of(sample)])
+
+
+def _texts_of(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the texts of a sample, each with its own columns."""
+    columns = [[] if isinstance(c, str) or not hasattr(c, "__len__") else c for c in sample.values()]
+    counts = {len(column) for column in columns}
+    if len(counts) != 1 or 0 in counts or not all(hasattr(text, "__len__") for column in columns for text in column):
+        raise BatchError(
+            f"A sample holds {str(sample)[:200]}; GroupCollator takes as many texts in every column, at least one, "
+            "each a list of its tokens: [[1, 2, 3], [1, 2, 4]]. Remove other columns."
+        )
+    return [dict(zip(sample, values, strict=True)) for values in zip(*columns, strict=True)]

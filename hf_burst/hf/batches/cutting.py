@@ -16,7 +16,7 @@ from ...layers.loss import IGNORE_INDEX
 from ...plan import MaskPattern, RecurrentSize
 from ...ranks.layout import SequenceLayout
 from ..models.cut_point import MASKED_ROWS, TOKEN_INPUTS
-from ..models.task import CAUSAL, Task
+from ..models.task import CAUSAL, Task, forwards_of
 from .documents import (
     BOUNDARY_KEYS,
     TOKEN_KEYS,
@@ -37,7 +37,7 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
     A user's class may only pass on `*args`, so the names come from the first base class that names token arguments.
     """
-    signatures = [inspect.signature(vars(cls)["forward"]) for cls in type(module).__mro__ if "forward" in vars(cls)]
+    signatures = [inspect.signature(forward) for forward in forwards_of(module)]
     naming = [signature for signature in signatures if set(TOKEN_KEYS) & set(signature.parameters)]
     bound = (naming or signatures)[0].bind_partial(module, *args, **kwargs)
     arguments: dict[str, Any] = {}
@@ -106,10 +106,11 @@ def cut_targets(batch: Mapping[str, Any], layout: SequenceLayout, rank: int, tas
     targets = task.targets_of(labels)
     mask = batch.get("attention_mask")
     if mask is not None:
-        # padding, unless isolated, sees other tokens than in Transformers, so its predictions must not count
+        # padding sees other tokens than in Transformers, so its predictions must not count
         counted = (targets[task.targets] != IGNORE_INDEX) & (mask == 0)
-        for row, start in enumerate(task.isolated_padding(layout.real)):
-            counted[row, :start] = False
+        if task.causal:  # at the start of a row it sees nothing, here and in Transformers
+            for row, (start, _) in enumerate(layout.real):
+                counted[row, :start] = False
         check_padding(counted)
     return {name: layout.shard(value, rank, IGNORE_INDEX) for name, value in targets.items()}
 

@@ -36,13 +36,13 @@ def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
     tensor = batch.get(key)
     if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2 or tensor.numel() == 0:
         raise BatchError(
-            f"The batch holds {sorted(batch)}, and {key} is {_described(tensor)}; it needs input_ids (or "
+            f"The batch holds {sorted(batch)}, and {key} is {described(tensor)}; it needs input_ids (or "
             "inputs_embeds), a tensor of shape (batch, tokens), neither of them 0."
         )
     return tensor
 
 
-def _described(value: Any) -> Any:
+def described(value: Any) -> Any:
     """Returns the shape of a tensor, and the kind of anything else."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape)
@@ -78,8 +78,8 @@ def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
 
 def check_shape(name: str, value: Any, shape: tuple[int, ...], advice: str = "") -> None:
     """Raises if a value of a batch is not a tensor of this shape."""
-    if _described(value) != shape:
-        raise BatchError(f"{name} is {_described(value)}; for this batch it must be a tensor of shape {shape}{advice}.")
+    if described(value) != shape:
+        raise BatchError(f"{name} is {described(value)}; for this batch it must be a tensor of shape {shape}{advice}.")
 
 
 def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[int, ...]]:
@@ -124,16 +124,17 @@ def real_tokens(batch: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     check_shape("attention_mask", mask, (rows, length), f" and mark padding only. Pack documents by {_PACKED}")
     if bool((mask == 1).all()):
         return ()
-    visible = mask.cpu() != 0
-    starts, stops = visible.int().argmax(1).tolist(), (length - visible.flip(1).int().argmax(1)).tolist()
-    sizes = torch.tensor([stop - start for start, stop in zip(starts, stops, strict=True)], device="cpu")
-    wrong = (visible.sum(1) != sizes) | (visible.to(mask.dtype) != mask.cpu()).any(1)
+    mask = mask.cpu()
+    visible = (mask != 0).int()
+    starts, stops = visible.argmax(1), length - visible.flip(1).argmax(1)
+    places = torch.arange(length, device="cpu")
+    wrong = (((places >= starts[:, None]) & (places < stops[:, None])) != mask).any(1)
     if wrong.any():
         raise BatchError(
             f"attention_mask of row {int(wrong.nonzero()[0])} is not served: it must mark tokens by 1, padding by 0 "
             f"at the ends of a row, with a token in each. Pack documents by {_PACKED}."
         )
-    return tuple(zip(starts, stops, strict=True))
+    return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
 def texts_of(batch: Mapping[str, Any]) -> list[Text]:

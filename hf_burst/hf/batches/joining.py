@@ -94,16 +94,6 @@ class Joined:
         return self.places[:, list(columns)].clamp(min=0).flatten()
 
 
-@dataclass
-class _Piece:
-    """Tokens `[start, stop)` that texts share, counted from the beginning of each text."""
-
-    start: int
-    stop: int
-    texts: list[Text]
-    parent: int
-
-
 def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -> Joined | None:
     """Joins the texts of a full batch that have a common prefix: rows, or documents of packed rows.
 
@@ -120,22 +110,20 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
         or the row's last token predicts a label.
     """
     texts = texts_of(batch)
-    rows, length = batch_shape(batch)
     ids, labels = batch["input_ids"], batch.get("labels")
     given = batch.get("position_ids")
     if given is not None and given.ndim == 2:
         positions = given
     elif positions is None:
-        positions = torch.arange(length, device=ids.device)[None]
-    kinds = {"input_ids": ids, "position_ids": positions.expand(rows, length)}
+        positions = torch.arange(ids.shape[1], device=ids.device)
+    kinds = {"input_ids": ids, "position_ids": positions.expand_as(ids)}
     kinds |= {name: batch[name] for name in TYPE_KEYS if batch.get(name) is not None}
     groups = _groups([*kinds.values()], texts, least)
     if len(groups) == len(texts):
         return None
-    pieces = _tree(torch.stack([kind.long().cpu() for kind in kinds.values()]), groups, least)
-    if all(piece.parent < 0 for piece in pieces):
+    parents, bounds, places = _laid(torch.stack([kind.long().cpu() for kind in kinds.values()]), groups, least)
+    if max(parents) < 0:
         return None
-    places, bounds = _laid(pieces, rows, length)
     given = (places.flatten() >= 0).nonzero()[:, 0]
     lies = places.flatten()[given]
     sources = lies.new_empty(bounds[-1]).scatter_reduce(0, lies, given, "amin", include_self=False)
@@ -144,7 +132,7 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
     targets = lies.new_full(sources.shape, IGNORE_INDEX).scatter_reduce(0, lies, own, "amax")
     counts = own != IGNORE_INDEX
     scored = torch.bincount(lies[counts], minlength=bounds[-1])
-    of_padding = int((following != IGNORE_INDEX).sum()) > int(counts.sum())
+    of_padding = (following[places < 0] != IGNORE_INDEX).any()
     if of_padding or int(targets[-1]) != IGNORE_INDEX or (counts & (own != targets[lies])).any():
         return None
     flat = sources.to(ids.device)
@@ -153,8 +141,7 @@ def join_texts(batch: Mapping[str, Any], positions: Tensor | None, least: int) -
     joined["cu_seq_lens_q"] = torch.tensor(bounds, dtype=torch.int32, device="cpu")
     if labels is not None:
         joined["labels"] = torch.cat([targets.new_full((1,), IGNORE_INDEX), targets[:-1]]).to(labels.device)[None]
-    parents = tuple(piece.parent for piece in pieces)
-    return Joined(joined, parents, places, scored[None], labels, sources)
+    return Joined(joined, tuple(parents), places, scored[None], labels, sources)
 
 
 def obstacle_in(batch: Mapping[str, Any], towers: bool = False) -> str:
@@ -166,10 +153,10 @@ def obstacle_in(batch: Mapping[str, Any], towers: bool = False) -> str:
     return "position_ids have several values a token" if positions is not None and positions.ndim != 2 else ""
 
 
-def fit(batch: Mapping[str, Any], labels: Any) -> bool:
+def fit(batch: Mapping[str, Any]) -> bool:
     """Returns whether labels and token types have the shape of the tokens."""
     shape = batch_shape(batch)
-    values = [value for value in (labels, *map(batch.get, TYPE_KEYS)) if value is not None]
+    values = [value for value in map(batch.get, ("labels", *TYPE_KEYS)) if value is not None]
     return all(isinstance(value, Tensor) and tuple(value.shape) == shape for value in values)
 
 
@@ -190,32 +177,46 @@ def _groups(kinds: Sequence[Tensor], texts: Sequence[Text], least: int) -> list[
     return [*groups.values()]
 
 
-def _tree(values: Tensor, groups: Sequence[list[Text]], least: int) -> list[_Piece]:
-    """Divides texts into pieces, each before its continuations. Only texts of one group share any.
+def _laid(values: Tensor, groups: Sequence[list[Text]], least: int) -> tuple[list[int], list[int], Tensor]:
+    """Divides texts into pieces, and lays these in one row, each before its continuations. Only texts of one group
+    share any.
 
     Args:
         values (`torch.Tensor` of shape `(kinds of values, batch, tokens)`): What is compared.
         groups (sequence of lists of [`Text`]): Which texts may share pieces.
         least (`int`): The minimum number of tokens of a shared piece.
+
+    Returns:
+        For each piece the index of the piece it continues, or -1; the bounds of the pieces; and the index in the row of
+        each token of the batch, -1 for padding.
     """
-    pieces: list[_Piece] = []
-    # texts, the number of their tokens that are in pieces, and the index of the last piece
+    parents: list[int] = []
+    bounds = [0]
+    places = torch.full(values.shape[1:], -1, device="cpu")
+
+    def lay(texts: list[Text], start: int, stop: int, parent: int) -> None:
+        bounds.append(bounds[-1] + stop - start)
+        parents.append(parent)
+        for text in texts:
+            places[text.row, text.start + start : text.start + stop] = torch.arange(*bounds[-2:], device="cpu")
+
+    # texts, the number of their tokens that are laid, and the index of the last piece
     open_groups = [(texts, 0, -1) for texts in reversed(groups)]
     while open_groups:
         group, start, parent = open_groups.pop()
         if len(group) == 1:
-            pieces.append(_Piece(start, group[0].size, group, parent))
+            lay(group, start, group[0].size, parent)
             continue
         common = _common(values, group, start)
         if common - 1 - start >= least:
-            pieces.append(_Piece(start, common - 1, group, parent))
-            start, parent = common - 1, len(pieces) - 1
+            lay(group, start, common - 1, parent)
+            start, parent = common - 1, len(parents) - 1
         apart = dict[Any, list[Text]]()
         for text in group:
             following = _of(values, text, common).tolist() if common < text.size else [text]
             apart.setdefault(tuple(following), []).append(text)
         open_groups += [(own, start, parent) for own in reversed(apart.values())]
-    return pieces
+    return parents, bounds, places
 
 
 def _common(values: Tensor, texts: Sequence[Text], start: int) -> int:
@@ -228,15 +229,3 @@ def _common(values: Tensor, texts: Sequence[Text], start: int) -> int:
 
 def _of(values: Tensor, text: Text, places: int | slice) -> Tensor:
     return values[:, text.row, text.start : text.stop][:, places]
-
-
-def _laid(pieces: Sequence[_Piece], rows: int, length: int) -> tuple[Tensor, list[int]]:
-    """Returns the row index of each token of the batch, -1 for padding, and the bounds of the row's documents."""
-    places, bounds = torch.full((rows, length), -1, device="cpu"), [0]
-    for piece in pieces:
-        size = piece.stop - piece.start
-        row = torch.arange(bounds[-1], bounds[-1] + size, device="cpu")
-        for text in piece.texts:
-            places[text.row, text.start + piece.start : text.start + piece.stop] = row
-        bounds.append(bounds[-1] + size)
-    return places, bounds

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from ...errors import BatchError
 from ..admission import row_of
-from .documents import BOUNDARY_KEYS, TOKEN_KEYS, TYPE_KEYS, holds_values, tensors_in, texts_of
+from .documents import BOUNDARY_KEYS, TOKEN_KEYS, TYPE_KEYS, described, holds_values, tensors_in, texts_of
 
 SAME_MODALITIES = "Each rank that shares a batch needs all of its images and sound: give all of them the same batch."
 _TOKEN_TYPES = TYPE_KEYS[:2]  # keys with a known type number for text
@@ -49,8 +49,7 @@ def check_modalities(batch: Mapping[str, Any], kind: type, text_type: int = 0) -
             "position_ids that begin anew in each document, or one document a row.",
         ),
     )
-    shapes = {key: tuple(held[key].shape) if isinstance(held[key], torch.Tensor) else "" for key in sorted(others)}
-    return ", ".join(f"{key} {shape}" for key, shape in shapes.items())
+    return ", ".join(f"{key} {described(held[key])}" for key in sorted(others))
 
 
 def _modalities_of(key: str, value: Any, text_type: int | None) -> set[str]:
@@ -84,7 +83,7 @@ def same_for_every_text(batch: Mapping[str, Any], config: PreTrainedConfig) -> b
     ids, texts = batch["input_ids"], texts_of(batch)
     if any(len(value) % len(texts) for value in values):
         return False
-    marks = torch.stack([ids == kind for kind in sorted(kinds)])
+    marks = torch.stack([ids == kind for kind in kinds])
     counts = torch.stack([marks[:, text.row, text.start : text.stop].sum(1) for text in texts])
     parts = [counts, *(value.unflatten(0, (len(texts), -1)) for value in values)]
     return bool(torch.stack([(part == part[:1]).all().to(ids.device) for part in parts]).all())  # one GPU sync

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX
-from .documents import BOUNDARY_KEYS, batch_shape, real_tokens
+from .documents import BOUNDARY_KEYS, TYPE_KEYS, batch_shape, described, real_tokens
 
-_TOKEN_DIM = {"position_ids": -1}  # token dimension of per-token tensors; 1 for others
-_PER_TOKEN = ("input_ids", "labels", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "position_ids")
+_PER_TOKEN = ("input_ids", "labels", *TYPE_KEYS, "position_ids")
 # defaults for samples that lack a key: no label, and text
 _FILLED = {"labels": IGNORE_INDEX, "mm_token_type_ids": 0, "moe_mm_token_type_ids": 0}
 
@@ -39,12 +38,12 @@ def join_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         own = {name: value for name, value in sample.items() if name != "attention_mask"}
         _check(own, length)
         for name in own.keys() & {*_PER_TOKEN}:
-            own[name] = own[name].narrow(_TOKEN_DIM.get(name, 1), start, stop - start).clone()
+            own[name] = own[name].narrow(-1, start, stop - start).clone()
         if "labels" in own:
             own["labels"][:, 0] = IGNORE_INDEX
         parts.append(own)
         bounds.append(bounds[-1] + stop - start)
-    names = list(dict.fromkeys(name for part in parts for name in part))
+    names = dict.fromkeys(name for part in parts for name in part)
     joined = {name: _joined(name, parts) for name in names}
     edges = torch.tensor(bounds, dtype=torch.int32)
     whole = torch.ones_like(joined["input_ids"])  # trainers count tokens by it
@@ -72,16 +71,14 @@ def _joined(name: str, parts: Sequence[Mapping[str, Any]]) -> Any:
         if name not in _FILLED and any(name not in part for part in parts):
             raise BatchError(f"Some samples have {name}, and others have none. Give it to all, or to none.")
         held = [part.get(name, torch.full_like(part["input_ids"], _FILLED.get(name, 0))) for part in parts]
-        return torch.cat(held, dim=_TOKEN_DIM.get(name, 1))
+        return torch.cat(held, dim=-1)
     values = [part[name] for part in parts if part.get(name) is not None]
     if all(isinstance(value, list | tuple) for value in values):
         return [item for value in values for item in value]
     tensors = [value for value in values if isinstance(value, Tensor) and value.ndim]
     shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
     if len(tensors) != len(values) or len(shapes) > 1 or any(tensor.ndim > 4 for tensor in tensors):
-        found = ", ".join(
-            str(tuple(value.shape)) if isinstance(value, Tensor) else repr(value)[:40] for value in values
-        )
+        found = ", ".join(str(described(value)) for value in values)
         raise BatchError(
             f"{name} of the samples is {found}: packing joins tensors of at most 4 dimensions that are equal but for "
             "the first, which counts images, patches or clips. Leave out packing for this model."

@@ -17,9 +17,8 @@ from .documents import batch_shape, check_shape, real_tokens
 
 LAYOUT_KEY = "burst_batch"
 _UNCHANGED = ". Leave shards as hf_burst.shard_batch or BurstCollator made them"
-_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio's share of 2**64 (Knuth, The Art of Computer Programming 6.4)
-_PIECE = 2**22  # values that are summed at a time
+_PIECE = 2**22  # words that are summed at a time
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def describe_shard(
 ) -> ShardedBatch:
     """Returns the extra data of a shard, with checksums that show whether shards belong together."""
     labelled = shard.get("labels") is not None
-    positions = int(checksum({"position_ids": shard["position_ids"]}))
+    positions = int(sum_of_bits(shard["position_ids"]))
     padded = any(start for start, _ in real_tokens(full))
     return ShardedBatch(layout, rank, int(checksum(full)), positions, longest_position(full), padded, labelled, task)
 
@@ -90,7 +89,7 @@ def layout_of_shard(batch: Mapping[str, Any], group: ContextGroup, task: Task) -
     check_shape("position_ids of a sharded batch", batch.get("position_ids"), shape, _UNCHANGED)
     if about.labelled:
         check_shape(f"{task.targets} of a sharded batch", batch.get(task.targets), shape, _UNCHANGED)
-    if int(checksum({"position_ids": batch["position_ids"]})) != about.positions:
+    if int(sum_of_bits(batch["position_ids"])) != about.positions:
         raise BatchError(f"The position_ids of a sharded batch are others than when it was sharded{_UNCHANGED}.")
     return layout
 
@@ -108,33 +107,19 @@ def checksum(batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a checksum of a tensor's values, read as integers and mixed with their indices: a scalar
-    `torch.LongTensor` on the tensor's device. It converts to int64 piece by piece to save memory."""
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for piece in _bits(tensor).flatten().split(_PIECE):
-        total = total * _SPREAD + _mixed(piece.to(torch.int64)).sum()
-    return total
+    """Returns a checksum of a tensor's bytes, read as 64-bit words: a scalar `torch.LongTensor` on the tensor's device.
+    Only tensors of the same dtype compare. It works piece by piece to save memory.
 
-
-def sum_of_octets(weight: torch.Tensor) -> torch.Tensor:
-    """Returns the [`sum_of_bits`] of a weight, read as 64-bit words: in bf16 that is a quarter of the numbers. Only
-    weights of the same dtype compare."""
-    octets = weight.detach().contiguous().flatten().view(torch.uint8)
+    Words are mixed with their indices, so that swapped words change the sum. Products wrap around, and odd factors lose
+    no information (splitmix64, Steele et al., OOPSLA 2014)."""
+    octets = tensor.detach().contiguous().flatten().view(torch.uint8)
     if octets.numel() % 8:
         octets = functional.pad(octets, (0, -octets.numel() % 8))
     elif octets.storage_offset() % 8:
         octets = octets.clone()
-    return sum_of_bits(octets.view(torch.int64)) + weight.numel()  # tells padding from zeros
-
-
-def _mixed(values: torch.Tensor) -> torch.Tensor:
-    """Mixes values with their indices, so that swapped values change the sum. Products wrap around, and odd factors
-    lose no information (splitmix64, Steele et al., OOPSLA 2014)."""
-    mixed = values + torch.arange(1, values.numel() + 1, device=values.device) * _SPREAD
-    mixed = (mixed ^ (mixed >> 30)) * _SPREAD
-    return (mixed ^ (mixed >> 27)) * _SPREAD
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    bits = tensor.detach()
-    return bits.contiguous().view(_SAME_SIZE[bits.dtype.itemsize]) if bits.is_floating_point() else bits
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for words in octets.view(torch.int64).split(_PIECE):
+        mixed = words + torch.arange(1, words.numel() + 1, device=words.device) * _SPREAD
+        mixed = (mixed ^ (mixed >> 30)) * _SPREAD
+        total = total * _SPREAD + ((mixed ^ (mixed >> 27)) * _SPREAD).sum()
+    return total + tensor.numel()  # tells padding from zeros

@@ -19,7 +19,7 @@ from ...attention.shared_keys import Keys
 from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..batches.documents import batch_shape, real_tokens
-from ..batches.sharded import checksum, sum_of_octets
+from ..batches.sharded import sum_of_bits
 from ..models.recurrent import recurrent_modules
 from ..parts.rope import follows_length
 from ..parts.tokens import numbers_tokens
@@ -64,13 +64,12 @@ class Document:
     @property
     def nbytes(self) -> int:
         """The bytes of the keys and values that this rank holds."""
-        held = [part for keys in self.layers if keys is not None for part in (keys.keys, keys.values)]
-        return sum(part.nbytes for part in held)
+        return sum(held.keys.nbytes + held.values.nbytes for held in self.layers if held is not None)
 
     @property
     def number(self) -> int:
         """The checksum of the document."""
-        return int(checksum({"input_ids": self.input_ids}))
+        return int(sum_of_bits(self.input_ids))
 
     def cache(self) -> ShardedCache:
         """Returns a cache that begins with the document and leaves the document unchanged."""
@@ -90,16 +89,16 @@ class Document:
 
     def _differences(self, now: Mapping[str, Any], group: ContextGroup) -> Iterator[str]:
         """Yields what differs from the model and the ranks that read the document."""
-        before, config = self.about["config"], now["config"]
-        if self.about["model"] != now["model"]:
-            yield f"A {self.about['model']} has read the document, and the model is a {now['model']}."
-        for name in sorted(before.keys() & config.keys()):  # releases of Transformers add entries
-            if before[name] != config[name]:
+        before = self.about
+        if before["model"] != now["model"]:
+            yield f"A {before['model']} has read the document, and the model is a {now['model']}."
+        for name in sorted(before.keys() & now.keys()):  # releases of Transformers add entries
+            if name.startswith("config.") and before[name] != now[name]:
                 yield (
-                    f"config.{name} is {config[name]}, and was {before[name]} when the model read the document: its "
-                    "keys would be others. Set it back, or:"
+                    f"{name} is {now[name]}, and was {before[name]} when the model read the document: its keys would "
+                    "be others. Set it back, or:"
                 )
-        if self.about["weights"] != now["weights"]:
+        if before["weights"] != now["weights"]:
             yield (
                 "The weights of the model have changed since it read the document (a step of the optimizer, an adapter "
                 "that was switched or scaled, other rotary positions, autocast): its keys would be others."
@@ -160,14 +159,14 @@ class Document:
             raise ConfigError(f"{folder} holds no document: {_ABOUT} is not there. Document.save writes it.")
         try:
             known = json.loads((folder / _ABOUT).read_text())
-            known["config"]  # of older files it is missing
+            known["config.model_type"]  # of older files it is missing
             ranks, where = known.pop("ranks"), {"framework": "pt", "device": str(device)}
             parts = [safe_open(folder / _file(rank, ranks), **where) for rank in range(ranks)]
-            layers = list[Keys | None]()
+            layers: list[Keys | None] = [None] * known["layers"]
             for number in range(known["layers"]):
-                there = f"{number}.keys" in parts[0].keys()  # noqa: SIM118 (safetensors, not a dict)
-                dealt: Any = {name: _dealt(parts, f"{number}.{name}", group) for name in _HELD} if there else {}
-                layers.append(Keys(**dealt, before=True) if there else None)
+                if f"{number}.keys" in parts[0].keys():  # noqa: SIM118 (safetensors, not a dict)
+                    dealt: Any = {name: _dealt(parts, f"{number}.{name}", group) for name in _HELD}
+                    layers[number] = Keys(**dealt, before=True)
             with safe_open(folder / _DOCUMENT, **where) as document:
                 return cls(document.get_tensor("input_ids"), document.get_tensor("logits"), tuple(layers), group, known)
         except (OSError, KeyError, ValueError, SafetensorError) as problem:
@@ -207,10 +206,9 @@ def remember(model: nn.Module, input_ids: Tensor) -> Document:
         if batch_shape({"input_ids": input_ids})[0] != 1:
             raise BatchError(f"{len(input_ids)} documents were given. Remember each by itself.")
         _check_positions(ModelView(base))
-        found.add("document (checksum)", checksum({"input_ids": input_ids}), _SAME_DOCUMENT)
+        found.add("document (checksum)", sum_of_bits(input_ids), _SAME_DOCUMENT)
     known = about(base)  # gathers sharded weights, so all ranks must arrive here
-    config = {f"config.{name}": value for name, value in known["config"].items()}
-    group.agree({**known, **config, "config": None}, None, device, doing="remember")
+    group.agree(known, None, device, doing="remember")
     cache = ShardedCache(group)
     input_ids = input_ids.to(device)
     logits = base(input_ids=input_ids, **{cache_key(base): cache}, use_cache=True, logits_to_keep=1).logits[:, -1:]
@@ -257,12 +255,15 @@ def with_document(document: Document, input_ids: Tensor, attention_mask: Tensor 
     return whole.gather(1, torch.where(place < padding, place + len(document), source)), (place >= padding).long()
 
 
-def _entries(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def _entries(values: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
     """Yields the entries of a config and its sub-configs that may change hidden states."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and name not in _UNREAD:
-            yield from _entries({str(key): inner for key, inner in value.items()}, f"{path}{name}.")
-        elif name not in _UNREAD and "drop" not in name:
+    for key, value in values.items():
+        name = str(key)
+        if name in _UNREAD or name.endswith("pad_token_id"):
+            continue
+        if isinstance(value, Mapping):
+            yield from _entries(value, f"{path}{name}.")
+        elif "drop" not in name:
             yield f"{path}{name}", json.loads(json.dumps(value, default=str))
 
 
@@ -279,15 +280,14 @@ def about(model: PreTrainedModel) -> dict[str, Any]:
     idle = {id(weight) for _, module in adapted for weight in idle_weights(module)}
     total = torch.tensor(zlib.crc32(str((adapters, precision)).encode()), device=device)
     for weight in chain(model.parameters(), model.buffers()):  # rotary frequencies and routers' biases are buffers
-        there: Any = weight.to(device) if isinstance(weight, DTensor) else weight
-        whole = there.full_tensor() if isinstance(there, DTensor) else there
-        whole = torch.view_as_real(whole) if whole.is_complex() else whole
-        if id(weight) in idle:  # gathered anyway, because it may work on another rank
-            continue
-        total = total * 31 + sum_of_octets(whole).to(total.device)
-    entries = _entries(model.config.to_dict())
-    config = {name: value for name, value in entries if not name.endswith("pad_token_id")}
-    return {"model": type(model).__name__.removeprefix("FSDP"), "weights": int(total), "config": config}
+        whole = weight.to(device).full_tensor() if isinstance(weight, DTensor) else weight  # type: ignore[attr-defined]
+        if id(weight) not in idle:  # gathered anyway, because it may work on another rank
+            total = total * 31 + sum_of_bits(whole).to(total.device)
+    return {
+        "model": type(model).__name__.removeprefix("FSDP"),
+        "weights": int(total),
+        **dict(_entries(model.config.to_dict(), "config.")),
+    }
 
 
 def _file(rank: int, ranks: int) -> str:

@@ -58,7 +58,7 @@ def embeddings(
     patch.pooling = str(pooling)
     instead = None if base.base_model is base else _BaseModel.put(base)
     try:
-        found: Tensor = model(**inputs)["last_hidden_state"]
+        found = model(**inputs)["last_hidden_state"]
     finally:
         patch.pooling = None
         if instead is not None:

@@ -1,6 +1,6 @@
 """`generate`: the tokens of `model.generate`, for prompts that are sharded over ranks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from ..batches.sharded import checksum
 from ..groups import PATCH
 from ..parts.tokens import check_ranges
 from ..sharded_cache import ShardedCache
-from ..view import device_of
+from ..view import ModelView, device_of
 from .document import Document, with_document
 from .each_token import EachToken, OwnStreamer
 from .settings import (
@@ -33,7 +33,6 @@ from .settings import (
     without_rope_deltas,
 )
 from .step_graphs import stepping
-from .weights import gathered_once
 
 _OF_USERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")  # users' code
 _QUESTIONS = ("input_ids", "attention_mask")
@@ -98,20 +97,33 @@ def generate(
         if document is not None:
             raise ConfigError("A rollout runs on the first rank of a group, where no document can be remembered.")
         return together(inputs, **kwargs, **({} if cuda_graphs else {"cuda_graphs": False}))
-    asked_with = _agree(base, group, inputs, kwargs, document, cuda_graphs)
+    device = device_of(base)
+    questions = _agree(base, group, inputs, kwargs, document, cuda_graphs)
     if document is not None:
         document.check(base, group)
     convolutions = getattr(base.config.get_text_config(decoder=True), "number_of_conv_states", 1)
     cache = document.cache() if document else ShardedCache(group, copies_of(base, kwargs), convolutions)
-    own, each = on_ranks(base, group, kwargs, cache, behind=document is not None)
-    own |= zip(_QUESTIONS if asked_with else (), asked_with, strict=True)
+    own = kwargs | questions
+    if setting(base, kwargs, "use_cache") is False:  # a config says so
+        own = with_settings(own, use_cache=True)
+    own |= {name: None for name in OF_OTHER_CACHES if setting(base, kwargs, name)}
+    streamer = own.pop("streamer", None)
+    criteria = list(own.get("stopping_criteria") or ())
+    limit = setting(base, kwargs, "max_time")
+    if limit is not None:  # the ranks' clocks differ, so the first rank's counts, as for other criteria
+        criteria.append(MaxTimeCriteria(limit))
+        own = {**with_settings(own, max_time=None), "max_time": None}
+    each = EachToken(criteria, group, device, cache)
+    own["stopping_criteria"] = StoppingCriteriaList([each])
+    if streamer is not None and group.rank == 0:
+        own["streamer"] = OwnStreamer(streamer, each, None if document is None else kwargs["input_ids"])
     passes = patch.passes
     graphs = cuda_graphs and setting(base, kwargs, "cuda_graphs") is not False  # trainers give a config
     changing = any(kwargs.get(name) for name in _OF_USERS)
     steps = stepping(base, cache, changing) if graphs else nullcontext()
-    with same_random_numbers(group, device_of(base)), gathered_once(base), steps, without_rope_deltas(base):
+    with same_random_numbers(group, device), gathered_once(base), steps, without_rope_deltas(base):
         try:
-            found: Any = base.generate(**own | {cache_key(base): cache})  # type: ignore[operator]
+            found = base.generate(**own | {cache_key(base): cache})  # type: ignore[operator]
         except BaseException as problem:  # including KeyboardInterrupt
             each.end_others(problem, patch.passes > passes)
             raise
@@ -126,9 +138,9 @@ def _agree(
     kwargs: dict[str, Any],
     document: Document | None,
     cuda_graphs: bool,
-) -> tuple[Tensor, ...]:
+) -> dict[str, Tensor]:
     """Checks this rank's arguments, with `inputs` among them, and compares them with other ranks. Returns questions
-    with their document, and the mask."""
+    with their document, and their mask; nothing without a document."""
     with agreed(group, device_of(model), "generate") as found:
         if inputs is not None and kwargs.get("input_ids") is not None:
             raise BatchError("The prompt was given twice, as inputs and as input_ids. Leave one of them out.")
@@ -139,7 +151,17 @@ def _agree(
         found.add("generation_config", **settings_of({"value": model.generation_config}), advice=_SAME_PROMPTS)
         found.add("prompt (checksum)", checksum(kwargs), _SAME_PROMPTS)
         found.add("document", None if document is None else document.number, _SAME_PROMPTS)
-        return () if document is None else _questions(model, document, kwargs)
+        if document is None:
+            return {}
+        others = [name for name in prompt_tensors(kwargs) if name not in _QUESTIONS]
+        if kwargs.get("input_ids") is None or others:
+            given = ", ".join(others) or "no input_ids"
+            raise BatchError(
+                f"Questions to a document are input_ids, an attention_mask and nothing besides, not {given}."
+            )
+        check_ranges({"input_ids": kwargs["input_ids"]}, model.config.get_text_config().vocab_size, None, None)
+        whole = with_document(document, kwargs["input_ids"], kwargs.get("attention_mask"))
+        return dict(zip(_QUESTIONS, whole, strict=True))
 
 
 def _without(document: Document, questions: Tensor, found: Any) -> Any:
@@ -149,44 +171,6 @@ def _without(document: Document, questions: Tensor, found: Any) -> Any:
         return found
     given = questions.to(found).repeat_interleave(len(found) // len(questions), 0)
     return torch.cat([given, found[:, len(document) + given.shape[1] :]], 1)
-
-
-def _questions(model: PreTrainedModel, document: Document, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Returns questions with their document, and their mask."""
-    others = [name for name in prompt_tensors(kwargs) if name not in _QUESTIONS]
-    if kwargs.get("input_ids") is None or others:
-        given = ", ".join(others) or "no input_ids"
-        raise BatchError(f"Questions to a document are input_ids, an attention_mask and nothing besides, not {given}.")
-    check_ranges({"input_ids": kwargs["input_ids"]}, model.config.get_text_config().vocab_size, None, None)
-    return with_document(document, kwargs["input_ids"], kwargs.get("attention_mask"))
-
-
-def on_ranks(
-    model: PreTrainedModel, group: ContextGroup, kwargs: Mapping[str, Any], cache: ShardedCache, behind: bool = False
-) -> tuple[dict[str, Any], EachToken]:
-    """Returns this rank's arguments of `model.generate`, with streamer and criteria on the first rank only, and the
-    [`EachToken`] that runs them. `behind` says that prompts are questions behind a document."""
-    own, config = dict(kwargs), kwargs.get("generation_config")
-    if setting(model, kwargs, "use_cache") is False:  # a config says so; Transformers warns of arguments beside one
-        own |= {"use_cache": True} if config is None else {"generation_config": with_settings(config, use_cache=True)}
-    own |= {name: None for name in OF_OTHER_CACHES if setting(model, kwargs, name)}
-    streamer = own.pop("streamer", None)
-    each = EachToken(_criteria(model, own), group, device_of(model), cache)
-    own["stopping_criteria"] = StoppingCriteriaList([each])
-    if streamer is not None and group.rank == 0:
-        own["streamer"] = OwnStreamer(streamer, each, kwargs["input_ids"] if behind else None)
-    return own, each
-
-
-def _criteria(model: PreTrainedModel, own: dict[str, Any]) -> list[Any]:
-    """Returns the stopping criteria of a call, and moves its time limit there, because the ranks' clocks differ."""
-    criteria, limit = list(own.get("stopping_criteria") or ()), setting(model, own, "max_time")
-    if limit is None:
-        return criteria
-    own["max_time"] = None
-    if own.get("generation_config") is not None:
-        own["generation_config"] = with_settings(own["generation_config"], max_time=None)
-    return [*criteria, MaxTimeCriteria(limit)]
 
 
 @contextmanager
@@ -207,3 +191,30 @@ def same_random_numbers(group: ContextGroup, device: torch.device) -> Iterator[N
     finally:
         if not own.equal(first):
             draw(own)
+
+
+@contextmanager
+def gathered_once(model: nn.Module) -> Iterator[None]:
+    """Makes FSDP2 keep the weights that the first pass gathers, until the end. Every rank then holds all weights, so
+    ranks that share weights but no prompt may generate different numbers of tokens."""
+    modules = ModelView(model).units_of_fsdp2
+    states: list[Any] = [module._get_fsdp_state() for module in modules]  # torch has no public accessor
+    before = [(state, state._auto_reshard_after_forward) for state in states]
+    groups = [(state, group, group.post_forward_mesh_info) for state in states for group in _groups(state)]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for state, auto in before:
+            state._auto_reshard_after_forward = auto
+        for state, group, info in groups:
+            group.post_forward_mesh_info = None if state._auto_reshard_after_forward and state._is_root else info
+        for module in modules:
+            module.reshard()
+
+
+def _groups(state: Any) -> list[Any]:
+    """Returns the parameter groups that a module gathers together; torch 2.11 has one per module."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    return list(several) if several is not None else [state._fsdp_param_group] * (state._fsdp_param_group is not None)

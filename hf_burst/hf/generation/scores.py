@@ -113,8 +113,13 @@ def token_divergences(
     _check_teacher(patched(model)[0], patched(teacher)[0])
     kept: list[Spread] = []
     facts = {"token divergences": [kind, top_k, temperature, beta]}
+
+    def keep(scores: Spread, targets: Tensor) -> Tensor:
+        kept.append(scores)
+        return torch.zeros(targets.shape, device=targets.device)
+
     with evaluating(teacher), torch.no_grad():
-        _ask(teacher, batch, Question(facts, partial(_keep, kept)))
+        _ask(teacher, batch, Question(facts, keep))
     measure = partial(loss.token_divergences, kind=kind, top_k=top_k, temperature=temperature, beta=beta)
     return _ask(model, batch, Question(facts, partial(_divergences, kept[0], measure, _WIDE[kind])))
 
@@ -143,7 +148,7 @@ def _ask(model: nn.Module, batch: Mapping[str, Any], question: Question) -> Tens
     inputs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
     patch.head.question = question
     try:
-        answer: Tensor = model(**inputs | ({"use_cache": False} if patch.task.generates else {}))["loss"]
+        answer = model(**inputs | ({"use_cache": False} if patch.task.generates else {}))["loss"]
     finally:
         patch.head.question = None
     return answer
@@ -152,11 +157,6 @@ def _ask(model: nn.Module, batch: Mapping[str, Any], question: Question) -> Tens
 def _losses(scores: Spread, targets: Tensor) -> Tensor:
     flat = targets.flatten()
     return scores.own_values(lambda logits, part: loss.token_losses(logits, flat[part]))
-
-
-def _keep(kept: list[Spread], scores: Spread, targets: Tensor) -> Tensor:
-    kept.append(scores)
-    return torch.zeros(targets.shape, device=targets.device)
 
 
 def _divergences(

@@ -179,9 +179,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def with_settings(config: GenerationConfig, **settings: Any) -> GenerationConfig:
-    """Returns a config with other settings."""
-    return GenerationConfig(**{**config.to_dict(), **settings})
+def with_settings(kwargs: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
+    """Returns arguments of `model.generate` with other settings: in their config if they have one, because Transformers
+    warns of settings beside it."""
+    config = kwargs.get("generation_config")
+    if config is None:
+        return {**kwargs, **settings}
+    return {**kwargs, "generation_config": GenerationConfig(**{**config.to_dict(), **settings})}
 
 
 @contextmanager

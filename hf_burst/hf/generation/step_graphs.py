@@ -110,6 +110,7 @@ class Recording:
         self.pieces: list[tuple[Any, Tensor, Tensor, ContextGroup]] = []  # a graph, what is sent, what is received
         self.last: Any = None
         self.output: Any = None
+        self.compared = False  # whether a replay has been found equal
 
     def record(self, run: Callable[[Exchange], Any]) -> None:
         """Records the GPU work of a function.
@@ -160,7 +161,7 @@ class StepGraphs(Override):
         self.inputs: dict[str, Any] = {}
         self.fixed: Fixed | None = None
         self.recording: Recording | None = None
-        self.compared = self.given_up = False
+        self.given_up = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context = current()
@@ -178,14 +179,14 @@ class StepGraphs(Override):
             self._give_up("a step has arguments that cannot be compared with those of another")
             return self.plain(*args, **kwargs)
         if looks != self.seen:
-            self.seen, self.steps, self.fixed, self.recording, self.compared = looks, 0, None, None, False
+            self.seen, self.steps, self.fixed, self.recording = looks, 0, None, None
         self.steps += 1
         if self.steps <= _AS_THEY_ARE or not self._move(kwargs):
             return self.plain(**kwargs)
         assert self.fixed is not None, "it has moved"
         if self.recording is None:
             output = self._run_and_record(self.fixed)
-        elif not self.compared:
+        elif not self.recording.compared:
             output = self._run_and_compare(self.fixed, self.recording)
         else:
             output = self.recording.play(exchanged)
@@ -249,7 +250,7 @@ class StepGraphs(Override):
         played = recording.play(repeated)
         expected, found = [*sent, *after, *_tensors(output)], [*again, *states, *_tensors(played)]
         if _tensors(output) and all(torch.equal(one, other) for one, other in zip(expected, found, strict=True)):
-            self.compared = True
+            recording.compared = True
             return output
         self._give_up("a recorded step computed something else")
         for state, known in zip(states, after, strict=True):

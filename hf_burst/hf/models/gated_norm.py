@@ -26,9 +26,8 @@ def gated_norms(view: ModelView) -> list[tuple[nn.Module, str]]:
         `list[tuple[nn.Module, str]]`: Each norm and the name of its activation, a key of `ACTIVATIONS`. `eps` is its
         `variance_epsilon`. Norms with another formula are left out.
     """
-    inner = {id(module): module for layer in view.find(recurrent_modules) for module in view.inside(layer)}
-    found = ((module, activation_of(module)) for module in inner.values())
-    return [(module, activation) for module, activation in found if activation is not None]
+    inner = dict.fromkeys(module for layer in view.find(recurrent_modules) for module in view.inside(layer))
+    return [(module, activation) for module in inner if (activation := activation_of(module)) is not None]
 
 
 def activation_of(module: nn.Module) -> str | None:

@@ -60,6 +60,7 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
     view = ModelView(model)
     check_model(view)
     text, head, counts = model.config.get_text_config(), model.get_output_embeddings(), _Weights(view)
+    expands = any(hasattr(module, "expand_kv") for module in view.modules)  # latents that attention caches
     linear = [
         module.weight.shape
         for path, module in view.named
@@ -84,15 +85,8 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         experts=counts.experts,
         fused=counts.fused,
         tower=tower_size(view),
-        latent=_latent(view),
+        latent=int(text.kv_lora_rank + text.qk_rope_head_dim) if expands else 0,
     )
-
-
-def _latent(view: ModelView) -> int:
-    """Returns the latent elements per token, if attention caches latents and expands them; else 0."""
-    expands = any(hasattr(module, "expand_kv") for module in view.modules)
-    text = view.root.config.get_text_config()
-    return int(text.kv_lora_rank + text.qk_rope_head_dim) if expands else 0
 
 
 def _normed(view: ModelView, counts: "_Weights") -> float:

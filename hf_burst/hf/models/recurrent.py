@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...errors import UnsupportedModelError
+from ...plan.recurrence import Way
 from ...recurrent import (
     LastStates,
     Rule,
@@ -32,29 +33,24 @@ from ...recurrent import (
     scan_by_states,
     unit_norm,
 )
-from ..context import ShardedPass, current
+from ..context import current
 from ..view import ModelView
 
 Function = Callable[..., Any]
 
 
-def _pass() -> tuple[ShardedPass, Shards]:
-    """Returns the current sharded pass and its shards."""
+def _pass() -> tuple[Way, Shards, LastStates | None]:
+    """Returns the schedule of the current sharded pass, its shards, and storage for the states at the end of prompts;
+    `None` if nothing is generated."""
     context = current()
     assert context is not None, "asked by the forward of the module"
     assert context.sharded_pass is not None, "asked by the forward of the module"
     assert context.replay is not None, "set with `sharded_pass`"
-    return context.sharded_pass, Shards(context.sharded_pass.segments, context.sharded_pass.group, context.replay)
-
-
-def _last_states(sharded_pass: ShardedPass) -> LastStates | None:
-    """Returns storage for the states at the end of prompts; `None` if nothing is generated."""
-    context = current()
-    if context is None or context.cached is None:
-        return None
-    layout = sharded_pass.layout
-    stops = [stop for _, stop in layout.spans]
-    return LastStates.of(sharded_pass.segments, sharded_pass.group, stops)
+    run = context.sharded_pass
+    shards = Shards(run.segments, run.group, context.replay)
+    if context.cached is None:
+        return run.way, shards, None
+    return run.way, shards, LastStates.of(run.segments, run.group, [stop for _, stop in run.layout.spans])
 
 
 def _convolution(original: Function) -> Function:
@@ -65,11 +61,10 @@ def _convolution(original: Function) -> Function:
     ) -> Tensor:
         by_fla = plain and activation in (None, "silu", "swish") and fla_compared(x.device)
 
-        def convolve(laid: Tensor) -> Tensor:
+        def convolve(laid: Tensor) -> Any:
             if by_fla and laid.dtype != torch.float64:  # needs no transpose, and fuses the activation
                 return fla_convolution(laid, weight, bias, activation)
-            out: Tensor = original(laid, weight, bias, activation=activation)
-            return out
+            return original(laid, weight, bias, activation=activation)
 
         return causal_convolution(convolve, x, weight.shape[-1] - 1, _pass()[1])
 
@@ -88,10 +83,10 @@ def _delta_rule(original: Function) -> Function:
         use_qk_l2norm_in_kernel: bool = False,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        def rule(rows: Any, states: Tensor | None, bounds: Tensor | None, ends: bool) -> tuple[Tensor, Tensor | None]:
+        def over_rows(rows: Any, states: Tensor | None, bounds: Tensor | None, ends: bool) -> Any:
             q, k, v, decay, rate = rows
             options = {} if bounds is None else {"cu_seqlens": bounds}
-            out, last = original(
+            return original(
                 q,
                 k,
                 v,
@@ -102,26 +97,25 @@ def _delta_rule(original: Function) -> Function:
                 use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
                 **options,
             )
-            return out, last
 
+        rule = Rule(over_rows, packed)
         inputs = (query, key, value, g, beta)
-        sharded_pass, shards = _pass()
-        last = _last_states(sharded_pass)
+        way, shards, last = _pass()
         if last is not None:
-            out = delta_rule_by_states(Rule(rule, packed), inputs, shards, last)
+            out = delta_rule_by_states(rule, inputs, shards, last)
             like = value.new_zeros(value.shape[2], key.shape[-1], value.shape[-1], dtype=torch.float32)
             return out, last.on_all_ranks(like)
-        if sharded_pass.way == "heads":
-            return delta_rule_by_heads(Rule(rule, packed), inputs, shards), None
+        if way == "heads":
+            return delta_rule_by_heads(rule, inputs, shards), None
         kernels = fla_kernels(query.device, key.shape[-1]) if by_fla and g.ndim == 3 else None  # KDA's `g` has 4 dims
         if kernels is None:
-            return delta_rule_by_states(Rule(rule, packed), inputs, shards), None
+            return delta_rule_by_states(rule, inputs, shards), None
         if use_qk_l2norm_in_kernel:
             inputs = (unit_norm(query), unit_norm(key), value, g, beta)
             use_qk_l2norm_in_kernel = False
         if fla_compared(query.device):  # only FLA's own kernels have variants
             choose_variants(inputs)
-        return delta_rule_in_two_passes(Rule(rule, packed), kernels, inputs, shards), None
+        return delta_rule_in_two_passes(rule, kernels, inputs, shards), None
 
     return chunk_delta_rule
 
@@ -137,12 +131,11 @@ def _scan(original: Function) -> Function:
                 "A Mamba2 layer gave a gate or initial states to its scan, which is not known over ranks. Train it on "
                 "sequences that one GPU holds."
             )
-        sharded_pass, shards = _pass()
+        way, shards, last = _pass()
         group, limit = shards.group, options.get("dt_limit", (0.0, float("inf")))
         steps: dict[str, Any] = {"dt_softplus": options.get("dt_softplus", False), "dt_limit": limit}
         heads = {"A": a, "D": options.get("D"), "dt_bias": options.get("dt_bias")}
-        last = _last_states(sharded_pass)
-        by_heads = sharded_pass.way == "heads" and last is None
+        by_heads = way == "heads" and last is None
         if by_heads:
             heads = {name: None if value is None else own_heads(value, group) for name, value in heads.items()}
 
@@ -174,7 +167,7 @@ def _selective_scan(original: Function) -> Function:
     def mamba_selective_scan(
         x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, z: Tensor | None = None, **options: Any
     ) -> Tensor:
-        _, shards = _pass()
+        _, shards, _ = _pass()
         own = {name: options.pop(name, None) for name in ("D", "delta_bias")}
         own = {name: None if value is None else own_heads(value, shards.group) for name, value in own.items()}
         decay = own_heads(a, shards.group)
@@ -235,11 +228,10 @@ def over_ranks(kind: Any) -> Function:
     def rebind(inner: FunctionType) -> FunctionType:
         return _copy(inner, {**inner.__globals__, **counterparts}, inner.__closure__)
 
-    overridden: Function = in_place_of_innermost(kind.forward, rebind)
-    return overridden
+    return in_place_of_innermost(kind.forward, rebind)
 
 
-def in_place_of_innermost(function: Any, make: Callable[[FunctionType], Function]) -> Any:
+def in_place_of_innermost(function: Any, make: Callable[[FunctionType], Function]) -> Function:
     """Copies a decorated function, with the innermost function replaced by `make(innermost)`."""
     inner = getattr(function, "__wrapped__", None)
     if inner is None:

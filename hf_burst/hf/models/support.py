@@ -140,7 +140,7 @@ def layer_patterns(config: PreTrainedConfig, task: Task = CAUSAL) -> Counter[Mas
     return Counter(pattern for _, pattern in patterns_of_layers(config, task))
 
 
-def patterns_of_layers(config: PreTrainedConfig, task: Task = CAUSAL) -> list[tuple[PreTrainedConfig, MaskPattern]]:
+def patterns_of_layers(config: PreTrainedConfig, task: Task) -> list[tuple[PreTrainedConfig, MaskPattern]]:
     """Returns the config and mask pattern of each layer that has attention."""
     config = config.get_text_config()
     types = _layer_types(config) or ["sliding_attention"] * config.num_hidden_layers

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
@@ -40,17 +41,11 @@ class Task:
 
     def targets_of(self, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns the labels and prediction targets by their batch keys; `(batch, tokens)` each."""
-        if self.reads:
-            return {}
         return {"labels": labels, "shift_labels": shift_labels(labels)} if self.causal else {"labels": labels}
 
     def padding_bounds(self, start: int, stop: int) -> tuple[int, ...]:
         """Returns the bounds of a row with real tokens `[start, stop)`. No causal query sees padding on the right."""
         return (start,) if self.causal else (start, stop)
-
-    def isolated_padding(self, real: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-        """Returns each row's number of padding tokens at the start that see nothing, here and in Transformers."""
-        return tuple(start if self.causal else 0 for start, _ in real)
 
     def overrides(self, use_cache: bool) -> dict[str, Any]:
         """Returns the model arguments that a pass sets."""
@@ -118,7 +113,7 @@ def calls_loss_function(model: PreTrainedModel) -> bool:
     return any("loss_function" in forward.__code__.co_names for forward in forwards_of(model))
 
 
-def forwards_of(model: PreTrainedModel) -> list[Any]:
+def forwards_of(model: nn.Module) -> list[Any]:
     """Returns the `forward` of the model's class and of its bases, without decorators."""
     return [inspect.unwrap(vars(cls)["forward"]) for cls in type(model).__mro__ if "forward" in vars(cls)]
 

@@ -19,8 +19,7 @@ from ...layers.host_limits import share_of_host
 from ...plan.layer_sizes import StepEstimate
 from ...plan.memory_levels import SETTINGS, TILE, MeasuredLevels, Size, levels_for, named
 from ..forward_pass import Batch, Call, Checkpoints, ForwardPass
-from ..models.hybrid import recurrent_sizes
-from ..models.layer_sizes import dtype_of_states, layer_sizes
+from ..models.layer_sizes import dtype_of_states, layer_sizes, recurrent_sizes
 from ..sharded_cache import ShardedCache
 from ..spread.value import Spread
 from ..view import ModelView

@@ -18,7 +18,7 @@ from ..batches.documents import CACHE_KEYS
 from ..context import PASS_KEY, LayerContext, current, refuse_blind_run
 from ..forward_pass import Agreement, Call, ForwardPass
 from ..models.bypassed import check_recurrent_sources, function_name
-from ..models.hybrid import chosen_way, recurrent_sizes
+from ..models.layer_sizes import chosen_way, recurrent_sizes
 from ..models.recurrent import functions_of, over_ranks, recurrent_modules
 from ..overrides import Override
 from ..view import ModelView

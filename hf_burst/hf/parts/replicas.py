@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...config import BurstConfig
 from ...errors import ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
-from ..batches.sharded import sum_of_octets
+from ..batches.sharded import sum_of_bits
 from ..forward_pass import Agreement, Call, ForwardPass
 from ..view import ModelView, is_partitioned
 from .base import Part
@@ -133,7 +133,7 @@ def _checksum(parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
     for name, parameter in parameters.items():
         text += f"{name}{tuple(getattr(parameter, 'ds_shape', parameter.shape))}{parameter.dtype}"
         if _is_replicated(parameter):
-            own = sum_of_octets(parameter) * (zlib.crc32(name.encode()) | 1)
+            own = sum_of_bits(parameter) * (zlib.crc32(name.encode()) | 1)
             sums.setdefault(parameter.device, []).append(own)
     totals = [torch.stack(own).sum() for own in sums.values()] or [torch.zeros((), dtype=torch.int64)]
     return torch.stack([total.to(totals[0].device) for total in totals]).sum() + zlib.crc32(text.encode())

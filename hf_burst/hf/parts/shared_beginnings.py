@@ -128,7 +128,7 @@ def _joinable(call: Call) -> bool:
     separate rows: a cache to continue with, or both some logits and a loss."""
     given, labels, keep = call.given, call.given.get("labels"), call.given.get("logits_to_keep", 0)
     some_logits = isinstance(keep, torch.Tensor) or bool(keep)
-    if call.cache is not None or not fit(given, labels) or (some_logits and labels is not None):
+    if call.cache is not None or not fit(given) or (some_logits and labels is not None):
         return False
     caches = given.get("use_cache")
     if caches is None:  # evaluation with labels reads no cache

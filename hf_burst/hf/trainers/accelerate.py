@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.data_loader import get_sampler
 from accelerate.scheduler import AcceleratedScheduler
@@ -100,59 +99,52 @@ class BurstParallelismConfig(ParallelismConfig):
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Divides the ranks into groups, then builds the mesh as accelerate does."""
-        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        world = ContextGroup.from_mesh(None)
+        device = torch.device(device_type)
         if self.burst_size is None:
-            self.burst_size = max(1, world // (self.dp_replicate_size * self.dp_shard_size))
+            self.burst_size = max(1, world.size // (self.dp_replicate_size * self.dp_shard_size))
         fsdp = AcceleratorState._shared_state.get("fsdp_plugin")
         shards = fsdp is not None and fsdp.fsdp_version == 2
         given = self.burst_size * self.dp_replicate_size
-        if (shards or self.dp_replicate_size == 1) and self.dp_shard_size == 1 and world % given == 0:
-            self._set_size("dp_shard" if shards else "dp_replicate", world // given)
-        self._agree(world, device_type, shards)
+        if (shards or self.dp_replicate_size == 1) and self.dp_shard_size == 1 and world.size % given == 0:
+            self._set_size("dp_shard" if shards else "dp_replicate", world.size // given)
+        self._agree(world, device, shards)
         self._sizes[CP_DIM] = self.burst_size
         mesh = super().build_device_mesh(device_type)
         for name in (mesh and mesh.mesh_dim_names) or ():  # torch would use its default time limit
-            set_timeout(ContextGroup.from_mesh(None).time_limit(torch.device(device_type)), mesh.get_group(name))
-        if self.shares_sequences:
-            _warn_of_places(world, self.burst_size)
+            set_timeout(world.time_limit(device), mesh.get_group(name))
+        if self.shares_sequences:  # more hosts than necessary are exact but slower
+            problem = misplaced(world.gather(host_id(), device, "the making of a mesh"), self.burst_size)
+            if problem and world.rank == 0:
+                logger.warning("%s", problem)
         return mesh
 
-    def _agree(self, world: int, device_type: str, shards: bool) -> None:
+    def _agree(self, world: ContextGroup, device: torch.device, shards: bool) -> None:
         """Raises on all ranks if ranks would build different meshes, which would hang, or an impossible one."""
         facts = {name: getattr(self, name) for name in ("burst_size", "dp_replicate_size", "dp_shard_size")}
         sizes = " x ".join(f"{name}={size}" for name, size in facts.items())
         error: ConfigError | None = None
-        if self.total_size != world:
+        if self.total_size != world.size:
             error = ConfigError(
-                f"{sizes} is {self.total_size} ranks, and {world} launched",
+                f"{sizes} is {self.total_size} ranks, and {world.size} launched",
                 f"burst_size (or {SIZE_VARIABLE}) must divide them",
                 "Choose another one, or launch more: accelerate launch --multi_gpu --num_processes N",
             )
-        elif shards and self.dp_replicate_size == world > 1:
+        elif shards and self.dp_replicate_size == world.size > 1:
             error = ConfigError(
-                f"dp_replicate_size={world} under FSDP2",
-                f"each of {world} ranks has a copy of the weights, so nothing is sharded",
+                f"dp_replicate_size={world.size} under FSDP2",
+                f"each of {world.size} ranks has a copy of the weights, so nothing is sharded",
                 "Launch without FSDP, or choose fewer copies, such as one a host",
             )
         advice = f"Launch every node with the same burst_size and {SIZE_VARIABLE}, and the same config of accelerate."
-        device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
         doing = f"the making of a mesh of {sizes}"
-        ContextGroup.from_mesh(None).agree(facts, error, device, advice=dict.fromkeys(facts, advice), doing=doing)
+        world.agree(facts, error, device, advice=dict.fromkeys(facts, advice), doing=doing)
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         """Tells a new accelerator about the groups. Skips accelerate's own check, because it refuses CPU processes."""
         check_processes()
         if self.shares_sequences:
             _Shared(accelerator, self.burst_size or 1)
-
-
-def _warn_of_places(ranks: int, size: int) -> None:
-    """Warns once if groups of `size` ranks span more hosts than necessary, which is exact but slower."""
-    hosts = [""] * ranks
-    dist.all_gather_object(hosts, host_id())
-    problem = misplaced(hosts, size)
-    if problem and dist.get_rank() == 0:
-        logger.warning("%s", problem)
 
 
 class _Shared:

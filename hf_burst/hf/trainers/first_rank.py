@@ -194,10 +194,7 @@ def _each_once(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
     _, repeats = torch.unique_consecutive(torch.cat(rows, 1), dim=0, return_counts=True)
     copies = gcd(*repeats.tolist())
     once = {name: value[::copies] for name, value in given.items() if isinstance(value, Tensor)}
-    repeated = {"num_return_sequences": copies}
-    config = given.get("generation_config")
-    settings = repeated if config is None else {"generation_config": with_settings(config, **repeated)}
-    return given | once | settings
+    return with_settings(given | once, num_return_sequences=copies)
 
 
 def _unpacked(written: bytes, device: torch.device) -> Any:

@@ -27,7 +27,6 @@ from ...ranks.group import CP_DIM, ContextGroup
 from ..admission import trl_classes
 from ..batches.sharded import sum_of_bits
 from ..generation.scores import token_divergences
-from ..generation.settings import with_settings
 from .first_rank import FirstRank, gather_first_ranks, patch_as, wrap_steps
 
 _LOGGED = ("_metrics", "_pending_extra_logs", "_pending_metrics", "_last_loaded_step")  # in the steps of the first rank
@@ -43,15 +42,14 @@ class GroupTraining:
         wrap_steps(trainer, _prepare_inputs=self.prepare_inputs, compute_loss=self.compute_loss)
         wrap_steps(trainer, _generate=self.on_first, _calculate_rewards=self.on_first)
         _check_settings(trainer, size)
-        self.trainer, self.real = trainer, accelerator
-        self.group = ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM])
-        self.first = FirstRank(self.group, accelerator.device)
+        self.trainer = trainer
+        self.first = FirstRank(ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM]), accelerator.device)
         self.groups = Groups(accelerator, size, self.first)
         self.ready = False
         rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
         trainer.args.generation_batch_size = rows * self.groups.num_processes
-        own = {kind.__module__ for kind in type(trainer).__mro__ if issubclass(kind, Trainer)} - {Trainer.__module__}
-        self.modules = {*own, "trl.generation.vllm_generation"}
+        own = {kind.__module__ for kind in type(trainer).__mro__ if issubclass(kind, Trainer)}
+        self.modules = (own - {Trainer.__module__}) | {"trl.generation.vllm_generation"}
 
     def begin(self) -> None:
         """Wraps what users hand in, once the trainer is made."""
@@ -60,7 +58,7 @@ class GroupTraining:
         self.ready = True
         trainer = self.trainer
         if trainer.ref_model is not None:  # FSDP has already wrapped it
-            patch_as(trainer.model, self.real.unwrap_model(trainer.ref_model))
+            patch_as(trainer.model, self.groups.accelerator.unwrap_model(trainer.ref_model))
         trainer.reward_funcs = [
             _Judge(self.first, f"reward model {number}", judge) if isinstance(judge, nn.Module) else judge
             for number, judge in enumerate(trainer.reward_funcs)
@@ -72,8 +70,7 @@ class GroupTraining:
         if trainer.use_vllm:
             engine = trainer.vllm_generation
             engine.accelerator = self.groups
-            self.first.calls["sync_weights"] = engine.sync_weights
-            self.first.calls["vLLM"] = partial(engine.generate, [])
+            self.first.calls |= {"sync_weights": engine.sync_weights, "vLLM": partial(engine.generate, [])}
             engine.sync_weights = partial(self.first.together, "sync_weights")
             engine.generate = partial(self.ask_engine, engine.generate)
         set_seed(trainer.args.seed + self.groups.process_index)  # as device_specific=True with a process per group
@@ -110,7 +107,8 @@ class GroupTraining:
             with self.names_of_groups(), self.first.answering(self.trainer.model):
                 found = method(*args, **kwargs)
             sums = {"advantages": sum_of_bits(found["advantages"])}
-            self.group.agree({}, None, self.real.device, 0, sums, {"advantages": _OVERRIDES}, "a step on completions")
+            advice = {"advantages": _OVERRIDES}
+            self.first.group.agree({}, None, self.first.device, 0, sums, advice, "a step on completions")
             self.groups.agree(doing="the end of a step")
         except BaseException as problem:  # including KeyboardInterrupt
             if not self.groups.parted:
@@ -133,7 +131,7 @@ class GroupTraining:
                         setattr(module, name, getattr(self.groups, name))
                         after.callback(setattr, module, name, stock)
             self.trainer.accelerator = self.groups
-            after.callback(setattr, self.trainer, "accelerator", self.real)
+            after.callback(setattr, self.trainer, "accelerator", self.groups.accelerator)
             yield
 
     def ask_engine(self, method: Callable[..., Any], prompts: Any, images: Any, **settings: Any) -> Any:
@@ -151,7 +149,7 @@ class Distillation:
 
     def __init__(self, trainer: Any, accelerator: Accelerator, size: int) -> None:
         wrap_steps(trainer, compute_loss=self.compute_loss, generate_on_policy_outputs=self.generate)
-        self.trainer, self.device, self.size = trainer, accelerator.device, size
+        self.trainer, self.size = trainer, size
         self.sharded = accelerator.distributed_type is DistributedType.FSDP
         self.first = FirstRank(ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM]), accelerator.device)
         kind = type(trainer)
@@ -162,7 +160,7 @@ class Distillation:
         """Patches the teacher, which the trainer may have loaded itself, with the student's settings. Under FSDP it
         moves to the device, because accelerate leaves it on the host."""
         if self.sharded and not getattr(teacher, "is_quantized", False):  # quantized models are placed at loading
-            teacher.to(self.device)
+            teacher.to(self.first.device)
         patch_as(self.trainer.model, teacher)
 
     def compute_loss(
@@ -175,9 +173,9 @@ class Distillation:
         if return_outputs or self.own_loss:
             return method(model, inputs, return_outputs=return_outputs, num_items_in_batch=items)
         batch, beta = {name: inputs[name] for name in _READ}, float(trainer.beta)
-        options: Any = {"kind": {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")}
-        options |= {"beta": beta} if 0 < beta < 1 else {}
-        total = token_divergences(model, trainer.teacher_model, batch, **options).sum()
+        kind: Any = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+        options: Any = {"beta": beta} if kind == "jsd" else {}
+        total = token_divergences(model, trainer.teacher_model, batch, kind, **options).sum()
         if items is None:
             items = (batch["labels"][:, 1:] != IGNORE_INDEX).sum().clamp(min=1)
         return total / torch.as_tensor(items, device=total.device)
@@ -187,7 +185,7 @@ class Distillation:
     ) -> Any:
         """Returns answers of the model or its teacher, with the cache on; TRL turns it off with checkpointing."""
         with self.first.answering(model):
-            cached = with_settings(generation_config, use_cache=True)
+            cached = GenerationConfig(**{**generation_config.to_dict(), "use_cache": True})
             return self.first.result(lambda: method(model, inputs, cached), "answers")
 
 
@@ -201,8 +199,8 @@ class Groups:
         self.process_index = accelerator.process_index // size
         self.world = ContextGroup.from_mesh(None) if self.num_processes > 1 else ContextGroup()
         gather = partial(gather_first_ranks, accelerator, size)
-        first.calls |= {"gather": partial(self.meet, gather), "objects": partial(self.meet, gather_object)}
-        first.calls["wait"] = self.agree
+        objects = partial(self.meet, gather_object)
+        first.calls |= {"gather": partial(self.meet, gather), "objects": objects, "wait": self.agree}
         self.together = first.together
         self.wait_for_everyone = partial(first.together, "wait")
 
@@ -223,7 +221,7 @@ class Groups:
         return self.together("gather", tensors)
 
     def reduce(self, tensor: Tensor, reduction: str = "sum", scale: float = 1.0) -> Tensor:
-        total: Tensor = self.gather(tensor[None]).sum(0)
+        total = self.gather(tensor[None]).sum(0)
         return total / self.num_processes * scale if reduction == "mean" else total * scale
 
     def gather_object(self, objects: Any) -> Any:
@@ -234,7 +232,7 @@ class Groups:
         return objects
 
     def _objects(self, objects: Any) -> list[Any]:
-        each: list[Any] = self.together("objects", [None], mine=partial(self.meet, gather_object, [objects]))
+        each = self.together("objects", [None], mine=partial(self.meet, gather_object, [objects]))
         return each[:: self.size]
 
 

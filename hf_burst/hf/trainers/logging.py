@@ -59,10 +59,11 @@ class BurstCallback(TrainerCallback):
     ```
     """
 
+    clock: ExchangeClock | None  # of the step whose exchanges are timed
+
     def __init__(self, trainer: Trainer, peak_flops: float | None = None, progress: bool = True) -> None:
         self.trainer, self.progress = trainer, progress
         self.peak = peak_flops or peak_of(trainer.args.device)
-        self.clock: ExchangeClock | None = None
         self.handle: RemovableHandle | None = None
         self.warned = False  # no more length warnings
 
@@ -170,14 +171,14 @@ class BurstCallback(TrainerCallback):
         """Returns a log's numbers, combined over all ranks."""
         exchange = -1.0 if self.clock is None else self.clock.seconds()
         device = self.trainer.args.device
-        work = [self.given / self.group.size, self.flops / self.group.size]
-        mine = [*work, self.seconds, peak_memory(device), self.imbalance / self.passes]
-        every = self.trainer.accelerator.gather(torch.tensor([[*mine, exchange]], dtype=torch.float64, device=device))
-        tokens_each, flops_each, *_ = every.mean(0).tolist()
+        mine = [self.given, self.flops, self.seconds, peak_memory(device), self.imbalance / self.passes, exchange]
+        every = self.trainer.accelerator.gather(torch.tensor([mine], dtype=torch.float64, device=device))
+        tokens, flops, *_ = every.mean(0).tolist()
         *_, seconds, memory, imbalance, exchange = every.max(0).values.tolist()
+        shared = seconds * self.group.size  # the ranks of a group count the same tokens
         return {
-            "tokens_per_second_per_gpu": tokens_each / seconds,
-            **({"mfu": flops_each / seconds / self.peak} if self.peak and self.size else {}),
+            "tokens_per_second_per_gpu": tokens / shared,
+            **({"mfu": flops / shared / self.peak} if self.peak and self.size else {}),
             "peak_memory_gib": memory,
             "packing_imbalance": imbalance,
             **({"exchange_seconds": exchange} if exchange >= 0 else {}),

@@ -4,7 +4,6 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping, Sized
-from fnmatch import fnmatch
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -115,9 +114,9 @@ def _read_end(file: Path) -> None:
     if file.suffix == ".safetensors":
         with safe_open(file, "pt"):
             return
-    if any(fnmatch(file.name, pattern) for pattern in ARCHIVES):
+    if any(map(file.match, ARCHIVES)):
         ZipFile(file).close()
-    elif any(fnmatch(file.name, pattern) for pattern in JSONS):
+    elif any(map(file.match, JSONS)):
         for name in json.loads(file.read_text()).get("weight_map", {}).values():
             (file.parent / name).stat()
     elif file.name == ".metadata":  # of torch's distributed checkpoints
@@ -175,8 +174,12 @@ class BurstResume(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
         """Compares batches and data with those of the checkpoint."""
+        mesh = args.parallelism_config
+        size = (mesh.burst_size or args.world_size) if isinstance(mesh, BurstParallelismConfig) else 1
+        groups = 1 if args.accelerator_config.split_batches else args.world_size // size  # split: one batch for all
+        sequences = int(args.per_device_train_batch_size * groups * args.gradient_accumulation_steps)
         rows = _gather(rows_of(getattr(train_dataloader, "dataset", None)))[0]
-        self.began = {"ranks": args.world_size, "sequences": sequences_of(args), "rows": rows}
+        self.began = {"ranks": args.world_size, "sequences": sequences, "rows": rows}
         self.finished = 0 < state.max_steps <= state.global_step
         if state.global_step:
             self._compare(f"The checkpoint of step {state.global_step:,} was trained", recorded(state))
@@ -225,13 +228,6 @@ class BurstResume(TrainerCallback, ExportableState):
             dist.barrier()  # no rank writes before the removal
 
     on_epoch_end = on_step_end
-
-
-def sequences_of(args: Any) -> int:
-    mesh = args.parallelism_config
-    size = (mesh.burst_size or args.world_size) if isinstance(mesh, BurstParallelismConfig) else 1
-    groups = 1 if args.accelerator_config.split_batches else args.world_size // size  # split: one batch for all
-    return int(args.per_device_train_batch_size * groups * args.gradient_accumulation_steps)
 
 
 def rows_of(data: Any) -> str | None:

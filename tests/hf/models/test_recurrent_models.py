@@ -21,7 +21,7 @@ import hf_burst
 from hf_burst.check.tiny import Double, tiny_copy
 from hf_burst.errors import UnsupportedModelError
 from hf_burst.hf.models import recurrent
-from hf_burst.hf.models.hybrid import recurrent_sizes
+from hf_burst.hf.models.layer_sizes import recurrent_sizes
 from hf_burst.hf.models.recurrent import recurrent_modules
 from hf_burst.hf.parts import tokens
 from hf_burst.hf.view import ModelView

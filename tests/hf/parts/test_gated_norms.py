@@ -18,9 +18,9 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 import hf_burst
 from hf_burst.check.tiny import prepare
-from hf_burst.hf.models import hybrid
+from hf_burst.hf.models import layer_sizes as sizes_of_layers
 from hf_burst.hf.models.gated_norm import ACTIVATIONS, activation_of, gated_norms
-from hf_burst.hf.models.hybrid import recurrent_sizes
+from hf_burst.hf.models.layer_sizes import recurrent_sizes
 from hf_burst.hf.parts import gated_norms as part
 from hf_burst.hf.parts.gated_norms import GatedNorm, depends_on
 from hf_burst.hf.view import ModelView
@@ -219,7 +219,7 @@ def test_shards_of_weights_are_left_to_the_norm(ranks: Callable[[int], RankPool]
 def test_the_plan_knows_what_the_kernel_keeps(name: str) -> None:
     model = models.make_model(name)
     (plain,) = recurrent_sizes(ModelView(model))
-    with mock.patch.object(hybrid, "fla_installed", return_value=True):
+    with mock.patch.object(sizes_of_layers, "fla_installed", return_value=True):
         assert recurrent_sizes(ModelView(model)) == (replace(plain, norm_copies=(3, 2)),)
 
 

@@ -19,7 +19,9 @@ import hf_burst
 from hf_burst.errors import ConfigError
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts import head
+from hf_burst.hf.trainers.first_rank import FirstRank
 from hf_burst.hf.trainers.generating import Distillation
+from hf_burst.ranks.group import ContextGroup
 from tests.support import models, trainers
 from tests.support.ranks import RankError, RankPool, reset_accelerate
 
@@ -196,7 +198,7 @@ def test_no_logits_are_gathered(ranks: Ranks, tmp_path: Path) -> None:
 def test_the_teacher_of_a_sharded_model_is_placed() -> None:
     distillation = object.__new__(Distillation)
     distillation.trainer = SimpleNamespace(model=torch.nn.Linear(1, 1))
-    distillation.device, distillation.sharded = torch.device("meta"), True
+    distillation.first, distillation.sharded = FirstRank(ContextGroup(), torch.device("meta")), True
     teacher = torch.nn.Linear(1, 1)
     distillation.take_teacher(teacher)
     assert teacher.weight.device.type == "meta"
