@@ -33,7 +33,7 @@ class Filling:
     rows: int
     length: int  # tokens in each, padding included
     positions: Tensor  # of the tokens on this rank, -1 for padding, `(rows or 1, n)`
-    starts: tuple[int, ...] = ()  # padding tokens of each row; empty for none
+    starts: tuple[int, ...] = (0,)  # padding tokens of each row; one for all if there is none
     layout: SequenceLayout | None = None  # `None` for a document that was read before
 
     @classmethod
@@ -42,28 +42,28 @@ class Filling:
         own, length = layout.indices(rank), layout.length - layout.padding
         assert bool((own.diff() > 0).all()), "what fills the last chunk stands last on its rank"
         starts = tuple(start for start, _ in layout.real)
-        starts = starts if any(starts) else ()
-        own = own[own < length] - torch.tensor(starts or (0,), device="cpu")[:, None]
+        starts = starts if any(starts) else (0,)
+        own = own[own < length] - torch.tensor(starts, device="cpu")[:, None]
         return cls(layout.batch_size, length, own.clamp(min=-1).to(device), starts, layout)
 
     @property
     def shown(self) -> Tensor:
         """Number of tokens in each row that are not padding, `(rows or 1, 1)`."""
-        return self.length - torch.tensor(self.starts or (0,), device=self.positions.device)[:, None]
+        return self.length - torch.tensor(self.starts, device=self.positions.device)[:, None]
 
     def take(self, layer: "ShardedLayer", keys: Tensor, values: Tensor) -> None:
         """Stores the keys of this rank's tokens."""
         own = self.positions.shape[1]  # without the tokens that fill the last chunk
         keys, values = keys[:, :, :own].contiguous(), values[:, :, :own].contiguous()
-        layer.document = Keys(keys, values, self.positions, before=not self.starts)
+        layer.document = Keys(keys, values, self.positions, before=not any(self.starts))
 
     def free(self, layer: "ShardedLayer", pattern: MaskPattern) -> None:
         """Frees the keys of a layer that no later token will see."""
-        held, starts = layer.document, self.starts or (0,)
-        longest, first = min(starts), min(self._first_seen(start, pattern) for start in starts)
+        held, longest = layer.document, min(self.starts)
+        first = min(self._first_seen(start, pattern) for start in self.starts)
         if held is None or first <= longest:
             return
-        seen = held.positions[starts.index(longest)] >= first - longest
+        seen = held.positions[self.starts.index(longest)] >= first - longest
         if not bool(seen.all()):
             kept = seen.nonzero().flatten()
             keys, values = (part.index_select(2, kept) for part in (held.keys, held.values))
@@ -194,21 +194,20 @@ class ShardedLayer(LinearAttentionLayer, CacheLayerMixin):
 
 
 def layer_of(
-    layers: Sequence[ShardedLayer], module: nn.Module, keys: Tensor, values: Tensor
+    layers: Sequence[ShardedLayer], module: Any, keys: Tensor, values: Tensor
 ) -> tuple[ShardedLayer, Expand | None]:
     """Returns the layer that an attention module got keys from, and the function that expands them if they are latent.
 
     Raises:
         UnsupportedModelError: If no layer returned these keys.
     """
-    index: Any = getattr(module, "layer_idx", None)
+    index = getattr(module, "layer_idx", None)
     own = [layers[index]] if isinstance(index, int) and index < len(layers) else []
     found = next((layer for layer in (*own, *layers) if layer.returned(keys, values)), None)
     if found is not None:
         return found, None
     if own and hasattr(module, "expand_kv"):
-        expand: Any = module.expand_kv
-        return own[0], expand
+        return own[0], module.expand_kv
     raise UnsupportedModelError(
         f"{type(module).__name__} changes the keys or values that its cache returned, in a way that is not known. "
         "Generation over ranks is not served for it; model.generate holds the whole prompt on each rank."

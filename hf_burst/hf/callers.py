@@ -7,37 +7,13 @@ is_within          when the decoder is called alone: an interrupted call of the 
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from types import FrameType
 from typing import Any
 
 _MAKING = ("create_accelerator_and_postprocess",)  # the Trainer method that makes its accelerator
-_ROUNDS = ("_run_epoch", "evaluation_loop")  # Trainer methods around its steps
+ROUNDS = ("_run_epoch", "evaluation_loop")  # Trainer methods around its steps
 # trainer attributes that are given logits in evaluation
 _METRICS = ("compute_metrics", "preprocess_logits_for_metrics")
-
-
-@dataclass(frozen=True)
-class Callers:
-    """Who runs a pass. The trainer is looked for when it is asked for, within the pass."""
-
-    compiled: bool = False  # whether torch.compile does
-
-    @cached_property
-    def trainer(self) -> Any | None:
-        """The `Trainer` that runs this epoch or evaluation."""
-        return trainer_among(_ROUNDS)[0]
-
-    @cached_property
-    def readers(self) -> tuple[str, ...]:
-        """Functions that the user gave to that trainer and that read logits of this pass."""
-        return trainer_among(_ROUNDS)[1]
-
-    @property
-    def multiply_losses(self) -> bool:
-        """Whether a loss that uses `num_items_in_batch` is multiplied by the number of processes, the default."""
-        return self.trainer is None or bool(self.trainer.args.average_tokens_across_devices)
 
 
 def within_compiled() -> bool:

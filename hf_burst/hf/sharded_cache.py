@@ -120,7 +120,7 @@ class ShardedCache(Cache):
     def is_padded(self) -> bool:
         """Whether some of its tokens are padding."""
         prompt = self.answer.prompt
-        return bool(prompt and prompt.starts) or not self.answer.unpadded
+        return bool(prompt and any(prompt.starts)) or not self.answer.unpadded
 
     @property
     def state_tensors(self) -> list[Tensor]:
@@ -153,7 +153,7 @@ class ShardedCache(Cache):
         among = (*own, *self.layers) if self.is_read else own
         read = next((layer for layer in among if layer.document is not None), None)
         if read is not None:
-            return int(read.length)
+            return read.length
         return self.answer.prompt.length + self.answer.written if self.is_read and self.answer.prompt else 0
 
     @torch.compiler.disable
@@ -163,8 +163,7 @@ class ShardedCache(Cache):
     def _layer(self, index: int) -> ShardedLayer:
         while len(self.layers) <= index:
             self.layers.append(ShardedLayer(self.answer, self.convolutions))
-        layer: ShardedLayer = self.layers[index]
-        return layer
+        return self.layers[index]
 
     @torch.compiler.disable
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -72,10 +72,6 @@ class ModelView:
         """The modules whose weights FSDP2 gathers together; FSDP2 changes their classes in place."""
         return [module for module in self.modules if isinstance(module, FSDPModule)]
 
-    @property
-    def has_fsdp1(self) -> bool:
-        return any(isinstance(module, FullyShardedDataParallel) for module in self.modules)
-
     def part(self, module: nn.Module) -> "ModelView":
         """Returns the view of an inner module."""
         return self if module is self.root else self._once(("part", id(module)), lambda: ModelView(module))
@@ -87,8 +83,7 @@ class ModelView:
     def find(self, what: "Callable[[ModelView], Found]") -> Found:
         """Returns what a function finds in this view, computed once. The result must not be the root or this view,
         because a model that holds its view would then hold itself."""
-        found: Found = self._once(what, lambda: what(self))
-        return found
+        return self._once(what, lambda: what(self))
 
     def where(self, holds: Callable[[nn.Module], bool]) -> list[Any]:
         """Returns the modules for which `holds` is true, evaluated once; the view does not keep them alive."""
@@ -146,6 +141,12 @@ def inner_modules(module: nn.Module) -> Iterator[nn.Module]:
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
     """Returns the direct children of a module, by name."""
     return {name: child for name, child in module._modules.items() if child is not None}
+
+
+def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """Returns the hooks on a module's calls and on their gradients."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return [*hooks, *module._backward_pre_hooks.values(), *module._backward_hooks.values()]
 
 
 def own_modules(layer: nn.Module) -> list[nn.Module]:

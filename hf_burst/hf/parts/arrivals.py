@@ -8,7 +8,7 @@ from torch import nn
 from ...errors import ConfigError
 from ..attention import ARRIVED
 from ..forward_pass import Agreement, Call, ForwardPass
-from ..models.bypassed import attention_modules, forward_name, function_name
+from ..models.bypassed import attention_modules, forward_name
 from ..models.cut_point import reader_of
 from ..models.recurrent import is_recurrent, recurrent_modules
 from ..models.support import has_attention
@@ -29,7 +29,7 @@ class Arrivals(Part):
         return handles + [layer.register_forward_hook(self._passed) for layer in view.layers if _stateful(layer)]
 
     def admit(self, call: Call, agreement: Agreement) -> None:
-        names = {function_name(vars(module).get("forward") or type(module).forward) for module in _attending(call.view)}
+        names = set(map(forward_name, _attending(call.view)))
         agreement.add("forward of attention", sorted(names), "Replace or wrap it on all ranks, or on none.")
 
     def begin(self, run: ForwardPass) -> None:

@@ -1,13 +1,11 @@
 """The life cycle of a part, which is one capability of a patched model."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..forward_pass import Agreement, Batch, Call, ForwardPass
-from ..overrides import Override
 from ..view import ModelView
 
 Handles = Sequence[RemovableHandle]
@@ -23,17 +21,15 @@ class Part:
         (look ->) admit -> check -> (the ranks agree) -> begin -> arguments -> (the model runs) -> after -> end
     """
 
+    run: ForwardPass | None = None  # the pass under way, from `begin` to `end`, for hooks; the patch sets it
+
     def install(self, view: ModelView) -> None:
         """Changes the model."""
 
     def look(self, view: ModelView) -> Handles:
         """Collects the model's modules, after `install` and before a pass that finds other modules than the last one.
-        Returns the hooks that it added, which the patch removes. May refuse what it finds, as `admit` may."""
-        return ()
-
-    def overrides(self, view: ModelView) -> Iterable[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
-        """Returns the overrides of modules' own methods since `look`: their kind, the module, and further arguments of
-        the kind. The patch installs them, and removes all at the end."""
+        Returns the hooks that it added, which the patch removes, as it removes all overrides. May refuse what it finds,
+        as `admit` may."""
         return ()
 
     def admit(self, call: Call, agreement: Agreement) -> None:

@@ -26,10 +26,9 @@ class DropoutStreams(Part):
         self.seed = self.shared = 0
 
     def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
-        if call.group.size > 1:
+        if call.group.size > 1 and call.random_rates:
             check_shared_dropout(call.random_rates)
-        if call.group.size > 1 and call.random_rates:  # drawn when all ranks continue
-            agreement.seed = _draw(torch.default_generator.clone_state())
+            agreement.seed = _draw(torch.default_generator.clone_state())  # drawn when all ranks continue
 
     def begin(self, run: ForwardPass) -> None:
         if run.group.size == 1 or not run.call.random_rates:

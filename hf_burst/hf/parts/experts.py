@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...errors import UnsupportedModelError
@@ -23,7 +23,7 @@ class RouterLogits(Part):
 
     def __init__(self, model: PreTrainedModel) -> None:
         check_balance(model)
-        self.scores: tuple[torch.Tensor, ...] = ()
+        self.scores: tuple[Tensor, ...] = ()
 
     def look(self, view: ModelView) -> Handles:
         if not hasattr(view.root.config, "output_router_logits"):
@@ -72,7 +72,7 @@ def balance_share(run: ForwardPass) -> float:
     return 1 if run.call.items is None else 1 / run.group.size
 
 
-def balance_loss(scores: tuple[torch.Tensor, ...], per_token: int, run: ForwardPass) -> torch.Tensor:
+def balance_loss(scores: tuple[Tensor, ...], per_token: int, run: ForwardPass) -> Tensor:
     """Returns the load-balancing loss of the whole batch: equal on every rank, with the gradient as in `group_sum`.
 
     Args:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...errors import BatchError, RankMismatchError
 from ...ranks.collectives import gather_stacked
@@ -23,25 +24,23 @@ class KeyCache(Part):
     once."""
 
     def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
-        layout = batch.layout
-        held = isinstance(call.cache, ShardedCache)
+        layout, held = batch.layout, call.cache is not None
         if held and any(stop < layout.length - layout.padding for _, stop in layout.real):
             raise BatchError("Prompts are padded on the right. Pad on the left: tokenizer.padding_side = 'left'.")
         agreement.add("a cache over ranks", held)
 
     def begin(self, run: ForwardPass) -> None:
-        if isinstance(run.call.cache, ShardedCache):
+        if run.call.cache is not None:
             run.call.cache.begin_prompt(run.batch.layout, run.device)
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
-        if isinstance(run.call.cache, ShardedCache):
+        if run.call.cache is not None:
             run.call.cache.end_prompt()
 
 
-def repeated(values: torch.Tensor, cache: Any) -> torch.Tensor:
+def repeated(values: Tensor, cache: ShardedCache | None) -> Tensor:
     """Returns logits or states of prompts that were read once, repeated for each copy of a prompt in the batch."""
-    copies = cache.copies if isinstance(cache, ShardedCache) else 1
-    return values if copies == 1 else values.repeat_interleave(copies, 0)
+    return values if cache is None or cache.copies == 1 else values.repeat_interleave(cache.copies, 0)
 
 
 def each_once(cache: ShardedCache, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def each_once(cache: ShardedCache, batch: Mapping[str, Any]) -> dict[str, Any]:
     if batch_shape(batch)[0] % copies:
         raise BatchError(f"A batch of {batch_shape(batch)[0]} rows does not hold {copies} copies of each prompt.")
     for name, value in batch.items():
-        if copies == 1 or not isinstance(value, torch.Tensor) or not value.ndim:
+        if copies == 1 or not isinstance(value, Tensor) or not value.ndim:
             continue
         if name not in _BY_ROW:
             raise BatchError(f"{name} is not known to have a row for each prompt. Generate without beams, one by one.")
@@ -73,7 +72,7 @@ def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> None:
     if isinstance(keep, int) and 0 < keep < new:  # a number would make Gemma 4 slice its mask
         batch["logits_to_keep"] = torch.arange(new - keep, new, device=tokens_of(batch).device)
     shown = batch.get("attention_mask")
-    if shown is not None and (not isinstance(shown, torch.Tensor) or shown.ndim != 2):
+    if shown is not None and (not isinstance(shown, Tensor) or shown.ndim != 2):
         raise BatchError("attention_mask must be of shape (batch, tokens) over ranks.")
     group = cache.answer.group
     if not cache.compares and not same_tokens(group, batch):

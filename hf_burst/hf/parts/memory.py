@@ -21,7 +21,6 @@ from ...plan.memory_levels import SETTINGS, TILE, MeasuredLevels, Size, levels_f
 from ..forward_pass import Batch, Call, Checkpoints, ForwardPass
 from ..models.hybrid import recurrent_sizes
 from ..models.layer_sizes import dtype_of_states, layer_sizes
-from ..sharded_cache import ShardedCache
 from ..spread.value import Spread
 from ..view import ModelView
 from .allocator import EXPANDABLE, Reading, RoomForKernels, expand_segments
@@ -76,7 +75,7 @@ class MemoryRule(Part):
         if reading is not None:
             self._count_errors(reading)
             memory = self._settings(call, batch, checkpoints, reading)
-        if self.chooses and isinstance(call.cache, ShardedCache) and not memory.tiled_mlp:
+        if self.chooses and call.cache is not None and not memory.tiled_mlp:
             memory = replace(memory, tiled_mlp=TILE)
         return memory
 

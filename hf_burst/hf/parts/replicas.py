@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,7 +46,7 @@ class Replicas(Part):
         self.key: tuple[int, ...] = ()  # how many parameters there are, and which are trained
         self.first: int | None = None  # their checksum at the first comparison
         self.settled = False  # whether an update was seen
-        self.compared: torch.Tensor | None = None  # the checksum in this pass
+        self.compared: Tensor | None = None  # the checksum in this pass
 
     def admit(self, call: Call, agreement: Agreement) -> None:
         self.compared = None
@@ -107,7 +108,7 @@ def has_fsdp1(view: ModelView) -> bool:
     state = AcceleratorState._shared_state
     if state.get("distributed_type") == DistributedType.FSDP and state["fsdp_plugin"].fsdp_version == 1:
         return True
-    return view.has_fsdp1
+    return any(isinstance(module, FullyShardedDataParallel) for module in view.modules)
 
 
 def refuse_partitioned(module: nn.Module, asked: str) -> None:
@@ -126,10 +127,10 @@ def _is_replicated(parameter: nn.Parameter) -> bool:
     return not (isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") or parameter.is_meta)
 
 
-def _checksum(parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
+def _checksum(parameters: Mapping[str, nn.Parameter]) -> Tensor:
     """Returns a checksum of names, shapes, dtypes and values: a scalar `torch.LongTensor`, which the host need not wait
     for."""
-    text, sums = "", dict[torch.device, list[torch.Tensor]]()
+    text, sums = "", dict[torch.device, list[Tensor]]()
     for name, parameter in parameters.items():
         text += f"{name}{tuple(getattr(parameter, 'ds_shape', parameter.shape))}{parameter.dtype}"
         if _is_replicated(parameter):

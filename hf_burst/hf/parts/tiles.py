@@ -16,7 +16,7 @@ from ..models.cut_point import reader_of
 from ..models.recurrent import recurrent_modules
 from ..models.support import is_attention
 from ..overrides import Override
-from ..view import ModelView, children_of, inner_modules
+from ..view import ModelView, children_of, hooks_of, inner_modules
 from .base import Part
 from .expert_ranks import weights_of_experts
 
@@ -138,8 +138,7 @@ def _visible_obstacle(module: nn.Module) -> str:
     for inner in inner_modules(module):
         if len({name for layer in getattr(inner, "adapter_layer_names", ()) for name in getattr(inner, layer, {})}) > 1:
             return "it has several adapters, of which another may be set before the backward pass"
-        hooks = inner._forward_pre_hooks or inner._forward_hooks or inner._backward_pre_hooks or inner._backward_hooks
-        if hooks and inner is not module:  # such as hooks of an FSDP2 unit, which see all tokens at once
+        if hooks_of(inner) and inner is not module:  # such as hooks of an FSDP2 unit, which see all tokens at once
             return f"a {type(inner).__name__} in it has hooks"
     return ""
 
