@@ -6,8 +6,8 @@ is_within          when the decoder is called alone: an interrupted call of the 
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
+from traceback import walk_stack
 from typing import Any
 
 _MAKING = ("create_accelerator_and_postprocess",)  # the Trainer method that makes its accelerator
@@ -18,7 +18,9 @@ _METRICS = ("compute_metrics", "preprocess_logits_for_metrics")
 
 def within_compiled() -> bool:
     """Returns whether torch.compile runs the caller, whatever was compiled."""
-    return any(frame.f_code.co_name == "compile_wrapper" for frame in _frames())  # of torch._dynamo
+    return any(
+        frame.f_code.co_name == "compile_wrapper" for frame, _ in walk_stack(sys._getframe())
+    )  # of torch._dynamo
 
 
 def trainer_being_made() -> Any | None:
@@ -31,7 +33,7 @@ def trainer_among(methods: tuple[str, ...]) -> tuple[Any | None, tuple[str, ...]
     prediction inside."""
     module: Any = sys.modules.get("transformers.trainer")  # no Trainer runs before this import
     readers = tuple[str, ...]()
-    for frame in _frames() if module is not None else ():
+    for frame, _ in walk_stack(sys._getframe()) if module is not None else ():
         name = frame.f_code.co_name
         if name in methods and isinstance(trainer := frame.f_locals.get("self"), module.Trainer):
             return trainer, readers
@@ -43,13 +45,5 @@ def trainer_among(methods: tuple[str, ...]) -> tuple[Any | None, tuple[str, ...]
 
 def is_within(holds: Callable[[Any], bool]) -> bool:
     """Returns whether a module that satisfies `holds` is being called."""
-    calls = (frame.f_locals.get("self") for frame in _frames() if frame.f_code.co_name == "_call_impl")
-    return any(map(holds, calls))
-
-
-def _frames() -> Iterator[FrameType]:
-    """Yields the frames of active calls, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    frames = (frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code.co_name == "_call_impl")
+    return any(holds(frame.f_locals.get("self")) for frame in frames)

@@ -11,7 +11,7 @@
     run         the model
     after       outputs of this rank's tokens become outputs of the batch
 
-Each value is frozen: only the stage that makes it writes it.
+Each value is frozen: only the stage that makes it writes it. Parts add to the call's [`Agreement`] until ranks agree.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,6 +40,22 @@ from .spread.where import Where
 from .view import ModelView
 
 
+@dataclass
+class Agreement:
+    """What must be equal on all ranks that share the batch, see `ContextGroup.agree`."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    checksums: dict[str, Tensor] = field(default_factory=dict)  # scalars, for which nobody waits before
+    advice: dict[str, str] = field(default_factory=dict)  # what to do if the ranks differ in a fact or a checksum
+    seed: int = 0  # of dropout; the first rank's counts
+
+    def add(self, name: str, value: Any, advice: str = "") -> None:
+        """Adds a fact, or a checksum if it is a tensor, and what to do if the ranks differ in it."""
+        (self.checksums if isinstance(value, Tensor) else self.facts)[name] = value
+        if advice:
+            self.advice[name] = advice
+
+
 class Question(NamedTuple):
     """What is asked of a pass: logits and a loss, a number for each token in their place, or embeddings."""
 
@@ -61,7 +77,8 @@ class Call:
     task: Task
     given: Mapping[str, Any]  # the arguments of the model by name
     compiled: bool  # whether torch.compile runs the pass, or a module in it
-    asked: Question = LOSS
+    agreement: Agreement
+    asked: Question
 
     @property
     def needs_states(self) -> bool:
@@ -112,14 +129,14 @@ class Call:
     def sharing(self) -> tuple[dist.ProcessGroup, ...]:
         """Process groups over which FSDP2 shards weights and that have ranks outside the batch's group. All of these
         ranks must call their collectives in one order, whatever batch a rank has."""
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == self.group.size:
+        if not dist.is_initialized() or dist.get_world_size() == self.group.size:
             return ()
         meshes = {weight.device_mesh for weight in self.model.parameters() if isinstance(weight, DTensor)}
         groups = {group.group_name: group for mesh in meshes for group in mesh.get_all_groups()}
         members = set(self.group.members) or {dist.get_rank()}
-        ranks = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
-        order = sorted((own, name) for name, own in ranks.items() if not set(own) <= members)  # the same on all ranks
-        return tuple(groups[name] for _, name in order)
+        ranks = dist.get_process_group_ranks
+        outside = [group for group in groups.values() if not members.issuperset(ranks(group))]
+        return tuple(sorted(outside, key=lambda group: (ranks(group), group.group_name)))  # the same on all ranks
 
     def largest(self, numbers: Sequence[float], of_all: bool = True) -> list[float]:
         """Returns the largest of each number over the ranks that share the batch and, if `of_all`, over those that
@@ -165,22 +182,6 @@ class Checkpoints:
     count: int = 0  # of layers that do
     repeatable: bool = False  # whether all layers do, and can run again for their output alone
     selective: bool = False  # whether some use the user's `context_fn`, which may save outputs of operators
-
-
-@dataclass
-class Agreement:
-    """What must be equal on all ranks that share the batch, see `ContextGroup.agree`."""
-
-    facts: dict[str, Any] = field(default_factory=dict)
-    checksums: dict[str, Tensor] = field(default_factory=dict)  # scalars, for which nobody waits before
-    advice: dict[str, str] = field(default_factory=dict)  # what to do if the ranks differ in a fact or a checksum
-    seed: int = 0  # of dropout; the first rank's counts
-
-    def add(self, name: str, value: Any, advice: str = "") -> None:
-        """Adds a fact, or a checksum if it is a tensor, and what to do if the ranks differ in it."""
-        (self.checksums if isinstance(value, Tensor) else self.facts)[name] = value
-        if advice:
-            self.advice[name] = advice
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, ver
         patch.remove(view)
         raise
     setattr(base, PATCH, patch)
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         watch_of_process()  # another rank may come to the first pass alone
     return model
 
@@ -295,10 +295,10 @@ class _Patch:
         changed = not self.view.is_of(modules)
         view = ModelView(module) if changed else self.view
         group = resolve_group(self.group)
-        call = Call(view, group, self.config, self.task, given, compiled or within_compiled(), self.asked)
         mode = "training" if module.training else "evaluation"
         doing = f"forward pass {self.passes} of {type(module).__name__} in {mode}"
         agreement = Agreement({"served by": self.verdict, "mode": mode, **self.asked.facts})
+        call = Call(view, group, self.config, self.task, given, compiled or within_compiled(), agreement, self.asked)
         if self.config.schedule == "auto" and group.size > 1:  # graphs take another schedule, see `with_schedule`
             agreement.add("compiled", call.compiled, _COMPILED)
         if not resources_of(group).knows_hosts:  # all ranks must have arrived before any asks for hosts
@@ -309,7 +309,7 @@ class _Patch:
             if error is None:
                 if changed:
                     self.look(view)
-                batch = self._batch(call, agreement)
+                batch = self._batch(call)
         except Exception as problem:
             error = problem
         compared = agreement.checksums, agreement.advice, doing, agreement.seed
@@ -320,16 +320,16 @@ class _Patch:
         memory = self.memory.choose(call, batch, checkpoints)
         return ForwardPass(call, batch, checkpoints, memory, labels, seed, self.tokens.for_layers(call, batch, memory))
 
-    def _batch(self, call: Call, agreement: Agreement) -> Batch:
+    def _batch(self, call: Call) -> Batch:
         """Returns what this rank computes of a call, after all parts have admitted and checked it."""
         if call.group.size > 1:  # all ranks meet here for the first time, so before any can fail
             resources_of(call.group).topology(call.device)
         check_joined()
         for part in self.parts:
-            part.admit(call, agreement)
-        batch = self.tokens.cut(call, agreement)
+            part.admit(call)
+        batch = self.tokens.cut(call)
         for part in self.parts:
-            part.check(call, batch, agreement)
+            part.check(call, batch)
         return batch
 
     def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 
 from ...errors import ConfigError
 from ..attention import ARRIVED
-from ..forward_pass import Agreement, Call, ForwardPass
+from ..forward_pass import Call, ForwardPass
 from ..models.bypassed import attention_modules, forward_name
 from ..models.cut_point import reader_of
 from ..models.recurrent import is_recurrent, recurrent_modules
@@ -28,9 +28,9 @@ class Arrivals(Part):
         handles = [module.register_forward_hook(self._attended) for module in _attending(view)]
         return handles + [layer.register_forward_hook(self._passed) for layer in view.layers if _stateful(layer)]
 
-    def admit(self, call: Call, agreement: Agreement) -> None:
+    def admit(self, call: Call) -> None:
         names = set(map(forward_name, _attending(call.view)))
-        agreement.add("forward of attention", sorted(names), "Replace or wrap it on all ranks, or on none.")
+        call.agreement.add("forward of attention", sorted(names), "Replace or wrap it on all ranks, or on none.")
 
     def begin(self, run: ForwardPass) -> None:
         self.under_way, self.ran = True, run.call.compiled

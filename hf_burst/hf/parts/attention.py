@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import ConfigError
 from ..attention import NAME, register
-from ..forward_pass import Agreement, Call
+from ..forward_pass import Call
 from ..models.bypassed import check_attention_functions
 from ..models.cut_point import reader_of
 from ..models.support import has_attention
@@ -57,7 +57,7 @@ class Attention(Part):
                 config._attn_implementation_internal = NAME
         return ()
 
-    def admit(self, call: Call, agreement: Agreement) -> None:
+    def admit(self, call: Call) -> None:
         reader = reader_of(call.view).root
         if self.attends and reader.config._attn_implementation != NAME:
             raise ConfigError(

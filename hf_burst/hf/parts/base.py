@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from ..forward_pass import Agreement, Batch, Call, ForwardPass
+from ..forward_pass import Batch, Call, ForwardPass
 from ..view import ModelView
 
 Handles = Sequence[RemovableHandle]
@@ -32,14 +32,14 @@ class Part:
         as `admit` may."""
         return ()
 
-    def admit(self, call: Call, agreement: Agreement) -> None:
-        """Raises for what is not served, and adds the facts on which the ranks must agree.
+    def admit(self, call: Call) -> None:
+        """Raises for what is not served, and adds the facts on which the ranks must agree to `call.agreement`.
 
         Every error here reaches all ranks. Parts must not communicate. `remove` must restore what they change in the
         model, except overrides.
         """
 
-    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
+    def check(self, call: Call, batch: Batch) -> None:
         """Does the same for what this rank computes of the batch."""
 
     def begin(self, run: ForwardPass) -> None:

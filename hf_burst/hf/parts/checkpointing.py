@@ -25,7 +25,7 @@ from ...layers.offload import SavedByLayer, detached_leaf, saved_in_place
 from ...plan.layer_sizes import keeping
 from ...plan.memory_levels import HOST_ROOM
 from ..context import CheckpointedRun, current
-from ..forward_pass import Agreement, Batch, Call, Checkpoints, ForwardPass
+from ..forward_pass import Batch, Call, Checkpoints, ForwardPass
 from ..models.layer_sizes import dtype_of_states, layer_sizes
 from ..view import ModelView
 from .base import Part
@@ -63,7 +63,7 @@ class Checkpointing(Part):
         self.output: tuple[torch.Tensor, Place] | None = None
         self.hook: RemovableHandle | None = None  # of the embeddings, in this pass
 
-    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
+    def check(self, call: Call, batch: Batch) -> None:
         memory, trains = call.config.memory_settings, call.learns
         share, offloading = memory.attention_keep, memory.activation_offloading
         if trains and self.host is not None and self.host.refused is not None:
@@ -93,7 +93,7 @@ class Checkpointing(Part):
             ),
         )
         keep = sum(function.options.get("use_reentrant") is False for function in wrapped if share)
-        agreement.add("activation checkpointing", f"{len(wrapped)} modules, {keep} of them keep attention")
+        call.agreement.add("activation checkpointing", f"{len(wrapped)} modules, {keep} of them keep attention")
         self.count = len(wrapped)
 
     def begin(self, run: ForwardPass) -> None:

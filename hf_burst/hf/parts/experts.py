@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ...errors import UnsupportedModelError
 from ...ranks.collectives import group_sum
 from ..context import PASS_KEY
-from ..forward_pass import Agreement, Call, ForwardPass
+from ..forward_pass import Call, ForwardPass
 from ..view import ModelView
 from .base import Handles, Part
 
@@ -30,9 +30,9 @@ class RouterLogits(Part):
             return ()
         return [view.root.base_model.register_forward_hook(self._catch, with_kwargs=True)]
 
-    def admit(self, call: Call, agreement: Agreement) -> None:
+    def admit(self, call: Call) -> None:
         asked = call.given.get("output_router_logits")
-        agreement.add("router logits", asked)
+        call.agreement.add("router logits", asked)
         check_balance(call.model, asked)
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ...errors import BatchError
 from ..batches.cutting import kept_tokens
-from ..forward_pass import Agreement, Batch, Call, ForwardPass
+from ..forward_pass import Batch, Call, ForwardPass
 from ..spread.value import PutOffHead, Spread, check_head_again, needs_logits
 from ..view import is_partitioned
 from .base import Part
@@ -41,8 +41,8 @@ class Head(Part):
         self.about = ""  # why deferred logits may not be gathered
         self.kept: Tensor | None = None  # where each kept token stands among this rank's tokens, or -1
 
-    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
-        agreement.add("hidden states", bool(call.given.get("output_hidden_states")))
+    def check(self, call: Call, batch: Batch) -> None:
+        call.agreement.add("hidden states", bool(call.given.get("output_hidden_states")))
         if call.needs_states:
             return
         if call.asked.answer is not None:
@@ -58,8 +58,8 @@ class Head(Part):
             self.kept = batch.lies.local[tokens]
         self.logits = self._fate(call, batch)
         head = None if self.logits == "show" else call.model.get_output_embeddings()
-        agreement.add("hooks on the head", head is not None and needs_logits(head))
-        agreement.facts |= {"logits to keep": tokens, "logits": self.logits}
+        call.agreement.add("hooks on the head", head is not None and needs_logits(head))
+        call.agreement.facts |= {"logits to keep": tokens, "logits": self.logits}
 
     def begin(self, run: ForwardPass) -> None:
         if run.call.needs_states:

@@ -11,7 +11,7 @@ from ...ranks.collectives import gather_stacked
 from ...ranks.group import ContextGroup
 from ..batches.documents import TOKEN_KEYS, batch_shape, tokens_of
 from ..batches.sharded import checksum
-from ..forward_pass import Agreement, Batch, Call, ForwardPass
+from ..forward_pass import Batch, Call, ForwardPass
 from ..sharded_cache import ShardedCache
 from .base import Part
 
@@ -23,11 +23,11 @@ class KeyCache(Part):
     """Lets the cache of a pass store the keys of the prompt. Copies of a prompt in the batch, as for beams, are read
     once."""
 
-    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
+    def check(self, call: Call, batch: Batch) -> None:
         layout, held = batch.layout, call.cache is not None
         if held and any(stop < layout.length - layout.padding for _, stop in layout.real):
             raise BatchError("Prompts are padded on the right. Pad on the left: tokenizer.padding_side = 'left'.")
-        agreement.add("a cache over ranks", held)
+        call.agreement.add("a cache over ranks", held)
 
     def begin(self, run: ForwardPass) -> None:
         if run.call.cache is not None:

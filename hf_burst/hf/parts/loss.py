@@ -11,7 +11,7 @@ from ...layers.loss import IGNORE_INDEX, rows_by_weight
 from ...ranks.collectives import group_sum
 from ...ranks.group import ContextGroup
 from ..context import PASS_KEY
-from ..forward_pass import LOSS, Agreement, Call, ForwardPass
+from ..forward_pass import LOSS, Call, ForwardPass
 from ..groups import resolve_group
 from ..models.bypassed import forward_name
 from ..models.task import calls_loss_function, computes_loss, task_of
@@ -46,17 +46,17 @@ class Loss(Part):
         if not self.reads:
             computes_loss(view).loss_function = self.compute
 
-    def admit(self, call: Call, agreement: Agreement) -> None:
+    def admit(self, call: Call) -> None:
         if not self.reads and computes_loss(call.view).loss_function != self.compute:
             raise ConfigError(
                 "The loss function of the model was changed after it was patched. Unpatch it first, then change it."
             )
         forward = forward_name(call.model)
-        agreement.add("forward of the model", forward, "Replace or wrap it on all ranks, or on none.")
+        call.agreement.add("forward of the model", forward, "Replace or wrap it on all ranks, or on none.")
         if forward.startswith("liger_kernel."):
             raise ConfigError(_PAST_US.format(forward))
         self.items = None if call.items is None else float(call.items)
-        agreement.add(_ITEMS, self.items)
+        call.agreement.add(_ITEMS, self.items)
 
     def begin(self, run: ForwardPass) -> None:
         items, tokens = self.items, run.labels

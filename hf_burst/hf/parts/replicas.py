@@ -16,7 +16,7 @@ from ...config import BurstConfig
 from ...errors import ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..batches.sharded import sum_of_octets
-from ..forward_pass import Agreement, Call, ForwardPass
+from ..forward_pass import Call, ForwardPass
 from ..view import ModelView, is_partitioned
 from .base import Part
 
@@ -48,7 +48,7 @@ class Replicas(Part):
         self.settled = False  # whether an update was seen
         self.compared: Tensor | None = None  # the checksum in this pass
 
-    def admit(self, call: Call, agreement: Agreement) -> None:
+    def admit(self, call: Call) -> None:
         self.compared = None
         if call.group.size == 1:
             return
@@ -62,7 +62,7 @@ class Replicas(Part):
             self.key, self.first, self.settled = key, None, False
         if not (self.settled or (self.first is not None and not learns) or has_fsdp1(call.view)):
             self.compared = _checksum(dict(call.model.named_parameters()))
-            agreement.add(WEIGHTS, self.compared, _AT_FIRST if self.first is None else _UPDATED)
+            call.agreement.add(WEIGHTS, self.compared, _AT_FIRST if self.first is None else _UPDATED)
 
     def begin(self, run: ForwardPass) -> None:
         if self.compared is not None:
@@ -79,7 +79,9 @@ def check_averaged(view: ModelView, trained: list[nn.Parameter], group: ContextG
     meshes = {parameter.device_mesh for parameter in trained if isinstance(parameter, DTensor)}
     averaged += [mesh.mesh.flatten().tolist() for mesh in meshes]
     deepspeed = AcceleratorState._shared_state.get("distributed_type") == DistributedType.DEEPSPEED
-    known = averaged or any(map(_is_hooked, trained)) or deepspeed or has_fsdp1(view) or view.units_of_fsdp2
+    # functions that get a parameter's gradient may average it
+    hooked = any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in trained)
+    known = averaged or hooked or deepspeed or has_fsdp1(view) or view.units_of_fsdp2
     few = next((ranks for ranks in averaged if not members <= set(ranks)), [])
     ConfigError.refuse(
         (
@@ -96,11 +98,6 @@ def check_averaged(view: ModelView, trained: list[nn.Parameter], group: ContextG
             "say so: patch_model(model, hf_burst.BurstConfig(gradients='manual')).",
         ),
     )
-
-
-def _is_hooked(parameter: nn.Parameter) -> bool:
-    """Returns whether a function gets the parameter's gradient, and may average it."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def has_fsdp1(view: ModelView) -> bool:

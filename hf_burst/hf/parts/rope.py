@@ -12,7 +12,7 @@ from torch import nn
 from ...errors import UnsupportedModelError
 from ..admission import LAYERS
 from ..batches.sharded import LAYOUT_KEY, ShardedBatch, longest_position
-from ..forward_pass import Agreement, Batch, Call
+from ..forward_pass import Batch, Call
 from ..view import ModelView
 from .base import Handles, Part
 
@@ -29,7 +29,7 @@ class LongestPosition(Part):
         appends = [module.register_forward_pre_hook(self._append, with_kwargs=True) for module in self.rotary]
         return appends + [module.register_forward_hook(self._cut) for module in self.rotary]
 
-    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
+    def check(self, call: Call, batch: Batch) -> None:
         rotary = list(filter(follows_length, self.rotary))
         if not rotary:
             return
@@ -41,7 +41,7 @@ class LongestPosition(Part):
             )
         about: ShardedBatch | None = call.given.get(LAYOUT_KEY)
         self.longest = longest_position(call.given) if about is None else about.longest
-        agreement.add("longest position", self.longest)
+        call.agreement.add("longest position", self.longest)
 
     def end(self) -> None:
         self.longest = None  # the next call may hold a whole sequence

@@ -13,7 +13,7 @@ from ..batches.cutting import kept_tokens
 from ..batches.documents import batch_shape, real_tokens
 from ..batches.joining import Joined, fit, join_texts, obstacle_in
 from ..batches.modalities import same_for_every_text
-from ..forward_pass import Agreement, Call
+from ..forward_pass import Call
 from ..models.cut_point import cut_path, reader_of, sees_blocks
 from ..view import ModelView, hooks_of
 from .recurrence import NO_FORKS, forks
@@ -34,9 +34,7 @@ class SharedBeginnings:
     def __init__(self) -> None:
         self.logged: set[str] = set()  # logged once
 
-    def join(
-        self, call: Call, agreement: Agreement, positions: Callable[[Mapping[str, Any]], Tensor | None]
-    ) -> Joined | None:
+    def join(self, call: Call, positions: Callable[[Mapping[str, Any]], Tensor | None]) -> Joined | None:
         """Returns the texts of a batch as one row; `None` if that is not possible, or saves too little. `positions`
         returns the model's own position ids for a batch, or `None` if they count from 0."""
         given, asked = call.given, call.config.share_prefixes
@@ -51,7 +49,7 @@ class SharedBeginnings:
         if joined is None or (asked == "auto" and joined.tokens > (1 - _SAVED) * joined.given_tokens):
             return None
         hooked = _hooked(call.view)
-        agreement.add("hooks that may have a value for each row", hooked, _HOOKS)
+        call.agreement.add("hooks that may have a value for each row", hooked, _HOOKS)
         obstacle = obstacle or hooked
         if obstacle:
             self._log(obstacle, f"Rows that begin alike are computed one by one: {obstacle}.")

@@ -16,7 +16,7 @@ from ...numerics import accumulation_dtype
 from ...ranks.collectives import group_sum
 from ...ranks.layout import SequenceLayout
 from ..batches.cutting import check_padding
-from ..forward_pass import Agreement, Batch, Call, ForwardPass
+from ..forward_pass import Batch, Call, ForwardPass
 from ..models.cut_point import reader_of
 from ..spread.value import Spread
 from ..spread.where import Where
@@ -82,7 +82,7 @@ class States(Part):
             handles.append(pooler.register_forward_pre_hook(self._pooled))
         return handles
 
-    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
+    def check(self, call: Call, batch: Batch) -> None:
         if not call.needs_states:
             return
         if call.group.size > 1:

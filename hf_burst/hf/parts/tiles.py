@@ -78,7 +78,10 @@ class TiledForward(Override):
         """Returns why the module is not computed in tiles, or an empty string."""
         found = _visible_obstacle(self.module)
         if not found:
-            form = torch.is_inference_mode_enabled(), list(map(_form, inner_modules(self.module)))
+            # what the result depends on, beside weights
+            inner = inner_modules(self.module)
+            forms = [(type(each), each.training, type(vars(each).get("forward"))) for each in inner]
+            form = torch.is_inference_mode_enabled(), forms
             if self.tried is None or self.tried[0] != form:
                 self.tried = form, obstacle_to_tiles(self.module, forward, inputs, tile)
             found = self.tried[1]
@@ -141,8 +144,3 @@ def _visible_obstacle(module: nn.Module) -> str:
         if hooks_of(inner) and inner is not module:  # such as hooks of an FSDP2 unit, which see all tokens at once
             return f"a {type(inner).__name__} in it has hooks"
     return ""
-
-
-def _form(module: nn.Module) -> tuple[Any, ...]:
-    """Returns what a module's result depends on, beside its weights."""
-    return type(module), module.training, type(vars(module).get("forward"))

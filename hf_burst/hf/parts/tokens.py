@@ -20,7 +20,7 @@ from ..batches.joining import Joined
 from ..batches.modalities import SAME_MODALITIES, check_modalities, values_besides_text
 from ..batches.sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard, sum_of_bits
 from ..context import PASS_KEY, LaidTokens, ShardedPass, change_pass
-from ..forward_pass import LOSS, Agreement, Batch, Call
+from ..forward_pass import LOSS, Batch, Call
 from ..models.cut_point import cut_path, modalities_of
 from ..models.support import layer_patterns
 from ..models.task import task_named
@@ -120,19 +120,19 @@ class Tokens(Part):
             return ()
         return [inner.register_forward_pre_hook(self._cut_inside, prepend=True, with_kwargs=True)]
 
-    def cut(self, call: Call, agreement: Agreement) -> Batch:
+    def cut(self, call: Call) -> Batch:
         """Returns what this rank computes of a call's batch, and adds facts that describe the batch."""
         if is_sharded(call.given):
-            batch = self._take_shard(call, agreement)
+            batch = self._take_shard(call)
         else:
-            batch = self._cut(call, self.beginnings.join(call, agreement, self.learned.make), agreement)
+            batch = self._cut(call, self.beginnings.join(call, self.learned.make))
         vocabulary = call.model.config.get_text_config().vocab_size
         labels = {"labels": None} if call.task.reads else {}  # these are of another kind
         check_ranges({**batch.inputs, **labels}, vocabulary, self.segments, self.learned.limits)
         layout = batch.layout
         documents = layout.documents
-        agreement.advice["shared beginnings"] = _SAME_SHARING
-        agreement.facts |= {
+        call.agreement.advice["shared beginnings"] = _SAME_SHARING
+        call.agreement.facts |= {
             "batch": f"{layout.batch_size} x {layout.length - layout.padding} tokens",
             "documents": f"{sum(map(len, documents)) - layout.batch_size} (checksum {hash(documents):x})",
             "shared beginnings": f"{sum(map(bool, layout.parents))} (checksum {hash(layout.parents):x})",
@@ -159,7 +159,7 @@ class Tokens(Part):
             batch.way,
         )
 
-    def _take_shard(self, call: Call, agreement: Agreement) -> Batch:
+    def _take_shard(self, call: Call) -> Batch:
         """Returns the batch of a call that arrived sharded."""
         name = type(call.model).__name__
         if self.cut_path and (modalities_of(call.model.config) or call.asked.pooling is None):
@@ -181,29 +181,29 @@ class Tokens(Part):
                 "batches (no BurstCollator).",
             ),
         )
-        agreement.add(CONTENT, about.fingerprint)
+        call.agreement.add(CONTENT, about.fingerprint)
         targets = call.given.get(call.task.targets)
         inputs = {key: value for key, value in call.given.items() if key != LAYOUT_KEY} | {"labels": targets}
         lies = Where(layout, call.group, share=self.streams.share)
         return Batch(call.given, lies, True, inputs, way_of(call, layout), targets)
 
-    def _cut(self, call: Call, joined: Joined | None, agreement: Agreement) -> Batch:
+    def _cut(self, call: Call, joined: Joined | None) -> Batch:
         """Cuts a full batch: its targets here, its token inputs here or at the cut point."""
         given = call.given if joined is None else row_of_texts(joined, call)
         row, parents = (given, ()) if joined is None else (joined.batch, (joined.parents,))
         patterns, rank = layer_patterns(call.model.config, call.task), call.group.rank
         layout = layout_of(row, call.config, call.group.size, call.task, patterns, sizes_to_cut(call), parents)
-        self._check_images(call, given, layout, agreement)
+        self._check_images(call, given, layout)
         labelled = row if "labels" in given else {}
         inputs = {**given, **cut_targets(labelled, layout, rank, call.task)}
-        self._add_content(call, agreement)
+        self._add_content(call)
         if not self.cut_path:
             inputs = cut_inputs(inputs, layout, rank, self.learned.make(given))
         targets = inputs.get(call.task.targets)
         lies = Where(layout, call.group, joined, self.streams.share)
         return Batch(given, lies, False, inputs, way_of(call, layout), targets)
 
-    def _check_images(self, call: Call, given: Mapping[str, Any], layout: SequenceLayout, agreement: Agreement) -> None:
+    def _check_images(self, call: Call, given: Mapping[str, Any], layout: SequenceLayout) -> None:
         """Raises for images and sound that are not served, and for prefixes that a cut would divide."""
         wraps = self.cut_path and modalities_of(call.model.config)
         if not wraps and given.get("pixel_values") is None:  # Chameleon has its images inside
@@ -212,9 +212,9 @@ class Tokens(Part):
         types = given.get("token_type_ids")
         if self.text_type and types is not None:
             check_prefixes(types, layout, call.model.config.get_text_config())
-        agreement.add("images and sound", held, SAME_MODALITIES)
+        call.agreement.add("images and sound", held, SAME_MODALITIES)
 
-    def _add_content(self, call: Call, agreement: Agreement) -> None:
+    def _add_content(self, call: Call) -> None:
         """Adds a checksum of the batch to the facts: of all texts, because a joined row does not show them."""
         if call.group.size == 1:
             return
@@ -223,7 +223,7 @@ class Tokens(Part):
         others = [*values_besides_text(given), *([] if kinds is None else [kinds])]
         for values in others if self.cut_path or call.task.reads else ():
             content = content * 3 + sum_of_bits(values).to(content.device)
-        agreement.add(CONTENT, content)
+        call.agreement.add(CONTENT, content)
 
     @torch.compiler.disable
     def _cut_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

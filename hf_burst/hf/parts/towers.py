@@ -14,7 +14,7 @@ from ...ranks.collectives import all_gather
 from ...ranks.group import ContextGroup
 from ..admission import row_of
 from ..context import current, entered
-from ..forward_pass import Agreement, Call, ForwardPass, random_rates
+from ..forward_pass import Call, ForwardPass, random_rates
 from ..overrides import Override
 from ..view import ModelView, inner_modules
 from .base import Handles, Part
@@ -53,7 +53,7 @@ class Towers(Part):
                 kind.put(owner, how)
         return ()
 
-    def admit(self, call: Call, agreement: Agreement) -> None:
+    def admit(self, call: Call) -> None:
         """Checks that pixels are of images, and that no noise is added to sound: each rank would draw its own."""
         name, config, given = type(call.model).__name__, call.model.config, call.given
         if any(isinstance(given.get(pixels), Tensor) and not len(given[pixels]) for pixels in _PIXELS):
