@@ -19,7 +19,7 @@ from ..attention.shared_keys import Exchange, Expand, Keys, attend_to_shared, ex
 from ..errors import UnsupportedModelError
 from ..kernels import Scores
 from ..plan import MaskPattern
-from ..ranks.collectives import all_gather
+from ..ranks.collectives import group_sum
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
 
@@ -83,7 +83,7 @@ class Filling:
         own = ((places >= 0) & (places < size)).nonzero().flatten()
         part = inputs.new_zeros(*inputs.shape[:2], size)
         part[..., places[own].to(inputs.device)] = inputs[..., own.to(inputs.device)]
-        return torch.stack(all_gather(part, group)).sum(0)  # only one rank is nonzero at each place
+        return group_sum(part, group)  # only one rank is nonzero at each place
 
 
 class _Lent(int):

@@ -18,9 +18,8 @@ _METRICS = ("compute_metrics", "preprocess_logits_for_metrics")
 
 def within_compiled() -> bool:
     """Returns whether torch.compile runs the caller, whatever was compiled."""
-    return any(
-        frame.f_code.co_name == "compile_wrapper" for frame, _ in walk_stack(sys._getframe())
-    )  # of torch._dynamo
+    names = (frame.f_code.co_name for frame, _ in walk_stack(sys._getframe()))
+    return "compile_wrapper" in names  # of torch._dynamo
 
 
 def trainer_being_made() -> Any | None:

@@ -18,6 +18,7 @@ from ..plan import MaskPattern
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
 from .answer import Answer, Filling, Fixed, ShardedLayer, Stepping, layer_of
+from .batches.documents import check_shape
 
 
 class ShardedCache(Cache):
@@ -75,11 +76,8 @@ class ShardedCache(Cache):
         prompts = answer.prompt.rows
         if rows % prompts:
             raise BatchError(f"The cache holds {prompts} prompts, and a batch of {rows} rows was given.")
-        if shown is not None and tuple(shown.shape) != (rows, length + new):
-            raise BatchError(
-                f"attention_mask has shape {tuple(shown.shape)}; behind {length} tokens in the cache it must be "
-                f"({rows}, {length + new})."
-            )
+        if shown is not None:
+            check_shape("attention_mask", shown, (rows, length + new), f" behind {length} tokens in the cache")
         before = answer.prompt.shown
         before = before.repeat_interleave(rows // len(before), 0)
         if answer.new is not None:

@@ -30,14 +30,12 @@ class ModelView:
     belongs to no model."""
 
     def __init__(self, root: nn.Module) -> None:
-        named = list(root.named_modules())
-        self.paths = [path for path, _ in named]
-        self._modules = [weakref.ref(module) for _, module in named]
+        self._known = [(path, weakref.ref(module)) for path, module in root.named_modules()]
         self._found: dict[Any, Any] = {}
 
     @property
     def root(self) -> Any:
-        root = self._modules[0]()
+        root = self._known[0][1]()
         if root is None:
             raise ConfigError("The model of this view is gone. Keep the model.")
         return root
@@ -50,7 +48,7 @@ class ModelView:
     @property
     def named(self) -> list[tuple[str, nn.Module]]:
         """All modules with their paths."""
-        pairs = zip(self.paths, [self.root, *(known() for known in self._modules[1:])], strict=True)
+        pairs = [("", self.root), *((path, known()) for path, known in self._known[1:])]
         return [(path, module) for path, module in pairs if module is not None]
 
     @property
@@ -88,11 +86,11 @@ class ModelView:
     def where(self, holds: Callable[[nn.Module], bool]) -> list[Any]:
         """Returns the modules for which `holds` is true, evaluated once; the view does not keep them alive."""
         places = self._once(holds, lambda: [place for place, module in enumerate(self.modules) if holds(module)])
-        return [module for place in places if (module := self._modules[place]()) is not None]
+        return [module for place in places if (module := self._known[place][1]()) is not None]
 
     def is_of(self, modules: list[nn.Module]) -> bool:
         """Returns whether these are its modules, as [`walk`] returns them."""
-        return [known() for known in self._modules] == modules
+        return [known() for _, known in self._known] == modules
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._found:

@@ -5,7 +5,6 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -90,8 +89,6 @@ def balance_loss(scores: tuple[Tensor, ...], per_token: int, run: ForwardPass) -
         picked = weights.topk(per_token, dim=-1).indices
         counts = counts.index_add(0, picked.flatten(), texts.repeat_interleave(per_token))
         probabilities = probabilities + (weights.float() * texts[:, None]).sum(0)
-    totals = torch.cat([counts, texts.sum()[None] * len(scores)])
-    if run.group.size > 1:
-        dist.all_reduce(totals, group=run.group.process_group)
+    totals = group_sum(torch.cat([counts, texts.sum()[None] * len(scores)]), run.group)
     rows = totals[-1]
     return experts * (totals[:-1] / rows * group_sum(probabilities, run.group) / rows).sum()

@@ -71,13 +71,10 @@ def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> None:
     keep = batch.get("logits_to_keep", 0)
     if isinstance(keep, int) and 0 < keep < new:  # a number would make Gemma 4 slice its mask
         batch["logits_to_keep"] = torch.arange(new - keep, new, device=tokens_of(batch).device)
-    shown = batch.get("attention_mask")
-    if shown is not None and (not isinstance(shown, Tensor) or shown.ndim != 2):
-        raise BatchError("attention_mask must be of shape (batch, tokens) over ranks.")
     group = cache.answer.group
     if not cache.compares and not same_tokens(group, batch):
         group.agree({}, None, tokens_of(batch).device, doing="generate")  # raises the error of the other rank
-    positions = cache.begin_step(rows, new, shown)
+    positions = cache.begin_step(rows, new, batch.get("attention_mask"))
     if batch.get("position_ids") is None and not cache.answer.unpadded:
         batch["position_ids"] = positions.clamp(min=0)  # a model itself would count the padding of other questions
 
