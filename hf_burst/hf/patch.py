@@ -36,7 +36,7 @@ from .parts.adapters import Adapters
 from .parts.arguments import Arguments
 from .parts.arrivals import Arrivals
 from .parts.attention import Attention
-from .parts.base import Part
+from .parts.base import Args, Kwargs, Part
 from .parts.checkpointing import Checkpointing
 from .parts.dropout import DropoutStreams
 from .parts.expert_ranks import ExpertRanks
@@ -239,7 +239,7 @@ class _Patch:
             part.remove(view)
 
     @torch.compiler.disable
-    def before(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, module: PreTrainedModel, args: Args, kwargs: Kwargs) -> Any:
         """Forward pre-hook: runs the stages of `forward_pass.py` up to the model's own forward."""
         _refuse_strange_runs(module)
         self.end()  # an interrupted pass has not called it
@@ -332,7 +332,7 @@ class _Patch:
             part.check(call, batch)
         return batch
 
-    def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def within(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Forward pre-hook of the decoder: handles calls of the decoder alone."""
         if PASS_KEY in kwargs or _generates(module, kwargs) or self.is_called():
             return
@@ -367,7 +367,7 @@ class _Patch:
         self.view = view
 
     @torch.compiler.disable
-    def after(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def after(self, module: PreTrainedModel, args: Args, kwargs: Kwargs, output: Any) -> Any:
         """Forward hook: returns the outputs of the whole batch, in sequence order."""
         context = current()
         if self.run is None:

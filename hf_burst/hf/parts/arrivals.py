@@ -13,7 +13,7 @@ from ..models.cut_point import reader_of
 from ..models.recurrent import is_recurrent, recurrent_modules
 from ..models.support import has_attention
 from ..view import ModelView, inner_modules, own_modules
-from .base import Handles, Part
+from .base import Handles, Outputs, Part
 
 
 class Arrivals(Part):
@@ -37,7 +37,7 @@ class Arrivals(Part):
         for module in (*_attending(run.call.view), *run.call.view.find(recurrent_modules)):
             vars(module)[ARRIVED] = False
 
-    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+    def after(self, run: ForwardPass, outputs: Outputs) -> None:
         view, attending = run.call.view, _attending(run.call.view)
         if self.ran or any(vars(module)[ARRIVED] for module in attending):
             return

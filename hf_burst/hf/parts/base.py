@@ -9,6 +9,9 @@ from ..forward_pass import Batch, Call, ForwardPass
 from ..view import ModelView
 
 Handles = Sequence[RemovableHandle]
+Args = tuple[Any, ...]  # of a call of a module
+Kwargs = dict[str, Any]
+Outputs = dict[str, Any]  # of the model, by name
 
 
 class Part:
@@ -49,7 +52,7 @@ class Part:
         """Returns arguments of the model that replace those of the batch."""
         return {}
 
-    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+    def after(self, run: ForwardPass, outputs: Outputs) -> None:
         """Replaces this rank's outputs, by name, with those of the whole batch."""
 
     def end(self) -> None:

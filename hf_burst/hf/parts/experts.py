@@ -13,7 +13,7 @@ from ...ranks.collectives import group_sum
 from ..context import PASS_KEY
 from ..forward_pass import Call, ForwardPass
 from ..view import ModelView
-from .base import Handles, Part
+from .base import Args, Handles, Kwargs, Outputs, Part
 
 
 class RouterLogits(Part):
@@ -34,7 +34,7 @@ class RouterLogits(Part):
         call.agreement.add("router logits", asked)
         check_balance(call.model, asked)
 
-    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+    def after(self, run: ForwardPass, outputs: Outputs) -> None:
         if not self.scores or outputs.get("aux_loss") is None:
             return
         model: Any = run.model
@@ -47,7 +47,7 @@ class RouterLogits(Part):
     def end(self) -> None:
         self.scores = ()
 
-    def _catch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _catch(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
         if kwargs.get(PASS_KEY) is not None:
             self.scores = getattr(output, "router_logits", None) or ()
 

@@ -14,7 +14,7 @@ from ..batches.cutting import kept_tokens
 from ..forward_pass import Batch, Call, ForwardPass
 from ..spread.value import PutOffHead, Spread, check_head_again, needs_logits
 from ..view import is_partitioned
-from .base import Part
+from .base import Outputs, Part
 from .key_cache import repeated
 from .replicas import refuse_partitioned
 
@@ -80,7 +80,7 @@ class Head(Part):
             return {}
         return {"logits_to_keep": self.kept[self.kept >= 0]}  # a number would make Gemma 4 slice its mask
 
-    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+    def after(self, run: ForwardPass, outputs: Outputs) -> None:
         lies, sharded = run.batch.lies, run.batch.sharded
         if "log_probs" in outputs:
             _gather_fused(run, outputs)
@@ -137,7 +137,7 @@ class Head(Part):
         logger.warning("%s, so they are not gathered and outputs.logits is None.", sentence)
         return "drop"
 
-    def _decide_logits(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+    def _decide_logits(self, run: ForwardPass, outputs: Outputs) -> None:
         lies, logits = run.batch.lies, outputs.pop("logits", None)
         if self.logits == "drop":
             return
@@ -153,7 +153,7 @@ class Head(Part):
             outputs["logits"] = repeated(logits if run.batch.sharded else lies.batch(logits), run.call.cache)
 
 
-def _gather_fused(run: ForwardPass, outputs: dict[str, Any]) -> None:
+def _gather_fused(run: ForwardPass, outputs: Outputs) -> None:
     """Gathers TRL's outputs for `fused_lm_head=True`, one value per token, from which its trainers compute their losses
     without looking at other ranks. In training on a sharded batch they stay local, because `num_items_in_batch` counts
     every label once there. Evaluation has no such number and needs the whole batch."""

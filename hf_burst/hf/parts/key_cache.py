@@ -13,7 +13,7 @@ from ..batches.documents import TOKEN_KEYS, batch_shape, tokens_of
 from ..batches.sharded import checksum
 from ..forward_pass import Batch, Call, ForwardPass
 from ..sharded_cache import ShardedCache
-from .base import Part
+from .base import Outputs, Part
 
 # arguments with one row per row of the batch; copies of a prompt have equal rows
 _BY_ROW = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
@@ -33,7 +33,7 @@ class KeyCache(Part):
         if run.call.cache is not None:
             run.call.cache.begin_prompt(run.batch.layout, run.device)
 
-    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+    def after(self, run: ForwardPass, outputs: Outputs) -> None:
         if run.call.cache is not None:
             run.call.cache.end_prompt()
 

@@ -17,7 +17,7 @@ from ..models.bypassed import forward_name
 from ..models.task import calls_loss_function, computes_loss, task_of
 from ..spread.value import Spread
 from ..view import ModelView
-from .base import Part
+from .base import Outputs, Part
 from .experts import balance_share
 
 _ITEMS = "num_items_in_batch (labels of all ranks: Trainer counts them unless average_tokens_across_devices=False)"
@@ -92,7 +92,7 @@ class Loss(Part):
         cached = run.call.cache is not None  # some models return no cache by default
         return run.call.task.overrides(use_cache=cached or (run.batch.lies.alone and not run.model.training))
 
-    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+    def after(self, run: ForwardPass, outputs: Outputs) -> None:
         if "log_probs" in outputs:  # TRL's output for `fused_lm_head=True`; its trainers look at no other rank
             scores = outputs["log_probs"].flatten()
             if self.weights is not None:

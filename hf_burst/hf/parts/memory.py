@@ -24,7 +24,7 @@ from ..models.layer_sizes import dtype_of_states, layer_sizes
 from ..spread.value import Spread
 from ..view import ModelView
 from .allocator import EXPANDABLE, Reading, RoomForKernels, expand_segments
-from .base import Part
+from .base import Outputs, Part
 from .replicas import takes_weights_apart
 from .towers import seen_in
 
@@ -79,7 +79,7 @@ class MemoryRule(Part):
             memory = replace(memory, tiled_mlp=TILE)
         return memory
 
-    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+    def after(self, run: ForwardPass, outputs: Outputs) -> None:
         """Registers hooks that measure the step when its backward pass has ended."""
         if self.steps and self.latest is not None:
             values = (value.own if isinstance(value, Spread) else value for value in outputs.values())

@@ -22,7 +22,7 @@ from ..models.hybrid import chosen_way, recurrent_sizes
 from ..models.recurrent import functions_of, over_ranks, recurrent_modules
 from ..overrides import Override
 from ..view import ModelView
-from .base import Handles, Part
+from .base import Args, Handles, Kwargs, Part
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class RecurrentForward(Override):
         return self._over_ranks(context, args, kwargs)
 
     @torch.compiler.disable  # it sends messages; the code around it compiles
-    def _over_ranks(self, context: LayerContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _over_ranks(self, context: LayerContext, args: Args, kwargs: Kwargs) -> Any:
         assert context.sharded_pass is not None, "asked before"
         vars(self.module)[ARRIVED] = True
         if self.masks:

@@ -21,7 +21,7 @@ from ..models.cut_point import reader_of
 from ..spread.value import Spread
 from ..spread.where import Where
 from ..view import ModelView
-from .base import Handles, Part
+from .base import Args, Handles, Outputs, Part
 from .replicas import refuse_partitioned
 
 POOLINGS = ("first", "last", "mean")  # of embeddings
@@ -129,7 +129,7 @@ class States(Part):
         if mask is not None and each and labels is not None:
             check_padding((labels != IGNORE_INDEX) & (mask == 0))
 
-    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+    def after(self, run: ForwardPass, outputs: Outputs) -> None:
         if run.call.task.reads and reader_of(run.call.view) is run.call.view:
             outputs["last_hidden_state"] = self._standing_for_all(outputs["last_hidden_state"], run)
         if run.call.asked.pooling:
@@ -141,7 +141,7 @@ class States(Part):
     def _standing_for_all(self, states: Any, run: ForwardPass) -> Any:
         return Spread(states, lies=run.batch.lies) if isinstance(states, Tensor) else states
 
-    def _returned(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _returned(self, module: nn.Module, args: Args, output: Any) -> Any:
         if self.run is None or not self.run.call.task.reads:
             return output
         if isinstance(output, tuple):
@@ -149,7 +149,7 @@ class States(Part):
         output["last_hidden_state"] = self._standing_for_all(output["last_hidden_state"], self.run)
         return output
 
-    def _pooled(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+    def _pooled(self, module: nn.Module, args: Args) -> Any:
         if self.run is None or not self.run.call.task.reads:
             return None
         if not args or args[0].ndim != 3:

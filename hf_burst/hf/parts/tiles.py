@@ -17,7 +17,7 @@ from ..models.recurrent import recurrent_modules
 from ..models.support import is_attention
 from ..overrides import Override
 from ..view import ModelView, children_of, hooks_of, inner_modules
-from .base import Part
+from .base import Args, Kwargs, Part
 from .expert_ranks import weights_of_experts
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class TiledForward(Override):
         return self._tiled(context, args, kwargs) if context and context.tile else self.plain(*args, **kwargs)
 
     @torch.compiler.disable
-    def _tiled(self, context: LayerContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _tiled(self, context: LayerContext, args: Args, kwargs: Kwargs) -> Any:
         inputs, count, names = (*args, *kwargs.values()), len(args), tuple(kwargs)
 
         def forward(*inputs: Tensor) -> Any:  # lives as long as the layer, and must not hold the inputs of the call

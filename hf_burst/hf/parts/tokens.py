@@ -26,7 +26,7 @@ from ..models.support import layer_patterns
 from ..models.task import task_named
 from ..spread.where import Where
 from ..view import ModelView, children_of
-from .base import Handles, Part
+from .base import Args, Handles, Kwargs, Part
 from .dropout import DropoutStreams
 from .recurrence import NO_FORKS, forks, sizes_to_cut, way_of
 from .shared_beginnings import SharedBeginnings, by_place, row_of_texts
@@ -226,7 +226,7 @@ class Tokens(Part):
         call.agreement.add(CONTENT, content)
 
     @torch.compiler.disable
-    def _cut_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _cut_inside(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """Forward pre-hook of a cut point inside the model."""
         if self.run is None:
             return None

@@ -17,7 +17,7 @@ from ..context import current, entered
 from ..forward_pass import Call, ForwardPass, random_rates
 from ..overrides import Override
 from ..view import ModelView, inner_modules
-from .base import Handles, Part
+from .base import Args, Handles, Kwargs, Part
 
 _PIXELS = ("pixel_values", "pixel_values_videos", "high_res_pixel_values")
 _GRIDS = ("image_grid_thw", "video_grid_thw", "image_grid_hw")
@@ -113,7 +113,7 @@ class _SharedEncoder(Override):
         with torch.set_grad_enabled(torch.is_grad_enabled() and learns(self.module, (args, kwargs))):
             return self._encode(args, kwargs)
 
-    def _encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _encode(self, args: Args, kwargs: Kwargs) -> Any:
         """Returns the features of all images, after each rank has encoded some."""
         context = current()
         seen = context and context.sharded_pass
