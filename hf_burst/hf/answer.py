@@ -46,11 +46,6 @@ class Filling:
         own = own[own < length] - torch.tensor(starts, device="cpu")[:, None]
         return cls(layout.batch_size, length, own.clamp(min=-1).to(device), starts, layout)
 
-    @property
-    def shown(self) -> Tensor:
-        """Number of tokens in each row that are not padding, `(rows or 1, 1)`."""
-        return self.length - torch.tensor(self.starts, device=self.positions.device)[:, None]
-
     def take(self, layer: "ShardedLayer", keys: Tensor, values: Tensor) -> None:
         """Stores the keys of this rank's tokens."""
         own = self.positions.shape[1]  # without the tokens that fill the last chunk
@@ -127,7 +122,6 @@ class ShardedLayer(LinearAttentionLayer, CacheLayerMixin):
     """What a rank stores of one layer: its keys, and the states of a recurrent one, which are equal on all ranks."""
 
     is_sliding = is_compileable = is_croppable = False
-    supports_early_init = True
 
     def __init__(self, answer: Answer, convolutions: int = 1, document: Keys | None = None) -> None:
         CacheLayerMixin.__init__(self)
@@ -140,7 +134,6 @@ class ShardedLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores the keys and values of this rank's part of the prompt, or of new tokens, and returns only these."""
-        self.is_initialized = True
         self._latest = weakref.ref(key_states), weakref.ref(value_states)
         assert self.answer.phase is not None, "a pass is under way"
         # under autocast or peft, norms may leave keys in fp32

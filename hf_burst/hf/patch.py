@@ -102,9 +102,9 @@ def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, ver
     base = base_model(model)
     check_adapters(model)
     there: _Patch | None = getattr(base, PATCH, None)
-    if there is not None and (there.config, there.group) == (config, group) and not verdict:
-        return model  # a notebook cell that runs again
     if there is not None:
+        if (there.config, there.group) == (config, group) and not verdict:
+            return model  # a notebook cell that runs again
         raise ConfigError(
             f"The model is patched already, with {there.config} and {there.group}, and now {config} and {group} were "
             "given. Call hf_burst.unpatch_model(model) before patching it anew."

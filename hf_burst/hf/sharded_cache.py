@@ -39,14 +39,14 @@ class ShardedCache(Cache):
         positions = next(keys.positions for keys in layers if keys is not None)
         cache.answer.prompt = Filling(1, length, positions)
         cache.layers += [ShardedLayer(cache.answer, document=document) for document in layers]
-        for layer in cache.layers:
-            layer.is_initialized = True
         return cache
 
     @property
     def is_read(self) -> bool:
         """Whether it holds a prompt that was read."""
         return self.answer.prompt is not None and not isinstance(self.answer.phase, Filling)
+
+    is_initialized = is_read  # as Transformers calls it
 
     @property
     def is_within_pass(self) -> bool:
@@ -72,13 +72,13 @@ class ShardedCache(Cache):
         length = self._length(0)
         if self.is_within_pass:
             raise BatchError("A pass over this cache ended in its middle, so its layers differ. Make a new one.")
-        assert answer.prompt is not None, "it was read"
-        prompts = answer.prompt.rows
-        if rows % prompts:
-            raise BatchError(f"The cache holds {prompts} prompts, and a batch of {rows} rows was given.")
+        prompt = answer.prompt
+        assert prompt is not None, "it was read"
+        if rows % prompt.rows:
+            raise BatchError(f"The cache holds {prompt.rows} prompts, and a batch of {rows} rows was given.")
         if shown is not None:
             check_shape("attention_mask", shown, (rows, length + new), f" behind {length} tokens in the cache")
-        before = answer.prompt.shown
+        before = prompt.length - torch.tensor(prompt.starts, device=prompt.positions.device)[:, None]  # of tokens
         before = before.repeat_interleave(rows // len(before), 0)
         if answer.new is not None:
             before = before + (answer.new >= 0).sum(1, keepdim=True)

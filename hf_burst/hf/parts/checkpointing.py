@@ -120,7 +120,7 @@ class Checkpointing(Part):
 
     def wrap(self, view: ModelView) -> list["_Checkpoint"]:
         """Wraps the functions of all modules that now checkpoint, and returns those of the outermost layers."""
-        functions, of_layers = [], []
+        functions, outermost, inside = [], [], set[int]()
         for module in view.modules:
             for name in (_OF_LAYERS, _OF_WRAPPERS):
                 own = vars(module)
@@ -128,15 +128,12 @@ class Checkpointing(Part):
                     if not isinstance(own[name], _Checkpoint):
                         setattr(module, name, _Checkpoint(own[name], self, module))
                     functions.append(own[name])
-                    if name == _OF_WRAPPERS or isinstance(module, GradientCheckpointingLayer):
-                        of_layers.append(own[name])
+                    layer = name == _OF_WRAPPERS or isinstance(module, GradientCheckpointingLayer)
+                    if layer and id(module) not in inside:  # outermost first
+                        outermost.append(own[name])
+                        inside.update(map(id, view.inside(module)))
         if functions or view.root.training:  # an evaluation may come before the backward pass of a step
             self.selective = any("context_fn" in function.options for function in functions)
-        outermost, inside = [], set[int]()
-        for function in of_layers:  # outermost first
-            if id(function.module) not in inside:
-                outermost.append(function)
-                inside.update(map(id, view.inside(function.module)))
         return outermost or functions  # the model itself has one, too
 
     def layer(self, inputs: Sequence[Any]) -> LayerRun | None:

@@ -94,10 +94,9 @@ class Loss(Part):
 
     def after(self, run: ForwardPass, outputs: Outputs) -> None:
         if "log_probs" in outputs:  # TRL's output for `fused_lm_head=True`; its trainers look at no other rank
-            scores = outputs["log_probs"].flatten()
-            if self.weights is not None:
-                parts = (weight * scores.index_select(0, index) for weight, index in self.weights.items())
-                scores = torch.cat([scores[:0], *parts])
+            scores, counts = outputs["log_probs"], run.batch.lies.counts
+            if counts is not None:
+                scores = scores * counts.to(scores.device)
             loss = batch_loss(-scores.sum(), run, self.items if run.labels else 1)  # 0 and not nan, as in TRL
             if "aux_loss" in outputs:  # already that of the whole batch
                 factor = run.model.config.get_text_config().router_aux_loss_coef * balance_share(run)
