@@ -37,7 +37,7 @@ from .models.task import Task
 from .sharded_cache import ShardedCache
 from .spread.value import Spread
 from .spread.where import Where
-from .view import ModelView
+from .view import ModelView, device_of
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Call:
 
     @property
     def device(self) -> torch.device:
-        return self.view.device
+        return device_of(self.model)
 
     @property
     def learns(self) -> bool:
@@ -109,7 +109,7 @@ class Call:
         return self.given.get("num_items_in_batch")
 
     @cached_property
-    def trainer(self) -> tuple[Any | None, tuple[str, ...]]:
+    def trainer_and_readers(self) -> tuple[Any | None, tuple[str, ...]]:
         """The `Trainer` that runs this epoch or evaluation, and its user's functions that read logits of this pass.
         First asked for within the pass."""
         return trainer_among(ROUNDS)
@@ -117,7 +117,7 @@ class Call:
     @property
     def multiplies_losses(self) -> bool:
         """Whether a loss that uses `num_items_in_batch` is multiplied by the number of processes, the default."""
-        trainer, _ = self.trainer
+        trainer, _ = self.trainer_and_readers
         return trainer is None or bool(trainer.args.average_tokens_across_devices)
 
     @cached_property

@@ -303,7 +303,7 @@ class _Patch:
             agreement.add("compiled", call.compiled, _COMPILED)
         if not resources_of(group).knows_hosts:  # all ranks must have arrived before any asks for hosts
             sizes = ", ".join(map(str, view.find(recurrent_sizes))) or "none"
-            group.agree({"recurrent layers": sizes}, error, view.device, doing=doing)
+            group.agree({"recurrent layers": sizes}, error, call.device, doing=doing)
         batch: Batch | None = None
         try:
             if error is None:

@@ -52,11 +52,6 @@ class ModelView:
         return [(path, module) for path, module in pairs if module is not None]
 
     @property
-    def device(self) -> torch.device:
-        """The device on which the model computes, see [`device_of`]."""
-        return device_of(self.root)
-
-    @property
     def layers(self) -> list[GradientCheckpointingLayer]:
         """The modules that Transformers knows as layers and that can checkpoint."""
         return [module for module in self.modules if isinstance(module, GradientCheckpointingLayer)]

@@ -67,11 +67,11 @@ class Attention(Part):
 
     def remove(self, view: ModelView) -> None:
         _PATCHED.pop(view.root, None)
-        if (other := next(_users_of(view.root), None)) is not None:
+        other = next(_users_of(view.root), None)
+        if other is not None:
             _PATCHED[other].changed += self.changed
-        if not self.attends or other is not None:
-            return
-        for config in _configs_of(view):  # layers may have been copied since
-            config._attn_implementation_internal = self.before
-        for config, before in self.changed:
-            config._attn_implementation_internal = before
+        elif self.attends:
+            for config in _configs_of(view):  # layers may have been copied since
+                config._attn_implementation_internal = self.before
+            for config, before in self.changed:
+                config._attn_implementation_internal = before

@@ -132,7 +132,7 @@ class Head(Part):
         if not labels and defers and torch.is_grad_enabled():
             return "defer"
         if not labels:
-            raise BatchError(f"{sentence}. {_ALONE if call.trainer[0] is None else _IN_TRAINER}")
+            raise BatchError(f"{sentence}. {_ALONE if call.trainer_and_readers[0] is None else _IN_TRAINER}")
         _check_unread(call, f"are not gathered. {sentence}")
         logger.warning("%s, so they are not gathered and outputs.logits is None.", sentence)
         return "drop"
@@ -166,7 +166,7 @@ def _gather_fused(run: ForwardPass, outputs: Outputs) -> None:
 
 def _check_unread(call: Call, why: str) -> None:
     """Raises if a trainer would give `None` instead of logits to a function of its user."""
-    _, readers = call.trainer
+    _, readers = call.trainer_and_readers
     if readers:
         given = f"{', '.join(readers)} would be given outputs.logits=None"
         raise BatchError(f"{given}: logits {why}. {_IN_TRAINER}")

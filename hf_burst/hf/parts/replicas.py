@@ -1,7 +1,6 @@
 """Checks that the ranks of a group hold equal weights, at the first pass and after the first update."""
 
 import zlib
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -61,7 +60,7 @@ class Replicas(Part):
         if key != self.key:
             self.key, self.first, self.settled = key, None, False
         if not (self.settled or (self.first is not None and not learns) or has_fsdp1(call.view)):
-            self.compared = _checksum(dict(call.model.named_parameters()))
+            self.compared = _checksum(call.model)
             call.agreement.add(WEIGHTS, self.compared, _AT_FIRST if self.first is None else _UPDATED)
 
     def begin(self, run: ForwardPass) -> None:
@@ -80,8 +79,8 @@ def check_averaged(view: ModelView, trained: list[nn.Parameter], group: ContextG
     averaged += [mesh.mesh.flatten().tolist() for mesh in meshes]
     deepspeed = AcceleratorState._shared_state.get("distributed_type") == DistributedType.DEEPSPEED
     # functions that get a parameter's gradient may average it
-    hooked = any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in trained)
-    known = averaged or hooked or deepspeed or has_fsdp1(view) or view.units_of_fsdp2
+    hooks = (parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in trained)
+    known = averaged or any(hooks) or deepspeed or has_fsdp1(view) or view.units_of_fsdp2
     few = next((ranks for ranks in averaged if not members <= set(ranks)), [])
     ConfigError.refuse(
         (
@@ -124,11 +123,11 @@ def _is_replicated(parameter: nn.Parameter) -> bool:
     return not (isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") or parameter.is_meta)
 
 
-def _checksum(parameters: Mapping[str, nn.Parameter]) -> Tensor:
-    """Returns a checksum of names, shapes, dtypes and values: a scalar `torch.LongTensor`, which the host need not wait
-    for."""
+def _checksum(model: nn.Module) -> Tensor:
+    """Returns a checksum of the names, shapes, dtypes and values of parameters: a scalar `torch.LongTensor`, which the
+    host need not wait for."""
     text, sums = "", dict[torch.device, list[Tensor]]()
-    for name, parameter in parameters.items():
+    for name, parameter in model.named_parameters():
         text += f"{name}{tuple(getattr(parameter, 'ds_shape', parameter.shape))}{parameter.dtype}"
         if _is_replicated(parameter):
             own = sum_of_octets(parameter) * (zlib.crc32(name.encode()) | 1)
