@@ -210,7 +210,7 @@ class _Patch:
             Adapters(),
             RouterLogits(view.root),  # adds to the loss
             Loss(view, self.group),
-            States(),
+            States(self.task),
             Head(),  # gathers or drops what the parts before it have read
             self.streams,  # draws seeds last, when nothing can stop the pass
         )

@@ -18,6 +18,7 @@ from ...ranks.layout import SequenceLayout
 from ..batches.cutting import check_padding
 from ..forward_pass import Batch, Call, ForwardPass
 from ..models.cut_point import reader_of
+from ..models.task import Task
 from ..spread.value import Spread
 from ..spread.where import Where
 from ..view import ModelView
@@ -72,7 +73,12 @@ class States(Part):
     """For models without a language-model head: wraps hidden states in [`Spread`] where the decoder or encoder returns
     them, and before its pooler."""
 
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
     def look(self, view: ModelView) -> Handles:
+        if not self.task.reads:
+            return ()
         reader = reader_of(view).root
         pooler = getattr(reader, "pooler", None)
         handles = []
@@ -130,7 +136,7 @@ class States(Part):
             check_padding((labels != IGNORE_INDEX) & (mask == 0))
 
     def after(self, run: ForwardPass, outputs: Outputs) -> None:
-        if run.call.task.reads and reader_of(run.call.view) is run.call.view:
+        if self.task.reads and reader_of(run.call.view) is run.call.view:
             outputs["last_hidden_state"] = self._standing_for_all(outputs["last_hidden_state"], run)
         if run.call.asked.pooling:
             outputs.pop("hidden_states", None)  # else it would be gathered
@@ -142,7 +148,7 @@ class States(Part):
         return Spread(states, lies=run.batch.lies) if isinstance(states, Tensor) else states
 
     def _returned(self, module: nn.Module, args: Args, output: Any) -> Any:
-        if self.run is None or not self.run.call.task.reads:
+        if self.run is None:
             return output
         if isinstance(output, tuple):
             return (self._standing_for_all(output[0], self.run), *output[1:])
@@ -150,7 +156,7 @@ class States(Part):
         return output
 
     def _pooled(self, module: nn.Module, args: Args) -> Any:
-        if self.run is None or not self.run.call.task.reads:
+        if self.run is None:
             return None
         if not args or args[0].ndim != 3:
             raise UnsupportedModelError(
