@@ -116,7 +116,7 @@ class _SharedEncoder(Override):
     def _encode(self, args: Args, kwargs: Kwargs) -> Any:
         """Returns the features of all images, after each rank has encoded some."""
         context = current()
-        seen = context and context.sharded_pass
+        seen = None if context is None else context.sharded_pass
         if seen is None or seen.group.size == 1:
             return self.plain(*args, **kwargs)
         group = seen.group
