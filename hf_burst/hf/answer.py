@@ -95,11 +95,6 @@ class Answer:
     unpadded: bool = True  # whether none of these is padding
     phase: "Filling | Stepping | None" = None  # the pass that is under way, or that failed
 
-    @property
-    def written(self) -> int:
-        """Number of tokens in each row after the prompt."""
-        return 0 if self.new is None else self.new.shape[1]
-
     def lend(self, length: int) -> int:
         """Returns a length to be given to a model. A step at fixed places records it."""
         if not isinstance(self.phase, Fixed):

@@ -152,7 +152,10 @@ class ShardedCache(Cache):
         read = next((layer for layer in among if layer.document is not None), None)
         if read is not None:
             return read.length
-        return self.answer.prompt.length + self.answer.written if self.is_read and self.answer.prompt else 0
+        prompt, new = self.answer.prompt, self.answer.new
+        if prompt is None or not self.is_read:
+            return 0
+        return prompt.length + (0 if new is None else new.shape[1])
 
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
