@@ -18,7 +18,6 @@ from ..plan import MaskPattern
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
 from .answer import Answer, Filling, Fixed, ShardedLayer, Stepping, layer_of
-from .batches.documents import check_shape
 
 
 class ShardedCache(Cache):
@@ -69,15 +68,12 @@ class ShardedCache(Cache):
         """Begins a pass over `new` tokens of each row and returns their positions, `(rows, new)`. `shown` is the
         padding mask of all tokens so far."""
         answer = self.answer
-        length = self._length(0)
         if self.is_within_pass:
             raise BatchError("A pass over this cache ended in its middle, so its layers differ. Make a new one.")
         prompt = answer.prompt
         assert prompt is not None, "it was read"
         if rows % prompt.rows:
             raise BatchError(f"The cache holds {prompt.rows} prompts, and a batch of {rows} rows was given.")
-        if shown is not None:
-            check_shape("attention_mask", shown, (rows, length + new), f" behind {length} tokens in the cache")
         before = prompt.length - torch.tensor(prompt.starts, device=prompt.positions.device)[:, None]  # of tokens
         before = before.repeat_interleave(rows // len(before), 0)
         if answer.new is not None:

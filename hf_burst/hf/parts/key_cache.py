@@ -9,7 +9,7 @@ from torch import Tensor
 from ...errors import BatchError, RankMismatchError
 from ...ranks.collectives import gather_stacked
 from ...ranks.group import ContextGroup
-from ..batches.documents import TOKEN_KEYS, batch_shape, tokens_of
+from ..batches.documents import TOKEN_KEYS, batch_shape, check_shape, tokens_of
 from ..batches.sharded import checksum
 from ..forward_pass import Batch, Call, ForwardPass
 from ..sharded_cache import ShardedCache
@@ -74,7 +74,10 @@ def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> None:
     group = cache.answer.group
     if not cache.compares and not same_tokens(group, batch):
         group.agree({}, None, tokens_of(batch).device, doing="generate")  # raises the error of the other rank
-    positions = cache.begin_step(rows, new, batch.get("attention_mask"))
+    shown, length = batch.get("attention_mask"), cache.get_seq_length()
+    if shown is not None:
+        check_shape("attention_mask", shown, (rows, length + new), f" behind {length} tokens in the cache")
+    positions = cache.begin_step(rows, new, shown)
     if batch.get("position_ids") is None and not cache.answer.unpadded:
         batch["position_ids"] = positions.clamp(min=0)  # a model itself would count the padding of other questions
 
