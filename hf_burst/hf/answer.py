@@ -19,7 +19,7 @@ from ..attention.shared_keys import Exchange, Expand, Keys, attend_to_shared, ex
 from ..errors import UnsupportedModelError
 from ..kernels import Scores
 from ..plan import MaskPattern
-from ..ranks.collectives import all_gather
+from ..ranks.collectives import group_sum
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
 
@@ -33,7 +33,7 @@ class Filling:
     rows: int
     length: int  # tokens in each, padding included
     positions: Tensor  # of the tokens on this rank, -1 for padding, `(rows or 1, n)`
-    starts: tuple[int, ...] = ()  # padding tokens of each row; empty for none
+    starts: tuple[int, ...] = (0,)  # padding tokens of each row; one for all if there is none
     layout: SequenceLayout | None = None  # `None` for a document that was read before
 
     @classmethod
@@ -42,28 +42,23 @@ class Filling:
         own, length = layout.indices(rank), layout.length - layout.padding
         assert bool((own.diff() > 0).all()), "what fills the last chunk stands last on its rank"
         starts = tuple(start for start, _ in layout.real)
-        starts = starts if any(starts) else ()
-        own = own[own < length] - torch.tensor(starts or (0,), device="cpu")[:, None]
+        starts = starts if any(starts) else (0,)
+        own = own[own < length] - torch.tensor(starts, device="cpu")[:, None]
         return cls(layout.batch_size, length, own.clamp(min=-1).to(device), starts, layout)
-
-    @property
-    def shown(self) -> Tensor:
-        """Number of tokens in each row that are not padding, `(rows or 1, 1)`."""
-        return self.length - torch.tensor(self.starts or (0,), device=self.positions.device)[:, None]
 
     def take(self, layer: "ShardedLayer", keys: Tensor, values: Tensor) -> None:
         """Stores the keys of this rank's tokens."""
         own = self.positions.shape[1]  # without the tokens that fill the last chunk
         keys, values = keys[:, :, :own].contiguous(), values[:, :, :own].contiguous()
-        layer.document = Keys(keys, values, self.positions, before=not self.starts)
+        layer.document = Keys(keys, values, self.positions, before=not any(self.starts))
 
     def free(self, layer: "ShardedLayer", pattern: MaskPattern) -> None:
         """Frees the keys of a layer that no later token will see."""
-        held, starts = layer.document, self.starts or (0,)
-        longest, first = min(starts), min(self._first_seen(start, pattern) for start in starts)
+        held, longest = layer.document, min(self.starts)
+        first = min(self._first_seen(start, pattern) for start in self.starts)
         if held is None or first <= longest:
             return
-        seen = held.positions[starts.index(longest)] >= first - longest
+        seen = held.positions[self.starts.index(longest)] >= first - longest
         if not bool(seen.all()):
             kept = seen.nonzero().flatten()
             keys, values = (part.index_select(2, kept) for part in (held.keys, held.values))
@@ -83,7 +78,7 @@ class Filling:
         own = ((places >= 0) & (places < size)).nonzero().flatten()
         part = inputs.new_zeros(*inputs.shape[:2], size)
         part[..., places[own].to(inputs.device)] = inputs[..., own.to(inputs.device)]
-        return torch.stack(all_gather(part, group)).sum(0)  # only one rank is nonzero at each place
+        return group_sum(part, group)  # only one rank is nonzero at each place
 
 
 class _Lent(int):
@@ -99,11 +94,6 @@ class Answer:
     new: Tensor | None = None  # positions of the tokens after the prompt, `(batch, n)`
     unpadded: bool = True  # whether none of these is padding
     phase: "Filling | Stepping | None" = None  # the pass that is under way, or that failed
-
-    @property
-    def written(self) -> int:
-        """Number of tokens in each row after the prompt."""
-        return 0 if self.new is None else self.new.shape[1]
 
     def lend(self, length: int) -> int:
         """Returns a length to be given to a model. A step at fixed places records it."""
@@ -127,7 +117,6 @@ class ShardedLayer(LinearAttentionLayer, CacheLayerMixin):
     """What a rank stores of one layer: its keys, and the states of a recurrent one, which are equal on all ranks."""
 
     is_sliding = is_compileable = is_croppable = False
-    supports_early_init = True
 
     def __init__(self, answer: Answer, convolutions: int = 1, document: Keys | None = None) -> None:
         CacheLayerMixin.__init__(self)
@@ -140,7 +129,6 @@ class ShardedLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores the keys and values of this rank's part of the prompt, or of new tokens, and returns only these."""
-        self.is_initialized = True
         self._latest = weakref.ref(key_states), weakref.ref(value_states)
         assert self.answer.phase is not None, "a pass is under way"
         # under autocast or peft, norms may leave keys in fp32
@@ -194,21 +182,20 @@ class ShardedLayer(LinearAttentionLayer, CacheLayerMixin):
 
 
 def layer_of(
-    layers: Sequence[ShardedLayer], module: nn.Module, keys: Tensor, values: Tensor
+    layers: Sequence[ShardedLayer], module: Any, keys: Tensor, values: Tensor
 ) -> tuple[ShardedLayer, Expand | None]:
     """Returns the layer that an attention module got keys from, and the function that expands them if they are latent.
 
     Raises:
         UnsupportedModelError: If no layer returned these keys.
     """
-    index: Any = getattr(module, "layer_idx", None)
+    index = getattr(module, "layer_idx", None)
     own = [layers[index]] if isinstance(index, int) and index < len(layers) else []
     found = next((layer for layer in (*own, *layers) if layer.returned(keys, values)), None)
     if found is not None:
         return found, None
     if own and hasattr(module, "expand_kv"):
-        expand: Any = module.expand_kv
-        return own[0], expand
+        return own[0], module.expand_kv
     raise UnsupportedModelError(
         f"{type(module).__name__} changes the keys or values that its cache returned, in a way that is not known. "
         "Generation over ranks is not served for it; model.generate holds the whole prompt on each rank."

@@ -8,7 +8,7 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -114,12 +114,12 @@ class LazyMask:
         )
 
     @cached_property
-    def built(self) -> torch.Tensor | None:
+    def built(self) -> Tensor | None:
         """The boolean mask of shape `(batch, 1, q_length, kv_length)`, `None` for plain attention."""
         return sdpa_mask(**self.arguments)
 
     @cached_property
-    def whole(self) -> torch.Tensor:
+    def whole(self) -> Tensor:
         """The boolean mask, built also for plain attention."""
         arguments = self.arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         mask = sdpa_mask(**arguments)
@@ -127,28 +127,28 @@ class LazyMask:
         return mask
 
     @cached_property
-    def added(self) -> torch.Tensor:
+    def added(self) -> Tensor:
         """The mask that eager attention adds to the scores."""
         return _additive(self.whole, self.arguments["dtype"])
 
 
-Mask = LazyMask | torch.Tensor | None
+Mask = LazyMask | Tensor | None
 
 
 def attention_forward(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: Mask,
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     burst_pass: ShardedPass | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Computes attention as Transformers' `AttentionInterface` has it: `(batch, heads, n, head_dim)` of this rank's
     tokens to `(batch, n, heads, value_dim)`, with `None` for the weights. `is_causal` and `sliding_window` count only
     without a mask; `s_aux` are attention sinks.
@@ -173,8 +173,8 @@ def attention_forward(
             refuse_blind_run(module)  # tensors come from other calls
     if burst_pass is not None:
         setattr(module, ARRIVED, True)  # read by the part `Arrivals`
-    if burst_pass is not None and burst_pass.group.size == 1 and query.shape[2] != key.shape[2]:
-        burst_pass = None  # rows from LazyMask.__getitem__ against the whole sequence
+        if burst_pass.group.size == 1 and query.shape[2] != key.shape[2]:
+            burst_pass = None  # rows from LazyMask.__getitem__ against the whole sequence
     if burst_pass is None and cached is None:
         kwargs |= {"scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window}
         return _attend_whole(module, (query, key, value), attention_mask, softcap, s_aux, **kwargs)
@@ -238,7 +238,7 @@ def masks_with_blocks(given: Any, layout: SequenceLayout) -> tuple[LazyMask, ...
             before any layer runs.
     """
     masks = tuple(given.values()) if isinstance(given, dict) else (given,)
-    built = next((mask for mask in masks if isinstance(mask, torch.Tensor) and mask.ndim > 2), None)
+    built = next((mask for mask in masks if isinstance(mask, Tensor) and mask.ndim > 2), None)
     if built is not None:
         _refuse_tensor("The language model", built)
     known = tuple(mask for mask in masks if isinstance(mask, LazyMask))
@@ -281,7 +281,7 @@ def _pattern(
     return pattern
 
 
-def _refuse_tensor(who: str, mask: torch.Tensor) -> NoReturn:
+def _refuse_tensor(who: str, mask: Tensor) -> NoReturn:
     raise UnsupportedModelError(
         f"{who} is given a mask of shape {tuple(mask.shape)}, which over ranks would be lost, or hold one shard alone. "
         "Masks must come from Transformers' masking_utils, and attention_mask mark padding alone."
@@ -293,12 +293,12 @@ def scales_by_place(module: Any) -> bool:
     return bool(getattr(module, "attn_temperature_tuning", False)) and not module.use_rope
 
 
-def _at_temperature(module: Any, query: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+def _at_temperature(module: Any, query: Tensor, places: Tensor | None) -> Tensor:
     """Returns Llama 4's queries, scaled by their true places (arXiv 2501.19399): `Llama4TextAttention` has scaled them
     as if the tokens of the shard were the first of the sequence."""
     assert places is not None, "a layer asks for them"
 
-    def temperature(place: torch.Tensor) -> torch.Tensor:
+    def temperature(place: Tensor) -> Tensor:
         return torch.log1p(torch.floor((place.float() + 1) / module.floor_scale)) * module.attn_scale + 1
 
     local = torch.arange(query.shape[2], device=query.device)
@@ -321,8 +321,8 @@ def _part_of(function: Callable[..., Any]) -> str:
 
 
 def _attend_whole(
-    module: nn.Module, states: Sequence[torch.Tensor], mask: Mask, softcap: float | None, s_aux: Any, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    module: nn.Module, states: Sequence[Tensor], mask: Mask, softcap: float | None, s_aux: Any, **options: Any
+) -> tuple[Tensor, Tensor | None]:
     """Runs Transformers' sdpa on query, key and value, or the eager attention of the model's own file for soft-capping
     and sinks, which sdpa lacks."""
     query, key, value = states
@@ -335,7 +335,7 @@ def _attend_whole(
     return out, weights
 
 
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

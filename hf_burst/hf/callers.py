@@ -6,43 +6,20 @@ is_within          when the decoder is called alone: an interrupted call of the 
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from types import FrameType
+from collections.abc import Callable
+from traceback import walk_stack
 from typing import Any
 
 _MAKING = ("create_accelerator_and_postprocess",)  # the Trainer method that makes its accelerator
-_ROUNDS = ("_run_epoch", "evaluation_loop")  # Trainer methods around its steps
+ROUNDS = ("_run_epoch", "evaluation_loop")  # Trainer methods around its steps
 # trainer attributes that are given logits in evaluation
 _METRICS = ("compute_metrics", "preprocess_logits_for_metrics")
 
 
-@dataclass(frozen=True)
-class Callers:
-    """Who runs a pass. The trainer is looked for when it is asked for, within the pass."""
-
-    compiled: bool = False  # whether torch.compile does
-
-    @cached_property
-    def trainer(self) -> Any | None:
-        """The `Trainer` that runs this epoch or evaluation."""
-        return trainer_among(_ROUNDS)[0]
-
-    @cached_property
-    def readers(self) -> tuple[str, ...]:
-        """Functions that the user gave to that trainer and that read logits of this pass."""
-        return trainer_among(_ROUNDS)[1]
-
-    @property
-    def multiply_losses(self) -> bool:
-        """Whether a loss that uses `num_items_in_batch` is multiplied by the number of processes, the default."""
-        return self.trainer is None or bool(self.trainer.args.average_tokens_across_devices)
-
-
 def within_compiled() -> bool:
     """Returns whether torch.compile runs the caller, whatever was compiled."""
-    return any(frame.f_code.co_name == "compile_wrapper" for frame in _frames())  # of torch._dynamo
+    names = (frame.f_code.co_name for frame, _ in walk_stack(sys._getframe()))
+    return "compile_wrapper" in names  # of torch._dynamo
 
 
 def trainer_being_made() -> Any | None:
@@ -55,7 +32,7 @@ def trainer_among(methods: tuple[str, ...]) -> tuple[Any | None, tuple[str, ...]
     prediction inside."""
     module: Any = sys.modules.get("transformers.trainer")  # no Trainer runs before this import
     readers = tuple[str, ...]()
-    for frame in _frames() if module is not None else ():
+    for frame, _ in walk_stack(sys._getframe()) if module is not None else ():
         name = frame.f_code.co_name
         if name in methods and isinstance(trainer := frame.f_locals.get("self"), module.Trainer):
             return trainer, readers
@@ -67,13 +44,5 @@ def trainer_among(methods: tuple[str, ...]) -> tuple[Any | None, tuple[str, ...]
 
 def is_within(holds: Callable[[Any], bool]) -> bool:
     """Returns whether a module that satisfies `holds` is being called."""
-    calls = (frame.f_locals.get("self") for frame in _frames() if frame.f_code.co_name == "_call_impl")
-    return any(map(holds, calls))
-
-
-def _frames() -> Iterator[FrameType]:
-    """Yields the frames of active calls, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    frames = (frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code.co_name == "_call_impl")
+    return any(holds(frame.f_locals.get("self")) for frame in frames)

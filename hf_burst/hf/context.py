@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..attention import AttentionCache
 from ..config import BurstConfig
@@ -34,10 +34,10 @@ PASS_KEY = "burst_pass"  # the keyword argument that carries a ShardedPass into 
 class LaidTokens:
     """A layout as tensors on the device of a rank, `(batch, n)` for this rank's tokens."""
 
-    encoded: torch.Tensor  # as the attention operator takes it
-    places: torch.Tensor | None = None  # in rows or documents, if a layer needs them
-    fully_masked: torch.Tensor | None = None  # which tokens see nothing
-    real: torch.Tensor | None = None  # which are not padding, if there is any
+    encoded: Tensor  # as the attention operator takes it
+    places: Tensor | None = None  # in rows or documents, if a layer needs them
+    fully_masked: Tensor | None = None  # which tokens see nothing
+    real: Tensor | None = None  # which are not padding, if there is any
 
     @classmethod
     def of(cls, layout: SequenceLayout, rank: int, device: torch.device, places: bool) -> "LaidTokens":
@@ -116,17 +116,15 @@ def entered(context: LayerContext | None) -> Iterator[None]:
         _OPEN.set(before)
 
 
-class PassContext:
-    """The context of a model's pass, which begins and ends in two hooks of the model. An interrupted pass ends when the
-    same model begins its next one; passes that other models have begun meanwhile stay open."""
+def begin_pass(owner: Any, context: LayerContext | None) -> None:
+    """Enters the context of a pass of `owner`, or none where every rank holds whole sequences."""
+    _OPEN.set((*_OPEN.get(), (owner, context)))
 
-    def enter(self, context: LayerContext | None) -> None:
-        """Enters the context of a pass, or none where every rank holds whole sequences."""
-        _OPEN.set((*_OPEN.get(), (self, context)))
 
-    def leave(self) -> None:
-        """Leaves it; does nothing outside a pass."""
-        _OPEN.set(tuple(each for each in _OPEN.get() if each[0] is not self))
+def end_pass(owner: Any) -> None:
+    """Leaves it; does nothing outside a pass. An interrupted pass ends when its owner begins the next one; passes that
+    others have begun meanwhile stay open."""
+    _OPEN.set(tuple(each for each in _OPEN.get() if each[0] is not owner))
 
 
 def change_pass(sharded_pass: ShardedPass) -> None:

@@ -11,17 +11,17 @@
     run         the model
     after       outputs of this rank's tokens become outputs of the batch
 
-Each value is frozen: only the stage that makes it writes it.
+Each value is frozen: only the stage that makes it writes it. Parts add to the call's [`Agreement`] until ranks agree.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -31,11 +31,40 @@ from ..plan.recurrence import Way
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
 from .batches.documents import cache_of
-from .callers import Callers
+from .callers import ROUNDS, trainer_among
 from .context import ShardedPass
 from .models.task import Task
+from .sharded_cache import ShardedCache
+from .spread.value import Spread
 from .spread.where import Where
-from .view import ModelView
+from .view import ModelView, device_of
+
+
+@dataclass
+class Agreement:
+    """What must be equal on all ranks that share the batch, see `ContextGroup.agree`."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    checksums: dict[str, Tensor] = field(default_factory=dict)  # scalars, for which nobody waits before
+    advice: dict[str, str] = field(default_factory=dict)  # what to do if the ranks differ in a fact or a checksum
+    seed: int = 0  # of dropout; the first rank's counts
+
+    def add(self, name: str, value: Any, advice: str = "") -> None:
+        """Adds a fact, or a checksum if it is a tensor, and what to do if the ranks differ in it."""
+        (self.checksums if isinstance(value, Tensor) else self.facts)[name] = value
+        if advice:
+            self.advice[name] = advice
+
+
+class Question(NamedTuple):
+    """What is asked of a pass: logits and a loss, a number for each token in their place, or embeddings."""
+
+    facts: dict[str, Any]  # on which the ranks must agree
+    answer: Callable[[Spread, Tensor], Tensor] | None = None  # the numbers, from scores and targets of its tokens
+    pooling: str | None = None  # which states represent a document, if embeddings are requested
+
+
+LOSS = Question({})
 
 
 @dataclass(frozen=True)
@@ -47,23 +76,22 @@ class Call:
     config: BurstConfig
     task: Task
     given: Mapping[str, Any]  # the arguments of the model by name
-    callers: Callers
-    pooling: str | None = None  # which states represent a document, if embeddings are requested
-    wants_loss: bool = True  # whether labels are for a loss, rather than for one number per token
+    compiled: bool  # whether torch.compile runs the pass, or a module in it
+    agreement: Agreement
+    asked: Question
+
+    @property
+    def needs_states(self) -> bool:
+        """Whether results come from hidden states, not from a language-model head."""
+        return self.task.reads or self.asked.pooling is not None
 
     @property
     def model(self) -> PreTrainedModel:
-        model: PreTrainedModel = self.view.root
-        return model
+        return self.view.root
 
     @property
     def device(self) -> torch.device:
-        return self.view.device
-
-    @property
-    def compiled(self) -> bool:
-        """Whether torch.compile runs the pass, or a module in it."""
-        return self.callers.compiled
+        return device_of(self.model)
 
     @property
     def learns(self) -> bool:
@@ -71,14 +99,26 @@ class Call:
         return self.model.training and torch.is_grad_enabled()
 
     @property
-    def cache(self) -> Any:
-        """The cache among the arguments."""
+    def cache(self) -> ShardedCache | None:
+        """The cache among the arguments; the part `Arguments` refuses others."""
         return cache_of(self.given)
 
     @property
-    def items(self) -> torch.Tensor | float | None:
+    def items(self) -> Tensor | float | None:
         """`num_items_in_batch`."""
         return self.given.get("num_items_in_batch")
+
+    @cached_property
+    def trainer_and_readers(self) -> tuple[Any | None, tuple[str, ...]]:
+        """The `Trainer` that runs this epoch or evaluation, and its user's functions that read logits of this pass.
+        First asked for within the pass."""
+        return trainer_among(ROUNDS)
+
+    @property
+    def multiplies_losses(self) -> bool:
+        """Whether a loss that uses `num_items_in_batch` is multiplied by the number of processes, the default."""
+        trainer, _ = self.trainer_and_readers
+        return trainer is None or bool(trainer.args.average_tokens_across_devices)
 
     @cached_property
     def random_rates(self) -> list[tuple[str, float]]:
@@ -89,14 +129,14 @@ class Call:
     def sharing(self) -> tuple[dist.ProcessGroup, ...]:
         """Process groups over which FSDP2 shards weights and that have ranks outside the batch's group. All of these
         ranks must call their collectives in one order, whatever batch a rank has."""
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == self.group.size:
+        if not dist.is_initialized() or dist.get_world_size() == self.group.size:
             return ()
         meshes = {weight.device_mesh for weight in self.model.parameters() if isinstance(weight, DTensor)}
         groups = {group.group_name: group for mesh in meshes for group in mesh.get_all_groups()}
         members = set(self.group.members) or {dist.get_rank()}
-        ranks = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
-        order = sorted((own, name) for name, own in ranks.items() if not set(own) <= members)  # the same on all ranks
-        return tuple(groups[name] for _, name in order)
+        ranks = dist.get_process_group_ranks
+        outside = [group for group in groups.values() if not members.issuperset(ranks(group))]
+        return tuple(sorted(outside, key=lambda group: (ranks(group), group.group_name)))  # the same on all ranks
 
     def largest(self, numbers: Sequence[float], of_all: bool = True) -> list[float]:
         """Returns the largest of each number over the ranks that share the batch and, if `of_all`, over those that
@@ -108,8 +148,7 @@ class Call:
         tensor = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         for group in groups:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
-        largest: list[float] = tensor.tolist()
-        return largest
+        return tensor.tolist()
 
 
 @dataclass(frozen=True)
@@ -121,7 +160,7 @@ class Batch:
     sharded: bool  # whether the batch arrived sharded
     inputs: Mapping[str, Any]  # the model's arguments on this rank
     way: Way  # the schedule by which recurrent layers exchange data
-    targets: torch.Tensor | None = None  # what this rank's tokens predict; `None` if the model's head gets the labels
+    targets: Tensor | None = None  # what this rank's tokens predict; `None` if the model's head gets the labels
 
     @property
     def layout(self) -> SequenceLayout:
@@ -143,22 +182,6 @@ class Checkpoints:
     count: int = 0  # of layers that do
     repeatable: bool = False  # whether all layers do, and can run again for their output alone
     selective: bool = False  # whether some use the user's `context_fn`, which may save outputs of operators
-
-
-@dataclass
-class Agreement:
-    """What must be equal on all ranks that share the batch, see `ContextGroup.agree`."""
-
-    facts: dict[str, Any] = field(default_factory=dict)
-    checksums: dict[str, torch.Tensor] = field(default_factory=dict)  # scalars, for which nobody waits before
-    advice: dict[str, str] = field(default_factory=dict)  # what to do if the ranks differ in a fact or a checksum
-    seed: int = 0  # of dropout; the first rank's counts
-
-    def add(self, name: str, value: Any, advice: str = "") -> None:
-        """Adds a fact, or a checksum if it is a tensor, and what to do if the ranks differ in it."""
-        (self.checksums if isinstance(value, torch.Tensor) else self.facts)[name] = value
-        if advice:
-            self.advice[name] = advice
 
 
 @dataclass(frozen=True)

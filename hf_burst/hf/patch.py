@@ -23,9 +23,9 @@ from .admission import check_adapters, served_by
 from .batches.cutting import bound_arguments
 from .batches.documents import cache_of
 from .batches.sharded import is_sharded
-from .callers import Callers, is_within, within_compiled
-from .context import PASS_KEY, LayerContext, PassContext, current
-from .forward_pass import Agreement, Batch, Call, ForwardPass
+from .callers import is_within, within_compiled
+from .context import PASS_KEY, LayerContext, begin_pass, current, end_pass
+from .forward_pass import LOSS, Agreement, Batch, Call, ForwardPass, Question
 from .groups import PATCH, check_joined, resolve_group
 from .models.cut_point import reader_of
 from .models.layer_sizes import recurrent_sizes
@@ -36,7 +36,7 @@ from .parts.adapters import Adapters
 from .parts.arguments import Arguments
 from .parts.arrivals import Arrivals
 from .parts.attention import Attention
-from .parts.base import Part
+from .parts.base import Args, Kwargs, Part
 from .parts.checkpointing import Checkpointing
 from .parts.dropout import DropoutStreams
 from .parts.expert_ranks import ExpertRanks
@@ -102,9 +102,9 @@ def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, ver
     base = base_model(model)
     check_adapters(model)
     there: _Patch | None = getattr(base, PATCH, None)
-    if there is not None and (there.config, there.group) == (config, group) and not verdict:
-        return model  # a notebook cell that runs again
     if there is not None:
+        if (there.config, there.group) == (config, group) and not verdict:
+            return model  # a notebook cell that runs again
         raise ConfigError(
             f"The model is patched already, with {there.config} and {there.group}, and now {config} and {group} were "
             "given. Call hf_burst.unpatch_model(model) before patching it anew."
@@ -118,7 +118,7 @@ def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, ver
         patch.remove(view)
         raise
     setattr(base, PATCH, patch)
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         watch_of_process()  # another rank may come to the first pass alone
     return model
 
@@ -174,7 +174,8 @@ class _Patch:
     def __init__(self, view: ModelView, config: BurstConfig, group: ContextGroup | None, verdict: str) -> None:
         self.config, self.group, self.verdict, self.task = config, group, verdict, view.find(task_of)
         self.task.check_config(config, type(view.root).__name__)
-        self.memory, self.tokens, self.head = MemoryRule(config), Tokens(view), Head()
+        self.memory, self.streams = MemoryRule(config), DropoutStreams()
+        self.tokens = Tokens(view, self.streams)
         self.checkpointing, self.tiles = Checkpointing(self.memory.advise), TiledMLP()
         self.parts = self.make_parts(view)
         self.view = view  # of the latest pass
@@ -184,15 +185,13 @@ class _Patch:
         self.entered = False  # whether the model is being called, sharded or to generate
         self.run: ForwardPass | None = None  # the pass under way
         self.labels: torch.Tensor | None = None  # the labels that the model gets in it
-        self.context = PassContext()
         self.passes = 0  # so far
-        self.pooling: str | None = None  # of embeddings, while they are requested
+        self.asked = LOSS  # of the next pass
         # returns what this thread calls in a rollout of the first rank to have all ranks generate, or None
         self.together: Callable[[], Callable[..., Any] | None] | None = None
 
     def make_parts(self, view: ModelView) -> tuple[Part, ...]:
         """Returns the parts of a model in the order of their steps. A new capability is a new part and a line here."""
-        streams = DropoutStreams()
         return (
             Arguments(),
             Replicas(self.config),
@@ -211,9 +210,9 @@ class _Patch:
             Adapters(),
             RouterLogits(view.root),  # adds to the loss
             Loss(view, self.group),
-            States(streams),
-            self.head,  # gathers or drops what the parts before it have read
-            streams,  # draws seeds last, when nothing can stop the pass
+            States(self.task),
+            Head(),  # gathers or drops what the parts before it have read
+            self.streams,  # draws seeds last, when nothing can stop the pass
         )
 
     def install(self, view: ModelView) -> None:
@@ -240,7 +239,7 @@ class _Patch:
             part.remove(view)
 
     @torch.compiler.disable
-    def before(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, module: PreTrainedModel, args: Args, kwargs: Kwargs) -> Any:
         """Forward pre-hook: runs the stages of `forward_pass.py` up to the model's own forward."""
         _refuse_strange_runs(module)
         self.end()  # an interrupted pass has not called it
@@ -258,10 +257,10 @@ class _Patch:
             error = problem
         if cache is not None and cache.is_read:
             begin_step(cache, batch)
-            self.context.enter(LayerContext(cached=cache))
+            begin_pass(self, LayerContext(cached=cache))
             return (), batch
         if cache is None and self.task.generates and _generates(module, batch):
-            self.context.enter(None)
+            begin_pass(self, None)
             return (), batch
         if self.together is not None and self.together() is not None:
             raise ConfigError(
@@ -270,15 +269,24 @@ class _Patch:
             )
         run = self.run = self._agreed(module, batch, error)
         for part in self.parts:
+            part.run = run
             part.begin(run)
         arguments = dict(run.batch.inputs)
         for part in self.parts:
             arguments |= part.arguments(run)
         self.labels = arguments.get("labels")
         seen, tile = run.sharded_pass, run.memory.tiled_mlp
-        self.context.enter(LayerContext(seen, seen.replay(), None, tile, self.tiles.obstacles, cached=cache))
+        begin_pass(self, LayerContext(seen, seen.replay(), None, tile, self.tiles.obstacles, cached=cache))
         apart = self.task.reads and reader_of(self.view) is not self.view  # the reader gets it where it is called
         return (), {**arguments, **({} if apart else {PASS_KEY: seen})}
+
+    def answer(self, question: Question, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """Returns the outputs of a pass that answers a question; `model` is the patched one, with its wrappers."""
+        self.asked = question
+        try:
+            return model(**inputs)
+        finally:
+            self.asked = LOSS
 
     def _agreed(self, module: PreTrainedModel, given: Mapping[str, Any], error: Exception | None) -> ForwardPass:
         """Returns the pass over a batch, on which all ranks have agreed. Raises any rank's error on all of them."""
@@ -286,23 +294,22 @@ class _Patch:
         modules, compiled = walk(module)
         changed = not self.view.is_of(modules)
         view = ModelView(module) if changed else self.view
-        wants_loss = self.pooling is None and self.head.question is None
-        group, callers = resolve_group(self.group), Callers(compiled or within_compiled())
-        call = Call(view, group, self.config, self.task, given, callers, self.pooling, wants_loss)
+        group = resolve_group(self.group)
         mode = "training" if module.training else "evaluation"
         doing = f"forward pass {self.passes} of {type(module).__name__} in {mode}"
-        agreement = Agreement({"served by": self.verdict, "mode": mode})
+        agreement = Agreement({"served by": self.verdict, "mode": mode, **self.asked.facts})
+        call = Call(view, group, self.config, self.task, given, compiled or within_compiled(), agreement, self.asked)
         if self.config.schedule == "auto" and group.size > 1:  # graphs take another schedule, see `with_schedule`
             agreement.add("compiled", call.compiled, _COMPILED)
         if not resources_of(group).knows_hosts:  # all ranks must have arrived before any asks for hosts
             sizes = ", ".join(map(str, view.find(recurrent_sizes))) or "none"
-            group.agree({"recurrent layers": sizes}, error, view.device, doing=doing)
+            group.agree({"recurrent layers": sizes}, error, call.device, doing=doing)
         batch: Batch | None = None
         try:
             if error is None:
                 if changed:
                     self.look(view)
-                batch = self._batch(call, agreement)
+                batch = self._batch(call)
         except Exception as problem:
             error = problem
         compared = agreement.checksums, agreement.advice, doing, agreement.seed
@@ -313,19 +320,19 @@ class _Patch:
         memory = self.memory.choose(call, batch, checkpoints)
         return ForwardPass(call, batch, checkpoints, memory, labels, seed, self.tokens.for_layers(call, batch, memory))
 
-    def _batch(self, call: Call, agreement: Agreement) -> Batch:
+    def _batch(self, call: Call) -> Batch:
         """Returns what this rank computes of a call, after all parts have admitted and checked it."""
         if call.group.size > 1:  # all ranks meet here for the first time, so before any can fail
             resources_of(call.group).topology(call.device)
         check_joined()
         for part in self.parts:
-            part.admit(call, agreement)
-        batch = self.tokens.cut(call, agreement)
+            part.admit(call)
+        batch = self.tokens.cut(call)
         for part in self.parts:
-            part.check(call, batch, agreement)
+            part.check(call, batch)
         return batch
 
-    def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def within(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Forward pre-hook of the decoder: handles calls of the decoder alone."""
         if PASS_KEY in kwargs or _generates(module, kwargs) or self.is_called():
             return
@@ -348,7 +355,7 @@ class _Patch:
     def _begin_outside(self) -> None:
         """Leaves any pass, also an interrupted one, because layers are called outside of a pass."""
         self.end()
-        self.context.enter(None)
+        begin_pass(self, None)
 
     def look(self, view: ModelView) -> None:
         """Lets the parts look at the model's modules anew."""
@@ -357,12 +364,10 @@ class _Patch:
         self.looked = []
         for part in self.parts:
             self.looked += part.look(view)
-            for kind, module, given in part.overrides(view):
-                kind.put(module, *given)
         self.view = view
 
     @torch.compiler.disable
-    def after(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def after(self, module: PreTrainedModel, args: Args, kwargs: Kwargs, output: Any) -> Any:
         """Forward hook: returns the outputs of the whole batch, in sequence order."""
         context = current()
         if self.run is None:
@@ -384,6 +389,7 @@ class _Patch:
         """Forward hook that ends the pass, even if it failed."""
         self.run = self.labels = None
         self.entered = False
-        self.context.leave()
+        end_pass(self)
         for part in self.parts:
             part.end()
+            part.run = None

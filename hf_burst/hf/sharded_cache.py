@@ -38,14 +38,14 @@ class ShardedCache(Cache):
         positions = next(keys.positions for keys in layers if keys is not None)
         cache.answer.prompt = Filling(1, length, positions)
         cache.layers += [ShardedLayer(cache.answer, document=document) for document in layers]
-        for layer in cache.layers:
-            layer.is_initialized = True
         return cache
 
     @property
     def is_read(self) -> bool:
         """Whether it holds a prompt that was read."""
         return self.answer.prompt is not None and not isinstance(self.answer.phase, Filling)
+
+    is_initialized = is_read  # as Transformers calls it
 
     @property
     def is_within_pass(self) -> bool:
@@ -68,19 +68,13 @@ class ShardedCache(Cache):
         """Begins a pass over `new` tokens of each row and returns their positions, `(rows, new)`. `shown` is the
         padding mask of all tokens so far."""
         answer = self.answer
-        length = self._length(0)
         if self.is_within_pass:
             raise BatchError("A pass over this cache ended in its middle, so its layers differ. Make a new one.")
-        assert answer.prompt is not None, "it was read"
-        prompts = answer.prompt.rows
-        if rows % prompts:
-            raise BatchError(f"The cache holds {prompts} prompts, and a batch of {rows} rows was given.")
-        if shown is not None and tuple(shown.shape) != (rows, length + new):
-            raise BatchError(
-                f"attention_mask has shape {tuple(shown.shape)}; behind {length} tokens in the cache it must be "
-                f"({rows}, {length + new})."
-            )
-        before = answer.prompt.shown
+        prompt = answer.prompt
+        assert prompt is not None, "it was read"
+        if rows % prompt.rows:
+            raise BatchError(f"The cache holds {prompt.rows} prompts, and a batch of {rows} rows was given.")
+        before = prompt.length - torch.tensor(prompt.starts, device=prompt.positions.device)[:, None]  # of tokens
         before = before.repeat_interleave(rows // len(before), 0)
         if answer.new is not None:
             before = before + (answer.new >= 0).sum(1, keepdim=True)
@@ -120,7 +114,7 @@ class ShardedCache(Cache):
     def is_padded(self) -> bool:
         """Whether some of its tokens are padding."""
         prompt = self.answer.prompt
-        return bool(prompt and prompt.starts) or not self.answer.unpadded
+        return bool(prompt and any(prompt.starts)) or not self.answer.unpadded
 
     @property
     def state_tensors(self) -> list[Tensor]:
@@ -153,8 +147,11 @@ class ShardedCache(Cache):
         among = (*own, *self.layers) if self.is_read else own
         read = next((layer for layer in among if layer.document is not None), None)
         if read is not None:
-            return int(read.length)
-        return self.answer.prompt.length + self.answer.written if self.is_read and self.answer.prompt else 0
+            return read.length
+        prompt, new = self.answer.prompt, self.answer.new
+        if prompt is None or not self.is_read:
+            return 0
+        return prompt.length + (0 if new is None else new.shape[1])
 
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -163,8 +160,7 @@ class ShardedCache(Cache):
     def _layer(self, index: int) -> ShardedLayer:
         while len(self.layers) <= index:
             self.layers.append(ShardedLayer(self.answer, self.convolutions))
-        layer: ShardedLayer = self.layers[index]
-        return layer
+        return self.layers[index]
 
     @torch.compiler.disable
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:

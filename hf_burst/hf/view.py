@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -30,14 +30,12 @@ class ModelView:
     belongs to no model."""
 
     def __init__(self, root: nn.Module) -> None:
-        named = list(root.named_modules())
-        self.paths = [path for path, _ in named]
-        self._modules = [weakref.ref(module) for _, module in named]
+        self._known = [(path, weakref.ref(module)) for path, module in root.named_modules()]
         self._found: dict[Any, Any] = {}
 
     @property
     def root(self) -> Any:
-        root = self._modules[0]()
+        root = self._known[0][1]()
         if root is None:
             raise ConfigError("The model of this view is gone. Keep the model.")
         return root
@@ -50,13 +48,8 @@ class ModelView:
     @property
     def named(self) -> list[tuple[str, nn.Module]]:
         """All modules with their paths."""
-        pairs = zip(self.paths, [self.root, *(known() for known in self._modules[1:])], strict=True)
+        pairs = [("", self.root), *((path, known()) for path, known in self._known[1:])]
         return [(path, module) for path, module in pairs if module is not None]
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which the model computes, see [`device_of`]."""
-        return device_of(self.root)
 
     @property
     def layers(self) -> list[GradientCheckpointingLayer]:
@@ -72,10 +65,6 @@ class ModelView:
         """The modules whose weights FSDP2 gathers together; FSDP2 changes their classes in place."""
         return [module for module in self.modules if isinstance(module, FSDPModule)]
 
-    @property
-    def has_fsdp1(self) -> bool:
-        return any(isinstance(module, FullyShardedDataParallel) for module in self.modules)
-
     def part(self, module: nn.Module) -> "ModelView":
         """Returns the view of an inner module."""
         return self if module is self.root else self._once(("part", id(module)), lambda: ModelView(module))
@@ -87,17 +76,16 @@ class ModelView:
     def find(self, what: "Callable[[ModelView], Found]") -> Found:
         """Returns what a function finds in this view, computed once. The result must not be the root or this view,
         because a model that holds its view would then hold itself."""
-        found: Found = self._once(what, lambda: what(self))
-        return found
+        return self._once(what, lambda: what(self))
 
     def where(self, holds: Callable[[nn.Module], bool]) -> list[Any]:
         """Returns the modules for which `holds` is true, evaluated once; the view does not keep them alive."""
         places = self._once(holds, lambda: [place for place, module in enumerate(self.modules) if holds(module)])
-        return [module for place in places if (module := self._modules[place]()) is not None]
+        return [module for place in places if (module := self._known[place][1]()) is not None]
 
     def is_of(self, modules: list[nn.Module]) -> bool:
         """Returns whether these are its modules, as [`walk`] returns them."""
-        return [known() for known in self._modules] == modules
+        return [known() for _, known in self._known] == modules
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._found:
@@ -146,6 +134,12 @@ def inner_modules(module: nn.Module) -> Iterator[nn.Module]:
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
     """Returns the direct children of a module, by name."""
     return {name: child for name, child in module._modules.items() if child is not None}
+
+
+def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """Returns the hooks on a module's calls and on their gradients."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return [*hooks, *module._backward_pre_hooks.values(), *module._backward_hooks.values()]
 
 
 def own_modules(layer: nn.Module) -> list[nn.Module]:

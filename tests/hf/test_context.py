@@ -1,6 +1,6 @@
 """The context of layers: each pass has its own, also where passes of several models are interrupted."""
 
-from hf_burst.hf.context import LayerContext, PassContext, current
+from hf_burst.hf.context import LayerContext, begin_pass, current, end_pass
 
 
 def tile_of_now() -> int | None:
@@ -8,46 +8,46 @@ def tile_of_now() -> int | None:
     return None if context is None else context.tile
 
 
-def begin(model: PassContext, tile: int) -> None:
+def begin(model: object, tile: int) -> None:
     """As the hooks of a model do: a pass that was interrupted ends first."""
-    model.leave()
-    model.enter(LayerContext(tile=tile))
+    end_pass(model)
+    begin_pass(model, LayerContext(tile=tile))
 
 
 def test_passes_inside_of_each_other() -> None:
-    outer, inner = PassContext(), PassContext()
+    outer, inner = object(), object()
     begin(outer, 1)
     begin(inner, 2)
     assert tile_of_now() == 2
-    inner.leave()
+    end_pass(inner)
     assert tile_of_now() == 1
-    outer.leave()
+    end_pass(outer)
     assert tile_of_now() is None
-    outer.leave()
+    end_pass(outer)
     assert tile_of_now() is None
 
 
 def test_an_interrupted_pass_leaves_nothing_to_the_next_ones() -> None:
     """A student calls a teacher, the user interrupts inside of the teacher, and runs both again."""
-    student, teacher = PassContext(), PassContext()
+    student, teacher = object(), object()
     begin(student, 1)
     begin(teacher, 2)
     begin(student, 3)
     begin(teacher, 4)
     assert tile_of_now() == 4
-    teacher.leave()
+    end_pass(teacher)
     assert tile_of_now() == 3, "not the first pass of the student"
-    student.leave()
+    end_pass(student)
     assert tile_of_now() is None
 
 
 def test_interrupted_passes_of_two_models_in_turn() -> None:
-    first, second = PassContext(), PassContext()
+    first, second = object(), object()
     begin(first, 1)
     begin(second, 2)
     begin(first, 3)
-    first.leave()
+    end_pass(first)
     begin(second, 4)
     assert tile_of_now() == 4
-    second.leave()
+    end_pass(second)
     assert tile_of_now() is None

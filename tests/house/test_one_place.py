@@ -38,7 +38,7 @@ def test_one_file_walks_over_frames_in_three_places() -> None:
     assert {str(path.relative_to(HF)) for path in named} == {"callers.py"}, named
     tree = ast.parse((HF / "callers.py").read_text())
     calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
-    assert [getattr(function, "id", "") for function in calls].count("_frames") == 3
+    assert [getattr(function, "id", "") for function in calls].count("walk_stack") == 3
 
 
 def test_the_stages_of_a_pass_are_frozen_and_small() -> None:

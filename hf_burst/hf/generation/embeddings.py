@@ -9,6 +9,7 @@ from accelerate.utils import get_mixed_precision_context_manager
 from torch import Tensor, nn
 
 from ..batches.sharded import is_sharded
+from ..forward_pass import Question
 from ..groups import PATCH
 from ..overrides import Override
 from .settings import patched
@@ -55,12 +56,11 @@ def embeddings(
     inputs = dict(batch) | ({"use_cache": False} if patch.task.causal else {})
     if not is_sharded(inputs):
         inputs = {name: value for name, value in inputs.items() if name not in ("labels", "num_items_in_batch")}
-    patch.pooling = str(pooling)
+    question = Question({"pooling of embeddings": str(pooling)}, pooling=str(pooling))
     instead = None if base.base_model is base else _BaseModel.put(base)
     try:
-        found = model(**inputs)["last_hidden_state"]
+        found = patch.answer(question, model, inputs)["last_hidden_state"]
     finally:
-        patch.pooling = None
         if instead is not None:
             instead.remove()
     return found

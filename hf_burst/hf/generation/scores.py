@@ -14,8 +14,8 @@ from ...layers import loss
 from ...ranks.group import ContextGroup
 from ..batches.documents import batch_shape, check_shape
 from ..batches.sharded import checksum, sum_of_bits
+from ..forward_pass import Question
 from ..groups import PATCH, resolve_group
-from ..parts.head import Question
 from ..parts.tokens import check_ranges
 from ..spread.value import Spread
 from ..view import device_of, is_partitioned, is_sharded_head
@@ -146,11 +146,8 @@ def _ask(model: nn.Module, batch: Mapping[str, Any], question: Question) -> Tens
     if patch.task.reads:
         raise ConfigError("The model has no language-model head, so its tokens have no losses. Load one with a head.")
     inputs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
-    patch.head.question = question
-    try:
-        answer = model(**inputs | ({"use_cache": False} if patch.task.generates else {}))["loss"]
-    finally:
-        patch.head.question = None
+    inputs |= {"use_cache": False} if patch.task.generates else {}
+    answer = patch.answer(question, model, inputs)["loss"]
     return answer
 
 

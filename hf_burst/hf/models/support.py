@@ -93,7 +93,7 @@ def _reasons(view: ModelView) -> Iterator[Reason]:
     if not task.reads and not any("labels" in inspect.signature(forward).parameters for forward in forwards_of(model)):
         yield f"{name} takes no labels", "it has no loss to learn from", "Load the class with a language-model head"
     if not task.reads:
-        yield from task.loss_reasons(computes_loss(model, reader.root))
+        yield from task.loss_reasons(computes_loss(view))
 
 
 def _placement(placed: Any, name: str) -> Iterator[Reason]:

@@ -40,7 +40,7 @@ class Task:
     reads: bool = False  # no language-model head: modules after the decoder take the whole batch
 
     def targets_of(self, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the labels and prediction targets by their batch keys; `(batch, tokens)` each."""
+        """Returns the labels and prediction targets by their batch keys; `(batch, tokens)` each. Readers have none."""
         return {"labels": labels, "shift_labels": shift_labels(labels)} if self.causal else {"labels": labels}
 
     def padding_bounds(self, start: int, stop: int) -> tuple[int, ...]:
@@ -103,8 +103,9 @@ def task_of(view: ModelView) -> Task:
     return ENCODER_READER if False in sees and True not in sees else CAUSAL_READER
 
 
-def computes_loss(model: PreTrainedModel, reader: PreTrainedModel) -> PreTrainedModel:
-    """Returns the model that computes the loss: the wrapper, or its language model `reader`."""
+def computes_loss(view: ModelView) -> PreTrainedModel:
+    """Returns the model that computes the loss: the wrapper, or its language model."""
+    model, reader = view.root, reader_of(view).root
     return reader if calls_loss_function(reader) and not calls_loss_function(model) else model
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ...layers.adapted_linear import adapted_linear, autocast_dtype
 from ..forward_pass import ForwardPass
 from ..overrides import Override
+from ..view import hooks_of
 from .base import Part
 
 _LAYERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
@@ -38,8 +39,7 @@ class _AdaptedForward(Override):
         layer: Any = self.module
         name = None if args or kwargs else _adapter(layer, x)
         if name is None:
-            plain: Tensor = self.plain(x, *args, **kwargs)
-            return plain
+            return self.plain(x, *args, **kwargs)
         base, dropout = layer.base_layer, layer.lora_dropout[name]
         dropped = dropout(x) if dropout.training and not isinstance(dropout, nn.Identity) else None
         down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
@@ -93,8 +93,7 @@ def _is_bare(linear: Any) -> bool:
 
 def _is_changed(module: nn.Module) -> bool:
     """Returns whether a module has hooks or another forward."""
-    hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
-    return bool(hooks) or "forward" in vars(module)
+    return bool(hooks_of(module)) or "forward" in vars(module)
 
 
 def _has_its_state(linear: Any) -> bool:

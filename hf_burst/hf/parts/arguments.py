@@ -12,7 +12,7 @@ from ...errors import BatchError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX
 from ..admission import check_adapters
 from ..batches.documents import batch_shape, cache_of
-from ..forward_pass import Agreement, Call
+from ..forward_pass import Call
 from ..sharded_cache import ShardedCache
 from .base import Part
 
@@ -22,13 +22,13 @@ _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_pro
 class Arguments(Part):
     """Checks what the caller asks of the model, and adds facts of the pass."""
 
-    def admit(self, call: Call, agreement: Agreement) -> None:
+    def admit(self, call: Call) -> None:
         model, given = call.model, call.given
         _check_model(call)
         _check_given(model, given)
         check_adapters(model)
         kind = call.device.type
-        agreement.facts |= {
+        call.agreement.facts |= {
             "dtype": str(model.dtype),
             "training": model.training,
             "gradients": torch.is_grad_enabled(),

@@ -7,13 +7,13 @@ from torch import nn
 
 from ...errors import ConfigError
 from ..attention import ARRIVED
-from ..forward_pass import Agreement, Call, ForwardPass
-from ..models.bypassed import attention_modules, forward_name, function_name
+from ..forward_pass import Call, ForwardPass
+from ..models.bypassed import attention_modules, forward_name
 from ..models.cut_point import reader_of
 from ..models.recurrent import is_recurrent, recurrent_modules
 from ..models.support import has_attention
 from ..view import ModelView, inner_modules, own_modules
-from .base import Handles, Part
+from .base import Handles, Outputs, Part
 
 
 class Arrivals(Part):
@@ -28,16 +28,16 @@ class Arrivals(Part):
         handles = [module.register_forward_hook(self._attended) for module in _attending(view)]
         return handles + [layer.register_forward_hook(self._passed) for layer in view.layers if _stateful(layer)]
 
-    def admit(self, call: Call, agreement: Agreement) -> None:
-        names = {function_name(vars(module).get("forward") or type(module).forward) for module in _attending(call.view)}
-        agreement.add("forward of attention", sorted(names), "Replace or wrap it on all ranks, or on none.")
+    def admit(self, call: Call) -> None:
+        names = set(map(forward_name, _attending(call.view)))
+        call.agreement.add("forward of attention", sorted(names), "Replace or wrap it on all ranks, or on none.")
 
     def begin(self, run: ForwardPass) -> None:
         self.under_way, self.ran = True, run.call.compiled
         for module in (*_attending(run.call.view), *run.call.view.find(recurrent_modules)):
             vars(module)[ARRIVED] = False
 
-    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+    def after(self, run: ForwardPass, outputs: Outputs) -> None:
         view, attending = run.call.view, _attending(run.call.view)
         if self.ran or any(vars(module)[ARRIVED] for module in attending):
             return

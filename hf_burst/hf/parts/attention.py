@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import ConfigError
 from ..attention import NAME, register
-from ..forward_pass import Agreement, Call
+from ..forward_pass import Call
 from ..models.bypassed import check_attention_functions
 from ..models.cut_point import reader_of
 from ..models.support import has_attention
@@ -57,7 +57,7 @@ class Attention(Part):
                 config._attn_implementation_internal = NAME
         return ()
 
-    def admit(self, call: Call, agreement: Agreement) -> None:
+    def admit(self, call: Call) -> None:
         reader = reader_of(call.view).root
         if self.attends and reader.config._attn_implementation != NAME:
             raise ConfigError(
@@ -67,11 +67,11 @@ class Attention(Part):
 
     def remove(self, view: ModelView) -> None:
         _PATCHED.pop(view.root, None)
-        if (other := next(_users_of(view.root), None)) is not None:
+        other = next(_users_of(view.root), None)
+        if other is not None:
             _PATCHED[other].changed += self.changed
-        if not self.attends or other is not None:
-            return
-        for config in _configs_of(view):  # layers may have been copied since
-            config._attn_implementation_internal = self.before
-        for config, before in self.changed:
-            config._attn_implementation_internal = before
+        elif self.attends:
+            for config in _configs_of(view):  # layers may have been copied since
+                config._attn_implementation_internal = self.before
+            for config, before in self.changed:
+                config._attn_implementation_internal = before

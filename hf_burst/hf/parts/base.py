@@ -1,16 +1,17 @@
 """The life cycle of a part, which is one capability of a patched model."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..forward_pass import Agreement, Batch, Call, ForwardPass
-from ..overrides import Override
+from ..forward_pass import Batch, Call, ForwardPass
 from ..view import ModelView
 
 Handles = Sequence[RemovableHandle]
+Args = tuple[Any, ...]  # of a call of a module
+Kwargs = dict[str, Any]
+Outputs = dict[str, Any]  # of the model, by name
 
 
 class Part:
@@ -23,27 +24,25 @@ class Part:
         (look ->) admit -> check -> (the ranks agree) -> begin -> arguments -> (the model runs) -> after -> end
     """
 
+    run: ForwardPass | None = None  # the pass under way, from `begin` to `end`, for hooks; the patch sets it
+
     def install(self, view: ModelView) -> None:
         """Changes the model."""
 
     def look(self, view: ModelView) -> Handles:
         """Collects the model's modules, after `install` and before a pass that finds other modules than the last one.
-        Returns the hooks that it added, which the patch removes. May refuse what it finds, as `admit` may."""
+        Returns the hooks that it added, which the patch removes, as it removes all overrides. May refuse what it finds,
+        as `admit` may."""
         return ()
 
-    def overrides(self, view: ModelView) -> Iterable[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
-        """Returns the overrides of modules' own methods since `look`: their kind, the module, and further arguments of
-        the kind. The patch installs them, and removes all at the end."""
-        return ()
-
-    def admit(self, call: Call, agreement: Agreement) -> None:
-        """Raises for what is not served, and adds the facts on which the ranks must agree.
+    def admit(self, call: Call) -> None:
+        """Raises for what is not served, and adds the facts on which the ranks must agree to `call.agreement`.
 
         Every error here reaches all ranks. Parts must not communicate. `remove` must restore what they change in the
         model, except overrides.
         """
 
-    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
+    def check(self, call: Call, batch: Batch) -> None:
         """Does the same for what this rank computes of the batch."""
 
     def begin(self, run: ForwardPass) -> None:
@@ -53,7 +52,7 @@ class Part:
         """Returns arguments of the model that replace those of the batch."""
         return {}
 
-    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+    def after(self, run: ForwardPass, outputs: Outputs) -> None:
         """Replaces this rank's outputs, by name, with those of the whole batch."""
 
     def end(self) -> None:

@@ -25,7 +25,7 @@ from ...layers.offload import SavedByLayer, detached_leaf, saved_in_place
 from ...plan.layer_sizes import keeping
 from ...plan.memory_levels import HOST_ROOM
 from ..context import CheckpointedRun, current
-from ..forward_pass import Agreement, Batch, Call, Checkpoints, ForwardPass
+from ..forward_pass import Batch, Call, Checkpoints, ForwardPass
 from ..models.layer_sizes import dtype_of_states, layer_sizes
 from ..view import ModelView
 from .base import Part
@@ -63,7 +63,7 @@ class Checkpointing(Part):
         self.output: tuple[torch.Tensor, Place] | None = None
         self.hook: RemovableHandle | None = None  # of the embeddings, in this pass
 
-    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
+    def check(self, call: Call, batch: Batch) -> None:
         memory, trains = call.config.memory_settings, call.learns
         share, offloading = memory.attention_keep, memory.activation_offloading
         if trains and self.host is not None and self.host.refused is not None:
@@ -93,7 +93,7 @@ class Checkpointing(Part):
             ),
         )
         keep = sum(function.options.get("use_reentrant") is False for function in wrapped if share)
-        agreement.add("activation checkpointing", f"{len(wrapped)} modules, {keep} of them keep attention")
+        call.agreement.add("activation checkpointing", f"{len(wrapped)} modules, {keep} of them keep attention")
         self.count = len(wrapped)
 
     def begin(self, run: ForwardPass) -> None:
@@ -120,7 +120,7 @@ class Checkpointing(Part):
 
     def wrap(self, view: ModelView) -> list["_Checkpoint"]:
         """Wraps the functions of all modules that now checkpoint, and returns those of the outermost layers."""
-        functions, of_layers = [], []
+        functions, outermost, inside = [], [], set[int]()
         for module in view.modules:
             for name in (_OF_LAYERS, _OF_WRAPPERS):
                 own = vars(module)
@@ -128,15 +128,12 @@ class Checkpointing(Part):
                     if not isinstance(own[name], _Checkpoint):
                         setattr(module, name, _Checkpoint(own[name], self, module))
                     functions.append(own[name])
-                    if name == _OF_WRAPPERS or isinstance(module, GradientCheckpointingLayer):
-                        of_layers.append(own[name])
+                    layer = name == _OF_WRAPPERS or isinstance(module, GradientCheckpointingLayer)
+                    if layer and id(module) not in inside:  # outermost first
+                        outermost.append(own[name])
+                        inside.update(map(id, view.inside(module)))
         if functions or view.root.training:  # an evaluation may come before the backward pass of a step
             self.selective = any("context_fn" in function.options for function in functions)
-        outermost, inside = [], set[int]()
-        for function in of_layers:  # outermost first
-            if id(function.module) not in inside:
-                outermost.append(function)
-                inside.update(map(id, view.inside(function.module)))
         return outermost or functions  # the model itself has one, too
 
     def layer(self, inputs: Sequence[Any]) -> LayerRun | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from ...errors import UnsupportedModelError
-from ..forward_pass import Agreement, Batch, Call, ForwardPass
+from ..forward_pass import Batch, Call, ForwardPass
 from .base import Part
 
 # what one process decides once for a whole sequence: skipping a layer, dropping weights
@@ -25,11 +25,10 @@ class DropoutStreams(Part):
         self.outer: list[tuple[torch.Generator, torch.Tensor]] = []
         self.seed = self.shared = 0
 
-    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
-        if call.group.size > 1:
+    def check(self, call: Call, batch: Batch) -> None:
+        if call.group.size > 1 and call.random_rates:
             check_shared_dropout(call.random_rates)
-        if call.group.size > 1 and call.random_rates:  # drawn when all ranks continue
-            agreement.seed = _draw(torch.default_generator.clone_state())
+            call.agreement.seed = _draw(torch.default_generator.clone_state())  # drawn when all ranks continue
 
     def begin(self, run: ForwardPass) -> None:
         if run.group.size == 1 or not run.call.random_rates:

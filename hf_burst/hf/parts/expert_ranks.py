@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
-from ..forward_pass import Agreement, Call
+from ..forward_pass import Call
 from .base import Part
 
 _EXPERTS_DIM, _COPIES_DIM = "ep", "efsdp"  # dimensions of Transformers' mesh of experts
@@ -22,7 +22,7 @@ _EXPERTS_DIM, _COPIES_DIM = "ep", "efsdp"  # dimensions of Transformers' mesh of
 class ExpertRanks(Part):
     """Checks a pass of a model whose experts are spread over ranks."""
 
-    def admit(self, call: Call, agreement: Agreement) -> None:
+    def admit(self, call: Call) -> None:
         experts = dict(weights_of_experts(call.model))
         if not experts:
             return

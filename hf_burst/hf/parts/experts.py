@@ -5,16 +5,15 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...errors import UnsupportedModelError
 from ...ranks.collectives import group_sum
 from ..context import PASS_KEY
-from ..forward_pass import Agreement, Call, ForwardPass
+from ..forward_pass import Call, ForwardPass
 from ..view import ModelView
-from .base import Handles, Part
+from .base import Args, Handles, Kwargs, Outputs, Part
 
 
 class RouterLogits(Part):
@@ -23,19 +22,19 @@ class RouterLogits(Part):
 
     def __init__(self, model: PreTrainedModel) -> None:
         check_balance(model)
-        self.scores: tuple[torch.Tensor, ...] = ()
+        self.scores: tuple[Tensor, ...] = ()
 
     def look(self, view: ModelView) -> Handles:
         if not hasattr(view.root.config, "output_router_logits"):
             return ()
         return [view.root.base_model.register_forward_hook(self._catch, with_kwargs=True)]
 
-    def admit(self, call: Call, agreement: Agreement) -> None:
+    def admit(self, call: Call) -> None:
         asked = call.given.get("output_router_logits")
-        agreement.add("router logits", asked)
+        call.agreement.add("router logits", asked)
         check_balance(call.model, asked)
 
-    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+    def after(self, run: ForwardPass, outputs: Outputs) -> None:
         if not self.scores or outputs.get("aux_loss") is None:
             return
         model: Any = run.model
@@ -48,7 +47,7 @@ class RouterLogits(Part):
     def end(self) -> None:
         self.scores = ()
 
-    def _catch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _catch(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
         if kwargs.get(PASS_KEY) is not None:
             self.scores = getattr(output, "router_logits", None) or ()
 
@@ -72,7 +71,7 @@ def balance_share(run: ForwardPass) -> float:
     return 1 if run.call.items is None else 1 / run.group.size
 
 
-def balance_loss(scores: tuple[torch.Tensor, ...], per_token: int, run: ForwardPass) -> torch.Tensor:
+def balance_loss(scores: tuple[Tensor, ...], per_token: int, run: ForwardPass) -> Tensor:
     """Returns the load-balancing loss of the whole batch: equal on every rank, with the gradient as in `group_sum`.
 
     Args:
@@ -90,8 +89,6 @@ def balance_loss(scores: tuple[torch.Tensor, ...], per_token: int, run: ForwardP
         picked = weights.topk(per_token, dim=-1).indices
         counts = counts.index_add(0, picked.flatten(), texts.repeat_interleave(per_token))
         probabilities = probabilities + (weights.float() * texts[:, None]).sum(0)
-    totals = torch.cat([counts, texts.sum()[None] * len(scores)])
-    if run.group.size > 1:
-        dist.all_reduce(totals, group=run.group.process_group)
+    totals = group_sum(torch.cat([counts, texts.sum()[None] * len(scores)]), run.group)
     rows = totals[-1]
     return experts * (totals[:-1] / rows * group_sum(probabilities, run.group) / rows).sum()

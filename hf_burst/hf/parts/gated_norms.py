@@ -1,10 +1,9 @@
 """Norms of the gated outputs of delta rules, by one kernel of flash-linear-attention instead of about ten of torch."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...recurrent import fla_compared, fla_gated_norm
@@ -12,31 +11,29 @@ from ..context import current
 from ..models.gated_norm import gated_norms
 from ..overrides import Override
 from ..view import ModelView
-from .base import Part
+from .base import Handles, Part
 
 
 class GatedNorms(Part):
     """Gives gated norms a forward by that kernel, unless they have a forward of their own."""
 
-    def overrides(self, view: ModelView) -> Iterator[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
+    def look(self, view: ModelView) -> Handles:
         for norm, activation in view.find(gated_norms):
             if "forward" not in vars(norm):
-                yield GatedNorm, norm, (activation, depends_on(norm))
+                GatedNorm.put(norm, activation, depends_on(norm))
+        return ()
 
 
 class GatedNorm(Override):
-    """The forward of a gated norm: by the kernel in passes of the patched model, on a device that has it."""
-
-    def __init__(self, module: nn.Module, own: Any, activation: str, formula: tuple[Any, Any]) -> None:
-        super().__init__(module, own, activation, formula)
-        self.activation = activation
-        self.formula = formula  # what its formula depended on when it was read
+    """The forward of a gated norm: by the kernel in passes of the patched model, on a device that has it. It is given
+    the activation, and what the formula depended on when it was read."""
 
     def __call__(self, hidden_states: Tensor, gate: Tensor) -> Any:
         norm: Any = self.module
+        activation, formula = self.more
         known = hidden_states.dtype != torch.float64 and not isinstance(norm.weight, DTensor)
-        if known and self.formula == depends_on(norm) and current() is not None and fla_compared(hidden_states.device):
-            return fla_gated_norm(hidden_states, gate, norm.weight, norm.variance_epsilon, self.activation)
+        if known and formula == depends_on(norm) and current() is not None and fla_compared(hidden_states.device):
+            return fla_gated_norm(hidden_states, gate, norm.weight, norm.variance_epsilon, activation)
         return self.plain(hidden_states, gate)
 
 

@@ -2,9 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,11 +11,10 @@ from torch.nn import functional
 
 from ...errors import BatchError
 from ..batches.cutting import kept_tokens
-from ..callers import Callers
-from ..forward_pass import Agreement, Batch, Call, ForwardPass
+from ..forward_pass import Batch, Call, ForwardPass
 from ..spread.value import PutOffHead, Spread, check_head_again, needs_logits
 from ..view import is_partitioned
-from .base import Part
+from .base import Outputs, Part
 from .key_cache import repeated
 from .replicas import refuse_partitioned
 
@@ -32,36 +30,27 @@ _IN_TRAINER = (
 )
 
 
-class Question(NamedTuple):
-    """What a pass computes in the place of logits."""
-
-    facts: dict[str, Any]  # on which the ranks must agree
-    answer: Callable[[Spread, Tensor], Tensor]  # from scores and targets of this rank's tokens to a number of each
-
-
 class Head(Part):
     """Decides what happens to the logits: `"show"` those of all ranks, `"defer"` until something is computed from them
     (see [`Spread`]), or `"drop"`. To defer or drop logits, the head is put off: a loss asks it for the scores of some
     tokens at a time. Outputs of a batch that arrived sharded stay sharded."""
 
     def __init__(self) -> None:
-        self.question: Question | None = None
         self.lazy: PutOffHead | None = None
         self.logits: Fate = "show"
         self.about = ""  # why deferred logits may not be gathered
         self.kept: Tensor | None = None  # where each kept token stands among this rank's tokens, or -1
 
-    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
-        agreement.add("hidden states", bool(call.given.get("output_hidden_states")))
-        if call.task.reads or call.pooling:
+    def check(self, call: Call, batch: Batch) -> None:
+        call.agreement.add("hidden states", bool(call.given.get("output_hidden_states")))
+        if call.needs_states:
             return
-        if self.question is not None:
+        if call.asked.answer is not None:
             if batch.targets is None:
                 raise BatchError("The labels are missing; give some of the shape of input_ids, -100 where none counts.")
             batch.lies.check_texts()
             if torch.is_grad_enabled() and (module := call.model.get_output_embeddings()) is not None:
                 refuse_partitioned(module, "Losses of tokens are not trained")
-            agreement.facts |= self.question.facts
         keep = batch.given.get("logits_to_keep", 0)
         tokens: list[int] | None = None
         if isinstance(keep, Tensor) or keep:
@@ -69,11 +58,11 @@ class Head(Part):
             self.kept = batch.lies.local[tokens]
         self.logits = self._fate(call, batch)
         head = None if self.logits == "show" else call.model.get_output_embeddings()
-        agreement.add("hooks on the head", head is not None and needs_logits(head))
-        agreement.facts |= {"logits to keep": tokens, "logits": self.logits}
+        call.agreement.add("hooks on the head", head is not None and needs_logits(head))
+        call.agreement.facts |= {"logits to keep": tokens, "logits": self.logits}
 
     def begin(self, run: ForwardPass) -> None:
-        if run.call.task.reads or run.call.pooling:
+        if run.call.needs_states:
             return
         if run.call.sharing and not run.model.training:  # groups with other lengths gather the head at another time
             drops = run.call.largest([self.logits == "drop"])[0] > 0
@@ -81,9 +70,9 @@ class Head(Part):
         module = run.model.get_output_embeddings()
         if self.lazy is not None and self.lazy.module is not module:  # adapters have replaced it
             self.lazy.remove()
-        vocabulary = run.model.config.get_text_config().vocab_size
-        self.lazy = None if module is None else PutOffHead.put(module, vocabulary)  # or that of a model that shares it
-        if self.lazy is not None:
+        if module is not None:
+            vocabulary = run.model.config.get_text_config().vocab_size
+            self.lazy = PutOffHead.put(module, vocabulary)  # or that of a model that shares it
             self.lazy.under_way = self.logits != "show" and not run.batch.inputs.get("fused_lm_head")
 
     def arguments(self, run: ForwardPass) -> dict[str, Any]:
@@ -91,17 +80,17 @@ class Head(Part):
             return {}
         return {"logits_to_keep": self.kept[self.kept >= 0]}  # a number would make Gemma 4 slice its mask
 
-    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+    def after(self, run: ForwardPass, outputs: Outputs) -> None:
         lies, sharded = run.batch.lies, run.batch.sharded
         if "log_probs" in outputs:
             _gather_fused(run, outputs)
             return
-        if run.call.task.reads or run.call.pooling:
+        if run.call.needs_states:
             outputs |= {name: value.whole() for name, value in outputs.items() if isinstance(value, Spread)}
-        elif self.question is not None and run.batch.targets is not None:
+        elif run.call.asked.answer is not None and run.batch.targets is not None:
             check_head_again(run.model.get_output_embeddings())
             scores = replace(Spread.of(outputs.pop("logits")), lies=lies)
-            values = lies.batch(self.question.answer(scores, run.batch.targets), scores=True)
+            values = lies.batch(run.call.asked.answer(scores, run.batch.targets), scores=True)
             outputs["loss"] = functional.pad(values, (1, 0))[:, :-1] if run.call.task.causal else values
         else:
             self._decide_logits(run, outputs)
@@ -119,13 +108,13 @@ class Head(Part):
 
     def _fate(self, call: Call, batch: Batch) -> Fate:
         model, labels, alone = call.model, batch.inputs.get("labels") is not None, call.group.size == 1
-        if self.kept is not None and (self.question or (not alone and (labels or batch.sharded))):
+        if self.kept is not None and (call.asked.answer or (not alone and (labels or batch.sharded))):
             raise BatchError("logits_to_keep is for full batches without labels, whose loss needs every token.")
-        if self.question is not None:
+        if call.asked.answer is not None:
             return "drop"
         fused = bool(batch.inputs.get("fused_lm_head"))
         if labels and model.training and not fused:
-            _check_unread(call.callers, "are never in memory while the model trains with labels")
+            _check_unread(call, "are never in memory while the model trains with labels")
         tokens = math.prod(batch.lies.shape) if self.kept is None else batch.layout.batch_size * len(self.kept)
         gib = tokens * model.config.get_text_config().vocab_size * model.dtype.itemsize / 2**30
         output = model.get_output_embeddings()
@@ -143,12 +132,12 @@ class Head(Part):
         if not labels and defers and torch.is_grad_enabled():
             return "defer"
         if not labels:
-            raise BatchError(f"{sentence}. {_ALONE if call.callers.trainer is None else _IN_TRAINER}")
-        _check_unread(call.callers, f"are not gathered. {sentence}")
+            raise BatchError(f"{sentence}. {_ALONE if call.trainer_and_readers[0] is None else _IN_TRAINER}")
+        _check_unread(call, f"are not gathered. {sentence}")
         logger.warning("%s, so they are not gathered and outputs.logits is None.", sentence)
         return "drop"
 
-    def _decide_logits(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+    def _decide_logits(self, run: ForwardPass, outputs: Outputs) -> None:
         lies, logits = run.batch.lies, outputs.pop("logits", None)
         if self.logits == "drop":
             return
@@ -164,7 +153,7 @@ class Head(Part):
             outputs["logits"] = repeated(logits if run.batch.sharded else lies.batch(logits), run.call.cache)
 
 
-def _gather_fused(run: ForwardPass, outputs: dict[str, Any]) -> None:
+def _gather_fused(run: ForwardPass, outputs: Outputs) -> None:
     """Gathers TRL's outputs for `fused_lm_head=True`, one value per token, from which its trainers compute their losses
     without looking at other ranks. In training on a sharded batch they stay local, because `num_items_in_batch` counts
     every label once there. Evaluation has no such number and needs the whole batch."""
@@ -175,8 +164,9 @@ def _gather_fused(run: ForwardPass, outputs: dict[str, Any]) -> None:
             outputs[name] = values if run.batch.sharded else values[:, :-1]  # as without `shift_labels`
 
 
-def _check_unread(callers: Callers, why: str) -> None:
+def _check_unread(call: Call, why: str) -> None:
     """Raises if a trainer would give `None` instead of logits to a function of its user."""
-    if callers.readers:
-        given = f"{', '.join(callers.readers)} would be given outputs.logits=None"
+    _, readers = call.trainer_and_readers
+    if readers:
+        given = f"{', '.join(readers)} would be given outputs.logits=None"
         raise BatchError(f"{given}: logits {why}. {_IN_TRAINER}")

@@ -4,15 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...errors import BatchError, RankMismatchError
 from ...ranks.collectives import gather_stacked
 from ...ranks.group import ContextGroup
-from ..batches.documents import TOKEN_KEYS, batch_shape, tokens_of
+from ..batches.documents import TOKEN_KEYS, batch_shape, check_shape, tokens_of
 from ..batches.sharded import checksum
-from ..forward_pass import Agreement, Batch, Call, ForwardPass
+from ..forward_pass import Batch, Call, ForwardPass
 from ..sharded_cache import ShardedCache
-from .base import Part
+from .base import Outputs, Part
 
 # arguments with one row per row of the batch; copies of a prompt have equal rows
 _BY_ROW = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
@@ -22,26 +23,24 @@ class KeyCache(Part):
     """Lets the cache of a pass store the keys of the prompt. Copies of a prompt in the batch, as for beams, are read
     once."""
 
-    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
-        layout = batch.layout
-        held = isinstance(call.cache, ShardedCache)
+    def check(self, call: Call, batch: Batch) -> None:
+        layout, held = batch.layout, call.cache is not None
         if held and any(stop < layout.length - layout.padding for _, stop in layout.real):
             raise BatchError("Prompts are padded on the right. Pad on the left: tokenizer.padding_side = 'left'.")
-        agreement.add("a cache over ranks", held)
+        call.agreement.add("a cache over ranks", held)
 
     def begin(self, run: ForwardPass) -> None:
-        if isinstance(run.call.cache, ShardedCache):
+        if run.call.cache is not None:
             run.call.cache.begin_prompt(run.batch.layout, run.device)
 
-    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
-        if isinstance(run.call.cache, ShardedCache):
+    def after(self, run: ForwardPass, outputs: Outputs) -> None:
+        if run.call.cache is not None:
             run.call.cache.end_prompt()
 
 
-def repeated(values: torch.Tensor, cache: Any) -> torch.Tensor:
+def repeated(values: Tensor, cache: ShardedCache | None) -> Tensor:
     """Returns logits or states of prompts that were read once, repeated for each copy of a prompt in the batch."""
-    copies = cache.copies if isinstance(cache, ShardedCache) else 1
-    return values if copies == 1 else values.repeat_interleave(copies, 0)
+    return values if cache is None or cache.copies == 1 else values.repeat_interleave(cache.copies, 0)
 
 
 def each_once(cache: ShardedCache, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def each_once(cache: ShardedCache, batch: Mapping[str, Any]) -> dict[str, Any]:
     if batch_shape(batch)[0] % copies:
         raise BatchError(f"A batch of {batch_shape(batch)[0]} rows does not hold {copies} copies of each prompt.")
     for name, value in batch.items():
-        if copies == 1 or not isinstance(value, torch.Tensor) or not value.ndim:
+        if copies == 1 or not isinstance(value, Tensor) or not value.ndim:
             continue
         if name not in _BY_ROW:
             raise BatchError(f"{name} is not known to have a row for each prompt. Generate without beams, one by one.")
@@ -72,12 +71,12 @@ def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> None:
     keep = batch.get("logits_to_keep", 0)
     if isinstance(keep, int) and 0 < keep < new:  # a number would make Gemma 4 slice its mask
         batch["logits_to_keep"] = torch.arange(new - keep, new, device=tokens_of(batch).device)
-    shown = batch.get("attention_mask")
-    if shown is not None and (not isinstance(shown, torch.Tensor) or shown.ndim != 2):
-        raise BatchError("attention_mask must be of shape (batch, tokens) over ranks.")
     group = cache.answer.group
     if not cache.compares and not same_tokens(group, batch):
         group.agree({}, None, tokens_of(batch).device, doing="generate")  # raises the error of the other rank
+    shown, length = batch.get("attention_mask"), cache.get_seq_length()
+    if shown is not None:
+        check_shape("attention_mask", shown, (rows, length + new), f" behind {length} tokens in the cache")
     positions = cache.begin_step(rows, new, shown)
     if batch.get("position_ids") is None and not cache.answer.unpadded:
         batch["position_ids"] = positions.clamp(min=0)  # a model itself would count the padding of other questions

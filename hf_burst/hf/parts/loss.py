@@ -4,22 +4,20 @@ import math
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX, rows_by_weight
 from ...ranks.collectives import group_sum
 from ...ranks.group import ContextGroup
 from ..context import PASS_KEY
-from ..forward_pass import Agreement, Call, ForwardPass
+from ..forward_pass import LOSS, Call, ForwardPass
 from ..groups import resolve_group
 from ..models.bypassed import forward_name
-from ..models.cut_point import reader_of
 from ..models.task import calls_loss_function, computes_loss, task_of
-from ..sharded_cache import ShardedCache
 from ..spread.value import Spread
 from ..view import ModelView
-from .base import Part
+from .base import Outputs, Part
 from .experts import balance_share
 
 _ITEMS = "num_items_in_batch (labels of all ranks: Trainer counts them unless average_tokens_across_devices=False)"
@@ -35,39 +33,34 @@ class Loss(Part):
 
     def __init__(self, view: ModelView, group: ContextGroup | None) -> None:
         self.group, self.reads = group, view.find(task_of).reads
-        computes = self.computes(view)
+        computes = computes_loss(view)
         self.plain = computes.loss_function
         self.was_set = "_loss_function" in vars(computes)  # on the model, instead of by its class
         self.averages = not calls_loss_function(view.root)  # each batch alone, whatever num_items_in_batch is
-        self.run: ForwardPass | None = None
         self.items: float | None = None  # `num_items_in_batch` of the pass
         self.wanted = False  # whether there are targets for a loss
         self.computed = False  # whether the model has called the loss function
-        self.weights: dict[int, torch.Tensor] | None = None  # targets by how often they count, unless all count once
-
-    @staticmethod
-    def computes(view: ModelView) -> PreTrainedModel:
-        return computes_loss(view.root, reader_of(view).root)
+        self.weights: dict[int, Tensor] | None = None  # targets by how often they count, unless all count once
 
     def install(self, view: ModelView) -> None:
         if not self.reads:
-            self.computes(view).loss_function = self.compute
+            computes_loss(view).loss_function = self.compute
 
-    def admit(self, call: Call, agreement: Agreement) -> None:
-        if not self.reads and self.computes(call.view).loss_function != self.compute:
+    def admit(self, call: Call) -> None:
+        if not self.reads and computes_loss(call.view).loss_function != self.compute:
             raise ConfigError(
                 "The loss function of the model was changed after it was patched. Unpatch it first, then change it."
             )
         forward = forward_name(call.model)
-        agreement.add("forward of the model", forward, "Replace or wrap it on all ranks, or on none.")
+        call.agreement.add("forward of the model", forward, "Replace or wrap it on all ranks, or on none.")
         if forward.startswith("liger_kernel."):
             raise ConfigError(_PAST_US.format(forward))
         self.items = None if call.items is None else float(call.items)
-        agreement.add(_ITEMS, self.items)
+        call.agreement.add(_ITEMS, self.items)
 
     def begin(self, run: ForwardPass) -> None:
         items, tokens = self.items, run.labels
-        self.wanted = run.batch.targets is not None and run.call.wants_loss
+        self.wanted = run.batch.targets is not None and run.call.asked == LOSS
         counted = items is not None and self.averages and self.wanted
         fused = run.batch.inputs.get("fused_lm_head")  # TRL's trainers go on, with log_probs that are all 0
         BatchError.refuse(
@@ -77,7 +70,7 @@ class Loss(Part):
                 "average this batch by itself.",
             ),
             (
-                counted and run.model.training and not run.call.callers.multiply_losses,
+                counted and run.model.training and not run.call.multiplies_losses,
                 f"Trainer gives {type(run.model).__name__} the labels of one process, and would not multiply its loss "
                 "by their number. Leave average_tokens_across_devices=False out.",
             ),
@@ -91,27 +84,26 @@ class Loss(Part):
                 f"All labels of the batch are {IGNORE_INDEX}, or no token predicts them, so nothing is to be learned. "
                 "Drop such batches, or check how the labels are masked."
             )
-        self.run, self.computed = run, False
+        self.computed = False
         counts = run.batch.lies.counts
         self.weights = None if counts is None else rows_by_weight(counts, run.device)
 
     def arguments(self, run: ForwardPass) -> dict[str, Any]:
-        cached = isinstance(run.call.cache, ShardedCache)  # some models return no cache by default
+        cached = run.call.cache is not None  # some models return no cache by default
         return run.call.task.overrides(use_cache=cached or (run.batch.lies.alone and not run.model.training))
 
-    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+    def after(self, run: ForwardPass, outputs: Outputs) -> None:
         if "log_probs" in outputs:  # TRL's output for `fused_lm_head=True`; its trainers look at no other rank
-            scores = outputs["log_probs"].flatten()
-            if self.weights is not None:
-                parts = (weight * scores.index_select(0, index) for weight, index in self.weights.items())
-                scores = torch.cat([scores[:0], *parts])
+            scores, counts = outputs["log_probs"], run.batch.lies.counts
+            if counts is not None:
+                scores = scores * counts.to(scores.device)
             loss = batch_loss(-scores.sum(), run, self.items if run.labels else 1)  # 0 and not nan, as in TRL
             if "aux_loss" in outputs:  # already that of the whole batch
                 factor = run.model.config.get_text_config().router_aux_loss_coef * balance_share(run)
                 loss = loss + factor * outputs["aux_loss"]
             outputs["loss"] = loss
         elif self.reads:
-            if outputs.get("loss") is not None and self.items is not None and run.call.callers.multiply_losses:
+            if outputs.get("loss") is not None and self.items is not None and run.call.multiplies_losses:
                 outputs["loss"] = outputs["loss"] / run.group.size  # every rank holds that of the whole batch
         elif self.wanted and not run.call.task.generates and run.batch.targets is not None:
             outputs["loss"] = batch_loss(Spread.of(outputs["logits"]).loss_sum(run.batch.targets), run, self.items)
@@ -119,17 +111,17 @@ class Loss(Part):
             raise ConfigError(_PAST_US.format(forward_name(run.model)))
 
     def end(self) -> None:
-        self.run = self.weights = None
+        self.weights = None
 
     def remove(self, view: ModelView) -> None:
-        computes = self.computes(view)
+        computes = computes_loss(view)
         if not self.reads:
             vars(computes).pop("_loss_function", None)
         if self.was_set:
             computes.loss_function = self.plain
 
     @torch.compiler.disable  # a graph would be made anew for each number of labels
-    def compute(self, logits: torch.Tensor | Spread, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def compute(self, logits: Tensor | Spread, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Computes the cross-entropy of the whole batch in place of the model's `loss_function`, see [`batch_loss`]."""
         if kwargs.pop(PASS_KEY, None) is None:
             if resolve_group(self.group).size > 1:
@@ -137,15 +129,14 @@ class Loss(Part):
                     "model.forward(...) was called, past the hooks that cut the batch, as the peft method AdaLoRA "
                     "does, which is not served. Call model(...) itself."
                 )
-            plain: torch.Tensor = self.plain(logits, labels, *args, **kwargs)
-            return plain
+            return self.plain(logits, labels, *args, **kwargs)
         assert self.run is not None, "a call is given in a pass"
         self.computed = True
         local = Spread.of(logits).loss_sum(kwargs["shift_labels"], self.weights)
         return batch_loss(local, self.run, self.items)
 
 
-def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: float | None) -> torch.Tensor:
+def batch_loss(local_sum: Tensor, run: ForwardPass, items: float | None) -> Tensor:
     """Returns the loss of the whole batch, weighted by tokens over all ranks.
 
     As in Transformers, a token counts 1 / `items` (`num_items_in_batch`), a batch without tokens has the loss nan, and

@@ -20,11 +20,10 @@ from ...plan.layer_sizes import StepEstimate
 from ...plan.memory_levels import SETTINGS, TILE, MeasuredLevels, Size, levels_for, named
 from ..forward_pass import Batch, Call, Checkpoints, ForwardPass
 from ..models.layer_sizes import dtype_of_states, layer_sizes, recurrent_sizes
-from ..sharded_cache import ShardedCache
 from ..spread.value import Spread
 from ..view import ModelView
 from .allocator import EXPANDABLE, Reading, RoomForKernels, expand_segments
-from .base import Part
+from .base import Outputs, Part
 from .replicas import takes_weights_apart
 from .towers import seen_in
 
@@ -75,11 +74,11 @@ class MemoryRule(Part):
         if reading is not None:
             self._count_errors(reading)
             memory = self._settings(call, batch, checkpoints, reading)
-        if self.chooses and isinstance(call.cache, ShardedCache) and not memory.tiled_mlp:
+        if self.chooses and call.cache is not None and not memory.tiled_mlp:
             memory = replace(memory, tiled_mlp=TILE)
         return memory
 
-    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+    def after(self, run: ForwardPass, outputs: Outputs) -> None:
         """Registers hooks that measure the step when its backward pass has ended."""
         if self.steps and self.latest is not None:
             values = (value.own if isinstance(value, Spread) else value for value in outputs.values())

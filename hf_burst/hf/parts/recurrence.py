@@ -16,13 +16,13 @@ from ..admission import ON_GPUS
 from ..attention import ARRIVED
 from ..batches.documents import CACHE_KEYS
 from ..context import PASS_KEY, LayerContext, current, refuse_blind_run
-from ..forward_pass import Agreement, Call, ForwardPass
+from ..forward_pass import Call, ForwardPass
 from ..models.bypassed import check_recurrent_sources, function_name
 from ..models.layer_sizes import chosen_way, recurrent_sizes
 from ..models.recurrent import functions_of, over_ranks, recurrent_modules
 from ..overrides import Override
 from ..view import ModelView
-from .base import Handles, Part
+from .base import Args, Handles, Kwargs, Part
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +44,10 @@ class Recurrence(Part):
         _put(view)
         return ()
 
-    def admit(self, call: Call, agreement: Agreement) -> None:
+    def admit(self, call: Call) -> None:
         _put(call.view)  # somebody may have removed it since, such as a model that shares the module
         if call.view.find(recurrent_modules):  # with them, delta rules send other messages
-            agreement.add("kernels of flash-linear-attention", fla_kernels(call.device, 1) is not None)
+            call.agreement.add("kernels of flash-linear-attention", fla_kernels(call.device, 1) is not None)
 
     def begin(self, run: ForwardPass) -> None:
         kinds: set[Any] = set(map(type, run.call.view.find(recurrent_modules)))
@@ -110,7 +110,7 @@ class RecurrentForward(Override):
         return self._over_ranks(context, args, kwargs)
 
     @torch.compiler.disable  # it sends messages; the code around it compiles
-    def _over_ranks(self, context: LayerContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _over_ranks(self, context: LayerContext, args: Args, kwargs: Kwargs) -> Any:
         assert context.sharded_pass is not None, "asked before"
         vars(self.module)[ARRIVED] = True
         if self.masks:

@@ -1,13 +1,13 @@
 """Checks that the ranks of a group hold equal weights, at the first pass and after the first update."""
 
 import zlib
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,7 +15,7 @@ from ...config import BurstConfig
 from ...errors import ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..batches.sharded import sum_of_bits
-from ..forward_pass import Agreement, Call, ForwardPass
+from ..forward_pass import Call, ForwardPass
 from ..view import ModelView, is_partitioned
 from .base import Part
 
@@ -45,9 +45,9 @@ class Replicas(Part):
         self.key: tuple[int, ...] = ()  # how many parameters there are, and which are trained
         self.first: int | None = None  # their checksum at the first comparison
         self.settled = False  # whether an update was seen
-        self.compared: torch.Tensor | None = None  # the checksum in this pass
+        self.compared: Tensor | None = None  # the checksum in this pass
 
-    def admit(self, call: Call, agreement: Agreement) -> None:
+    def admit(self, call: Call) -> None:
         self.compared = None
         if call.group.size == 1:
             return
@@ -60,8 +60,8 @@ class Replicas(Part):
         if key != self.key:
             self.key, self.first, self.settled = key, None, False
         if not (self.settled or (self.first is not None and not learns) or has_fsdp1(call.view)):
-            self.compared = _checksum(dict(call.model.named_parameters()))
-            agreement.add(WEIGHTS, self.compared, _AT_FIRST if self.first is None else _UPDATED)
+            self.compared = _checksum(call.model)
+            call.agreement.add(WEIGHTS, self.compared, _AT_FIRST if self.first is None else _UPDATED)
 
     def begin(self, run: ForwardPass) -> None:
         if self.compared is not None:
@@ -78,7 +78,9 @@ def check_averaged(view: ModelView, trained: list[nn.Parameter], group: ContextG
     meshes = {parameter.device_mesh for parameter in trained if isinstance(parameter, DTensor)}
     averaged += [mesh.mesh.flatten().tolist() for mesh in meshes]
     deepspeed = AcceleratorState._shared_state.get("distributed_type") == DistributedType.DEEPSPEED
-    known = averaged or any(map(_is_hooked, trained)) or deepspeed or has_fsdp1(view) or view.units_of_fsdp2
+    # functions that get a parameter's gradient may average it
+    hooks = (parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in trained)
+    known = averaged or any(hooks) or deepspeed or has_fsdp1(view) or view.units_of_fsdp2
     few = next((ranks for ranks in averaged if not members <= set(ranks)), [])
     ConfigError.refuse(
         (
@@ -97,17 +99,12 @@ def check_averaged(view: ModelView, trained: list[nn.Parameter], group: ContextG
     )
 
 
-def _is_hooked(parameter: nn.Parameter) -> bool:
-    """Returns whether a function gets the parameter's gradient, and may average it."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
 def has_fsdp1(view: ModelView) -> bool:
     """Returns whether FSDP1 averages gradients and shards weights; its shards look like whole weights."""
     state = AcceleratorState._shared_state
     if state.get("distributed_type") == DistributedType.FSDP and state["fsdp_plugin"].fsdp_version == 1:
         return True
-    return view.has_fsdp1
+    return any(isinstance(module, FullyShardedDataParallel) for module in view.modules)
 
 
 def refuse_partitioned(module: nn.Module, asked: str) -> None:
@@ -126,11 +123,11 @@ def _is_replicated(parameter: nn.Parameter) -> bool:
     return not (isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") or parameter.is_meta)
 
 
-def _checksum(parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
-    """Returns a checksum of names, shapes, dtypes and values: a scalar `torch.LongTensor`, which the host need not wait
-    for."""
-    text, sums = "", dict[torch.device, list[torch.Tensor]]()
-    for name, parameter in parameters.items():
+def _checksum(model: nn.Module) -> Tensor:
+    """Returns a checksum of the names, shapes, dtypes and values of parameters: a scalar `torch.LongTensor`, which the
+    host need not wait for."""
+    text, sums = "", dict[torch.device, list[Tensor]]()
+    for name, parameter in model.named_parameters():
         text += f"{name}{tuple(getattr(parameter, 'ds_shape', parameter.shape))}{parameter.dtype}"
         if _is_replicated(parameter):
             own = sum_of_bits(parameter) * (zlib.crc32(name.encode()) | 1)

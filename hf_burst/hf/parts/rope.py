@@ -12,9 +12,9 @@ from torch import nn
 from ...errors import UnsupportedModelError
 from ..admission import LAYERS
 from ..batches.sharded import LAYOUT_KEY, ShardedBatch, longest_position
-from ..forward_pass import Agreement, Batch, Call
+from ..forward_pass import Batch, Call
 from ..view import ModelView
-from .base import Handles, Part
+from .base import Args, Handles, Kwargs, Part
 
 
 class LongestPosition(Part):
@@ -29,7 +29,7 @@ class LongestPosition(Part):
         appends = [module.register_forward_pre_hook(self._append, with_kwargs=True) for module in self.rotary]
         return appends + [module.register_forward_hook(self._cut) for module in self.rotary]
 
-    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
+    def check(self, call: Call, batch: Batch) -> None:
         rotary = list(filter(follows_length, self.rotary))
         if not rotary:
             return
@@ -41,12 +41,12 @@ class LongestPosition(Part):
             )
         about: ShardedBatch | None = call.given.get(LAYOUT_KEY)
         self.longest = longest_position(call.given) if about is None else about.longest
-        agreement.add("longest position", self.longest)
+        call.agreement.add("longest position", self.longest)
 
     def end(self) -> None:
         self.longest = None  # the next call may hold a whole sequence
 
-    def _append(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _append(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         if self.longest is None or not follows_length(module):
             return None
         named = "position_ids" in kwargs
@@ -54,7 +54,7 @@ class LongestPosition(Part):
         longer = torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), self.longest)], dim=-1)
         return (args, {**kwargs, "position_ids": longer}) if named else ((args[0], longer, *args[2:]), kwargs)
 
-    def _cut(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _cut(self, module: nn.Module, args: Args, output: Any) -> Any:
         if self.longest is None or not follows_length(module):
             return None
         return tuple(part[:, :-1] for part in output) if isinstance(output, tuple) else output[:, :-1]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ..admission import row_of
 from ..attention import scales_by_place
@@ -13,9 +13,9 @@ from ..batches.cutting import kept_tokens
 from ..batches.documents import batch_shape, real_tokens
 from ..batches.joining import Joined, fit, join_texts, obstacle_in
 from ..batches.modalities import same_for_every_text
-from ..forward_pass import Agreement, Call
+from ..forward_pass import Call
 from ..models.cut_point import cut_path, reader_of, sees_blocks
-from ..view import ModelView
+from ..view import ModelView, hooks_of
 from .recurrence import NO_FORKS, forks
 
 logger = logging.getLogger(__name__)
@@ -34,13 +34,11 @@ class SharedBeginnings:
     def __init__(self) -> None:
         self.logged: set[str] = set()  # logged once
 
-    def join(
-        self, call: Call, agreement: Agreement, positions: Callable[[Mapping[str, Any]], torch.Tensor | None]
-    ) -> Joined | None:
+    def join(self, call: Call, positions: Callable[[Mapping[str, Any]], Tensor | None]) -> Joined | None:
         """Returns the texts of a batch as one row; `None` if that is not possible, or saves too little. `positions`
         returns the model's own position ids for a batch, or `None` if they count from 0."""
         given, asked = call.given, call.config.share_prefixes
-        if asked is False or call.task.reads or call.pooling or not call.task.causal:  # or outputs are of all texts
+        if asked is False or call.needs_states or not call.task.causal:  # or outputs are of all texts
             return None
         if given.get("inputs_embeds") is not None or given.get("input_ids") is None or not _joinable(call):
             return None
@@ -51,7 +49,7 @@ class SharedBeginnings:
         if joined is None or (asked == "auto" and joined.tokens > (1 - _SAVED) * joined.given_tokens):
             return None
         hooked = _hooked(call.view)
-        agreement.add("hooks that may have a value for each row", hooked, _HOOKS)
+        call.agreement.add("hooks that may have a value for each row", hooked, _HOOKS)
         obstacle = obstacle or hooked
         if obstacle:
             self._log(obstacle, f"Rows that begin alike are computed one by one: {obstacle}.")
@@ -97,7 +95,7 @@ def row_of_texts(joined: Joined, call: Call) -> dict[str, Any]:
     if "labels" not in given:
         batch.pop("labels", None)
     keep = given.get("logits_to_keep", 0)
-    if isinstance(keep, torch.Tensor) or keep:
+    if isinstance(keep, Tensor) or keep:
         batch["logits_to_keep"] = joined.kept(kept_tokens(keep, batch_shape(given)[1]))
     return batch
 
@@ -110,8 +108,7 @@ def by_place(view: ModelView) -> bool:
 def _hooked(view: ModelView) -> str:
     """Returns why hooks prevent sharing, or an empty string: they would see one row, but may expect all."""
     for path, module in view.named:
-        kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
-        if path and any(kinds) and any(_may_know_rows(hook) for hooks in kinds for hook in hooks.values()):
+        if path and any(map(_may_know_rows, hooks_of(module))):
             return f"a hook of {path} may have a value for each row"
     return ""
 
@@ -127,7 +124,7 @@ def _joinable(call: Call) -> bool:
     """Returns whether the arguments fit (else parts raise with the reason), and a pass returns nothing that needs
     separate rows: a cache to continue with, or both some logits and a loss."""
     given, labels, keep = call.given, call.given.get("labels"), call.given.get("logits_to_keep", 0)
-    some_logits = isinstance(keep, torch.Tensor) or bool(keep)
+    some_logits = isinstance(keep, Tensor) or bool(keep)
     if call.cache is not None or not fit(given) or (some_logits and labels is not None):
         return False
     caches = given.get("use_cache")

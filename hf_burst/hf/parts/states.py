@@ -4,7 +4,6 @@ What a head computes token by token is computed for this rank's tokens only; any
 So a classifier's own pooling and loss run on the whole batch, and only a few scores per token are sent.
 """
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,13 +16,13 @@ from ...numerics import accumulation_dtype
 from ...ranks.collectives import group_sum
 from ...ranks.layout import SequenceLayout
 from ..batches.cutting import check_padding
-from ..forward_pass import Agreement, Batch, Call, ForwardPass
+from ..forward_pass import Batch, Call, ForwardPass
 from ..models.cut_point import reader_of
+from ..models.task import Task
 from ..spread.value import Spread
 from ..spread.where import Where
 from ..view import ModelView
-from .base import Handles, Part
-from .dropout import DropoutStreams
+from .base import Args, Handles, Outputs, Part
 from .replicas import refuse_partitioned
 
 POOLINGS = ("first", "last", "mean")  # of embeddings
@@ -45,10 +44,9 @@ def _hidden(call: Call, mask: Tensor, bare: bool) -> str:
 
 def documents_in(layout: SequenceLayout) -> list[tuple[int, ...]]:
     """Returns the boundaries of the documents of each row, without its padding."""
-    real = layout.real or ((0, layout.length - layout.padding),) * layout.batch_size
     return [
         (start, *(cut for cut in bounds if start < cut < stop), stop)
-        for (start, stop), bounds in zip(real, layout.documents, strict=True)
+        for (start, stop), bounds in zip(layout.spans, layout.documents, strict=True)
     ]
 
 
@@ -75,11 +73,12 @@ class States(Part):
     """For models without a language-model head: wraps hidden states in [`Spread`] where the decoder or encoder returns
     them, and before its pooler."""
 
-    def __init__(self, streams: DropoutStreams) -> None:
-        self.streams = streams
-        self.run: ForwardPass | None = None  # of a model without a language-model head
+    def __init__(self, task: Task) -> None:
+        self.task = task
 
     def look(self, view: ModelView) -> Handles:
+        if not self.task.reads:
+            return ()
         reader = reader_of(view).root
         pooler = getattr(reader, "pooler", None)
         handles = []
@@ -89,18 +88,17 @@ class States(Part):
             handles.append(pooler.register_forward_pre_hook(self._pooled))
         return handles
 
-    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
-        agreement.add("pooling of embeddings", call.pooling)
-        if not call.task.reads and call.pooling is None:
+    def check(self, call: Call, batch: Batch) -> None:
+        if not call.needs_states:
             return
         if call.group.size > 1:
             refuse_partitioned(call.model, "Hidden states, or a model without a language-model head, are not served")
-        if call.pooling is None:
+        if call.asked.pooling is None:
             self._check_rows(call, batch)
             return
         lengths = batch.given.get("cu_seq_lens_q")
-        if call.pooling not in POOLINGS:
-            raise ConfigError(f"embeddings was given pooling={call.pooling!r}; it is one of {POOLINGS}.")
+        if call.asked.pooling not in POOLINGS:
+            raise ConfigError(f"embeddings was given pooling={call.asked.pooling!r}; it is one of {POOLINGS}.")
         if not call.task.reads and call.model.base_model is call.model:
             raise UnsupportedModelError(
                 f"{type(call.model).__name__} has a head and no base model. Load it by AutoModel.from_pretrained."
@@ -137,38 +135,27 @@ class States(Part):
         if mask is not None and each and labels is not None:
             check_padding((labels != IGNORE_INDEX) & (mask == 0))
 
-    def begin(self, run: ForwardPass) -> None:
-        self.run = run if run.call.task.reads else None
-
-    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
-        if self.run is not None and reader_of(run.call.view) is run.call.view:
-            outputs["last_hidden_state"] = self._standing_for_all(outputs["last_hidden_state"])
-        if run.call.pooling:
+    def after(self, run: ForwardPass, outputs: Outputs) -> None:
+        if self.task.reads and reader_of(run.call.view) is run.call.view:
+            outputs["last_hidden_state"] = self._standing_for_all(outputs["last_hidden_state"], run)
+        if run.call.asked.pooling:
             outputs.pop("hidden_states", None)  # else it would be gathered
             states = outputs["last_hidden_state"]
             own = states.own if isinstance(states, Spread) else states  # from a model with a language-model head
-            outputs["last_hidden_state"] = vectors_of_documents(own, self._lies(run), run.call.pooling)
+            outputs["last_hidden_state"] = vectors_of_documents(own, run.batch.lies, run.call.asked.pooling)
 
-    def end(self) -> None:
-        self.run = None
+    def _standing_for_all(self, states: Any, run: ForwardPass) -> Any:
+        return Spread(states, lies=run.batch.lies) if isinstance(states, Tensor) else states
 
-    def _standing_for_all(self, states: Any) -> Any:
-        if self.run is None or not isinstance(states, Tensor):
-            return states
-        return Spread(states, lies=self._lies(self.run))
-
-    def _lies(self, run: ForwardPass) -> Where:
-        return replace(run.batch.lies, share=self.streams.share)
-
-    def _returned(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _returned(self, module: nn.Module, args: Args, output: Any) -> Any:
         if self.run is None:
             return output
         if isinstance(output, tuple):
-            return (self._standing_for_all(output[0]), *output[1:])
-        output["last_hidden_state"] = self._standing_for_all(output["last_hidden_state"])
+            return (self._standing_for_all(output[0], self.run), *output[1:])
+        output["last_hidden_state"] = self._standing_for_all(output["last_hidden_state"], self.run)
         return output
 
-    def _pooled(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+    def _pooled(self, module: nn.Module, args: Args) -> Any:
         if self.run is None:
             return None
         if not args or args[0].ndim != 3:
@@ -176,4 +163,4 @@ class States(Part):
                 f"{type(self.run.model).__name__} gives its pooler some of a rank's tokens, and not all. Make it with "
                 "add_pooling_layer=False, or take a class that judges tokens."
             )
-        return (self._standing_for_all(args[0]), *args[1:])
+        return (self._standing_for_all(args[0], self.run), *args[1:])

@@ -16,8 +16,8 @@ from ..models.cut_point import reader_of
 from ..models.recurrent import recurrent_modules
 from ..models.support import is_attention
 from ..overrides import Override
-from ..view import ModelView, children_of, inner_modules
-from .base import Part
+from ..view import ModelView, children_of, hooks_of, inner_modules
+from .base import Args, Kwargs, Part
 from .expert_ranks import weights_of_experts
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class TiledForward(Override):
         return self._tiled(context, args, kwargs) if context and context.tile else self.plain(*args, **kwargs)
 
     @torch.compiler.disable
-    def _tiled(self, context: LayerContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _tiled(self, context: LayerContext, args: Args, kwargs: Kwargs) -> Any:
         inputs, count, names = (*args, *kwargs.values()), len(args), tuple(kwargs)
 
         def forward(*inputs: Tensor) -> Any:  # lives as long as the layer, and must not hold the inputs of the call
@@ -78,7 +78,10 @@ class TiledForward(Override):
         """Returns why the module is not computed in tiles, or an empty string."""
         found = _visible_obstacle(self.module)
         if not found:
-            form = torch.is_inference_mode_enabled(), list(map(_form, inner_modules(self.module)))
+            # what the result depends on, beside weights
+            inner = inner_modules(self.module)
+            forms = [(type(each), each.training, type(vars(each).get("forward"))) for each in inner]
+            form = torch.is_inference_mode_enabled(), forms
             if self.tried is None or self.tried[0] != form:
                 self.tried = form, obstacle_to_tiles(self.module, forward, inputs, tile)
             found = self.tried[1]
@@ -138,12 +141,6 @@ def _visible_obstacle(module: nn.Module) -> str:
     for inner in inner_modules(module):
         if len({name for layer in getattr(inner, "adapter_layer_names", ()) for name in getattr(inner, layer, {})}) > 1:
             return "it has several adapters, of which another may be set before the backward pass"
-        hooks = inner._forward_pre_hooks or inner._forward_hooks or inner._backward_pre_hooks or inner._backward_hooks
-        if hooks and inner is not module:  # such as hooks of an FSDP2 unit, which see all tokens at once
+        if hooks_of(inner) and inner is not module:  # such as hooks of an FSDP2 unit, which see all tokens at once
             return f"a {type(inner).__name__} in it has hooks"
     return ""
-
-
-def _form(module: nn.Module) -> tuple[Any, ...]:
-    """Returns what a module's result depends on, beside its weights."""
-    return type(module), module.training, type(vars(module).get("forward"))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...config import Memory
 from ...errors import BatchError
@@ -20,13 +20,14 @@ from ..batches.joining import Joined
 from ..batches.modalities import SAME_MODALITIES, check_modalities, values_besides_text
 from ..batches.sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard, sum_of_bits
 from ..context import PASS_KEY, LaidTokens, ShardedPass, change_pass
-from ..forward_pass import Agreement, Batch, Call, ForwardPass
+from ..forward_pass import LOSS, Batch, Call
 from ..models.cut_point import cut_path, modalities_of
 from ..models.support import layer_patterns
 from ..models.task import task_named
 from ..spread.where import Where
 from ..view import ModelView, children_of
-from .base import Handles, Part
+from .base import Args, Handles, Kwargs, Part
+from .dropout import DropoutStreams
 from .recurrence import NO_FORKS, forks, sizes_to_cut, way_of
 from .shared_beginnings import SharedBeginnings, by_place, row_of_texts
 
@@ -51,7 +52,7 @@ class LearnedPositions:
         from_mask, padding_idx = False, None
         owners: list[Any] = view.modules
         for owner in owners:
-            if isinstance(getattr(owner, "pos_encoding", None), torch.Tensor):  # CTRL
+            if isinstance(getattr(owner, "pos_encoding", None), Tensor):  # CTRL
                 tables.append(owner)
             if numbers_tokens(owner):
                 padding_idx = owner.padding_idx
@@ -67,7 +68,7 @@ class LearnedPositions:
         spans = [_span(table) for table in self.tables]
         return (max(first for first, _ in spans), min(end for _, end in spans)) if spans else None
 
-    def make(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
+    def make(self, batch: Mapping[str, Any]) -> Tensor | None:
         """Returns the position ids that the model makes for a full batch without any; `None` if they count from 0."""
         real, ids = batch.get("attention_mask"), batch.get("input_ids")
         if self.padding_idx is not None:
@@ -104,12 +105,12 @@ class Tokens(Part):
     """Makes the [`Batch`] of a call: joins texts that begin alike, and lays all tokens over the ranks. Targets are cut
     outside the model, token inputs at its cut point."""
 
-    def __init__(self, view: ModelView) -> None:
+    def __init__(self, view: ModelView, streams: DropoutStreams) -> None:
+        self.streams = streams
         self.cut_path = view.find(cut_path)
         # PaliGemma: type 0 is a prefix, whose tokens see each other
         self.text_type = int(getattr(view.root.config.get_text_config(), "use_bidirectional_attention", None) is True)
         self.beginnings = SharedBeginnings()
-        self.run: ForwardPass | None = None
 
     def look(self, view: ModelView) -> Handles:
         inner = view.root.get_submodule(self.cut_path)
@@ -119,19 +120,19 @@ class Tokens(Part):
             return ()
         return [inner.register_forward_pre_hook(self._cut_inside, prepend=True, with_kwargs=True)]
 
-    def cut(self, call: Call, agreement: Agreement) -> Batch:
+    def cut(self, call: Call) -> Batch:
         """Returns what this rank computes of a call's batch, and adds facts that describe the batch."""
         if is_sharded(call.given):
-            batch = self._take_shard(call, agreement)
+            batch = self._take_shard(call)
         else:
-            batch = self._cut(call, self.beginnings.join(call, agreement, self.learned.make), agreement)
+            batch = self._cut(call, self.beginnings.join(call, self.learned.make))
         vocabulary = call.model.config.get_text_config().vocab_size
         labels = {"labels": None} if call.task.reads else {}  # these are of another kind
         check_ranges({**batch.inputs, **labels}, vocabulary, self.segments, self.learned.limits)
         layout = batch.layout
         documents = layout.documents
-        agreement.advice["shared beginnings"] = _SAME_SHARING
-        agreement.facts |= {
+        call.agreement.advice["shared beginnings"] = _SAME_SHARING
+        call.agreement.facts |= {
             "batch": f"{layout.batch_size} x {layout.length - layout.padding} tokens",
             "documents": f"{sum(map(len, documents)) - layout.batch_size} (checksum {hash(documents):x})",
             "shared beginnings": f"{sum(map(bool, layout.parents))} (checksum {hash(layout.parents):x})",
@@ -140,7 +141,7 @@ class Tokens(Part):
             "sharded already": batch.sharded,
             "recurrent layers by": batch.way,
         }
-        if call.wants_loss:
+        if call.asked == LOSS:
             return batch
         inputs = {name: value for name, value in batch.inputs.items() if name not in ("labels", "shift_labels")}
         return replace(batch, inputs=inputs)
@@ -158,16 +159,10 @@ class Tokens(Part):
             batch.way,
         )
 
-    def begin(self, run: ForwardPass) -> None:
-        self.run = run
-
-    def end(self) -> None:
-        self.run = None
-
-    def _take_shard(self, call: Call, agreement: Agreement) -> Batch:
+    def _take_shard(self, call: Call) -> Batch:
         """Returns the batch of a call that arrived sharded."""
         name = type(call.model).__name__
-        if self.cut_path and (modalities_of(call.model.config) or not call.pooling):
+        if self.cut_path and (modalities_of(call.model.config) or call.asked.pooling is None):
             raise BatchError(f"{name} reads whole sequences before they are cut. Give full batches (no BurstCollator).")
         made_for = task_named(call.task.causal)  # models without a head have no shards of their own
         layout, about = layout_of_shard(call.given, call.group, made_for), call.given[LAYOUT_KEY]
@@ -186,27 +181,29 @@ class Tokens(Part):
                 "batches (no BurstCollator).",
             ),
         )
-        agreement.add(CONTENT, about.fingerprint)
+        call.agreement.add(CONTENT, about.fingerprint)
         targets = call.given.get(call.task.targets)
         inputs = {key: value for key, value in call.given.items() if key != LAYOUT_KEY} | {"labels": targets}
-        return Batch(call.given, Where(layout, call.group), True, inputs, way_of(call, layout), targets)
+        lies = Where(layout, call.group, share=self.streams.share)
+        return Batch(call.given, lies, True, inputs, way_of(call, layout), targets)
 
-    def _cut(self, call: Call, joined: Joined | None, agreement: Agreement) -> Batch:
+    def _cut(self, call: Call, joined: Joined | None) -> Batch:
         """Cuts a full batch: its targets here, its token inputs here or at the cut point."""
         given = call.given if joined is None else row_of_texts(joined, call)
         row, parents = (given, ()) if joined is None else (joined.batch, (joined.parents,))
         patterns, rank = layer_patterns(call.model.config, call.task), call.group.rank
         layout = layout_of(row, call.config, call.group.size, call.task, patterns, sizes_to_cut(call), parents)
-        self._check_images(call, given, layout, agreement)
+        self._check_images(call, given, layout)
         labelled = row if "labels" in given else {}
         inputs = {**given, **cut_targets(labelled, layout, rank, call.task)}
-        self._add_content(call, agreement)
+        self._add_content(call)
         if not self.cut_path:
             inputs = cut_inputs(inputs, layout, rank, self.learned.make(given))
         targets = inputs.get(call.task.targets)
-        return Batch(given, Where(layout, call.group, joined), False, inputs, way_of(call, layout), targets)
+        lies = Where(layout, call.group, joined, self.streams.share)
+        return Batch(given, lies, False, inputs, way_of(call, layout), targets)
 
-    def _check_images(self, call: Call, given: Mapping[str, Any], layout: SequenceLayout, agreement: Agreement) -> None:
+    def _check_images(self, call: Call, given: Mapping[str, Any], layout: SequenceLayout) -> None:
         """Raises for images and sound that are not served, and for prefixes that a cut would divide."""
         wraps = self.cut_path and modalities_of(call.model.config)
         if not wraps and given.get("pixel_values") is None:  # Chameleon has its images inside
@@ -215,9 +212,9 @@ class Tokens(Part):
         types = given.get("token_type_ids")
         if self.text_type and types is not None:
             check_prefixes(types, layout, call.model.config.get_text_config())
-        agreement.add("images and sound", held, SAME_MODALITIES)
+        call.agreement.add("images and sound", held, SAME_MODALITIES)
 
-    def _add_content(self, call: Call, agreement: Agreement) -> None:
+    def _add_content(self, call: Call) -> None:
         """Adds a checksum of the batch to the facts: of all texts, because a joined row does not show them."""
         if call.group.size == 1:
             return
@@ -226,10 +223,10 @@ class Tokens(Part):
         others = [*values_besides_text(given), *([] if kinds is None else [kinds])]
         for values in others if self.cut_path or call.task.reads else ():
             content = content * 3 + sum_of_bits(values).to(content.device)
-        agreement.add(CONTENT, content)
+        call.agreement.add(CONTENT, content)
 
     @torch.compiler.disable
-    def _cut_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _cut_inside(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """Forward pre-hook of a cut point inside the model."""
         if self.run is None:
             return None
@@ -256,7 +253,7 @@ def check_ranges(
         limits["position_ids"] = positions
     for key, (first, end) in limits.items():
         value = inputs.get(key)
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             continue
         wrong = (value < first) | (value >= end)
         if "labels" in key:

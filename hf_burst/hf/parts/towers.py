@@ -1,7 +1,7 @@
 """Towers for images and sound, shared by the ranks: each encodes a part, and all get the features of the whole."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -13,11 +13,11 @@ from ...errors import BatchError, UnsupportedModelError
 from ...ranks.collectives import all_gather
 from ...ranks.group import ContextGroup
 from ..admission import row_of
-from ..context import current
-from ..forward_pass import Agreement, Call, ForwardPass, random_rates
+from ..context import current, entered
+from ..forward_pass import Call, ForwardPass, random_rates
 from ..overrides import Override
 from ..view import ModelView, inner_modules
-from .base import Part
+from .base import Args, Handles, Kwargs, Part
 
 _PIXELS = ("pixel_values", "pixel_values_videos", "high_res_pixel_values")
 _GRIDS = ("image_grid_thw", "video_grid_thw", "image_grid_hw")
@@ -44,15 +44,16 @@ def seen_in(call: Call) -> float:
 class Towers(Part):
     """Lets each rank encode a share of a batch's images, videos and sound."""
 
-    def overrides(self, view: ModelView) -> Iterator[tuple[type[Override], nn.Module, tuple[Any, ...]]]:
+    def look(self, view: ModelView) -> Handles:
         model = view.root
         owner, row = model.base_model, row_of(type(model))
         for kind, how in ((_SharedImages, row.images), (_SharedVideos, row.videos), (_SharedClips, row.sound)):
             own = kind.name in vars(owner)  # set by the user
             if how is not None and hasattr(type(owner), kind.name) and not own:
-                yield kind, owner, (how,)
+                kind.put(owner, how)
+        return ()
 
-    def admit(self, call: Call, agreement: Agreement) -> None:
+    def admit(self, call: Call) -> None:
         """Checks that pixels are of images, and that no noise is added to sound: each rank would draw its own."""
         name, config, given = type(call.model).__name__, call.model.config, call.given
         if any(isinstance(given.get(pixels), Tensor) and not len(given[pixels]) for pixels in _PIXELS):
@@ -103,7 +104,6 @@ class _SharedEncoder(Override):
     def __init__(self, module: nn.Module, own: Any, how: str) -> None:
         super().__init__(module, own, how)
         self.how = how
-        self.running = False  # while it encodes this rank's share
         # generation reads which arguments it takes
         self.__signature__ = inspect.signature(getattr(type(module), self.name).__get__(module))
 
@@ -113,31 +113,25 @@ class _SharedEncoder(Override):
         with torch.set_grad_enabled(torch.is_grad_enabled() and learns(self.module, (args, kwargs))):
             return self._encode(args, kwargs)
 
-    def _encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _encode(self, args: Args, kwargs: Kwargs) -> Any:
         """Returns the features of all images, after each rank has encoded some."""
-        method: Callable[..., Any] = getattr(type(self.module), self.name)
         context = current()
-        group = None if context is None or context.sharded_pass is None else context.sharded_pass.group
-        # a method for videos may call that for images, to encode its share
-        within = any(other.running for other in vars(self.module).values() if isinstance(other, _SharedEncoder))
-        if group is None or group.size == 1 or within:
-            return method(self.module, *args, **kwargs)
-        names = list(inspect.signature(method).parameters)[1:]
-        arguments = dict(zip(names, args, strict=False)) | kwargs
+        seen = None if context is None else context.sharded_pass
+        if seen is None or seen.group.size == 1:
+            return self.plain(*args, **kwargs)
+        group = seen.group
+        arguments = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
         frames = self._split_videos(arguments)
         costs = self._costs(arguments)
         if costs is None:
             refuse_draws(self.module)
         if not costs:
-            return method(self.module, *args, **kwargs)
+            return self.plain(*args, **kwargs)
         own, least = shares_of(costs, group.size)[group.rank], costs.index(min(costs))
         idle = own.start == own.stop
         share = slice(least, least + 1) if idle else own  # all ranks take part in gathering weights
-        self.running = True
-        try:
-            output = method(self.module, **arguments | self._part(arguments, costs, share))
-        finally:
-            self.running = False
+        with entered(None):  # a method for videos may call that for images, to encode its share
+            output = self.plain(**arguments | self._part(arguments, costs, share))
         encoded = output.last_hidden_state if output.get("pooler_output") is None else output.pooler_output
         whole, *deep = _of_all_ranks([encoded, *(output.get("deepstack_features") or ())], idle, frames, group)
         for name in [name for name, value in output.items() if value is encoded]:  # wrappers read either name

@@ -297,9 +297,9 @@ class Spread:
             if found is not NotImplemented:
                 return found
         what = f"{name_of(function)}({', '.join(str(each) for each in others if not hasattr(each, 'shape'))})"
-        leaves, form = pytree.tree_flatten((args, kwargs or {}), is_leaf=lambda leaf: isinstance(leaf, cls))
-        leaves = [leaf.whole(what) if isinstance(leaf, cls) else leaf for leaf in leaves]
-        tensors, named = pytree.tree_unflatten(leaves, form)
+        tensors, named = pytree.tree_map_only(
+            cls, lambda value: value.whole(what), (args, kwargs or {}), is_leaf=lambda leaf: isinstance(leaf, cls)
+        )
         return function(*tensors, **named)
 
 

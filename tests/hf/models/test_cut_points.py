@@ -15,7 +15,7 @@ from hf_burst.errors import BatchError
 from hf_burst.hf import patch
 from hf_burst.hf.batches.cutting import cut_inputs
 from hf_burst.hf.batches.documents import documents_of
-from hf_burst.hf.forward_pass import Agreement, Batch, Call, ForwardPass
+from hf_burst.hf.forward_pass import Batch, Call, ForwardPass
 from hf_burst.hf.models.cut_point import cut_path
 from hf_burst.hf.models.task import CAUSAL, MASKED
 from hf_burst.hf.parts.base import Part
@@ -216,11 +216,11 @@ class Recorder(Part):
         self.steps.append("install")
         return ()
 
-    def admit(self, call: Call, agreement: Agreement) -> None:
+    def admit(self, call: Call) -> None:
         self.steps.append("admit")
-        agreement.add("colour", "red" if call.given.get("colour") is None else "blue")
+        call.agreement.add("colour", "red" if call.given.get("colour") is None else "blue")
 
-    def check(self, call: Call, batch: Batch, agreement: Agreement) -> None:
+    def check(self, call: Call, batch: Batch) -> None:
         self.steps.append("check")
         assert batch.inputs["input_ids"].numel() < call.given["input_ids"].numel()
 
