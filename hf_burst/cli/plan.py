@@ -199,8 +199,10 @@ def find_model(name: str, trust_remote_code: bool) -> tuple[ModelSize, Any]:
         target = find_target(shape_named(name) or name, trust_remote_code)
     except ConfigError as problem:
         raise ConfigError(f"{problem} Shapes that need no hub: {', '.join(NAMES)}.") from problem
-    own = f"{name} (default config of the class)" if name == target.model_class.__name__ else name
-    return model_size(target.model_class, target.config, own), target.config
+    size = model_size(target.model_class, target.config, name)
+    if name == target.model_class.__name__:
+        size = replace(size, name=f"{name} (default config of the class)")
+    return size, target.config
 
 
 def _positions(config: Any, mask: Mask) -> list[str]:
