@@ -18,21 +18,21 @@ KernelName = Literal["auto", "flash_attn_4", "flash_attn_2", "torch_flash", "tor
 _KEEP = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def still_called(old: str, new: str) -> Callable[[Function], Function]:
-    """Decorates a function to accept a keyword's old name too, with a warning."""
+def document_as_memory(function: Function) -> Function:
+    """Decorates a function to accept `document` by its old name `memory` too, with a warning."""
 
-    def decorate(function: Function) -> Function:
-        @wraps(function)
-        def renaming(*args: Any, **kwargs: Any) -> Any:
-            if old not in kwargs:
-                return function(*args, **kwargs)
-            sentence = f"The argument {old} of {function.__name__} is called {new} now: {new}=..."
-            warnings.warn(sentence, FutureWarning, stacklevel=2)
-            return function(*args, **{new: kwargs.pop(old)}, **kwargs)
+    @wraps(function)
+    def renaming(*args: Any, **kwargs: Any) -> Any:
+        if "memory" not in kwargs:
+            return function(*args, **kwargs)
+        warnings.warn(
+            f"The argument memory of {function.__name__} is called document now: document=...",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return function(*args, document=kwargs.pop("memory"), **kwargs)
 
-        return cast(Function, renaming)
-
-    return decorate
+    return cast(Function, renaming)
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,8 @@ class BurstConfig:
             "memory": ("auto", "manual"),
         }
         for name, allowed in choices.items():
-            value, other = getattr(self, name), ", or an hf_burst.Memory" if name == "memory" else ""
+            value = getattr(self, name)
+            other = ", or an hf_burst.Memory" if name == "memory" else ""
             if other and isinstance(value, Memory):
                 continue
             if value not in allowed or not isinstance(value, str | bool):  # 1 is no True
@@ -269,7 +270,7 @@ class BurstConfig:
         nested = memory if isinstance(memory, Mapping) else {}
         for kind, given in ((cls, values), (Memory, nested)):
             names = [field.name for field in fields(kind)]
-            unknown = sorted(set(given) - set(names))
+            unknown = sorted(given.keys() - names)
             if unknown:
                 raise ConfigError(f"{kind.__name__} has no setting {', '.join(unknown)}; it has {', '.join(names)}.")
         return cls(**{**values, "memory": Memory(**nested)} if memory is nested else values)

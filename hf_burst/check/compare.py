@@ -2,13 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils import get_total_norm
 from transformers import PreTrainedModel
+from transformers.modeling_utils import local_torch_dtype
 
 from ..errors import BatchError, BurstError, UnsupportedModelError
 from ..hf.admission import Verdict, fingerprint, row_of
@@ -69,15 +70,11 @@ def compare(make: Maker) -> Verdict:
     every model keeps them apart), and sequences padded at either end. Over ranks, MLPs run in tiles of a few tokens.
     All checks of [`patch_model`] apply, except that for known classes.
     """
-    with ExitStack() as settings:
-        torch.set_default_dtype(torch.float64)
-        settings.callback(torch.set_default_dtype, torch.float32)
-        settings.enter_context(Double())
+    with local_torch_dtype(torch.float64), Double():
         try:
             model = make()
         except Exception as problem:  # a class may raise anything for a tiny config
-            lines = str(problem).split("\n")
-            return Verdict("not buildable", note=f"{type(problem).__name__}: {next(filter(None, lines), '')}")
+            return Verdict("not buildable", note=f"{type(problem).__name__}: {_first_line(problem)}")
         try:
             check_model(ModelView(model))  # before further copies are built
             if modalities_of(model.config) or model_task(model).reads:
@@ -109,25 +106,28 @@ def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchCompar
     counted = batch["labels"][:, 1:] if task.causal else batch["labels"]
     documents = documents_of(batch, task)
     count = sum(len(cuts) - 1 for cuts in documents)
-    sees = next(values_besides_text(batch), None) is not None
-    results = []
-    for apart in (False, True):
-        if apart and sees:
-            raise BatchError(
-                "The batch packs documents with images or sound, and one process mixes them, so there is nothing to "
-                "compare with. Save the batch of a collator that does not pack."
-            )
+
+    def compared(apart: bool) -> BatchComparison:
         alone = _loss_and_norm(model, _plain_loss(model, batch, documents if apart else None))
         loss, norm = zip(alone, over_ranks, strict=True)
-        results.append(BatchComparison(loss, norm, count, int((counted != IGNORE_INDEX).sum()), apart))
-        if results[-1].equal or batch.get("attention_mask") is not None or count == len(documents):
-            break
-    return results[-1] if results[-1].equal else results[0]
+        return BatchComparison(loss, norm, count, int((counted != IGNORE_INDEX).sum()), apart)
+
+    together = compared(apart=False)
+    if together.equal or batch.get("attention_mask") is not None or count == len(documents):
+        return together
+    if next(values_besides_text(batch), None) is not None:
+        raise BatchError(
+            "The batch packs documents with images or sound, and one process mixes them, so there is nothing to "
+            "compare with. Save the batch of a collator that does not pack."
+        )
+    one_by_one = compared(apart=True)
+    return one_by_one if one_by_one.equal else together
 
 
 def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Returns two sequences of odd length, two padded at either end, or one row of packed documents."""
-    generator, task = torch.Generator().manual_seed(0), model_task(model)
+    generator = torch.Generator().manual_seed(0)
+    task = model_task(model)
     ids = torch.randint(3, VOCABULARY, (1 if kind == "packed" else 2, _LENGTH), generator=generator)
     if kind == "padded":
         mask = torch.ones_like(ids)
@@ -174,12 +174,12 @@ def worst_error(patched: PreTrainedModel, loss: torch.Tensor, plain: PreTrainedM
         expected (`torch.Tensor`): The loss of `plain`.
     """
     wanted = gradients(plain, expected)
-    errors = [abs(loss - expected) / abs(expected)]
+    errors = [(abs(loss - expected) / abs(expected)).detach()]
     # vanishing gradients, such as those of key biases, are compared with the largest gradient
     least = 1e-3 * max(gradient.abs().max() for gradient in wanted)
     for averaged, gradient in zip(gradients(patched, loss, dist.get_world_size()), wanted, strict=True):
         errors.append((averaged - gradient).abs().max() / max(gradient.abs().max(), least))
-    worst = torch.stack([error.detach() for error in errors]).max()  # nan if any error is nan
+    worst = torch.stack(errors).max()  # nan if any error is nan
     return float(f"{float(worst):.0e}")
 
 
@@ -189,8 +189,12 @@ def _check_text(model: PreTrainedModel) -> None:
         with torch.no_grad():
             judgement(model, make_batch("one sequence", model))
     except Exception as problem:  # the model may need further inputs
-        line = next(filter(None, str(problem).split("\n")), type(problem).__name__)
+        line = _first_line(problem) or type(problem).__name__
         raise UnsupportedModelError(f"{type(model).__name__} takes no batch of text: {line}") from problem
+
+
+def _first_line(problem: Exception) -> str:
+    return next(filter(None, str(problem).split("\n")), "")
 
 
 def _leak(model: PreTrainedModel) -> str:
@@ -200,23 +204,26 @@ def _leak(model: PreTrainedModel) -> str:
     batch = make_batch("packed", model)
     try:
         with torch.no_grad():
-            apart, together = (_plain_loss(model, batch, documents) for documents in ([_BOUNDS], None))
+            apart = _plain_loss(model, batch, [_BOUNDS])
+            together = _plain_loss(model, batch, None)
     except Exception:  # some fallback functions refuse packed documents
         return "one unpatched process refuses packed documents"
-    same = abs(together - apart) <= TOLERANCE * abs(apart)
-    return "" if same else "one unpatched process mixes packed documents"
+    if abs(together - apart) <= TOLERANCE * abs(apart):
+        return ""
+    return "one unpatched process mixes packed documents"
 
 
 def _worst_error(make: Maker, batch: dict[str, torch.Tensor]) -> float:
     """Returns the largest error of the loss or a gradient on a batch of text."""
-    patched, plain = patch_under_check(prepared(make()), _TILE), prepared(make())
+    patched = patch_under_check(prepared(make()), _TILE)
+    plain = prepared(make())
     documents = [_BOUNDS] if "position_ids" in batch else None
     return worst_error(patched, judgement(patched, batch), plain, _plain_loss(plain, batch, documents))
 
 
 def _loss_and_norm(model: PreTrainedModel, loss: torch.Tensor, ranks: int = 1) -> tuple[float, float]:
-    squares = sum(gradient.double().square().sum() for gradient in gradients(model, loss, ranks))
-    return float(loss.detach()), float(squares) ** 0.5
+    norm = get_total_norm([gradient.double() for gradient in gradients(model, loss, ranks)])
+    return float(loss.detach()), float(norm)
 
 
 def _plain_loss(

@@ -27,7 +27,8 @@ def model_task(model: PreTrainedModel) -> Task:
 def kinds_of(model: PreTrainedModel, kinds: Sequence[str]) -> list[str]:
     """Returns the kinds of batches that a model takes. Rows with one label are not packed, and rows are not padded if
     any token may be selected as an answer."""
-    name, by_token = type(model).__name__, not model_task(model).reads or reader_of(ModelView(model)).root is model
+    name = type(model).__name__
+    by_token = not model_task(model).reads or reader_of(ModelView(model)).root is model
     if by_token or "ForTokenClassification" in name:
         return list(kinds)
     return ["one sequence"] if "QuestionAnswering" in name else ["one sequence", "padded"]
@@ -35,15 +36,18 @@ def kinds_of(model: PreTrainedModel, kinds: Sequence[str]) -> list[str]:
 
 def judged(batch: Batch, model: PreTrainedModel) -> Batch:
     """Returns a batch with labels for the model's head instead of token labels."""
-    name, labels, kinds = type(model).__name__, batch["labels"], int(model.config.num_labels or 0)
-    given = {key: value for key, value in batch.items() if key != "labels"}
-    rows, last = torch.arange(len(labels)), labels.shape[1] - 1
+    name = type(model).__name__
+    kinds = int(model.config.num_labels or 0)
+    given = dict(batch)
+    labels = given.pop("labels")
+    rows = torch.arange(len(labels))
     if reader_of(ModelView(model)).root is model:
         return given
     if "ForTokenClassification" in name:
         given["labels"] = torch.where(labels == IGNORE_INDEX, labels, labels % kinds)
     elif "QuestionAnswering" in name:
-        given |= {"start_positions": 3 + rows, "end_positions": last - rows}
+        given["start_positions"] = 3 + rows
+        given["end_positions"] = labels.shape[1] - 1 - rows
     else:
         given["labels"] = (rows + 1) % kinds
     return given
@@ -62,14 +66,17 @@ def judgement(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor:
     if outputs.get("loss") is not None:
         return outputs.loss
     number, weights = _weighted_sum(outputs[0], batch)
-    pooled = outputs.get("pooler_output") if "position_ids" not in batch else None  # one per row, not per document
-    return number + (0.0 if pooled is None else (pooled * weights[:, 3]).sum())
+    pooled = outputs.get("pooler_output")
+    if pooled is not None and "position_ids" not in batch:  # one per row, not per document
+        number = number + (pooled * weights[:, 3]).sum()
+    return number
 
 
 def judgement_apart(model: PreTrainedModel, batch: Mapping[str, Tensor], documents: Sequence[Sequence[int]]) -> Tensor:
     """Returns the [`judgement`] of a model in one process that gets the documents of each row, between these bounds,
     one by one."""
-    task, takes = model_task(model), inspect.signature(model.forward).parameters
+    task = model_task(model)
+    takes = inspect.signature(model.forward).parameters
     options = {"use_cache": False} if task.generates else {}
     keys = [key for key in _OF_TOKENS if key in batch and key in takes]
     rows = []
@@ -80,11 +87,13 @@ def judgement_apart(model: PreTrainedModel, batch: Mapping[str, Tensor], documen
         ]
         outputs = [model(**piece, **options) for piece in pieces]
         rows.append(torch.cat([output.get("logits", output[0]) for output in outputs], dim=1))
-    values, labels = torch.cat(rows), batch.get("labels")
+    values = torch.cat(rows)
+    labels = batch.get("labels")
     if labels is None:
         return _weighted_sum(values, batch)[0]
     if task.generates:
-        values, labels = values[:, :-1], labels[:, 1:]
+        values = values[:, :-1]
+        labels = labels[:, 1:]
     loss = nn.functional.cross_entropy(values.flatten(0, 1).float(), labels.flatten(), reduction="sum")
     return loss / batch.get("num_items_in_batch", (labels != IGNORE_INDEX).sum())
 

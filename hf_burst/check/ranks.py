@@ -47,11 +47,13 @@ def run_on_ranks(function: Callable[..., Any], *arguments: Any, limit: float) ->
                         "look for a forward in which a rank waits for another."
                     )
         except ProcessExitedException as problem:
-            name, code = problem.signal_name, problem.exit_code
+            end = f"with exit code {problem.exit_code}"
+            if problem.signal_name:
+                end = f"by the signal {problem.signal_name}"
             raise ConfigError(
-                f"A rank of the comparison ended {f'by the signal {name}' if name else f'with exit code {code}'}; its "
-                "own message stands above. A killed one needed more memory. A script that checks a model needs "
-                '`if __name__ == "__main__":`, and the class a module that others can import (no notebook).'
+                f"A rank of the comparison ended {end}; its own message stands above. A killed one needed more memory. "
+                'A script that checks a model needs `if __name__ == "__main__":`, and the class a module that others '
+                "can import (no notebook)."
             ) from problem
         except ProcessRaisedException as problem:
             error = Path(folder, f"rank{problem.error_index}")
@@ -73,8 +75,13 @@ def _serve(rank: int, folder: str, function: Callable[..., Any], arguments: tupl
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     logging.disable(logging.WARNING)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
-    store, forever = f"file://{folder}/store", timedelta(days=1)  # the parent process has the time limit
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=forever)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(days=1),  # the parent process has the time limit
+    )
     answer = Path(folder, f"rank{rank}")
     try:
         answer.write_bytes(pickle.dumps(function(*arguments)))

@@ -66,9 +66,10 @@ def check_model(
         ConfigError: If there is no such language model, or the comparison died or ran out of time.
     """
     target = find_target(model, trust_remote_code)
-    make = partial(tiny_copy, target.model_class, target.config)
     try:
-        verdict: Verdict = run_on_ranks(compare, make, limit=time_limit)
+        verdict: Verdict = run_on_ranks(
+            compare, partial(tiny_copy, target.model_class, target.config), limit=time_limit
+        )
     except RuntimeError as problem:
         return Verdict("wrong", note=f"the comparison failed: {problem}")
     if verdict.fingerprint:
@@ -97,14 +98,16 @@ def check_batch(
     """
     target = find_target(model, trust_remote_code)
     obstacle = _cannot_load(target)
-    tiny = partial(tiny_copy, target.model_class, target.config, batch["labels"].shape[1])
-    make = tiny if obstacle else partial(_load, target)
+    make, weights, advice = partial(_load, target), f"the weights in {target.folder}", ""
+    if obstacle:
+        make = partial(tiny_copy, target.model_class, target.config, batch["labels"].shape[1])
+        weights = f"random weights of a tiny model ({obstacle})"
+        advice = f" It was a tiny model, because {obstacle}; give a folder with weights that fit."
     try:
         comparison: BatchComparison = run_on_ranks(compare_batch, make, dict(batch), limit=time_limit)
     except RuntimeError as problem:
-        advice = f" It was a tiny model, because {obstacle}; give a folder with weights that fit." if obstacle else ""
         raise ConfigError(f"The model could not compute this batch: {problem}{advice}") from problem
-    return comparison, f"random weights of a tiny model ({obstacle})" if obstacle else f"the weights in {target.folder}"
+    return comparison, weights
 
 
 def read_batch(path: Path) -> dict[str, torch.Tensor]:
@@ -141,18 +144,24 @@ def find_target(model: str | PreTrainedModel | PreTrainedConfig, trust_remote_co
     if isinstance(named, type) and issubclass(named, PreTrainedModel) and named.config_class is not None:
         return Target(named, _default_config(named))
     path = Path(model).expanduser()
-    if not path.exists() and (model.endswith((os.sep, ".json")) or model.startswith(("/", "./", "../", "~"))):
+    local = path.exists()
+    if not local and (model.endswith((os.sep, ".json")) or model.startswith(("/", "./", "../", "~"))):
         raise ConfigError(f"{model!r} does not exist; the current folder is {Path.cwd()}. Give {_NAMES}.")
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
         raise ConfigError(f"{model!r} holds an adapter. Give its base model, {base!r}.")
-    options = {"trust_remote_code": trust_remote_code, "local_files_only": not (path.exists() or _hub_answers(model))}
     try:
-        config = AutoConfig.from_pretrained(path if path.exists() else model, **options)
+        config = AutoConfig.from_pretrained(
+            path if local else model,
+            trust_remote_code=trust_remote_code,
+            local_files_only=not local and not _hub_answers(model),
+        )
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as problem:
         if "trust_remote_code" in str(problem):
-            told = "comes with code of its own; if you trust it, say --trust-remote-code (trust_remote_code=True)"
-            raise ConfigError(f"{model!r} {told}.") from problem
+            raise ConfigError(
+                f"{model!r} comes with code of its own; if you trust it, say --trust-remote-code "
+                "(trust_remote_code=True)."
+            ) from problem
         raise ConfigError(
             f"{model!r} names no model whose config can be read ({str(problem).strip().splitlines()[0][:200]}). "
             f"Give {_NAMES}. A class of your own is checked in Python: hf_burst.check_model(model)."
@@ -203,8 +212,8 @@ def _cannot_load(target: Target) -> str:
     if not [*target.folder.glob("*.safetensors"), *target.folder.glob("pytorch_model*.bin")]:
         return "the folder holds no weights"
     with torch.device("meta"):
-        parameters = sum(weight.numel() for weight in target.model_class(target.config).parameters())
-    needed, free = _COPIES * 4 * parameters, int(_SHARE * psutil.virtual_memory().available)
+        needed = _COPIES * 4 * target.model_class(target.config).num_parameters()
+    free = int(_SHARE * psutil.virtual_memory().available)
     if needed > free:
         return f"two ranks need {needed / 2**30:.1f} GiB for its weights and gradients, of {free / 2**30:.1f} GiB"
     return ""
@@ -214,11 +223,13 @@ def _load(target: Target) -> PreTrainedModel:
     """Loads the model with its own weights, in fp32 and without dropout."""
     values = target.config.to_dict()
     quiet = {key: 0.0 for key, value in values.items() if "drop" in key and isinstance(value, float)}
-    config = type(target.config).from_dict({**values, **quiet})
+    config = type(target.config).from_dict(values | quiet)
     prepare(config)
     return target.model_class.from_pretrained(target.folder, config=config, dtype=torch.float32).train()
 
 
 def _no_batch(path: Path, why: str) -> BatchError:
-    advice = "Save what your collator returns, with input_ids and labels: torch.save(dict(batch), 'batch.pt')."
-    return BatchError(f"{str(path)!r} holds no batch: {why}. {advice}")
+    return BatchError(
+        f"{str(path)!r} holds no batch: {why}. Save what your collator returns, with input_ids and labels: "
+        "torch.save(dict(batch), 'batch.pt')."
+    )

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -13,8 +14,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..hf.parts.tokens import numbers_tokens
 
 LAYER_COUNTS = (
-    *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "num_decoder_layers"),
-    *("layers", "depth", "encoder_layers"),
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+    "layers",
+    "depth",
+    "encoder_layers",
 )
 LAYER_LISTS = re.compile(r"layer|_ids$|idx|indices|indexes")  # lists of layers, by their indices
 STEPS = re.compile(r"_(step|interval|freq|frequency|period|pattern)$|every_n_|(kv|key_value)_heads$|per_tok$")
@@ -22,12 +30,28 @@ VOCABULARY, LAYERS, WINDOW, POSITIONS = 67, 4, 7, 128
 EXTENDED = 20  # pretraining length that scaled RoPE extends: shorter than a batch
 POSITION_COUNTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions")
 HEAD_COUNTS = (
-    *("num_attention_heads", "num_heads", "n_head", "n_heads", "attention_heads", "decoder_attention_heads"),
+    "num_attention_heads",
+    "num_heads",
+    "n_head",
+    "n_heads",
+    "attention_heads",
+    "decoder_attention_heads",
     "encoder_attention_heads",
 )
 _AT_MOST = {
-    *("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "type_vocab_size", "n_group"),
-    *("mamba_n_groups", "mamba_ngroups", "n_groups", "n_mamba_heads", "num_experts_per_token", "num_expert_group"),
+    "num_experts_per_tok",
+    "moe_topk",
+    "moe_k",
+    "top_k_experts",
+    "moe_top_k",
+    "type_vocab_size",
+    "n_group",
+    "mamba_n_groups",
+    "mamba_ngroups",
+    "n_groups",
+    "n_mamba_heads",
+    "num_experts_per_token",
+    "num_expert_group",
 }
 # small sizes, and the attributes of configs that get them, in every family; hidden sizes of recurrent layers become 64
 _NAMES = {
@@ -130,47 +154,60 @@ def prepare(config: PreTrainedConfig) -> None:
 
 def first_position(model: PreTrainedModel) -> int:
     """Returns the position of a first token: RoBERTa and its relatives count from `padding_idx + 1`."""
-    numbered = any(numbers_tokens(module) for module in model.modules())
-    return model.config.get_text_config().pad_token_id + 1 if numbered else 0
+    if any(map(numbers_tokens, model.modules())):
+        return model.config.get_text_config().pad_token_id + 1
+    return 0
 
 
 def note(model: PreTrainedModel) -> str:
     """Returns remarks on a model for its verdict: its layer types, and unusual positions."""
     kinds = Counter(kind.removesuffix("_attention") for kind in getattr(model.config, "layer_types", None) or ())
-    facts = [f"layers: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"] if len(kinds) > 1 else []
-    return "; ".join([*facts, *(["positions count from padding_idx + 1"] if first_position(model) else [])])
+    facts = []
+    if len(kinds) > 1:
+        facts.append(f"layers: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
+    if first_position(model):
+        facts.append("positions count from padding_idx + 1")
+    return "; ".join(facts)
 
 
 def _shrunk(values: dict[str, Any], batch_length: int | None) -> dict[str, Any]:
-    count = next((values[key] for key in LAYER_COUNTS if isinstance(values.get(key), int)), 0)
+    count = _first_count(values, LAYER_COUNTS)
     layers = _layers(values, count)
     small: dict[str, Any] = {}
     for key, value in values.items():
         in_pixels = key == "window_size" and "patch_size" in values  # a tower's window
         if key in _NO_PART_OF_IT or in_pixels:  # a sub-config's label names; the main config's are removed
-            small[key] = value
+            new = value
         elif key == "per_layer_config" and value:
             owns = {int(layer): _shrunk(own, batch_length) for layer, own in value.items()}
-            small[key] = {place: _twice(owns[layer]) for place, layer in enumerate(layers) if layer in owns}
+            new = {place: _twice(owns[layer]) for place, layer in enumerate(layers) if layer in owns}
         elif isinstance(value, dict):
-            small[key] = _shrunk(value, batch_length)
+            new = _shrunk(value, batch_length)
         elif isinstance(value, list) and len(value) == count:
-            small[key] = [_small_size(key, value[layer]) for layer in layers]
+            new = [_small_size(key, value[layer]) for layer in layers]
         elif _lists_layers(key, value, count):
-            small[key] = [place for place, layer in enumerate(layers) if layer in value]
+            new = [place for place, layer in enumerate(layers) if layer in value]
         elif batch_length is not None and key in POSITION_COUNTS and isinstance(value, int):
-            small[key] = min(max(POSITIONS, batch_length + 2), value)
+            new = min(max(POSITIONS, batch_length + 2), value)
         elif batch_length is not None and _OF_VOCABULARY.search(str(key)):
-            small[key] = value
+            new = value
+        elif key in LAYER_COUNTS and value == count:
+            new = len(layers)
         else:
-            small[key] = len(layers) if key in LAYER_COUNTS and value == count else _small_size(str(key), value)
+            new = _small_size(str(key), value)
+        small[key] = new
     if "max_window_layers" in values:
-        all_whole = values["max_window_layers"] >= count
-        small["max_window_layers"] = len(layers) if all_whole else min(values["max_window_layers"], len(layers) // 2)
+        whole = values["max_window_layers"]
+        small["max_window_layers"] = len(layers) if whole >= count else min(whole, len(layers) // 2)
     _shrink_heads(values, small)
     _shrink_states(values, small)
     _shrink_positions(values, small)
     return small
+
+
+def _first_count(values: dict[str, Any], names: tuple[str, ...]) -> int:
+    """Returns the first number that a config has under one of these names, or 0."""
+    return next((values[name] for name in names if isinstance(values.get(name), int)), 0)
 
 
 def _small_size(key: str, value: Any) -> Any:
@@ -203,8 +240,8 @@ def _layers(values: dict[str, Any], count: int) -> list[int]:
     for layer in range(count):
         kind = [value[layer] for value in telling], [layer in value for value in indices]
         kinds.setdefault(repr(kind), []).append(layer)
-    depth = max(map(len, kinds.values()))
-    in_turn = [members[turn] for turn in range(depth) for members in kinds.values() if turn < len(members)]
+    turns = zip_longest(*kinds.values())
+    in_turn = [layer for turn in turns for layer in turn if layer is not None]
     return in_turn[: max(LAYERS, len(kinds))]
 
 
@@ -221,7 +258,7 @@ def _twice(sizes: dict[str, Any]) -> dict[str, Any]:
 
 def _shrink_heads(values: dict[str, Any], small: dict[str, Any]) -> None:
     """Keeps key heads equal to query heads, single, or fewer, and keeps the parts of MLA heads."""
-    heads = next((values[key] for key in HEAD_COUNTS if isinstance(values.get(key), int)), 0)
+    heads = _first_count(values, HEAD_COUNTS)
     for key in {"num_key_value_heads", "swa_num_key_value_heads", "kv_n_heads"} & set(values):
         if isinstance(values[key], int) and values[key] > 0:
             small[key] = 4 if values[key] == heads else min(values[key], 2)
@@ -245,11 +282,10 @@ def _shrink_positions(values: dict[str, Any], small: dict[str, Any]) -> None:
     if any("dynamic" in (rope.get("rope_type"), rope.get("type")) for rope in ropes):
         small.update(dict.fromkeys(set(POSITION_COUNTS) & set(small), EXTENDED))
     width = small.get("qk_rope_head_dim") or small.get("head_dim") or 8
-    rotated, whole = "qk_rope_head_dim", ("qk_nope_head_dim", "qk_rope_head_dim")
-    before, after = (sum(sizes.get(part) or 0 for part in whole) for sizes in (values, small))
+    before = _rotated_share(values)
     for rope in ropes:
-        if before and rope.get("partial_rotary_factor") == (values.get(rotated) or 0) / before:  # MLA heads
-            rope["partial_rotary_factor"] = small[rotated] / after
+        if before is not None and rope.get("partial_rotary_factor") == before:
+            rope["partial_rotary_factor"] = _rotated_share(small)
         share = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
         pairs = int(width * share) // 2
         for key in {"short_factor", "long_factor"} & set(rope):
@@ -257,3 +293,10 @@ def _shrink_positions(values: dict[str, Any], small: dict[str, Any]) -> None:
         if rope.get("mrope_section"):  # time, height and width
             others = len(rope["mrope_section"]) - 1
             rope["mrope_section"] = [1] * others + [pairs - others]
+
+
+def _rotated_share(sizes: dict[str, Any]) -> float | None:
+    """Returns the share of an MLA head that is rotated; `None` for other heads."""
+    rotated = sizes.get("qk_rope_head_dim") or 0
+    whole = rotated + (sizes.get("qk_nope_head_dim") or 0)
+    return rotated / whole if whole else None

@@ -23,11 +23,12 @@ def run(arguments: argparse.Namespace) -> int:
     launcher's store, without process groups."""
     size, rank = launched()
     device = device_here()
-    lines, problems = [], []
+    lines: list[str] = []
+    problems: list[str] = []
     if size > 1:
         mine = hosts.report("nccl" if device.type == "cuda" else "gloo")
         reports = hosts.gather(mine, rank, size, next(rendezvous("env://"))[0])
-        problems += hosts.obstacles(reports)
+        problems = hosts.obstacles(reports)
         lines += [hosts.describe(reports), *(f"Check: {remark}" for remark in hosts.remarks(reports)), ""]
     lines += _describe_place(size, device)
     kernels, problem = _kernels(arguments.head_dim, device)
@@ -36,8 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         problem = "this torch has GPUs and no NCCL; install a CUDA build of torch, or set ACCELERATE_USE_CPU=1."
     problems += [problem] if problem else []
     if rank == 0:
-        verdict = [f"Not usable: {problem}" for problem in problems] or ["Usable."]
-        print("\n".join([*lines, "", *verdict]))
+        print(*lines, "", *([f"Not usable: {problem}" for problem in problems] or ["Usable."]), sep="\n")
     return 1 if problems else 0
 
 
@@ -66,9 +66,9 @@ def _kernels(head_dim: int, device: torch.device) -> tuple[list[str], str]:
     names: dict[str, list[str]] = {"can": []}
     for name, refusal in explained:
         names.setdefault(refusal or "can", []).append(name)
-    problem = ""
-    if not names["can"]:
-        why = "; ".join(f"{name} {refusal}" for name, refusal in explained)
-        problem = f"no kernel computes {dtype} on {device.type}: {why}. Take another --head-dim."
     lines = [f"kernels for {dtype} and heads of {head_dim}, the fastest first:"]
-    return [*lines, *(f"  {answer}: {', '.join(own)}" for answer, own in names.items() if own)], problem
+    lines += [f"  {answer}: {', '.join(own)}" for answer, own in names.items() if own]
+    if names["can"]:
+        return lines, ""
+    why = "; ".join(f"{name} {refusal}" for name, refusal in explained)
+    return lines, f"no kernel computes {dtype} on {device.type}: {why}. Take another --head-dim."

@@ -5,10 +5,9 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -35,7 +34,7 @@ _PACKAGES = (
     "liger-kernel",
 )
 _CARDS = Path("/sys/class/infiniband")
-_REPORTED = timedelta(minutes=2)
+_REPORTED = 120.0  # seconds
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)  # link-local addresses (fe80) do not count
 _LOOPBACK = ("127.", "::1")
 _LINKED = "the number of InfiniBand cards with a link"
@@ -66,15 +65,16 @@ class Report:
 def report(backend: str) -> Report:
     """Returns the report of this rank."""
     told = versions() | variables()
-    ports = [port for port in _CARDS.glob("*/ports/*/state") if "ACTIVE" in port.read_text()]
-    told[_LINKED] = str(len({port.parts[-4] for port in ports}))
+    linked = {port.parts[-4] for port in _CARDS.glob("*/ports/*/state") if "ACTIVE" in port.read_text()}
+    told[_LINKED] = str(len(linked))
     if torch.cuda.is_available():
         told |= {"NCCL": ".".join(map(str, torch.cuda.nccl.version())), "GPU": torch.cuda.get_device_name()}
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     reached = {
         name
         for name, addresses in psutil.net_if_addrs().items()
-        if any(one.family in _FAMILIES and not one.address.startswith("fe80") for one in addresses)
+        for one in addresses
+        if one.family in _FAMILIES and not one.address.startswith("fe80")
     }
     return Report(
         host=host_id(),
@@ -101,39 +101,47 @@ def variables() -> dict[str, str]:
 
 
 def gather(mine: Report, rank: int, size: int, store: Store) -> list[Report]:
-    """Returns the reports of all ranks, in rank order.
+    """Returns, for each rank in order, the report of the first rank of its host, with a unique host name.
 
     Raises:
         ConfigError: If a rank does not report in time.
     """
-    store, limit = PrefixStore("hf_burst_hosts", store), _REPORTED.total_seconds()
+    store = PrefixStore("hf_burst_hosts", store)
     try:
-        reports = synchronize(store, json.dumps(asdict(mine)).encode(), rank, size, "rank", limit)
+        reports = synchronize(store, json.dumps(asdict(mine)).encode(), rank, size, "rank", _REPORTED)
     except RuntimeError as problem:
         missing = [peer for peer in range(size) if not store.check([f"rank{peer}"])]
         raise ConfigError(
-            f"Ranks {missing} of {size} did not report within {limit:.0f} s. Start hf-burst doctor on all hosts at the "
-            "same time, with the same MASTER_ADDR and MASTER_PORT."
+            f"Ranks {missing} of {size} did not report within {_REPORTED:.0f} s. Start hf-burst doctor on all hosts at "
+            "the same time, with the same MASTER_ADDR and MASTER_PORT."
         ) from problem
-    return [Report(**json.loads(one)) for one in reports]
+    return by_rank([Report(**json.loads(one)) for one in reports])
+
+
+def by_rank(reports: Sequence[Report]) -> list[Report]:
+    """Returns, for each rank, the first report of its host, with a unique host name."""
+    ids = [one.host for one in reports]
+    firsts = [ids.index(host) for host in ids]
+    names = Counter(reports[first].name for first in set(firsts))
+    found = [(reports[first], first) for first in firsts]
+    return [one if names[one.name] == 1 else replace(one, name=f"{one.name} (rank {first})") for one, first in found]
 
 
 def describe(reports: Sequence[Report]) -> str:
     """Returns a line about the hosts."""
-    counts = Counter(first.name for first in _by_rank(reports))
+    counts = Counter(first.name for first in reports)
     return f"hosts: {len(counts)}, {', '.join(f'{count} ranks on {host}' for host, count in counts.items())}"
 
 
 def obstacles(reports: Sequence[Report]) -> list[str]:
     """Returns the problems that prevent a connection. The first rank of a host represents it."""
-    hosts = {first.name: first for first in _by_rank(reports)}
-    return list(_interfaces(list(hosts.values()))) if len(hosts) > 1 else []
+    hosts = {first.name: first for first in reports}
+    return list(_interfaces(hosts.values())) if len(hosts) > 1 else []
 
 
 def remarks(reports: Sequence[Report]) -> list[str]:
     """Returns the other problems, likewise."""
-    by_rank = _by_rank(reports)
-    return [*_places(by_rank), *_differences({first.name: first for first in by_rank})]
+    return [*_places(reports), *_differences({first.name: first for first in reports})]
 
 
 def chosen(variable: str, names: Sequence[str], backend: str) -> list[str]:
@@ -145,10 +153,11 @@ def chosen(variable: str, names: Sequence[str], backend: str) -> list[str]:
     return [name for name in names if name not in meant] if variable.startswith("^") else meant
 
 
-def _interfaces(hosts: Sequence[Report]) -> Iterator[str]:
+def _interfaces(hosts: Iterable[Report]) -> Iterator[str]:
     for host in hosts:
         variable = "NCCL_SOCKET_IFNAME" if host.backend == "nccl" else "GLOO_SOCKET_IFNAME"
-        wanted, problem = host.facts.get(variable), ""
+        wanted = host.facts.get(variable)
+        problem = ""
         if wanted:
             taken = chosen(wanted, host.interfaces, host.backend)
             if not taken or (host.backend == "gloo" and len(taken) < len(wanted.split(","))):
@@ -163,11 +172,13 @@ def _interfaces(hosts: Sequence[Report]) -> Iterator[str]:
             yield f"{problem} Set {variable} to the interface by which the other hosts reach it (it has {has})."
 
 
-def _places(by_rank: Sequence[Report]) -> Iterator[str]:
+def _places(reports: Sequence[Report]) -> Iterator[str]:
     """Yields unequal numbers of ranks per host, and groups that span more hosts than necessary."""
-    size, hosts = by_rank[0].facts.get(SIZE_VARIABLE, ""), [first.name for first in by_rank]
-    if len(set(Counter(hosts).values())) > 1:
-        held = ", ".join(f"{count} on {host}" for host, count in Counter(hosts).items())
+    size = reports[0].facts.get(SIZE_VARIABLE, "")
+    hosts = [first.name for first in reports]
+    counts = Counter(hosts)
+    if len(set(counts.values())) > 1:
+        held = ", ".join(f"{count} on {host}" for host, count in counts.items())
         yield f"Hosts have different numbers of ranks: {held}. Start the same number on each, one a GPU."
     if size and not (size.isdecimal() and int(size) > 0 and len(hosts) % int(size) == 0):
         yield f"{SIZE_VARIABLE} is {size}, which does not divide {len(hosts)} ranks. Set a divisor."
@@ -186,17 +197,8 @@ def _differences(hosts: Mapping[str, Report]) -> Iterator[str]:
             yield f"{name} differs: {values}. {advice.get(name, 'Install or set the same on all hosts.')}"
 
 
-def _by_rank(reports: Sequence[Report]) -> list[Report]:
-    """Returns, for each rank, the first report of its host, with a unique host name."""
-    ids = [one.host for one in reports]
-    names = Counter(reports[ids.index(host)].name for host in dict.fromkeys(ids))
-    firsts = [(reports[first], first) for first in map(ids.index, ids)]
-    return [one if names[one.name] == 1 else replace(one, name=f"{one.name} (rank {first})") for one, first in firsts]
-
-
 def _own_address() -> str:
     """Returns the first address of the host's name, on which gloo listens; empty if it has none."""
-    try:
+    with suppress(OSError):
         return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
-    except OSError:
-        return ""
+    return ""

@@ -12,7 +12,8 @@ def launched() -> tuple[int, int]:
     the variables are inconsistent."""
     names = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
     told = {name: os.environ[name] for name in names if name in os.environ}
-    size, rank = told.get("WORLD_SIZE", "1"), told.get("RANK", "0")
+    size = told.get("WORLD_SIZE", "1")
+    rank = told.get("RANK", "0")
     if size.isdecimal() and rank.isdecimal() and int(rank) < int(size) and (size == "1" or len(told) == len(names)):
         return int(size), int(rank)
     raise ConfigError(

@@ -5,7 +5,7 @@ from typing import get_args
 
 from ..config import Chunking, Schedule
 from ..errors import ConfigError
-from ..plan import Mask, MaskPattern, Plan, Shapes, Sharding, choose_schedule, make_plan, name_of, sharding_for
+from ..plan import Choice, Mask, MaskPattern, Plan, Shapes, Sharding, choose_schedule, make_plan, name_of, sharding_for
 from .launch import launched
 from .sequence import add_sequence, named_sequence, tokens
 
@@ -30,23 +30,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table and the picture on rank 0 of a launch; returns the exit code."""
-    _, rank = launched()
-    if rank:
+    if launched()[1]:
         return 0
     _check(arguments)
-    ranks, per_host = arguments.ranks, arguments.ranks_per_host or arguments.ranks
+    ranks = arguments.ranks
+    per_host = arguments.ranks_per_host or arguments.ranks
     length, documents = named_sequence(arguments)
     mask = Mask(_LENGTH if length is None else length, arguments.mask == "causal", arguments.window, documents)
     sharding = sharding_for((mask.documents,), {MaskPattern(mask.causal, mask.window): 1}, ranks, arguments.chunking)
-    shapes = Shapes(arguments.q_heads, arguments.kv_heads, 128, 128, 2, 4)
-    choice = choose_schedule((mask,), sharding, shapes, per_host)
-    schedule, reason = choice.schedule, choice.reason
-    if arguments.schedule != "auto":
-        schedule, reason = _asked(arguments, ranks), "asked for"
+    if arguments.schedule == "auto":
+        shapes = Shapes(arguments.q_heads, arguments.kv_heads, 128, 128, 2, 4)
+        choice = choose_schedule((mask,), sharding, shapes, per_host)
+    else:
+        choice = Choice(_asked(arguments, ranks), "asked for")
+    schedule = choice.schedule
     plan = make_plan((mask,), sharding.joined(schedule.ulysses), hosts=schedule.hosts(ranks, per_host))
     count = len(mask.documents) - 1
     batch = f"{mask.length:,} tokens in {count} document{'s'[: count - 1]} over {ranks} ranks, {per_host} a host"
-    print(f"{batch}, by {name_of(schedule, ranks)}: {reason}")
+    print(f"{batch}, by {name_of(schedule, ranks)}: {choice.reason}")
     print(describe(plan, sharding))
     if plan.ranks > 1:
         print(picture(plan))
@@ -54,12 +55,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    ranks, per_host = arguments.ranks, arguments.ranks_per_host
+    ranks = arguments.ranks
+    per_host = arguments.ranks_per_host
     if not 1 <= ranks <= _MAX_RANKS:
         raise ConfigError(f"--ranks is {ranks}; it must be 1 to {_MAX_RANKS}.")
     if per_host is not None and (per_host < 1 or ranks % per_host):
         raise ConfigError(f"{ranks} ranks do not lie on hosts of {per_host} each: give --ranks-per-host that divides.")
-    q_heads, kv_heads = arguments.q_heads, arguments.kv_heads
+    q_heads = arguments.q_heads
+    kv_heads = arguments.kv_heads
     if kv_heads < 1 or q_heads < 1 or q_heads % kv_heads:
         raise ConfigError(f"{q_heads} query heads cannot share {kv_heads} key heads: give a whole multiple.")
 
@@ -81,20 +84,21 @@ def describe(plan: Plan, sharding: Sharding) -> str:
         sharding ([`Sharding`]): The tokens of each rank. Neighbours that exchange heads form one ring rank.
     """
     ranks, work, ulysses = plan.ranks, steps_of(plan), sharding.ranks // plan.ranks
-    total = sum(map(sum, work))
+    total = plan.masks[0].pairs
     rows = [["rank", "tokens", "work", "by steps, % of its own work", "holds"]]
     for rank in range(sharding.ranks):
         steps = work[rank // ulysses]
         own = sum(steps)
         parts = "  ".join(f"{order}: {step / own:.0%}" for order, step in enumerate(steps) if step)
         runs = [f"{run.start}-{run.stop - 1}" for run in sharding.runs(rank)]
-        more = [f"and {len(runs) - _MAX_RUNS} more"] if len(runs) > _MAX_RUNS else []
-        held = ", ".join([*runs[:_MAX_RUNS], *more])
-        rows.append([str(rank), str(sharding.tokens(rank)), f"{own / total / ulysses:.1%}", parts, held])
+        if len(runs) > _MAX_RUNS:
+            runs[_MAX_RUNS:] = [f"and {len(runs) - _MAX_RUNS} more"]
+        share = f"{own / total / ulysses:.1%}"
+        rows.append([str(rank), str(sharding.tokens(rank)), share, parts, ", ".join(runs)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     most = f"{max(map(sum, work)) * ranks / total - 1:.1%} more than an even share"
-    lines.append(f"{plan.masks[0].pairs:,} pairs of {plan.queries.length:,} tokens; the busiest rank has {most}.")
+    lines.append(f"{total:,} pairs of {plan.queries.length:,} tokens; the busiest rank has {most}.")
     longest = sum(map(max, zip(*work, strict=True)))
     lines.append(f"Step by step, each as long as its busiest rank, it is {longest * ranks / total - 1:.1%} more.")
     if ulysses > 1:
@@ -119,7 +123,8 @@ def picture(plan: Plan) -> str:
     tokens = [(2 * index + 1) * mask.length // (2 * points) for index in range(points)]
     lines = ["who computes what, by ranks of the ring (0-9, a-z, and again); queries down, keys to the right:"]
     for query in tokens:
-        name, seen = _NAMES[plan.queries.owner(query) % len(_NAMES)], mask.intervals(query)
+        name = _NAMES[plan.queries.owner(query) % len(_NAMES)]
+        seen = mask.intervals(query)
         row = (name if any(start <= key < stop for start, stop in seen) else "." for key in tokens)
         lines.append(f"  {' '.join(row)}")
     return "\n".join(lines)

@@ -24,10 +24,6 @@ from ..sizing.spread import Spread, spread_of
 from .launch import launched
 from .sequence import add_sequence, named_sequence, tokens
 
-_MODEL = (
-    "a name on the hub, a folder or config.json of a model, a class of Transformers, or without a network one of "
-    f"{', '.join(NAMES)}"
-)
 _TIE = 0.01  # relative difference in speed below the accuracy of predictions
 _PRECISION = {
     "bf16": "assumed: trained weights in bf16; accelerate's mixed_precision=bf16 keeps them in fp32 (--weights fp32)",
@@ -48,18 +44,31 @@ _LEGEND = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
-    parser.add_argument("--model", help=_MODEL)
+    parser.add_argument(
+        "--model",
+        help="a name on the hub, a folder or config.json of a model, a class of Transformers, or without a network one "
+        f"of {', '.join(NAMES)}",
+    )
     add_sequence(parser)
-    endings = "lengths of texts that each continue the one of --length, such as the two answers of a pair"
-    parser.add_argument("--endings", type=tokens, nargs="+", default=[], metavar="TOKENS", help=endings)
-    reference = "a model that does not learn reads all of it, too, as for DPO: with adapters the one without them"
-    parser.add_argument("--reference", action="store_true", help=reference)
+    parser.add_argument(
+        "--endings",
+        type=tokens,
+        nargs="+",
+        default=[],
+        metavar="TOKENS",
+        help="lengths of texts that each continue the one of --length, such as the two answers of a pair",
+    )
+    parser.add_argument(
+        "--reference",
+        action="store_true",
+        help="a model that does not learn reads all of it, too, as for DPO: with adapters the one without them",
+    )
     parser.add_argument("--gpus", type=int, help="(default those of this host, or 8)")
-    machine = f"{', '.join(DATA_SHEETS)} (default the GPUs of this host, or h200)"
-    parser.add_argument("--machine", help=machine)
+    parser.add_argument("--machine", help=f"{', '.join(DATA_SHEETS)} (default the GPUs of this host, or h200)")
     parser.add_argument("--gpus-per-host", type=int, help="(default those of this host, or 8)")
-    host = "GiB of host memory for each GPU (default this host's, or 128)"
-    parser.add_argument("--host-memory", type=float, help=host)
+    parser.add_argument(
+        "--host-memory", type=float, help="GiB of host memory for each GPU (default this host's, or 128)"
+    )
     adapters = parser.add_mutually_exclusive_group()
     rank: dict[str, Any] = {"type": int, "nargs": "?", "const": 16, "metavar": "RANK"}
     adapters.add_argument("--lora", **rank, help="adapters (rank 16 by default, peft's own is 8)")
@@ -67,17 +76,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=("bf16", "fp32"), help="those that train (default bf16; of adapters fp32)")
     parser.add_argument("--sharded", choices=get_args(Sharded), default="fsdp2", help="(default %(default)s)")
     chosen = "as in hf_burst.Memory; the others then have their defaults (by default the rule of memory='auto' chooses)"
-    for name in SETTINGS:
-        kind = type(getattr(Memory, name))
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=chosen)
+    for name, default in vars(Memory()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), help=chosen)
     parser.add_argument("--images", type=int, default=0, help="images among the tokens of a sequence")
     parser.add_argument("--image-tokens", type=int, default=0, help="tokens that each of them takes")
     parser.add_argument("--frozen-towers", action="store_true", help="images are encoded by weights that do not learn")
     parser.add_argument("--no-checkpointing", dest="checkpointing", action="store_false", help="keep all activations")
-    expandable = "torch's allocator has PYTORCH_ALLOC_CONF=expandable_segments:True, as recipes set it"
-    parser.add_argument("--expandable-segments", action="store_true", help=expandable)
-    plain = "norms, rotary positions and SwiGLU without Liger"
-    parser.add_argument("--plain-kernels", dest="fused", action="store_false", help=plain)
+    parser.add_argument(
+        "--expandable-segments",
+        action="store_true",
+        help="torch's allocator has PYTORCH_ALLOC_CONF=expandable_segments:True, as recipes set it",
+    )
+    parser.add_argument(
+        "--plain-kernels",
+        dest="fused",
+        action="store_false",
+        help="norms, rotary positions and SwiGLU without Liger",
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 
@@ -113,21 +128,21 @@ def run(arguments: argparse.Namespace) -> int:
         "",
         *_table(rows, best, sheet),
         *_LEGEND,
+        "",
+        *_details(best or rows[0], capacity),
     ]
-    lines += ["", *_details(best or rows[0], capacity)]
     most = longest(model, rows[0].fit.training, capacity, fixed)
     if best is None:
-        gpu, host = capacity.gpu_memory / 2**30, capacity.host_memory / 2**30
         less = ["more --gpus", *(["fewer tokens"] if most else [])]
         less += [] if training.lora else ["--lora"]
         less += ["--lora, which shards weights"] if training.weights == "4bit" else ["--qlora"]
-        limits = f"{gpu:.1f} GiB and {HOST_ROOM:.0%} of the host's {host:.0f}"
-        lines.append(f"None fits into {limits}. Give {' or '.join(less)}.")
-    if not mask.documents[2:]:
+        limits = f"{capacity.gpu_memory / 2**30:.1f} GiB and {HOST_ROOM:.0%} of the host's"
+        lines.append(f"None fits into {limits} {capacity.host_memory / 2**30:.0f}. Give {' or '.join(less)}.")
+    if len(mask.documents) == 2:
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or most
         beyond = f"; the model has {positions:,} positions, and more need rope_scaling" if most > positions else ""
         lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs{beyond}.")
-        if all(pattern.causal for pattern, _ in model.patterns):
+        if model.causal:
             lines += _prompts(model, rows[0].fit.training, capacity)
     print("\n".join(lines))
     return 0 if best else 1
@@ -144,9 +159,8 @@ def _mask(length: int, documents: tuple[int, ...], endings: list[int]) -> Mask:
 
 
 def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: dict[str, Any]) -> Training:
-    rank = arguments.lora if arguments.qlora is None else arguments.qlora
+    option, rank = ("--lora", arguments.lora) if arguments.qlora is None else ("--qlora", arguments.qlora)
     if rank is not None and rank < 1:
-        option = "--lora" if arguments.qlora is None else "--qlora"
         raise ConfigError(f"{option} is {rank}; give the rank of the adapters, at least 1.")
     if arguments.qlora is not None and arguments.weights == "bf16":
         raise ConfigError("--qlora has adapters in fp32. Leave out --weights bf16.")
@@ -156,10 +170,24 @@ def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: di
             "the sequence, which has them among its own. Give a length that has room for them and the text."
         )
     weights: Weights = "4bit" if arguments.qlora else arguments.weights or ("fp32" if rank else "bf16")
-    names = ("sharded", "checkpointing", "fused", "expandable_segments", "images", "image_tokens", "frozen_towers")
-    options = {name: getattr(arguments, name) for name in (*names, "reference")}
-    options |= {"documents": mask.documents, "parents": mask.parents, "weights": weights, "lora": rank or 0}
-    return Training(mask.length, gpus, gpus, **options, **settings)
+    return Training(
+        length=mask.length,
+        gpus=gpus,
+        burst_size=gpus,
+        documents=mask.documents,
+        parents=mask.parents,
+        reference=arguments.reference,
+        sharded=arguments.sharded,
+        weights=weights,
+        lora=rank or 0,
+        checkpointing=arguments.checkpointing,
+        fused=arguments.fused,
+        expandable_segments=arguments.expandable_segments,
+        images=arguments.images,
+        image_tokens=arguments.image_tokens,
+        frozen_towers=arguments.frozen_towers,
+        **settings,
+    )
 
 
 def find_model(name: str, trust_remote_code: bool) -> tuple[ModelSize, Any]:
@@ -172,17 +200,21 @@ def find_model(name: str, trust_remote_code: bool) -> tuple[ModelSize, Any]:
     except ConfigError as problem:
         raise ConfigError(f"{problem} Shapes that need no hub: {', '.join(NAMES)}.") from problem
     size = model_size(target.model_class, target.config, name)
-    own = f"{name} (default config of the class)" if name == target.model_class.__name__ else name
-    return replace(size, name=own), target.config
+    if name == target.model_class.__name__:
+        size = replace(size, name=f"{name} (default config of the class)")
+    return size, target.config
 
 
 def _positions(config: Any, mask: Mask) -> list[str]:
     from ..hf.models.positions import beyond_positions  # takes seconds to import
 
-    first, *others = [stop - start for start, stop in pairwise(mask.documents)]
-    longest = first + max(others) if mask.parents else max([first, *others])
-    setting = "rope_scaling in a recipe, or rope_parameters in the config"
-    warning = beyond_positions(config, longest, f"WARNING: a text has {longest:,} tokens", setting)
+    longest = mask.longest_text
+    warning = beyond_positions(
+        config,
+        longest,
+        what=f"WARNING: a text has {longest:,} tokens",
+        setting="rope_scaling in a recipe, or rope_parameters in the config",
+    )
     return [warning] if warning else []
 
 
@@ -232,7 +264,8 @@ def divisions(
         if training.gpus % size == 0:
             try:
                 chosen = fit(model, replace(training, burst_size=size), capacity, fixed)
-                how, per_host = chosen.training, capacity.ranks_per_host
+                how = chosen.training
+                per_host = capacity.ranks_per_host
                 seconds = estimate_seconds(model, how, sheet, per_host)
                 rows.append(Division(chosen, seconds, step_flops(model, how), spread_of(model, how, per_host)))
             except ShardingError:  # too short for this number of ranks
@@ -249,7 +282,9 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
         what = f"{'bf16' if training.weights == 'bf16' else 'fp32'} adapters of rank {training.lora} on {base}"
     spread = training.sharded if training.shards > 1 else "ddp"
     again = "layers checkpointed" if training.checkpointing else "nothing checkpointed"
-    lines = [str(model), *(_experts(model, training) if model.experts else [])]
+    lines = [str(model)]
+    if model.experts:
+        lines.append(_experts(model, training))
     if training.images:
         towers = "towers learn" if training.learns_to_see else "towers do not learn"
         lines.append(f"{training.images} images of {training.image_tokens:,} tokens among them, {towers}")
@@ -264,28 +299,37 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
     return [*lines, (_PRECISION | _OF_ADAPTERS if training.lora else _PRECISION)[training.weights]]
 
 
-def _experts(model: ModelSize, training: Training) -> list[str]:
+def _experts(model: ModelSize, training: Training) -> str:
     number = 2 if training.lora else training.number
     held, dtype, why = float(number * model.experts), "bf16" if number == 2 else "fp32", ""
     if training.weights == "4bit":
-        held, dtype = 2 * model.fused + NF4 * (model.experts - model.fused), "bf16" if model.fused else "4bit"
+        held = 2 * model.fused + NF4 * (model.experts - model.fused)
+        dtype = "bf16" if model.fused else "4bit"
         why = ": bitsandbytes makes 4 bits of linear layers alone" if model.fused else ""
-    return [
-        f"experts: {rounded(model.experts)} weights in {dtype}, {held / training.shards / 2**30:.1f} GiB a GPU{why}"
-    ]
+    return f"experts: {rounded(model.experts)} weights in {dtype}, {held / training.shards / 2**30:.1f} GiB a GPU{why}"
 
 
 def _table(rows: list[Division], best: Division | None, sheet: DataSheet) -> list[str]:
-    heads = ("burst_size x groups", "seconds a step", "tokens/s a GPU", "MFU", "GiB a GPU", "schedule", "settings", "")
-    cells = [list(heads)]
+    cells = [
+        ["burst_size x groups", "seconds a step", "tokens/s a GPU", "MFU", "GiB a GPU", "schedule", "settings", ""]
+    ]
     for row in rows:
         how = row.fit.training
         at_a_time = how.gpus // how.burst_size
         sequences = f", {at_a_time} sequences a step" if at_a_time > 1 else ""
         verdict = f"most tokens/s that fit{sequences}" if row is best else "" if row.fit.fits else "does not fit"
-        numbers = f"{how.burst_size} x {at_a_time}", f"{row.seconds.total:.2f}", f"{row.tokens_per_second:,.0f}"
-        shares = f"{row.flops / row.seconds.total / sheet.peak:.0%}", f"{row.fit.memory.total / 2**30:.1f}"
-        cells.append([*numbers, *shares, _schedule(row), named(how, "as it is"), verdict])
+        cells.append(
+            [
+                f"{how.burst_size} x {at_a_time}",
+                f"{row.seconds.total:.2f}",
+                f"{row.tokens_per_second:,.0f}",
+                f"{row.flops / row.seconds.total / sheet.peak:.0%}",
+                f"{row.fit.memory.total / 2**30:.1f}",
+                _schedule(row),
+                named(how, "as it is"),
+                verdict,
+            ]
+        )
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join([*map(str.rjust, line[:-2], widths), *line[-2:]]).rstrip() for line in cells]
 
@@ -294,12 +338,13 @@ def _schedule(row: Division) -> str:
     ranks = row.fit.training.burst_size
     if ranks == 1:
         return "-"
-    attention = [name_of(row.spread.schedule, ranks)] if row.seconds.attention else []
-    return ", ".join(attention + ([row.spread.recurrence] if row.spread.recurrence else []))
+    attention = name_of(row.spread.schedule, ranks) if row.seconds.attention else None
+    return ", ".join(filter(None, [attention, row.spread.recurrence]))
 
 
 def _details(row: Division, capacity: Capacity) -> list[str]:
-    memory, host = row.fit.memory, capacity.host_memory / 2**30
+    memory = row.fit.memory
+    host = capacity.host_memory / 2**30
     offloaded = f"; {memory.host / 2**30:.2f} of the {host:.0f} of its host" if memory.host else ""
     return [
         f"burst_size {row.fit.training.burst_size}, seconds: {_listed(vars(row.seconds), 1.0)}",

@@ -20,13 +20,19 @@ def tokens(text: str) -> int:
 def add_sequence(parser: argparse.ArgumentParser, default: str = "") -> None:
     """Adds the options `--length` and `--documents`."""
     parser.add_argument("--length", type=tokens, help=f"tokens of a sequence, such as 4096, 128k or 1M{default}")
-    documents = "lengths of packed documents, one after the other"
-    parser.add_argument("--documents", type=tokens, nargs="+", metavar="TOKENS", help=documents)
+    parser.add_argument(
+        "--documents",
+        type=tokens,
+        nargs="+",
+        metavar="TOKENS",
+        help="lengths of packed documents, one after the other",
+    )
 
 
 def named_sequence(arguments: argparse.Namespace) -> tuple[int | None, tuple[int, ...]]:
     """Returns the sequence's tokens (`None` if not given) and its cumulative document boundaries (if any)."""
-    length, sizes = arguments.length, arguments.documents
+    length = arguments.length
+    sizes = arguments.documents
     if not sizes:
         return length, ()
     if length not in (None, sum(sizes)):

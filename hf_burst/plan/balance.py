@@ -58,16 +58,18 @@ def assign(
     cut(length, owners)  # raises if there are too few tokens
     if chunking != "balanced" or ranks == 1:
         return owners
-    best, least = contiguous, _unevenness(masks, weights, contiguous)[1]
+    best, least = _unevenness(masks, weights, _work(masks, weights, len(contiguous)), contiguous)
     for count in _finer_cuts(length, ranks, stretches):
         if least[0] <= _EVEN and (least[1] <= _EVEN_STEPS or least[1] == math.inf):
             break
         dealt = count > 2 * stretches
-        owners = _dealt_out(_work(masks, weights, count * ranks), ranks, stretches) if dealt else zigzag
+        work = _work(masks, weights, count * ranks)
+        owners = _dealt_out(work, ranks, stretches) if dealt else zigzag
         # chunks of parts stay where they are: each part has to be as even
-        owners, unevenness = _unevenness(masks, weights, owners, swaps=dealt and stretches == 1)
+        owners, unevenness = _unevenness(masks, weights, work, owners, swaps=dealt and stretches == 1)
         if unevenness < least:
-            best, least = owners, unevenness
+            best = owners
+            least = unevenness
     return best
 
 
@@ -90,23 +92,31 @@ def imbalance(
 ) -> float:
     """By how much the pairs of the rank with the most are above the mean (0.02 is 2 %), for these owners of as many
     chunks, equal ones without `boundaries`; `masks` and `weights` as in [`assign`]."""
+    return _above_mean(pairs_of_chunks(masks, boundaries or _bounds(masks[0].length, len(owners)), weights), owners)
+
+
+def _above_mean(work: Sequence[int], owners: Sequence[int]) -> float:
     loads = [0] * (max(owners) + 1)
-    chunks = boundaries or _bounds(masks[0].length, len(owners))
-    for owner, work in zip(owners, pairs_of_chunks(masks, chunks, weights), strict=True):
-        loads[owner] += work
+    for owner, pairs in zip(owners, work, strict=True):
+        loads[owner] += pairs
     return max(loads) * len(loads) / sum(loads) - 1
 
 
 def _unevenness(
-    masks: Sequence[Mask], weights: Sequence[int], owners: tuple[int, ...], swaps: bool = False
+    masks: Sequence[Mask], weights: Sequence[int], work: Sequence[int], owners: tuple[int, ...], swaps: bool = False
 ) -> tuple[tuple[int, ...], tuple[float, float]]:
     """Owners, possibly after swaps for even steps, with their imbalance (at least 2 %, below which it does not count)
     and that of the steps (infinite where it is not known)."""
-    steps = _Steps.of(masks, weights, owners) if max(owners) < _MOST_STEPS else None
-    if steps is not None and swaps:
-        steps.even_out(masks[0].length // _TOKENS_OF_A_TRY)
-        owners = tuple(steps.owners)
-    return owners, (max(imbalance(masks, owners, weights), _EVEN), math.inf if steps is None else steps.imbalance)
+    of_steps = math.inf
+    if max(owners) < _MOST_STEPS:
+        met = meetings(masks, _bounds(masks[0].length, len(owners)), weights)
+        if met is not None:
+            steps = _Steps(work, met, owners)
+            if swaps:
+                steps.even_out(masks[0].length // _TOKENS_OF_A_TRY)
+            owners = tuple(steps.owners)
+            of_steps = steps.imbalance
+    return owners, (max(_above_mean(work, owners), _EVEN), of_steps)
 
 
 class _Steps:
@@ -117,21 +127,14 @@ class _Steps:
         self.owners = list(owners)
         self.pairs = [[0] * self.ranks for _ in range(self.ranks)]  # by step and rank
         self.met: list[list[tuple[int, int, int]]] = [[] for _ in work]  # by chunk: of queries, of keys, pairs
-        inside = list(work)
+        inside = {(chunk, chunk): pairs for chunk, pairs in enumerate(work)}
         for (queries, _), pairs in met.items():
-            inside[queries] -= pairs
-        alone = [(chunk, chunk, pairs) for chunk, pairs in enumerate(inside)]
-        found = [*alone, *((queries, keys, pairs) for (queries, keys), pairs in met.items())]
+            inside[queries, queries] -= pairs
+        found = [(*chunks, pairs) for chunks, pairs in (inside | met).items()]
         for entry in found:
             for chunk in set(entry[:2]):
                 self.met[chunk].append(entry)
         self._count(found, 1)
-
-    @classmethod
-    def of(cls, masks: Sequence[Mask], weights: Sequence[int], owners: Sequence[int]) -> "_Steps | None":
-        """Those of equal chunks; `None` if there is too much to go through."""
-        met = meetings(masks, _bounds(masks[0].length, len(owners)), weights)
-        return None if met is None else cls(_work(masks, weights, len(owners)), met, owners)
 
     @property
     def loads(self) -> list[int]:
@@ -167,7 +170,8 @@ class _Steps:
         while longest != before:
             before = longest
             for first, second in pairs:
-                one, other = self.owners[first], self.owners[second]
+                one = self.owners[first]
+                other = self.owners[second]
                 if one == other:
                     continue
                 if left == 0:
@@ -204,14 +208,15 @@ def _dealt(work: Sequence[int], ranks: int) -> list[int]:
     hands: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     open_hands = [(0, rank) for rank in range(ranks)]  # a heap: the one with the least work first
-    for chunk in sorted(range(len(work)), key=lambda chunk: (-work[chunk], chunk)):
+    for chunk in sorted(range(len(work)), key=lambda chunk: -work[chunk]):
         _, rank = heappop(open_hands)
         hands[rank].append(chunk)
         loads[rank] += work[chunk]
         if len(hands[rank]) < len(work) // ranks:
             heappush(open_hands, (loads[rank], rank))
     for _ in range(_SWAPS):
-        most, least = loads.index(max(loads)), loads.index(min(loads))
+        most = loads.index(max(loads))
+        least = loads.index(min(loads))
         swap = _best_swap([work[chunk] for chunk in hands[most]], [work[chunk] for chunk in hands[least]])
         if swap is None:
             break
@@ -233,10 +238,12 @@ def _best_swap(more: Sequence[int], less: Sequence[int]) -> tuple[int, int] | No
     gap = sum(more) - sum(less)
     order = sorted(range(len(less)), key=less.__getitem__)
     sizes = [less[index] for index in order]
-    best, rest = None, gap
+    best = None
+    rest = gap
     for give, size in enumerate(more):
         above = bisect_left(sizes, size - gap / 2)
         for near in (above - 1, above):
             if 0 <= near < len(sizes) and abs(gap - 2 * (size - sizes[near])) < rest:
-                best, rest = (give, order[near]), abs(gap - 2 * (size - sizes[near]))
+                best = (give, order[near])
+                rest = abs(gap - 2 * (size - sizes[near]))
     return best

@@ -53,11 +53,8 @@ def later_keys(blocks: tuple[Rows, ...], documents: tuple[tuple[int, ...], ...],
         documents (`tuple[tuple[int, ...], ...]`): Cumulative boundaries of the documents of each row, which cut blocks.
         sharding ([`Sharding`]): Which rank holds which tokens.
     """
-    pieces = [
-        (row, *piece)
-        for row, (spans, bounds) in enumerate(zip(blocks, documents, strict=True))
-        for piece in _cut(spans, bounds)
-    ]
+    rows = enumerate(zip(blocks, documents, strict=True))
+    pieces = [(row, *piece) for row, own in rows for piece in _cut(*own)]
     sizes = [stop - start - 1 for _, start, stop in pieces] + [1] * sharding.ranks
     bounds = tuple(accumulate(sizes, initial=0))
     queries, query_spans = _side(pieces, sharding, 0)
@@ -77,15 +74,16 @@ def _side(
 ) -> tuple[Sharding, tuple[tuple[LocalSpan, ...], ...]]:
     """Who holds the queries of blocks, or with `ahead` of 1 the keys, in reversed order, and which rows these are."""
     spans: list[list[LocalSpan]] = [[] for _ in range(sharding.ranks)]
-    boundaries, owners, places = [0], list[int](), sharding.places
+    sizes, owners, places = list[int](), list[int](), sharding.places
     for row, start, stop in pieces:
-        first, last = start + ahead, stop - 1 + ahead
-        for part, rank in ((part, rank) for run, rank in reversed(places) for part in run.within((first, last))):
-            spans[rank].append((row, part.local, part.local + part.size))
-            owners.append(rank)
-            boundaries.append(boundaries[-1] + part.size)
+        for run, rank in reversed(places):
+            for part in run.within((start + ahead, stop - 1 + ahead)):
+                spans[rank].append((row, part.local, part.local + part.size))
+                owners.append(rank)
+                sizes.append(part.size)
     for rank, own in enumerate(spans):
         own.append((0, 0, 1))
         owners.append(rank)
-        boundaries.append(boundaries[-1] + 1)
-    return Sharding(tuple(boundaries), tuple(owners), sharding.ranks), tuple(tuple(own) for own in spans)
+        sizes.append(1)
+    bounds = tuple(accumulate(sizes, initial=0))
+    return Sharding(bounds, tuple(owners), sharding.ranks), tuple(map(tuple, spans))

@@ -50,7 +50,7 @@ def sharding_for(
     if chunking == "balanced" and ranks > 1 and hybrid and (any(size.slot_bytes for size in hybrid) or not layers):
         chunking = _chunking_for_states(documents, layers, ranks, stretches)
     if chunking == "documents":
-        whole = by_documents(documents, tuple(layers.items()), ranks, parents) if ranks > 1 else None
+        whole = by_documents(documents, tuple(layers.items()), ranks, parents)
         return whole or cut(length, pattern(ranks, "contiguous"))
     masks, weights = _masks(documents, layers or {MaskPattern(): 1}, parents)
     return cut(length, assign(masks, ranks, chunking, weights, stretches))
@@ -61,8 +61,9 @@ def _chunking_for_states(documents: Batch, layers: Mapping[MaskPattern, int], ra
     if not layers or length < 2 * ranks * stretches:
         return "contiguous"
     longest = max(stop - start for start, stop in pairwise(_common_bounds(documents)))
-    fits = stretches == 1 and longest <= length // ranks
-    return "documents" if fits and by_documents(documents, tuple(layers.items()), ranks) else "zigzag"
+    if stretches == 1 and longest <= length // ranks and by_documents(documents, tuple(layers.items()), ranks):
+        return "documents"
+    return "zigzag"
 
 
 @lru_cache(maxsize=64)
@@ -85,14 +86,16 @@ def by_documents(
     """
     if documents[0][-1] % ranks:
         return None
-    tokens, bundles = documents[0][-1] // ranks, list[tuple[int, int]]()
+    tokens = documents[0][-1] // ranks
+    bundles = list[tuple[int, int]]()
     for start, stop in pairwise(_common_bounds(documents)):  # short neighbours together
         if bundles and stop - bundles[-1][0] <= tokens // _BUNDLES:
             bundles[-1] = (bundles[-1][0], stop)
         else:
             bundles.append((start, stop))
     work = _work(documents, dict(layers), [0, *(stop for _, stop in bundles)], parents)
-    boundaries, owners = [0], list[int]()
+    boundaries = [0]
+    owners = list[int]()
     for _, stop, owner in sorted(_dealt(bundles, work, ranks, tokens)):
         if owners and owners[-1] == owner:
             boundaries[-1] = stop
@@ -100,7 +103,7 @@ def by_documents(
             boundaries.append(stop)
             owners.append(owner)
     sharding = Sharding(tuple(boundaries), tuple(owners), ranks)
-    return sharding if max(len(sharding.runs(rank)) for rank in range(ranks)) <= _MAX_RUNS else None
+    return sharding if all(len(sharding.runs(rank)) <= _MAX_RUNS for rank in range(ranks)) else None
 
 
 def _common_bounds(documents: Batch) -> list[int]:
@@ -116,14 +119,16 @@ def _dealt(
     Returns:
         Start, stop and rank of each piece.
     """
-    dealt, room = list[tuple[int, int, int]](), [tokens] * ranks
-    loads, rest = [0.0] * ranks, []
+    dealt = list[tuple[int, int, int]]()
+    room = [tokens] * ranks
+    loads = [0.0] * ranks
+    rest = []
 
     def give(start: int, stop: int, rank: int) -> None:
         dealt.append((start, stop, rank))
         room[rank] -= stop - start
 
-    for index in sorted(range(len(bundles)), key=lambda index: (bundles[index][0] - bundles[index][1], index)):
+    for index in sorted(range(len(bundles)), key=lambda index: bundles[index][0] - bundles[index][1]):
         start, stop = bundles[index]
         count = -(-(stop - start) // tokens)
         parts = pattern(count, "zigzag")
@@ -131,7 +136,7 @@ def _dealt(
         if stop - start >= len(parts):
             pieces = cut(stop - start, parts)
             able = [rank for rank in range(ranks) if room[rank] >= pieces.most_tokens]
-            chosen = sorted(able, key=lambda rank: (loads[rank], -room[rank], rank))[:count]
+            chosen = sorted(able, key=lambda rank: (loads[rank], -room[rank]))[:count]
         if len(chosen) < count:
             rest.append((start, stop))
             continue
@@ -141,7 +146,7 @@ def _dealt(
             loads[rank] += work[index] / count
     for start, stop in sorted(rest):
         while start < stop:
-            rank = max(range(ranks), key=lambda rank: (room[rank], -rank))
+            rank = room.index(max(room))
             size = min(stop - start, room[rank])
             give(start, start + size, rank)
             start += size

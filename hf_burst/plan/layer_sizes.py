@@ -147,7 +147,8 @@ class StepEstimate:
 
     def working(self, memory: Memory) -> float:
         """What it takes while a layer runs backward: MLP, attention or recurrence; and what ranks exchange."""
-        sizes, groups = self.sizes, memory.head_groups
+        sizes = self.sizes
+        groups = memory.head_groups
         keep = memory.attention_keep if self.checkpointing else 0.0
         row = sizes.elements(mixing=sizes.mixing(keep == 1)) + sizes.hidden + sizes.inner
         exchanged = 12 * (sizes.queries + 2 * sizes.keys) / groups if self.exchanges else 0.0

@@ -1,6 +1,6 @@
 """Attention masks as data: one interval of admitted keys for every query."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -41,17 +41,18 @@ class Band:
         The band has no documents. In the result every row sees a column, every column is seen, and a bound that binds
         nothing is `None`.
         """
-        first = 0 if self.low is None else max(0, self.low)
-        last = height if self.high is None else min(height, width + self.high)
-        left = 0 if self.high is None else max(0, first - self.high)
-        right = width if self.low is None else min(width, last - self.low)
-        crossed = self.low is not None and self.high is not None and self.low > self.high
-        if crossed or first >= last or left >= right:
+        low = -width if self.low is None else self.low  # no pair is that far apart
+        high = height if self.high is None else self.high
+        first = max(0, low)
+        last = min(height, width + high)
+        left = max(0, first - high)
+        right = min(width, last - low)
+        if low > high or first >= last or left >= right:
             return None
-        moved = self.shift(first - left)
-        low = None if moved.low is None or moved.low <= left - right + 1 else moved.low
-        high = None if moved.high is None or moved.high >= last - first - 1 else moved.high
-        return (first, last), (left, right), Band(low, high)
+        low -= first - left
+        high -= first - left
+        inside = Band(low if low > left - right + 1 else None, high if high < last - first - 1 else None)
+        return (first, last), (left, right), inside
 
     def columns(self, row: int, start: int, stop: int) -> tuple[int, int]:
         """The columns of `[start, stop)` that a row sees: always one interval."""
@@ -64,7 +65,8 @@ class Band:
     def pairs(self, rows: int, columns: int) -> int:
         """How many pairs of a rectangle are admitted."""
         if self.documents:
-            inner, sizes = Band(self.low, self.high), (stop - start for start, stop in pairwise(self.documents))
+            inner = Band(self.low, self.high)
+            sizes = (stop - start for start, stop in pairwise(self.documents))
             return sum(inner.pairs(size, size) for size in sizes)
 
         def triangle(side: int) -> int:
@@ -189,8 +191,11 @@ class Mask:
 
     def intervals(self, query: int) -> list[tuple[int, int]]:
         """All keys that `query` sees, as intervals; some may be empty."""
-        reaches = (reach for reach in self.reaches if reach.queries[0] <= query < reach.queries[1])
-        return [self.keys(query), *(reach.band.columns(query, *reach.keys) for reach in reaches)]
+        found = [self.keys(query)]
+        for (first, stop), keys, band in self.reaches:
+            if first <= query < stop:
+                found.append(band.columns(query, *keys))
+        return found
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -200,6 +205,13 @@ class Mask:
             before = 0 if parent < 0 else depths[parent] + self.documents[parent + 1] - self.documents[parent]
             depths.append(before)
         return tuple(depths)
+
+    @property
+    def longest_text(self) -> int:
+        """Tokens of the longest document, with those that it continues."""
+        return max(
+            depth + stop - start for depth, (start, stop) in zip(self.depths, pairwise(self.documents), strict=True)
+        )
 
     @cached_property
     def reaches(self) -> tuple[Reach, ...]:
@@ -211,7 +223,8 @@ class Mask:
             while parent >= 0:
                 keys = self.documents[parent], self.documents[parent + 1]
                 nearer = first - self.depths[at] - keys[0] + self.depths[parent]  # in the text than in the sequence
-                known, start = found.setdefault(keys, []), first
+                known = found.setdefault(keys, [])
+                start = first
                 if self.window is None and known and known[-1].queries[1] == first:
                     start = known.pop().queries[0]
                 known.append(Reach((start, stop), keys, Band(None, self.window).shift(-nearer)))
@@ -219,15 +232,21 @@ class Mask:
         return tuple(reach for known in found.values() for reach in known)
 
     @cached_property
-    def pairs_before(self) -> tuple[int, ...]:
+    def _pairs_before(self) -> tuple[int, ...]:
         """The pairs of all documents that end at each boundary, or before."""
         sizes = (stop - start for start, stop in pairwise(self.documents))
         return tuple(accumulate((self.band.pairs(size, size) for size in sizes), initial=0))
 
+    def pairs_until(self, token: int) -> int:
+        """The pairs inside of documents whose query comes before a token."""
+        index = max(0, bisect_left(self.documents, token) - 1)
+        start, stop = self.documents[index : index + 2]
+        return self._pairs_before[index] + self.band.pairs(token - start, stop - start)
+
     @property
     def pairs(self) -> int:
         """How many (query, key) pairs are admitted."""
-        return self.pairs_before[-1] + sum(band.pairs_between(*spans) for *spans, band in self.reaches)
+        return self._pairs_before[-1] + sum(band.pairs_between(*spans) for *spans, band in self.reaches)
 
 
 def _chunked(mask: Mask, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

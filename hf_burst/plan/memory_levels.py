@@ -7,14 +7,16 @@ layers share checkpoints; then attention is computed again. Below 32K tokens a G
 host would take longer than the layers that they hide behind.
 """
 
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from ..config import Memory
 from .layer_sizes import StepEstimate
 
-SETTINGS = tuple(setting.name for setting in fields(Memory))  # in the order of the columns of `hf-burst plan`
+SETTINGS = tuple(vars(Memory()))  # in the order of the columns of `hf-burst plan`
 HOST_ROOM = 0.85  # of a GPU's share of its host's memory; data loaders and caches need some, too
 COPIES_HIDE_FROM = 32768  # tokens of a GPU; below, a layer's copy to the host takes longer than the layer
 TILE = 16384  # tokens of a tile: products of matrices run at full speed
@@ -42,31 +44,30 @@ def levels_for(
     sizes = estimate.sizes
     hides = tokens >= COPIES_HIDE_FROM
     tile = TILE if hides else SHORT_TILE
-    offloading = [{"activation_offloading": 1.0}]
     added: list[dict[str, Any]] = [
         {"tiled_mlp": tile if tokens > tile else 0},
         {"head_groups": min(4, max(1, sizes.kv_heads))},
     ]
     if estimate.checkpointing:
-        added = [*offloading, *added] if hides else [*added, *offloading]
+        added.insert(0 if hides else len(added), {"activation_offloading": 1.0})
         added += [{"layers_per_checkpoint": count} for count in (2, 4)]
         added += [{"attention_keep": share} for share in ((0.5, 0.0) if sizes.causal else (0.0,))]
         added += [{"head_groups": min(8, max(1, sizes.kv_heads))}]
-    found, room = list[Settings](), HOST_ROOM * host / tokens
-    for changes in ({name: getattr(Memory, name) for name in SETTINGS}, *added):
+    found = list[Settings]()
+    for changes in (vars(Memory()), *added):
         start = replace(start, **{name: value for name, value in changes.items() if name not in fixed})
         if start.activation_offloading and "activation_offloading" not in fixed:
-            start = replace(start, activation_offloading=_share_of_host(estimate, start, room))
+            start = replace(start, activation_offloading=_share_of_host(estimate, start, HOST_ROOM * host / tokens))
         found.append(start)
     return tuple(found)
 
 
 def _share_of_host(estimate: StepEstimate, memory: Memory, room: float) -> float:
     """The largest share of layers that the host has room for, in bytes of a token. The last layer never leaves."""
-    sizes, last = estimate.sizes, estimate.sizes.layers - 1
-    leaving = range(last, -1, -1)
-    most = next((count for count in leaving if sizes.host_bytes(memory, estimate.itemsize, count) <= room), 0)
-    return 1.0 if most == last else most / sizes.layers
+    sizes = estimate.sizes
+    taken = partial(sizes.host_bytes, memory, estimate.itemsize)
+    most = bisect_right(range(sizes.layers), room, key=taken) - 1
+    return 1.0 if most == sizes.layers - 1 else most / sizes.layers
 
 
 def named(settings: Memory, nothing: str = "nothing changed") -> str:
@@ -88,8 +89,9 @@ class Size(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """The bytes that a step took beyond what was there before it."""
+    """The bytes that a step with these settings took beyond what was there before it."""
 
+    memory: Memory
     size: Size
     bytes: float
 
@@ -117,13 +119,15 @@ class MeasuredLevels:
         """The first level that fits into `free` bytes, or the one that needs the least if none does; and the bytes that
         the step is expected to take."""
         own = 0.0 if size.added else self.gradients
-        near = [known for known in self.known.items() if known[1].tells_of(size)]
+        near = [known for known in self.known.values() if known.tells_of(size)]
         if near:
             share, of_gradients = GAPS[expandable]
-            factor, more = 1 + share, self.sharded * of_gradients * self.gradients
+            factor = 1 + share
+            more = self.sharded * of_gradients * self.gradients
             expected = [self._predicted(memory, size, near, own) for memory in levels]
         else:
-            factor, more = FIRST, (1 - FIRST) * own
+            factor = FIRST
+            more = (1 - FIRST) * own
             expected = [self._estimated(memory, size) + _TOWER * size.seen + own for memory in levels]
         needs = [
             (self._ran_out(memory, size), factor * taken + more) for memory, taken in zip(levels, expected, strict=True)
@@ -144,7 +148,7 @@ class MeasuredLevels:
         growth = 1.0 if known is None else size.growth_from(known.size)
         tells = known is None or growth > 1 or taken >= known.bytes * growth
         if tells if exact else not self.known:
-            self.known[memory, size.added] = Taken(size, taken)
+            self.known[memory, size.added] = Taken(memory, size, taken)
 
     def ran_out(self, memory: Memory, size: Size, free: float) -> None:
         """Takes up that a step found less memory than it needed, where so many bytes were free."""
@@ -159,19 +163,18 @@ class MeasuredLevels:
     def _estimated(self, memory: Memory, size: Size) -> float:
         return size.tokens * self.estimate.bytes_of_token(memory)
 
-    def _predicted(
-        self, memory: Memory, size: Size, near: list[tuple[tuple[Memory, bool], Taken]], own: float
-    ) -> float:
+    def _predicted(self, memory: Memory, size: Size, near: list[Taken], own: float) -> float:
         """What a step takes, its `own` gradients among it, by a step with the same settings, or else with those that
         are estimated to take about as much."""
         here = self._estimated(memory, size)
 
-        def distance(known: tuple[tuple[Memory, bool], Taken]) -> tuple[bool, bool, float]:
-            other, added = known[0]
-            return added != size.added, other != memory, abs(self._estimated(other, size) - here)
+        def distance(known: Taken) -> tuple[bool, bool, float]:
+            apart = abs(self._estimated(known.memory, size) - here)
+            return known.size.added != size.added, known.memory != memory, apart
 
-        (other, _), (before, taken) = min(near, key=distance)
-        growth, estimated = size.growth_from(before), self._estimated(other, before)
+        other, before, taken = min(near, key=distance)
+        growth = size.growth_from(before)
+        estimated = self._estimated(other, before)
         passing = max(0.0, taken - own)
         # the most is there when layers have all that they keep, or when all gradients have come
         measured = max(taken + passing * (growth - 1), min(taken, _RAISED * estimated) * growth)

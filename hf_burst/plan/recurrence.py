@@ -77,7 +77,7 @@ class RecurrentSize:
         """The last tokens of a run, which the convolution of the next one sees."""
         return self.channels * self.reach * self.itemsize
 
-    def exchanged(self, ranks: int) -> tuple[int, int]:
+    def exchanged(self, ranks: int) -> int:
         """Bytes of a token that go to other ranks, and that come back, if `ranks` exchange heads. Heads of zeros
         are added where the ranks do not divide them, and keys are repeated where ranks would have to share them."""
 
@@ -88,10 +88,10 @@ class RecurrentSize:
         key_heads = self.heads if self.key_heads % ranks else self.key_heads
         keys = 2 * padded(key_heads) * self.keys * self.itemsize
         if self.kind == "delta":
-            return keys + outputs + padded(self.heads) * (self.decays * _WIDE + self.itemsize), outputs
+            return keys + 2 * outputs + padded(self.heads) * (self.decays * _WIDE + self.itemsize)
         if self.kind == "scan":
-            return keys + outputs + padded(self.heads) * self.itemsize, outputs
-        return (3 * outputs, outputs) if self.kind == "selective" else (0, 0)
+            return keys + 2 * outputs + padded(self.heads) * self.itemsize
+        return 4 * outputs
 
     @property
     def shared_bytes(self) -> int:
@@ -103,7 +103,7 @@ class RecurrentSize:
         """Operations of a token, forward, as model FLOPs utilisation counts them: the recurrence, token by token.
         A delta rule reads the state twice and writes it once; a scan reads and writes it. Weights of projections and
         convolutions are counted with all others."""
-        products = {"delta": 3, "convolution": 0}.get(self.kind, 2)
+        products = 3 if self.kind == "delta" else 2
         return 2.0 * products * self.heads * self.keys * self.values
 
     @property
@@ -141,7 +141,8 @@ def choose_recurrence(sizes: Sequence[RecurrentSize], segments: Segments) -> tup
         sizes (sequence of [`RecurrentSize`]): All of its kinds.
         segments ([`Segments`]): Those of all ranks.
     """
-    ranks, free = segments.sharding.ranks, [size for size in sizes if len(size.ways) > 1]
+    ranks = segments.sharding.ranks
+    free = [size for size in sizes if len(size.ways) > 1]
     if ranks == 1:
         return "states", "one rank exchanges nothing"
     if any(map(any, segments.parents)):
@@ -152,6 +153,6 @@ def choose_recurrence(sizes: Sequence[RecurrentSize], segments: Segments) -> tup
         return ways[-1], ", ".join(kinds[size.kind] for size in sizes)
     tokens = len(segments.documents) * segments.sharding.most_tokens
     states = segments.most_slots * sum(size.layers * size.slot_bytes for size in free)
-    heads = tokens * sum(size.layers * sum(size.exchanged(ranks)) for size in free) // ranks
+    heads = tokens * sum(size.layers * size.exchanged(ranks) for size in free) // ranks
     compared = f"recurrent layers send {states / 1e6:.1f} MB of states to each rank, or {heads / 1e6:.1f} MB of heads"
     return "states" if states <= heads else "heads", compared

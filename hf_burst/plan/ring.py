@@ -84,8 +84,9 @@ class Plan:
     hosts: int = 1
 
     def __post_init__(self) -> None:
-        length, shardings = min(mask.length for mask in self.masks), (self.queries, self.keys)
-        ranks, ends = [one.ranks for one in shardings], [one.stop for one in shardings]
+        length = min(mask.length for mask in self.masks)
+        ranks = [self.queries.ranks, self.keys.ranks]
+        ends = [self.queries.stop, self.keys.stop]
         if ranks[0] % self.hosts or ranks[0] != ranks[1] or max(ends) > length:
             raise ShardingError(
                 f"Queries and keys up to tokens {ends} on {ranks} ring ranks do not fit masks of {length} tokens and "
@@ -127,7 +128,8 @@ class Plan:
         own = _batch_tiles(self, rank, there[number], rotating)
         steps = [Step(0, there[number], own)] if own else []
         for order in range(1, per_host):
-            before, behind = (number - order) % per_host, (number + order) % per_host
+            before = (number - order) % per_host
+            behind = (number + order) % per_host
             arriving = _batch_tiles(self, rank, there[before], rotating)
             leaving = _batch_tiles(self, here[behind], there[number], rotating)
             send = _transfer(self, leaving, here[behind], rotating)
@@ -140,11 +142,12 @@ class Plan:
     def crossings(self, rank: int, rotating: Rotating) -> tuple[Step, ...]:
         """The steps of the outer ring, in which blocks cross between hosts; those in which `rank` sends nothing and its
         host computes nothing are left out. In the first one, the only one of one host, nothing crosses."""
-        steps = []
-        for order in range(self.hosts):
-            source, target = (rank - order * self.per_host) % self.ranks, (rank + order * self.per_host) % self.ranks
-            send = _transfer(self, self._used(target, rank, rotating), target, rotating) if order else None
-            recv = _transfer(self, self._used(rank, source, rotating), source, rotating) if order else None
+        steps = [Step(0, rank, ())]
+        for order in range(1, self.hosts):
+            source = (rank - order * self.per_host) % self.ranks
+            target = (rank + order * self.per_host) % self.ranks
+            send = _transfer(self, self._used(target, rank, rotating), target, rotating)
+            recv = _transfer(self, self._used(rank, source, rotating), source, rotating)
             if send or self.visited(rank, rotating, order):
                 steps.append(Step(order, source, (), send, recv))
         return tuple(steps)
@@ -173,19 +176,19 @@ class Plan:
 @lru_cache(maxsize=64)
 def make_plan(masks: tuple[Mask, ...], queries: Sharding, keys: Sharding | None = None, hosts: int = 1) -> Plan:
     """A [`Plan`] whose keys are held as the queries by default; the same arguments give the same object."""
-    return Plan(masks, queries, queries if keys is None else keys, hosts)
+    return Plan(masks, queries, keys or queries, hosts)
 
 
 @lru_cache(maxsize=4096)
 def _batch_tiles(plan: Plan, rank: int, source: int, rotating: Rotating) -> tuple[Tile, ...]:
     """The tiles that `rank` computes with the block of `source`, rows of the batch with one mask together."""
     q_rank, k_rank = (rank, source) if rotating == "kv" else (source, rank)
-    q_runs, k_runs = plan.queries.runs(q_rank), plan.keys.runs(k_rank)
+    runs = plan.queries.runs(q_rank), plan.keys.runs(k_rank)
     tiles: list[Tile] = []
     first = 0
     for mask, rows in groupby(plan.masks):
         last = first + len(list(rows))
-        tiles += [replace(tile, batch=(first, last)) for tile in tiles_between(mask, q_runs, k_runs)]
+        tiles += [replace(tile, batch=(first, last)) for tile in tiles_between(mask, *runs)]
         first = last
     return tuple(tiles)
 

@@ -88,8 +88,7 @@ def ring_bytes(schedule: Schedule, shapes: Shapes) -> int:
     that return, in the dtype in which they are summed."""
     total = 0
     for direction in get_args(Pass):
-        block, returned = row_bytes(direction, rotating_of(schedule, direction), shapes, single_tile=False)
-        total += sum(block) + sum(returned)
+        total += sum(map(sum, row_bytes(direction, rotating_of(schedule, direction), shapes, single_tile=False)))
     return total
 
 
@@ -121,8 +120,8 @@ def fetched_share(masks: tuple[Mask, ...], sharding: Sharding) -> float:
         runs = sharding.runs(rank)
         # the later a query, the later its keys: those of a run are one interval, and its own tokens lie in it
         seen = [(mask.keys(run.start)[0], mask.keys(run.stop - 1)[1]) for mask in masks for run in runs]
-        reaches = (reach for mask in masks for reach in mask.reaches)
-        seen += [reach.keys for reach in reaches if any(run.within(reach.queries) for run in runs)]
+        for mask in masks:
+            seen += [reach.keys for reach in mask.reaches if any(run.within(reach.queries) for run in runs)]
         end = 0
         for start, stop in sorted(seen):
             fetched += max(0, stop - max(start, end))
@@ -143,16 +142,14 @@ def _ulysses_degree(ring: RingKind, shapes: Shapes, ranks: int, per_host: int) -
     send at least a sixth fewer bytes between hosts."""
     inside = math.gcd(per_host, shapes.q_heads, shapes.kv_heads)
     dividing = math.gcd(ranks, shapes.q_heads, shapes.kv_heads)
-    wider = [ulysses for ulysses in range(2 * per_host, dividing + 1, per_host) if dividing % ulysses == 0]
-    least = min(wider, key=lambda ulysses: _crossing_bytes(ulysses, ring, shapes, ranks, per_host), default=inside)
-    limit = _FEWER * _crossing_bytes(inside, ring, shapes, ranks, per_host)
-    return least if _crossing_bytes(least, ring, shapes, ranks, per_host) <= limit else inside
-
-
-def _crossing_bytes(ulysses: int, ring: RingKind, shapes: Shapes, ranks: int, per_host: int) -> float:
-    """Bytes that leave a host for each of its tokens in both passes over one whole document."""
-    around = ring_bytes(Schedule(ring), shapes) * (ranks // max(ulysses, per_host) - 1)
-    if ulysses <= per_host:
-        return around
+    round_ring = ring_bytes(Schedule(ring), shapes)
     exchanged = 2 * (shapes.q_heads + shapes.kv_heads) * (shapes.head_dim + shapes.value_dim) * shapes.itemsize
-    return around + exchanged * (1 - per_host / ulysses)
+
+    def crossing_bytes(ulysses: int) -> float:
+        """Bytes that leave a host for each of its tokens in both passes over one whole document."""
+        around = round_ring * (ranks // max(ulysses, per_host) - 1)
+        return around if ulysses <= per_host else around + exchanged * (1 - per_host / ulysses)
+
+    wider = [ulysses for ulysses in range(2 * per_host, dividing + 1, per_host) if dividing % ulysses == 0]
+    least = min(wider, key=crossing_bytes, default=inside)
+    return least if crossing_bytes(least) <= _FEWER * crossing_bytes(inside) else inside

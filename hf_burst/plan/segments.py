@@ -1,9 +1,10 @@
 """Segments: the pieces of documents that lie together on one rank, which a state passes one after another."""
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from .sharding import Sharding
@@ -86,7 +87,8 @@ class Segments:
 
     def text_before(self, piece: Segment) -> Iterator[int]:
         """The tokens of a segment's text that come before it, the last one first."""
-        start, document = piece.start, piece.document
+        start = piece.start
+        document = piece.document
         while True:
             yield from range(start - 1, document - 1, -1)
             edges = self._edges[piece.row]
@@ -94,16 +96,14 @@ class Segments:
             parent = self.parents[piece.row][at] if self.parents else -1
             if parent < 0:
                 return
-            start, document = edges[parent + 1], edges[parent]
+            start = edges[parent + 1]
+            document = edges[parent]
 
     @cached_property
     def slots(self) -> dict[tuple[int, int], int]:
         """The segments that have a successor, and the place of each among those of its rank."""
-        counts, places = Counter[int](), dict[tuple[int, int], int]()
-        for rank, index in sorted(set(self.before.values())):
-            places[rank, index] = counts[rank]
-            counts[rank] += 1
-        return places
+        sources = sorted(set(self.before.values()))
+        return {source: place for _, own in groupby(sources, itemgetter(0)) for place, source in enumerate(own)}
 
     @cached_property
     def most_slots(self) -> int:
@@ -121,13 +121,14 @@ class Segments:
         return rank, bisect_right(self.by_rank[rank], (row, token), key=lambda piece: (piece.row, piece.start)) - 1
 
     def _of(self, rank: int) -> list[Segment]:
-        segments, tokens = [], self.sharding.tokens(rank)
+        segments = []
         for row, edges in enumerate(self._edges):
+            before = row * self.sharding.tokens(rank)
             for run in self.sharding.runs(rank):
                 for index in range(bisect_right(edges, run.start) - 1, bisect_left(edges[:-1], run.stop)):
                     follows = bool(self.parents) and self.parents[row][index] >= 0
                     for part in run.within((edges[index], edges[index + 1])):
-                        local = row * tokens + part.local
+                        local = before + part.local
                         segments.append(Segment(row, part.start, part.stop, edges[index], local, follows))
         return segments
 

@@ -23,7 +23,8 @@ class Run:
 
     def within(self, span: tuple[int, int]) -> "list[Run]":
         """The part of it that lies in a span, if any."""
-        start, stop = max(self.start, span[0]), min(self.stop, span[1])
+        start = max(self.start, span[0])
+        stop = min(self.stop, span[1])
         return [Run(start, stop, self.local + start - self.start)] if start < stop else []
 
 
@@ -98,8 +99,10 @@ class Sharding:
     @lru_cache(maxsize=256)  # noqa: B019, since shardings are values
     def joined(self, neighbours: int) -> "Sharding":
         """The sharding over `ranks / neighbours` ring ranks, each of which stands for `neighbours` ranks."""
+        if neighbours == 1:
+            return self
         owners = tuple(owner // neighbours for owner in self.owners)
-        return self if neighbours == 1 else Sharding(self.boundaries, owners, self.ranks // neighbours)
+        return Sharding(self.boundaries, owners, self.ranks // neighbours)
 
     def owner(self, token: int) -> int:
         """The rank that holds `token`."""
@@ -122,7 +125,8 @@ def cut(length: int, owners: tuple[int, ...]) -> Sharding:
     Raises:
         ShardingError: If there are more chunks than tokens, or a rank without a chunk.
     """
-    count, ranks = len(owners), max(owners, default=0) + 1
+    count = len(owners)
+    ranks = max(owners, default=0) + 1
     if not 1 <= count <= length:
         raise ShardingError(
             f"A sequence of {length} tokens is too short for {ranks} ranks: it is to be cut into {count} chunks, so it "

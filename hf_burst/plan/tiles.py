@@ -1,7 +1,8 @@
 """Tiles: the part of a mask between two shards, cut into pieces that one kernel call computes."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from .mask import Band, Mask, Reach
 from .sharding import Run
@@ -48,7 +49,8 @@ def tiles_between(mask: Mask, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) 
     tiles: list[Tile] = []
     k_pieces = _cut_at(k_runs, q_runs)
     for q_run in _cut_at(q_runs, k_runs):
-        first, last = mask.keys(q_run.start)[0], mask.keys(q_run.stop - 1)[1]  # the later a query, the later its keys
+        first = mask.keys(q_run.start)[0]
+        last = mask.keys(q_run.stop - 1)[1]  # the later a query, the later its keys
         for k_run in k_pieces:
             if k_run.stop <= first or k_run.start >= last:
                 continue
@@ -73,30 +75,30 @@ def _cut_at(runs: tuple[Run, ...], others: tuple[Run, ...]) -> list[Run]:
 def _own_tile(mask: Mask, runs: tuple[Run, ...], row: int, column: int) -> Tile:
     """The queries and the keys of the same tokens, which lie together from a row and a column on. Runs of one document
     that do not touch are for masks without a window, where order is all that counts."""
-    boundaries, previous = [0], None
+    sizes = Counter[tuple[int, int]]()  # of what is there of each document
     for run in runs:
         token = run.start
         while token < run.stop:
             document = mask.document(token)
-            if document != previous:
-                boundaries.append(boundaries[-1])
             stop = min(run.stop, document[1])
-            boundaries[-1] += stop - token
-            token, previous = stop, document
-    size, documents = boundaries[-1], tuple(boundaries) if len(boundaries) > 2 else ()
-    return Tile((row, row + size), (column, column + size), replace(mask.band, documents=documents))
+            sizes[document] += stop - token
+            token = stop
+    bounds = tuple(accumulate(sizes.values(), initial=0))
+    band = replace(mask.band, documents=bounds if len(sizes) > 1 else ())
+    return Tile((row, row + bounds[-1]), (column, column + bounds[-1]), band)
 
 
 def _tiles(reach: Reach, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) -> list[Tile]:
     """The tiles of what queries see by a reach, cut to the rows that see a column and to the columns that are seen."""
-    keys, tiles = [part for run in k_runs for part in run.within(reach.keys)], []
+    keys = [part for run in k_runs for part in run.within(reach.keys)]
+    tiles = []
     for query in (part for run in q_runs for part in run.within(reach.queries)):
         for key in keys:
             cropped = reach.band.shift(query.start - key.start).crop(query.size, key.size)
             if cropped is not None:
                 (first, last), (left, right), band = cropped
-                rows, columns = (query.local + first, query.local + last), (key.local + left, key.local + right)
-                tiles.append(Tile(rows, columns, band))
+                rows = query.local + first, query.local + last
+                tiles.append(Tile(rows, (key.local + left, key.local + right), band))
     return tiles
 
 

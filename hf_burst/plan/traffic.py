@@ -51,21 +51,21 @@ def rank_traffic(plan: Plan, rank: int, direction: Pass, rotating: Rotating, sha
 
 def _sent(plan: Plan, step: Step, direction: Pass, rotating: Rotating, shapes: Shapes) -> Traffic:
     """The block that leaves a rank in a step, and the gradients of the one that it received."""
-    sent, batch = Traffic(), len(plan.masks)
     single_tile = step.recv is not None and step.recv.single_tile
-    block, returned = row_bytes(direction, rotating, shapes, single_tile)
-    if step.send:
-        sent += Traffic(len(block), batch * step.send.rows * sum(block))
-    if step.recv:
-        sent += Traffic(len(returned), batch * step.recv.rows * sum(returned))
+    sent = Traffic()
+    for transfer, rows in zip((step.send, step.recv), row_bytes(direction, rotating, shapes, single_tile), strict=True):
+        if transfer:
+            sent += Traffic(len(rows), len(plan.masks) * transfer.rows * sum(rows))
     return sent
 
 
 def row_bytes(direction: Pass, rotating: Rotating, shapes: Shapes, single_tile: bool) -> tuple[list[int], list[int]]:
     """Bytes of a row of each tensor of the rotating block, and of each gradient that returns: as the kernel made it
     (`single_tile`), or summed."""
-    keys, values = shapes.kv_heads * shapes.head_dim, shapes.kv_heads * shapes.value_dim
-    queries, outputs = shapes.q_heads * shapes.head_dim, shapes.q_heads * shapes.value_dim
+    keys = shapes.kv_heads * shapes.head_dim
+    values = shapes.kv_heads * shapes.value_dim
+    queries = shapes.q_heads * shapes.head_dim
+    outputs = shapes.q_heads * shapes.value_dim
     gradient = (shapes.gradient_itemsize or shapes.itemsize) if single_tile else shapes.accumulator_itemsize
     if rotating == "kv":
         returned = [keys * gradient, values * gradient] if direction == "backward" else []

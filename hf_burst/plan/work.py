@@ -15,14 +15,7 @@ def pairs_of_chunks(masks: Sequence[Mask], boundaries: Sequence[int], weights: S
     its weight says."""
     totals = [0] * (len(boundaries) - 1)
     for mask, weight in zip(masks, weights or (1,) * len(masks), strict=True):
-        before = []  # pairs of documents whose query lies before each boundary
-        for token in boundaries:
-            index = bisect_right(mask.documents, token) - 1
-            before.append(mask.pairs_before[index])
-            if token > mask.documents[index]:
-                start, stop = mask.documents[index : index + 2]
-                before[-1] += mask.band.pairs(token - start, stop - start)
-        for chunk, (first, last) in enumerate(pairwise(before)):
+        for chunk, (first, last) in enumerate(pairwise(map(mask.pairs_until, boundaries))):
             totals[chunk] += weight * (last - first)
         for reach in mask.reaches:
             for chunk, queries in _parts(reach.queries, boundaries):

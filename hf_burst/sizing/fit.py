@@ -52,9 +52,9 @@ def fit(model: ModelSize, training: Training, capacity: Capacity, fixed: Collect
     rows = []
     for how in levels(model, training, capacity, fixed):
         memory = estimate_memory(model, how, capacity)
-        rows.append(Fit(how, memory, fits(memory, capacity)))
-        if rows[-1].fits:
-            return rows[-1]
+        if fits(memory, capacity):
+            return Fit(how, memory, True)
+        rows.append(Fit(how, memory, False))
     return min(rows, key=lambda row: row.memory.total)
 
 
@@ -62,15 +62,15 @@ def longest(model: ModelSize, training: Training, capacity: Capacity, fixed: Col
     """Tokens of the longest sequence that fits, to 1,024 tokens a GPU; 0 if none does. Arguments as in [`fit`]."""
 
     def has_room(length: int) -> bool:
-        longer = replace(training, length=bucket(length), documents=(), parents=())
-        return fit(model, longer, capacity, fixed).fits
+        return fit(model, replace(training, length=bucket(length), documents=(), parents=()), capacity, fixed).fits
 
     return longest_that(has_room, training.burst_size)
 
 
 def longest_that(has_room: Callable[[int], bool], gpus: int) -> int:
     """The longest of lengths that there is room for, of which each GPU has 1,024 tokens more than of the one before."""
-    unit, most = _STEP * gpus, 1
+    unit = _STEP * gpus
+    most = 1
     while most < 2**20 and has_room(most * unit):
         most *= 2
     return unit * (bisect_left(range(most), True, most // 2 + 1, key=lambda count: not has_room(count * unit)) - 1)
@@ -80,6 +80,5 @@ def levels(
     model: ModelSize, training: Training, capacity: Capacity, fixed: Collection[str] = ()
 ) -> tuple[Training, ...]:
     """The settings of every level, see [`levels_for`]."""
-    exchanges = training.burst_size > 1
-    estimate = StepEstimate(model, training.itemsize, training.checkpointing, exchanges)
+    estimate = StepEstimate(model, training.itemsize, training.checkpointing, exchanges=training.burst_size > 1)
     return levels_for(estimate, training, training.tokens, capacity.host_memory, fixed)

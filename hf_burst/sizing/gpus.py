@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from ..errors import ConfigError
 
-HOST_MEMORY = 2**37  # bytes for each GPU, where nobody said how much the host has
-
 
 @dataclass(frozen=True)
 class Capacity:
@@ -22,7 +20,7 @@ class Capacity:
     """
 
     gpu_memory: int
-    host_memory: int = HOST_MEMORY
+    host_memory: int = 2**37
     ranks_per_host: int = 8
     on_gpu: bool = True
 
@@ -41,8 +39,9 @@ class DataSheet(NamedTuple):
     @property
     def rates(self) -> str:
         """Where the rates come from with which seconds are predicted."""
-        shares = "rates of its data sheet, at the shares that H200s reached of theirs"
-        return "rates measured on H200s" if self == DATA_SHEETS["h200"] else shares
+        if self == DATA_SHEETS["h200"]:
+            return "rates measured on H200s"
+        return "rates of its data sheet, at the shares that H200s reached of theirs"
 
 
 # From NVIDIA's data sheets. Memory is what torch.cuda.mem_get_info told on an H200 and an H100 SXM, else about that.
@@ -84,6 +83,6 @@ def gpu_named(name: str) -> DataSheet:
     return sheet
 
 
-def capacity_of(sheet: DataSheet, host_memory: int = HOST_MEMORY, ranks_per_host: int = 8) -> Capacity:
+def capacity_of(sheet: DataSheet, ranks_per_host: int = 8) -> Capacity:
     """What a step may take on such GPUs."""
-    return Capacity(int(sheet.memory * 2**30), host_memory, ranks_per_host)
+    return Capacity(int(sheet.memory * 2**30), ranks_per_host=ranks_per_host)

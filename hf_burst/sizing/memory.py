@@ -1,6 +1,6 @@
 """Memory of a GPU in a training step, by what takes it."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..plan.layer_sizes import keeping
@@ -61,7 +61,7 @@ class MemoryEstimate:
     @property
     def items(self) -> dict[str, float]:
         """The bytes of the GPU by name."""
-        return {name: getattr(self, name) for name in _ITEMS}
+        return {name: bytes_ for name, bytes_ in vars(self).items() if name not in ("host", "moment")}
 
     @property
     def held(self) -> float:
@@ -79,9 +79,6 @@ class MemoryEstimate:
         return self.total - self.exchange - self.gaps - self.outside
 
 
-_ITEMS = tuple(item.name for item in fields(MemoryEstimate) if item.name not in ("host", "moment"))
-
-
 def estimate_memory(model: ModelSize, training: Training, capacity: Capacity) -> MemoryEstimate:
     """Predicts the most memory that a GPU takes in a step, see [`memory_of_step`], and what tensors do not take.
 
@@ -93,9 +90,11 @@ def estimate_memory(model: ModelSize, training: Training, capacity: Capacity) ->
     most = max(memory_of_step(model, training, capacity), key=lambda moment: moment.total)
     if capacity.on_gpu:
         gradients = training.trained(model) * training.number / training.shards
-        gaps = gaps_of(most.tensors - most.held, training, gradients)
-        outside = outside_of_torch(training.gpus) + (TUNING if model.recurrent else 0.0)
-        most = replace(most, gaps=gaps, outside=outside)
+        most = replace(
+            most,
+            gaps=gaps_of(most.tensors - most.held, training, gradients),
+            outside=outside_of_torch(training.gpus) + (TUNING if model.recurrent else 0.0),
+        )
     return most
 
 
@@ -119,9 +118,9 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
         training ([`Training`]): How.
         capacity ([`Capacity`]): On what.
     """
-    number, trained, tokens = training.number, training.trained(model), training.tokens
-    learns, shards, table = not training.lora, training.shards, model.vocabulary * model.hidden
-    gradients, sharded = trained * number / shards, shards > 1
+    number, shards, tokens = training.number, training.shards, training.tokens
+    sharded, learns, table = shards > 1, not training.lora, model.vocabulary * model.hidden
+    gradients = training.trained(model) * number / shards
     buckets = 0.0 if sharded or training.gpus == 1 else gradients  # those of DDP stay from step to step
     spread = spread_of(model, training, capacity.ranks_per_host)
     one, every = _activations(model, training, spread, capacity.on_gpu)
@@ -136,7 +135,7 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
     kept_input, kept_attention = (checkpointed * kept for kept in model.kept(training, training.itemsize))
     attending = model.attending / layers
     at_loss = MemoryEstimate(
-        weights=whole_weights(model, training) / training.shards,
+        weights=whole_weights(model, training) / shards,
         gradients=buckets,
         optimizer=2 * gradients,
         gathered=2.0 * table if sharded else 0.0,
@@ -173,15 +172,20 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
     between_layers = replace(at_loss, layer_inputs=0.0, attention=0.0, loss=0.0, states=0.0)
     late = replace(between_layers, gradients=buckets + gradients)
     if training.images:
-        forward, backward = forward_of_towers(model, training), backward_of_towers(model, training)
+        forward = forward_of_towers(model, training)
         moments.append(replace(between_layers, activations=forward, moment="the forward pass of the towers"))
         if training.learns_to_see:
+            backward = backward_of_towers(model, training)
             moments.append(replace(late, activations=backward, moment="the backward pass of the towers"))
     if learns:  # when all layers are behind
-        seeing = whole_embeddings(model, training) if training.images else 0.0
-        gathered = 4.0 * table if sharded else 0.0
-        moment = "the backward pass of the embeddings"
-        moments.append(replace(late, gathered=gathered, activations=2.0 * states + seeing, moment=moment))
+        moments.append(
+            replace(
+                late,
+                gathered=4.0 * table if sharded else 0.0,
+                activations=2.0 * states + (whole_embeddings(model, training) if training.images else 0.0),
+                moment="the backward pass of the embeddings",
+            )
+        )
     return moments
 
 
@@ -209,7 +213,8 @@ def _by_layer(layers: int, leaving: int, per_checkpoint: int) -> tuple[tuple[int
 
 def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: bool) -> tuple[float, float]:
     """Bytes of activations: those of the layer that runs backward, with their gradients; and what all layers keep."""
-    tokens, fused = training.tokens, training.fused
+    tokens = training.tokens
+    fused = training.fused
     keep = training.attention_keep if training.checkpointing else 0.0
     row = model.elements(fused, model.mixing(keep == 1)) + model.hidden
     inner = model.inner * (4 if fused else 6)  # of its MLP, with gradients
@@ -230,17 +235,20 @@ def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: b
         one += 2 * model.mlp
     if model.norms and not fused:  # the backward pass of a norm, in fp32
         one = max(one, 2.0 * tokens * (row - 4 * model.inner + 8 * model.hidden))
-    of_mixers = [model.recurrent_backward()]
+    one = max(one, tokens * model.recurrent_backward())
     if model.patterns:
-        of_mixers.append(model.attention_backward(keep, spread.slices, on_gpu))
-    one = max(one, tokens * max(of_mixers))
+        one = max(one, tokens * model.attention_backward(keep, spread.slices, on_gpu))
     mean = model.elements(fused) + model.hidden
-    mean -= model.inner * (3 if fused else 4) if training.in_tiles else 0
+    if training.in_tiles:
+        mean -= model.inner * (3 if fused else 4)
     return one, 0.0 if training.checkpointing else 2 * tokens * model.layers * mean
 
 
 def whole_weights(model: ModelSize, training: Training) -> float:
     """Bytes of all weights, those of a second model for reference among them. Only linear layers become 4 bits."""
-    held = training.trained(model) * training.number + (2.0 * model.weights if training.lora else 0.0)
-    held += model.weights * training.number if training.reference and not training.lora else 0.0
+    held = float(training.trained(model) * training.number)
+    if training.lora:
+        held += 2 * model.weights
+    elif training.reference:
+        held += model.weights * training.number
     return held - (2 - NF4) * model.linear if training.weights == "4bit" else held

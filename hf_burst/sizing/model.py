@@ -158,8 +158,8 @@ class Training(Memory):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sizes = {"length": self.length, "gpus": self.gpus, "burst_size": self.burst_size, "lora": self.lora}
         if min(self.length, self.gpus, self.burst_size) < 1 or self.gpus % self.burst_size or self.lora < 0:
+            sizes = {name: getattr(self, name) for name in ("length", "gpus", "burst_size", "lora")}
             raise ConfigError(f"{sizes}: sizes are at least 1, burst_size divides gpus, and lora is a rank or 0.")
         if self.images < 0 or (self.images > 0) != (self.image_tokens > 0):
             raise ConfigError(
@@ -201,8 +201,9 @@ class Training(Memory):
 
     def repeated(self, model: ModelSize) -> float:
         """The share of the layers that run once more, for the input of the next one."""
-        inputs = keeping(model.layers, model.layers, self.layers_per_checkpoint)
-        return 1 - inputs / model.layers if self.checkpointing else 0.0
+        if not self.checkpointing:
+            return 0.0
+        return 1 - keeping(model.layers, model.layers, self.layers_per_checkpoint) / model.layers
 
     def offloaded(self, model: ModelSize) -> int:
         """The layers that keep things on the host. The last one does not."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import itemgetter
 
 from ..plan import MaskPattern
 from ..plan.memory_levels import TILE
@@ -22,18 +23,26 @@ def memory_of_prompt(model: ModelSize, training: Training, capacity: Capacity) -
             MLPs take it in tiles.
         capacity ([`Capacity`]): On what.
     """
-    how = replace(training, documents=(), parents=(), reference=False, images=0, image_tokens=0)
-    how = replace(how, tiled_mlp=training.tiled_mlp or TILE, head_groups=1)
+    how = replace(
+        training,
+        documents=(),
+        parents=(),
+        reference=False,
+        images=0,
+        image_tokens=0,
+        tiled_mlp=training.tiled_mlp or TILE,
+        head_groups=1,
+    )
     spread = spread_of(model, how, capacity.ranks_per_host)
     held = MemoryEstimate(
         weights=whole_weights(model, how),
         keys=sum(count * kept_tokens(pattern, how) * cached_bytes(model) for pattern, count in model.patterns),
         exchange=buffer_bytes(model, how, spread, backward=False),
     )
-    rows = _rows(model, how, spread, capacity.on_gpu)
-    most = max((replace(held, activations=bytes_, moment=moment) for moment, bytes_ in rows), key=lambda row: row.total)
+    moment, activations = max(_rows(model, how, spread, capacity.on_gpu), key=itemgetter(1))
+    most = replace(held, activations=activations, moment=moment)
     if capacity.on_gpu:
-        most = replace(most, gaps=gaps_of(most.activations, how), outside=outside_of_torch(how.gpus))
+        most = replace(most, gaps=gaps_of(activations, how), outside=outside_of_torch(how.gpus))
     return most
 
 
@@ -44,24 +53,25 @@ def cached_bytes(model: ModelSize) -> int:
 
 def kept_tokens(pattern: MaskPattern, training: Training) -> int:
     """Tokens of a prompt whose keys a GPU keeps in a layer: its share, of which windows and chunks need the last."""
-    reach = [limit for limit in (pattern.window, pattern.attention_chunk_size) if limit is not None]
-    return min([training.tokens, *reach])
+    limits = training.tokens, pattern.window, pattern.attention_chunk_size
+    return min(limit for limit in limits if limit is not None)
 
 
 def longest_prompt(model: ModelSize, training: Training, capacity: Capacity) -> int:
     """Tokens of the longest prompt that fits, to 1,024 tokens a GPU; 0 if none does. Arguments as in
     [`memory_of_prompt`]."""
 
-    def fits(length: int) -> bool:
+    def has_room(length: int) -> bool:
         return memory_of_prompt(model, replace(training, length=length), capacity).total <= capacity.gpu_memory
 
-    return longest_that(fits, training.burst_size)
+    return longest_that(has_room, training.burst_size)
 
 
 def _rows(model: ModelSize, how: Training, spread: Spread, on_gpu: bool) -> Iterator[tuple[str, float]]:
     """Bytes of activations where a layer may have the most of them. Everywhere there are the embeddings, the input of
     the layer, and the sum or norm of it that the next module is given."""
-    tokens, hidden, inputs = how.tokens, model.hidden, model.queries + 2 * model.keys
+    tokens = how.tokens
+    hidden = model.hidden
     wide = how.itemsize // 2
     held = 3 * wide * hidden + 2 * model.head_dim  # cosines and sines, too
     if model.norms and not how.fused:  # in fp32: what is normed, and the result
@@ -71,7 +81,7 @@ def _rows(model: ModelSize, how: Training, spread: Spread, on_gpu: bool) -> Iter
     if model.patterns:
         # several parts of an output are merged in fp32
         sums = 3 * model.queries if on_gpu and how.burst_size > spread.schedule.ulysses else 0
-        yield "attention", 2.0 * tokens * (held + inputs + model.queries + sums)
+        yield "attention", 2.0 * tokens * (held + 2 * (model.queries + model.keys) + sums)
     for size in model.recurrent:
         yield "a recurrent layer", 2.0 * tokens * (held + size.elements)
     inner = (2 if how.fused else 3) * model.inner + 2 * model.routed

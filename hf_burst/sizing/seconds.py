@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
 from ..plan import Mask
+from ..plan.work import pairs_of_chunks
 from .gpus import DataSheet
 from .model import ModelSize, Training
-from .spread import Spread, masks_of, recurrent_bytes, sent_bytes, spread_of
+from .spread import Spread, masks_of, pairs_of, recurrent_bytes, sent_bytes, spread_of
 from .towers import tower_products
 
 # Shares of their data sheets that H200s reached with bf16 (recipes/benchmarks/results: attention_*.json,
@@ -66,8 +67,8 @@ def estimate_seconds(model: ModelSize, training: Training, sheet: DataSheet, ran
         ShardingError: If the sequence is too short for its ranks.
     """
     spread = spread_of(model, training, ranks_per_host)
-    bandwidth, crosses = MEMORY * sheet.bandwidth, training.gpus > ranks_per_host
-    link = BETWEEN_HOSTS if crosses else LINK * sheet.link
+    bandwidth = MEMORY * sheet.bandwidth
+    link = BETWEEN_HOSTS if training.gpus > ranks_per_host else LINK * sheet.link
     attention = _attention(model, training, sheet, spread)
     forward, backward = (sheet.peak * share for share in RECURRENCE)
     passes = 1 + training.checkpointing + training.repeated(model)
@@ -93,8 +94,8 @@ def estimate_seconds(model: ModelSize, training: Training, sheet: DataSheet, ran
 
 def step_flops(model: ModelSize, training: Training) -> float:
     """Operations of one GPU in a step, as model FLOPs utilisation counts them."""
-    pairs = sum(count * mask.pairs for count, mask in masks_of(model, training))
-    return model.flops(training.length, pairs, 0.0 if training.lora else 1.0) / training.burst_size
+    trained = 0.0 if training.lora else 1.0
+    return model.flops(training.length, pairs_of(model, training), trained) / training.burst_size
 
 
 def _attention(model: ModelSize, training: Training, sheet: DataSheet, spread: Spread) -> float:
@@ -118,7 +119,7 @@ def _seconds_of_pairs(model: ModelSize, training: Training, sheet: DataSheet, sp
 def _reference(model: ModelSize, training: Training, sheet: DataSheet, spread: Spread, link: float) -> float:
     """The forward pass of a model that does not learn. Heads, states and sharded weights travel once, of two times."""
     forward, _ = _seconds_of_pairs(model, training, sheet, spread)
-    attention = forward * sum(count * mask.pairs for count, mask in masks_of(model, training))
+    attention = forward * pairs_of(model, training)
     recurrence = training.tokens * model.recurrence_flops / (sheet.peak * RECURRENCE[0])
     towers = tower_products(model, replace(training, frozen_towers=True))
     multiplying = (2.0 * training.tokens * model.used + towers) / (PRODUCTS * sheet.peak)
@@ -141,20 +142,24 @@ def _again(mask: Mask, training: Training) -> float:
     if not mask.causal:
         raise ConfigError(f"attention_keep is {keep}, and an encoder's first tokens see the rest. Take 1.0 or 0.0.")
     length = max(1, round((1 - keep) * mask.length))
-    documents = (*(bound for bound in mask.documents if bound < length), length)
-    return Mask(length, True, mask.window, documents, mask.parents[: len(documents) - 1]).pairs / mask.pairs
+    first, _ = pairs_of_chunks([mask], [0, length, mask.length])
+    return first / mask.pairs
 
 
 def products(model: ModelSize, training: Training) -> float:
     """Operations of products of matrices on one GPU. A checkpointed layer computes its products again but for the last
     one; so does an MLP in tiles without checkpoints."""
-    layers, last = model.used - model.head, model.layers * model.hidden * model.inner
+    layers = model.used - model.head
+    last = model.layers * model.hidden * model.inner
     passes = 2 if training.lora else 3  # frozen weights need no gradient
-    repeated = layers if training.checkpointing else 3 * last if training.in_tiles else 0  # all of it, or MLPs
+    repeated = 0
+    if training.checkpointing:
+        repeated = layers
+    elif training.in_tiles:
+        repeated = 3 * last  # of MLPs
     again = max(0, repeated - last) + training.repeated(model) * layers
     adapters = 3 * training.lora * model.adapted
-    of_tokens = 2.0 * training.tokens * (passes * model.used + again + adapters)
-    return of_tokens + tower_products(model, training)
+    return 2.0 * training.tokens * (passes * model.used + again + adapters) + tower_products(model, training)
 
 
 def touched(model: ModelSize, training: Training) -> float:
@@ -164,21 +169,26 @@ def touched(model: ModelSize, training: Training) -> float:
     total = model.layers * (passes * forward + backward)
     if training.lora:  # inputs read, and outputs added up; their gradients likewise, and once more for both weights
         total += (3 * passes + 5) * model.adapted
-    # FSDP copies gathered weights into place, and gradients to where they are sent from
-    copies = 0.0 if training.shards == 1 else 2 * _sharded_bytes(model, training)
-    return training.tokens * total + copies
+    moved = training.tokens * total
+    if training.shards > 1:  # FSDP copies gathered weights into place, and gradients to where they are sent from
+        moved += 2 * _sharded_bytes(model, training)
+    return moved
 
 
 def _touched_by_layer(model: ModelSize, training: Training) -> tuple[float, float]:
     """These bytes for a token and layer, forward and backward. Each call reads its inputs and writes its outputs: two
     norms, two additions, rotary positions, SwiGLU, and what recurrent layers take."""
-    wide, inner = model.hidden, model.inner
+    wide = model.hidden
+    inner = model.inner
     recurrent = sum(size.layers * size.elements for size in model.recurrent)
-    heads, states = model.attending * (model.queries + model.keys) / model.layers, 4 * recurrent / model.layers
+    heads = model.attending * (model.queries + model.keys) / model.layers
+    states = 4 * recurrent / model.layers
     if training.fused:
-        forward, backward = 20 * wide + 4 * heads + 6 * inner, 24 * wide + 4 * heads + 10 * inner
+        forward = 20 * wide + 4 * heads + 6 * inner
+        backward = 24 * wide + 4 * heads + 10 * inner
     else:  # norms in fp32, and a call for every operation
-        forward, backward = 68 * wide + 18 * heads + 10 * inner, 92 * wide + 18 * heads + 18 * inner
+        forward = 68 * wide + 18 * heads + 10 * inner
+        backward = 92 * wide + 18 * heads + 18 * inner
     return forward + states, backward + states
 
 
@@ -188,16 +198,15 @@ def _exchange(model: ModelSize, training: Training, sheet: DataSheet, spread: Sp
     if training.burst_size == 1:
         return 0.0
     inside = LINK * sheet.link
-    sent = (model.attending * size for size in sent_bytes(model, training, spread))
-    heads, heads_across, ring, ring_across = sent
+    heads, heads_across, ring, ring_across = (model.attending * size for size in sent_bytes(model, training, spread))
     link = BETWEEN_HOSTS if training.burst_size > spread.ranks_per_host else inside
     alone = heads / inside + heads_across / BETWEEN_HOSTS + recurrent_bytes(model, training, spread) / link
     return alone + max(0.0, ring / inside - attention, ring_across / BETWEEN_HOSTS - attention)
 
 
 def _sharded_bytes(model: ModelSize, training: Training) -> float:
-    weights = model.weights - model.unused
-    return 2.0 * (2 * weights + (0 if training.lora else weights))
+    times = 2 if training.lora else 3
+    return 2.0 * times * (model.weights - model.unused)
 
 
 def _sharding(model: ModelSize, training: Training, link: float, computing: float) -> float:

@@ -3,27 +3,52 @@
 import re
 from typing import Any
 
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 _QWEN3_MOE = {"moe_intermediate_size": 768, "num_experts": 128}
 _GPT_OSS = {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}
-_FULL = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}}
-_GEMMA3_ROPE = {**_FULL, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
-_GEMMA3 = {"sliding_window": 1024, "rope_parameters": _GEMMA3_ROPE}
+_GEMMA3 = {
+    "sliding_window": 1024,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 
 
 def _long(factor: float) -> dict[str, Any]:
     """Positions of Llama 3 from 3.1 on."""
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    return {"max_position_embeddings": 131072, "rope_parameters": {**rope, "original_max_position_embeddings": 8192}}
+    return {
+        "max_position_embeddings": 131072,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }
 
 
 _SMALL_LLAMA = {"tie_word_embeddings": True, **_long(32.0)}
 
 
 def _delta_net(heads: int) -> dict[str, int]:
-    sizes = {"linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
-    return {**sizes, "linear_num_value_heads": heads}
+    return {
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_value_heads": heads,
+    }
 
 
 # fmt: off
@@ -48,7 +73,7 @@ _SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
 # fmt: on
 # a model type of Transformers, and what its config differs in; of Qwen 2.5 the positions are those of Instruct
 SHAPES = {
-    name: {"model_type": kind, **dict(zip(_SIZES + _HEADS, sizes, strict=True)), **more}
+    name: {"model_type": kind, **dict(zip(_SIZES, sizes, strict=True)), **more}
     for name, (kind, sizes, more) in _SHAPES.items()
 }
 # of the same sizes, and what else their configs differ in

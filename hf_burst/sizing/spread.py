@@ -59,22 +59,22 @@ def spread_of(model: ModelSize, training: Training, ranks_per_host: int) -> Spre
     layers = {pattern: max(1, round(count)) for pattern, count in model.patterns}
     together = (parents,) if parents else ()
     sharding = sharding_for((documents,), layers, ranks, "balanced", hybrid=model.recurrent, parents=together)
-    masks, counts = [pattern.mask(documents[-1], documents, parents) for pattern in layers], tuple(layers.values())
-    segments, heads = Segments(sharding, (documents,), together), (model.q_heads, model.kv_heads)
-    schedule = Schedule()
-    if masks:
+    near = min(ranks, ranks_per_host)
+    schedule, slices, uneven = Schedule(), 1, 0.0
+    if layers:
+        masks = [pattern.mask(documents[-1], documents, parents) for pattern in layers]
         widest = max(masks, key=lambda mask: mask.pairs)
         schedule = choose_schedule((widest,), sharding, _shapes_of(model), ranks_per_host).schedule
-    tokens, near = documents[-1] // ranks, min(ranks, ranks_per_host)
-    return Spread(
-        schedule=schedule,
-        ranks_per_host=near,
-        hosts=schedule.hosts(ranks, near),
-        slices=head_slices(schedule, heads, tokens, True, training.head_groups) if layers else 1,
-        imbalance=imbalance(masks, sharding.owners, counts, sharding.boundaries) if layers else 0.0,
-        recurrence=choose_recurrence(model.recurrent, segments)[0] if model.recurrent else None,
-        slots=segments.most_slots if model.recurrent else 0,
-    )
+        heads = model.q_heads, model.kv_heads
+        slices = head_slices(schedule, heads, documents[-1] // ranks, True, training.head_groups)
+        uneven = imbalance(masks, sharding.owners, tuple(layers.values()), sharding.boundaries)
+    recurrence: Way | None = None
+    slots = 0
+    if model.recurrent:
+        segments = Segments(sharding, (documents,), together)
+        recurrence, _ = choose_recurrence(model.recurrent, segments)
+        slots = segments.most_slots
+    return Spread(schedule, near, schedule.hosts(ranks, near), slices, uneven, recurrence, slots)
 
 
 def _shapes_of(model: ModelSize) -> Shapes:
@@ -89,26 +89,39 @@ def masks_of(model: ModelSize, training: Training) -> list[tuple[float, Mask]]:
     return sorted(masks, key=lambda entry: -entry[1].pairs)
 
 
+def pairs_of(model: ModelSize, training: Training) -> float:
+    """The (query, key) pairs that are admitted, added up over the layers."""
+    return sum(count * mask.pairs for count, mask in masks_of(model, training))
+
+
 def sent_bytes(model: ModelSize, training: Training, spread: Spread) -> tuple[float, float, float, float]:
     """Bytes that a rank sends for an attention layer, forward and backward: to exchange heads, on its host and to other
     hosts, and round the ring, on its host and to other hosts."""
-    ulysses, tokens = spread.schedule.ulysses, training.tokens
-    ring, near = training.burst_size // ulysses, min(ulysses, spread.ranks_per_host)
-    heads = 2 * 2 * (2 * model.queries + 2 * model.keys) / ulysses  # q, k, v, out; dO, dQ, dK, dV
-    block = ring_bytes(spread.schedule, _shapes_of(model))
-    crossings = ring - 1 if near < ulysses else spread.hosts - 1
-    within = 0.0 if near < ulysses else (ring / spread.hosts - 1) * spread.hosts
-    exchanged = tokens * heads * (near - 1), tokens * heads * (ulysses - near)
-    return *exchanged, tokens * block * within, tokens * block * float(crossings)
+    ulysses = spread.schedule.ulysses
+    tokens = training.tokens
+    ring = training.burst_size // ulysses
+    near = min(ulysses, spread.ranks_per_host)
+    heads = tokens * (2 * 2 * (2 * model.queries + 2 * model.keys) / ulysses)  # q, k, v, out; dO, dQ, dK, dV
+    block = tokens * ring_bytes(spread.schedule, _shapes_of(model))
+    if near < ulysses:
+        within = 0.0
+        crossings = ring - 1
+    else:
+        within = (ring / spread.hosts - 1) * spread.hosts
+        crossings = spread.hosts - 1
+    return heads * (near - 1), heads * (ulysses - near), block * within, block * float(crossings)
 
 
 def recurrent_bytes(model: ModelSize, training: Training, spread: Spread) -> float:
     """Bytes that a rank sends for all recurrent layers, forward and backward: states of its runs of tokens, or channels
     for tokens where kernels take no states."""
-    ranks, total = training.burst_size, 0.0
+    ranks = training.burst_size
+    total = 0.0
     for size in model.recurrent:
-        channels = training.tokens * (sum(size.exchanged(ranks)) / ranks + size.shared_bytes)
-        sent = channels if spread.exchanges_heads(size) else spread.slots * (size.slot_bytes + size.halo_bytes)
+        if spread.exchanges_heads(size):
+            sent = training.tokens * (size.exchanged(ranks) / ranks + size.shared_bytes)
+        else:
+            sent = spread.slots * (size.slot_bytes + size.halo_bytes)
         total += 2 * size.layers * sent * (ranks - 1)
     return total
 
@@ -118,7 +131,8 @@ def buffer_bytes(model: ModelSize, training: Training, spread: Spread, backward:
     pass, which are the most, or of attention in a forward pass alone. Those of other transports are smaller."""
     ranks, ulysses, found = training.burst_size, spread.schedule.ulysses, 2 * model.queries
     block = 2 * 2 * model.keys
-    inputs, row = found + block, 0.0  # bytes of a token: q, k and v
+    inputs = found + block  # bytes of a token: q, k and v
+    row = 0.0
     if ulysses > 1:  # two slices in turn of q, k, v and dO, which are exchanged and packed; and one of what is made
         row += 2 * min(2, spread.slices) * (inputs + backward * found) + (inputs if backward else found)
     if ranks > ulysses and not backward:  # two blocks that come, and the one that peers read; between hosts two more
@@ -135,7 +149,7 @@ def buffer_bytes(model: ModelSize, training: Training, spread: Spread, backward:
     row += 4 * model.q_heads * backward  # delta
     attention = training.tokens * row / spread.slices if model.patterns else 0.0
     recurrent = [
-        2 * training.tokens * (sum(size.exchanged(ranks)) + ranks * size.shared_bytes)
+        2 * training.tokens * (size.exchanged(ranks) + ranks * size.shared_bytes)
         for size in model.recurrent
         if spread.exchanges_heads(size) and ranks > 1 and backward
     ]
@@ -145,5 +159,8 @@ def buffer_bytes(model: ModelSize, training: Training, spread: Spread, backward:
 def state_bytes(model: ModelSize, training: Training, spread: Spread) -> float:
     """Bytes of the states of all ranks that recurrent layers keep: one of each kind, if they checkpoint."""
     kept = training.burst_size * spread.slots
-    passing = [size for size in model.recurrent if not spread.exchanges_heads(size)]
-    return float(sum((1 if training.checkpointing else size.layers) * kept * size.slot_bytes for size in passing))
+    total = 0.0
+    for size in model.recurrent:
+        if not spread.exchanges_heads(size):
+            total += (1 if training.checkpointing else size.layers) * kept * size.slot_bytes
+    return total

@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from threading import Thread
 from unittest import mock
@@ -14,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_burst.cli import hosts
-from hf_burst.cli.hosts import Report, chosen, obstacles, remarks
+from hf_burst.cli.hosts import Report, by_rank, chosen, obstacles, remarks
 from hf_burst.errors import ConfigError
 from tests.support.hosts import Network, refusal
 
@@ -40,7 +39,8 @@ def place(host: str, backend: str = "nccl", **changes: object) -> Report:
 
 
 def texts(*reports: Report) -> list[str]:
-    return [*obstacles(reports), *remarks(reports)]
+    firsts = by_rank(reports)
+    return [*obstacles(firsts), *remarks(firsts)]
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
@@ -130,7 +130,7 @@ def test_settings_that_are_wrong_everywhere(environment, words):
 def test_hosts_of_one_name_are_told_apart():
     first, second = place("a", name="node"), place("b", name="node", versions={"torch": "2.12.0"})
     assert "torch differs: 2.13.0 on node (rank 0); 2.12.0 on node (rank 1)" in texts(first, second)[0]
-    assert hosts.describe([first, second]) == "hosts: 2, 1 ranks on node (rank 0), 1 ranks on node (rank 1)"
+    assert hosts.describe(by_rank([first, second])) == "hosts: 2, 1 ranks on node (rank 0), 1 ranks on node (rank 1)"
 
 
 def test_places_of_ranks():
@@ -184,7 +184,7 @@ def test_ranks_meet_in_a_store():
 
 def test_a_rank_that_is_missing_is_named():
     with (
-        mock.patch.object(hosts, "_REPORTED", timedelta(seconds=0.2)),
+        mock.patch.object(hosts, "_REPORTED", 0.2),
         pytest.raises(ConfigError, match=r"\[1, 2\] of 3"),
     ):
         hosts.gather(place("a"), 0, 3, dist.HashStore())

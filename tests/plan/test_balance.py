@@ -16,6 +16,7 @@ from hf_burst.errors import ConfigError, ShardingError
 from hf_burst.hf.models.support import layer_patterns
 from hf_burst.plan import Mask, MaskPattern, assign, balance, imbalance
 from hf_burst.plan.sharding import pattern
+from hf_burst.plan.work import meetings
 from tests.plan.test_plan import masks_of
 from tests.support.oracle import admitted_pairs
 
@@ -33,8 +34,8 @@ def log_uniform(total: int, seed: int) -> tuple[int, ...]:
 
 def imbalance_of_steps(masks, owners):
     """How far the steps of a ring, each as long as its busiest rank, are above the mean; `None` if not counted."""
-    steps = balance._Steps.of(masks, (), owners)
-    return None if steps is None else steps.imbalance
+    met = meetings(masks, balance._bounds(masks[0].length, len(owners)))
+    return None if met is None else balance._Steps(balance._work(masks, (), len(owners)), met, owners).imbalance
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
@@ -67,7 +68,8 @@ def test_steps_are_kept_up_as_chunks_change_hands(data, ranks, length):
     masks = tuple(data.draw(st.lists(masks_of(length), min_size=1, max_size=2)))
     weights = tuple(range(1, len(masks) + 1))
     owners = data.draw(st.permutations([index % ranks for index in range(3 * ranks)]))
-    steps = balance._Steps.of(masks, weights, owners)
+    met = meetings(masks, balance._bounds(length, len(owners)), weights)
+    steps = balance._Steps(balance._work(masks, weights, len(owners)), met, owners)
     for _ in range(data.draw(st.integers(0, 6))):
         steps.give(data.draw(st.integers(0, len(owners) - 1)), data.draw(st.integers(0, ranks - 1)))
     size = math.ceil(length / len(owners))

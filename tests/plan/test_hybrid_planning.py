@@ -61,21 +61,21 @@ def test_bytes_by_hand() -> None:
     assert (DELTA.slot_bytes, DELTA.halo_bytes) == (48 * 128 * 256 * 4, 10240 * 3 * 2)
     # a token's q and k of 16 heads, v of 48, decays in fp32 and beta go there; outputs come back
     there, back = 2 * (2 * 16 * 128 + 48 * 128 + 48) + 4 * 48, 2 * 48 * 128
-    assert DELTA.exchanged(2) == (there, back)
+    assert DELTA.exchanged(2) == there + back
     assert SCAN.slot_bytes == 128 * (128 * 64 + 1) * 4
     assert SELECTIVE.slot_bytes == CONVOLUTION.slot_bytes == 0
 
 
 def test_heads_that_ranks_do_not_divide() -> None:
     """Three ranks: 16 key heads are repeated to the 48 of the values; 30 value heads are 32 of 4 ranks."""
-    assert DELTA.exchanged(3)[0] == 2 * (2 * 48 * 128 + 48 * 128 + 48) + 4 * 48
+    assert DELTA.exchanged(3) == 2 * (2 * 48 * 128 + 48 * 128 + 48) + 4 * 48 + 2 * 48 * 128
     uneven = RecurrentSize("delta", 1, 30, 96, 192, key_heads=30)
-    assert uneven.exchanged(4)[1] == 2 * 32 * 192
+    assert uneven.exchanged(4) == 2 * (2 * 32 * 96 + 2 * 32 * 192 + 32) + 4 * 32
 
 
 def test_layers_pass_states_unless_these_are_more_bytes() -> None:
     """A layer of Qwen3.6 exports 6.3 MB of a run. Of a token each of two ranks gets heads of 16.5 KB."""
-    slot, token = DELTA.slot_bytes, sum(DELTA.exchanged(2))
+    slot, token = DELTA.slot_bytes, DELTA.exchanged(2)
     even = 2 * slot // token  # tokens of a rank, at which both send as much
     for tokens, way in ((even - 80, "heads"), (even + 80, "states")):
         segments = contiguous(2 * tokens, 2)
@@ -212,7 +212,7 @@ def test_the_bytes_are_those_on_the_wire(ranks: Ranks, kind: str, way: Any, chun
     sent = segments.most_slots * (size.slot_bytes + size.halo_bytes) * 3
     if way == "heads":
         gate = 12 * 8 * 4 if kind == "Mamba1" else 0  # of a layer, which this one lacks
-        sent = (12 * (sum(size.exchanged(4)) + 4 * size.shared_bytes) - gate) * 3 // 4
+        sent = (12 * (size.exchanged(4) + 4 * size.shared_bytes) - gate) * 3 // 4
     assert max(forward) == max(backward) == sent
 
 

@@ -182,10 +182,10 @@ def test_a_bound_counts_where_nothing_else_is_known() -> None:
     rule.measured(levels[0], size, 50.0, exact=False)
     rule.measured(levels[1], size, 90.0, exact=False)
     rule.measured(levels[0], Size(1), 90.0, exact=False)
-    assert {memory: taken.bytes for (memory, _), taken in rule.known.items()} == {levels[0]: 50.0}
+    assert {taken.memory: taken.bytes for taken in rule.known.values()} == {levels[0]: 50.0}
     rule.measured(levels[0], size, 40.0)
     rule.measured(levels[0], Size(65536), 60.0)
-    assert rule.known[levels[0], False] == (Size(65536), 60.0)
+    assert rule.known[levels[0], False] == (levels[0], Size(65536), 60.0)
 
 
 def test_a_pass_without_gradients_has_tiles() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...config import still_called
+from ...config import document_as_memory
 from ...errors import BatchError, ConfigError
 from ...layers import loss
 from ...ranks.group import ContextGroup
@@ -26,7 +26,7 @@ from .settings import agreed, cache_key, check, evaluating, patched
 _WIDE = {"forward_kl": 6, "reverse_kl": 6, "jsd": 12}
 
 
-@still_called("memory", "document")
+@document_as_memory
 def token_losses(
     model: nn.Module,
     batch: Mapping[str, Any],

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -228,12 +227,7 @@ def pairs_of(layout: SequenceLayout, patterns: Sequence[tuple[MaskPattern, float
 
 def longest_of(layout: SequenceLayout) -> int:
     """Returns the number of tokens of the longest text, including its shared prefix."""
-    lengths = (
-        depth + stop - start
-        for mask in _masks(layout, MaskPattern())
-        for depth, (start, stop) in zip(mask.depths, pairwise(mask.documents), strict=True)
-    )
-    return max(lengths, default=0)
+    return max((mask.longest_text for mask in _masks(layout, MaskPattern())), default=0)
 
 
 def _masks(layout: SequenceLayout, pattern: MaskPattern) -> Iterator[Mask]:
