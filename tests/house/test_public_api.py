@@ -77,6 +77,7 @@ def test_importing_the_package_imports_nothing_large() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_the_rooms_that_users_name_come_with_the_package() -> None:
     code = "import hf_burst; assert issubclass(hf_burst.errors.ConfigError, ValueError); hf_burst.attention.MaskPattern"
     subprocess.run([sys.executable, "-c", code], check=True)

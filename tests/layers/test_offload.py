@@ -277,6 +277,7 @@ def test_without_threads_whoever_asks_makes_the_memory(tiny_pages: None, monkeyp
         home.take(1024)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_a_forked_process_makes_its_own_memory() -> None:
     assert subprocess.run([sys.executable, "-c", FORKS], timeout=60).returncode == 7

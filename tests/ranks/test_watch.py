@@ -223,10 +223,10 @@ def train_and_call_alone(place: str, other: str, folder: str, rank: int, size: i
     ("place", "other"),
     [
         ("on_init_end", ""),
-        ("on_log", "barrier"),
         *(
             pytest.param(place, other, marks=pytest.mark.full)
             for place, other in (
+                ("on_log", "barrier"),
                 ("on_train_begin", "all_gather"),
                 ("on_epoch_begin", ""),
                 ("on_step_begin", ""),
@@ -352,6 +352,7 @@ def skip_on_one(rank: int, size: int) -> None:
     in_time(dist.barrier)
 
 
+@pytest.mark.full
 def test_a_pass_that_one_rank_of_two_groups_skips() -> None:
     told = play(skip_on_one, size=4)
     assert told[2]["raised"][0] is RankMismatchError
@@ -990,7 +991,12 @@ def skip_a_batch(place: str, layers: tuple[int | None, ...], rank: int, size: in
 
 
 @pytest.mark.parametrize(
-    "place", ["a forward pass", pytest.param("a backward pass", marks=pytest.mark.full), "a generation"]
+    "place",
+    [
+        "a forward pass",
+        pytest.param("a backward pass", marks=pytest.mark.full),
+        pytest.param("a generation", marks=pytest.mark.full),
+    ],
 )
 def test_a_batch_that_one_rank_skips_in_its_middle(place: str) -> None:
     stays, left = play(partial(skip_a_batch, place, (None, 0)))
@@ -1017,6 +1023,7 @@ def test_a_backward_pass_that_one_rank_leaves_out() -> None:
     assert "left out the backward pass of a batch" in skips["raised"][1]
 
 
+@pytest.mark.full
 def test_a_batch_that_ranks_skip_in_different_places() -> None:
     for told in play(partial(skip_a_batch, "a forward pass", (1, 0))):
         kind, text = told["raised"]

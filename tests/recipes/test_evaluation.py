@@ -202,6 +202,7 @@ def test_the_recipe_under_fsdp2_equals_one_process(
     assert results["perplexity"]["losses"] == pytest.approx(expected["perplexity"]["losses"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_groups_with_different_numbers_of_texts_under_fsdp2(
     ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path
 ) -> None:
@@ -218,6 +219,7 @@ def test_groups_with_different_numbers_of_texts_under_fsdp2(
     assert results["perplexity"]["losses"] == pytest.approx(expected["perplexity"]["losses"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_evaluated_with_its_base(ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 

@@ -410,6 +410,7 @@ def test_settings_are_checked_before_what_takes_seconds_to_import(tmp_path: Path
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_that_torch_is_loaded_is_said_when_the_arguments_are_right(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("A text.")
     command = [sys.executable, "recipes/sft.py", "--dataset", str(tmp_path / "text.txt"), "--output_dir", str(tmp_path)]

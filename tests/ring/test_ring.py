@@ -785,6 +785,7 @@ def test_all_lengths_of_one_process_have_one_dynamic_graph():
     assert len(compiled) == 1
 
 
+@pytest.mark.slow
 def test_the_module_of_the_operator_can_be_loaded_anew():
     script = (
         "import importlib, torch, hf_burst.attention.operator as operator; importlib.reload(operator); "

@@ -241,6 +241,7 @@ def test_tiles_keep_nothing_of_their_layers(name):
     assert tiles <= whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -38,7 +38,11 @@ CASES = {
     "Kosmos2_5ForConditionalGeneration": 2,  # the loss is computed inside of the language model
     "LlavaForConditionalGeneration": 1,
 }
-LATER = {GEMMA3N: pytest.mark.slow, "Qwen3_5ForConditionalGeneration": pytest.mark.full}
+LATER = {
+    GEMMA3N: pytest.mark.slow,
+    "Qwen3_5ForConditionalGeneration": pytest.mark.full,
+    "Kosmos2_5ForConditionalGeneration": pytest.mark.full,
+}
 IMAGE = {"pixel_values": torch.zeros(1, 3, 28, 28)}
 Part = Mapping[str, Any]
 

@@ -194,7 +194,9 @@ def hook(model: Any) -> None:
         ),
         (ask_for_a_number, "not permitted when stream is capturing"),
         (hook, "model.layers.0 has a hook"),
-        (lambda model: model.model.layers[0].mlp.compile(), "model.layers.0.mlp is compiled"),
+        pytest.param(
+            lambda model: model.model.layers[0].mlp.compile(), "model.layers.0.mlp is compiled", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_cannot_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFixture, change: Any, why: str) -> None:

@@ -164,7 +164,7 @@ CASES = [
     *(Case(name, 2, 2) for name in KINDS),
     Case("qwen3_moe", 3, 3, kind="left"),
     pytest.param(Case("qwen3_moe", 2, 4, kind="packed", checkpointing=True), marks=pytest.mark.full),
-    Case("gpt_oss", 4, 4, explicit=True),
+    pytest.param(Case("gpt_oss", 4, 4, explicit=True), marks=pytest.mark.full),
     Case(
         "mixtral",
         2,

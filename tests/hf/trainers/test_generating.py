@@ -290,7 +290,14 @@ SLOW = (
     "colocated",
 )
 SLOW += ("tools", "images, rloo", "reward model", "2 x 2, generated", "rloo, 3 ranks")
-FULL = ("truncated, shared", "rloo, truncated", "2 x 2", "what waits, and what fails", "server beside rollouts, fsdp2")
+FULL = (
+    "rloo, 2 x 2",
+    "truncated, shared",
+    "rloo, truncated",
+    "2 x 2",
+    "what waits, and what fails",
+    "server beside rollouts, fsdp2",
+)
 
 
 def quick(runs: dict[str, Run]) -> list[Any]:

@@ -194,6 +194,7 @@ def test_it_is_saved_as_the_wrapper_that_it_was(ranks: Ranks, tmp_path: Path) ->
         torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_adapters_load_beside_the_wrapper(ranks: Ranks, tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -287,6 +288,7 @@ def words_of(folder: Path, **settings: Any) -> list[str]:
     return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_the_recipe_trains_on_images(ranks: Ranks, tmp_path: Path, rows: int) -> None:
     shown = write_chats_with_images(tmp_path)

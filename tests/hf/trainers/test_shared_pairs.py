@@ -63,7 +63,7 @@ SETTINGS: dict[str, tuple[Case, dict[str, Any]]] = {
 }
 
 
-LATER = ("one rank", "adapters", "two groups", "several losses", "in advance", "kto")
+LATER = ("three ranks", "one rank", "adapters", "two groups", "several losses", "in advance", "kto")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in LATER)) for n in SETTINGS])
