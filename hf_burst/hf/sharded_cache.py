@@ -68,8 +68,6 @@ class ShardedCache(Cache):
         """Begins a pass over `new` tokens of each row and returns their positions, `(rows, new)`. `shown` is the
         padding mask of all tokens so far."""
         answer = self.answer
-        if self.is_within_pass:
-            raise BatchError("A pass over this cache ended in its middle, so its layers differ. Make a new one.")
         prompt = answer.prompt
         assert prompt is not None, "it was read"
         if rows % prompt.rows:

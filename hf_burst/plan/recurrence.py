@@ -78,8 +78,8 @@ class RecurrentSize:
         return self.channels * self.reach * self.itemsize
 
     def exchanged(self, ranks: int) -> int:
-        """Bytes of a token that go to other ranks, and that come back, if `ranks` exchange heads. Heads of zeros
-        are added where the ranks do not divide them, and keys are repeated where ranks would have to share them."""
+        """Bytes of a token that go to other ranks and that come back, added up, if `ranks` exchange heads. Heads of
+        zeros are added where the ranks do not divide them, and keys are repeated where ranks would share them."""
 
         def padded(heads: int) -> int:
             return heads + -heads % ranks

@@ -33,8 +33,8 @@ class _Partial(NamedTuple):
 
 
 def heads_first(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty tensor of the shape `(B, S, H)` that begins `shape`. In memory it is `(B, H, S)`, as flash kernels have
-    their scalars."""
+    """An empty tensor of shape `(B, S, H)`, with which `shape` begins. In memory it is `(B, H, S)`, as flash kernels
+    have their scalars."""
     return torch.empty(shape[0], shape[2], shape[1], dtype=dtype, device=device).transpose(1, 2)
 
 

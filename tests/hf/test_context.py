@@ -1,6 +1,17 @@
 """The context of layers: each pass has its own, also where passes of several models are interrupted."""
 
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hf_burst
 from hf_burst.hf.context import LayerContext, begin_pass, current, end_pass
+from hf_burst.hf.groups import PATCH
+from tests.support import models, trainers
 
 
 def tile_of_now() -> int | None:
@@ -51,3 +62,37 @@ def test_interrupted_passes_of_two_models_in_turn() -> None:
     assert tile_of_now() == 4
     end_pass(second)
     assert tile_of_now() is None
+
+
+def interrupt(*given: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def run_the_model(folder: Path) -> list[Any]:
+    model = hf_burst.patch_model(models.make_model("llama"))
+    model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**models.make_batch("plain"))
+    return [model, getattr(model, PATCH)]
+
+
+def run_the_decoder_alone(folder: Path) -> list[Any]:
+    model = hf_burst.patch_model(models.make_model("llama"))
+    model.model(models.make_batch("plain")["input_ids"])
+    return [model, getattr(model, PATCH)]
+
+
+def run_a_trainer(folder: Path) -> list[Any]:
+    trainer = trainers.make_trainer(trainers.Case("Trainer", burst=1), str(folder))
+    trainer.model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    return [trainer, trainer.model, getattr(trainer.model, PATCH)]
+
+
+@pytest.mark.parametrize("run", [run_the_model, run_the_decoder_alone, run_a_trainer])
+def test_what_was_interrupted_and_dropped_is_freed(tmp_path: Path, run: Callable[[Path], list[Any]]) -> None:
+    """A notebook cell that was interrupted, and a new model in the next one."""
+    left = [weakref.ref(each) for each in run(tmp_path)]
+    gc.collect()
+    assert [each() for each in left] == [None] * len(left)

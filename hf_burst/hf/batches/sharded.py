@@ -89,7 +89,7 @@ def layout_of_shard(batch: Mapping[str, Any], group: ContextGroup, task: Task) -
     check_shape("position_ids of a sharded batch", batch.get("position_ids"), shape, _UNCHANGED)
     if about.labelled:
         check_shape(f"{task.targets} of a sharded batch", batch.get(task.targets), shape, _UNCHANGED)
-    if int(sum_of_bits(batch["position_ids"])) != about.positions:
+    if int(sum_of_bits(batch["position_ids"].long())) != about.positions:
         raise BatchError(f"The position_ids of a sharded batch are others than when it was sharded{_UNCHANGED}.")
     return layout
 
@@ -101,7 +101,7 @@ def checksum(batch: Mapping[str, Any]) -> torch.Tensor:
     for key in (*TOKEN_INPUTS, "labels", "attention_mask"):
         value = batch.get(key)
         if isinstance(value, torch.Tensor):
-            own = sum_of_bits(value) + zlib.crc32(key.encode())
+            own = sum_of_bits(value if value.is_floating_point() else value.long()) + zlib.crc32(key.encode())
             total = own if total is None else total * _SPREAD + own.to(total.device)
     return torch.zeros((), dtype=torch.int64, device="cpu") if total is None else total
 

@@ -112,7 +112,7 @@ def generate(
     limit = setting(base, kwargs, "max_time")
     if limit is not None:  # the ranks' clocks differ, so the first rank's counts, as for other criteria
         criteria.append(MaxTimeCriteria(limit))
-        own = {**with_settings(own, max_time=None), "max_time": None}
+        own = with_settings(own, max_time=None) | {"max_time": None}  # neither the config nor the argument sets it
     each = EachToken(criteria, group, device, cache)
     own["stopping_criteria"] = StoppingCriteriaList([each])
     if streamer is not None and group.rank == 0:

@@ -1,4 +1,4 @@
-"""Layer sizes, as configs name them, or for recurrent layers, attributes of their modules."""
+"""Layer sizes: those that configs name, and those of recurrent layers, read from their modules."""
 
 import inspect
 import logging

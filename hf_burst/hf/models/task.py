@@ -40,7 +40,7 @@ class Task:
     reads: bool = False  # no language-model head: modules after the decoder take the whole batch
 
     def targets_of(self, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the labels and prediction targets by their batch keys; `(batch, tokens)` each. Readers have none."""
+        """Returns the labels and prediction targets by their batch keys; `(batch, tokens)` each."""
         return {"labels": labels, "shift_labels": shift_labels(labels)} if self.causal else {"labels": labels}
 
     def padding_bounds(self, start: int, stop: int) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Sets a model's attention implementation, restores it, and notices attention that bypasses hf_burst."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,17 @@ from ..view import ModelView
 from .base import Handles, Part
 
 register()  # also where a model that was saved whole, with its parts, is loaded
-_PATCHED: WeakKeyDictionary[PreTrainedModel, "Attention"] = WeakKeyDictionary()
+
+
+@dataclass
+class Before:
+    """The attention implementation of a model before it was patched, and those of configs that said otherwise."""
+
+    name: str
+    changed: list[tuple[PreTrainedConfig, str | None]] = field(default_factory=list)
+
+
+_PATCHED: WeakKeyDictionary[PreTrainedModel, Before] = WeakKeyDictionary()
 
 
 def _users_of(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
@@ -41,19 +52,18 @@ class Attention(Part):
     def __init__(self, view: ModelView) -> None:
         model, reader = view.root, reader_of(view)
         shared = next(_users_of(model), None)  # their config already says hf_burst
-        self.before: str = reader.root.config._attn_implementation if shared is None else _PATCHED[shared].before
-        if self.before == NAME:  # left by a patched model that is gone
-            self.before = "sdpa" if model._supports_sdpa else "eager"
+        self.before = Before(reader.root.config._attn_implementation if shared is None else _PATCHED[shared].name)
+        if self.before.name == NAME:  # left by a patched model that is gone
+            self.before.name = "sdpa" if model._supports_sdpa else "eager"
         check_attention_functions(view)
         self.attends = reader.find(has_attention)
-        self.changed: list[tuple[PreTrainedConfig, str | None]] = []  # configs, and their old values
 
     def look(self, view: ModelView) -> Handles:
         if self.attends:
-            _PATCHED[view.root] = self
+            _PATCHED[view.root] = self.before
         for config in _configs_of(view) if self.attends else ():  # layers may have been added since
             if config._attn_implementation != NAME:
-                self.changed.append((config, config._attn_implementation))
+                self.before.changed.append((config, config._attn_implementation))
                 config._attn_implementation_internal = NAME
         return ()
 
@@ -69,9 +79,9 @@ class Attention(Part):
         _PATCHED.pop(view.root, None)
         other = next(_users_of(view.root), None)
         if other is not None:
-            _PATCHED[other].changed += self.changed
+            _PATCHED[other].changed += self.before.changed
         elif self.attends:
             for config in _configs_of(view):  # layers may have been copied since
-                config._attn_implementation_internal = self.before
-            for config, before in self.changed:
+                config._attn_implementation_internal = self.before.name
+            for config, before in self.before.changed:
                 config._attn_implementation_internal = before

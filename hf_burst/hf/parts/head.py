@@ -70,6 +70,7 @@ class Head(Part):
         module = run.model.get_output_embeddings()
         if self.lazy is not None and self.lazy.module is not module:  # adapters have replaced it
             self.lazy.remove()
+            self.lazy = None
         if module is not None:
             vocabulary = run.model.config.get_text_config().vocab_size
             self.lazy = PutOffHead.put(module, vocabulary)  # or that of a model that shares it

@@ -74,6 +74,8 @@ def begin_step(cache: ShardedCache, batch: dict[str, Any]) -> None:
     group = cache.answer.group
     if not cache.compares and not same_tokens(group, batch):
         group.agree({}, None, tokens_of(batch).device, doing="generate")  # raises the error of the other rank
+    if cache.is_within_pass:
+        raise BatchError("A pass over this cache ended in its middle, so its layers differ. Make a new one.")
     shown, length = batch.get("attention_mask"), cache.get_seq_length()
     if shown is not None:
         check_shape("attention_mask", shown, (rows, length + new), f" behind {length} tokens in the cache")
