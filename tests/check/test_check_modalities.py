@@ -137,7 +137,10 @@ def test_one_process_cannot_say_what_packed_images_give(ranks: Ranks, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["Gemma3", "Qwen2_5_VL", "Qwen3VL"])
+@pytest.mark.parametrize(
+    "family",
+    ["Gemma3", pytest.param("Qwen2_5_VL", marks=pytest.mark.full), pytest.param("Qwen3VL", marks=pytest.mark.full)],
+)
 def test_a_tiny_model_takes_the_images_of_a_large_one(family: str, tmp_path: Path) -> None:
     seeing_model(family).config.save_pretrained(tmp_path)
     comparison, weights = check_batch(str(tmp_path), in_fp32(seeing_batch(family)))

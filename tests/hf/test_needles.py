@@ -106,7 +106,7 @@ def found_under(rank: int, size: int, weights: str, most: float) -> Found:
     "size",
     [
         pytest.param(2, marks=pytest.mark.full),
-        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(3, marks=pytest.mark.full),
         pytest.param(4, marks=pytest.mark.full),
     ],
 )

@@ -521,6 +521,7 @@ def test_a_message_of_others_that_a_killed_rank_ends_is_explained(tmp_path: Path
     assert "torchrun --max-restarts" in survivor
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_processes_end_while_their_watches_ask_the_store() -> None:
     """A thread that came back from the store while the interpreter ends would abort them, after all was well."""
@@ -661,6 +662,7 @@ def never_come(rank: int, size: int) -> None:
     model(**batch)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_rank_that_never_came_may_be_slow() -> None:
     """No watch answers for it, though its host can be reached."""
@@ -846,7 +848,7 @@ def interrupted_while_it_generates(step: int, rank: int, size: int) -> list[str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_a_rank_is_interrupted_while_it_generates(step: int) -> None:
     began = time.monotonic()
     first, second = play(partial(interrupted_while_it_generates, step))
@@ -890,6 +892,7 @@ def test_a_kernel_that_failed_on_all_ranks_and_was_caught() -> None:
         assert "anew" in text
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_kernel_that_failed_on_one_rank_and_was_caught() -> None:
     *others, own = play(fail_in_a_kernel, size=3)
@@ -1099,6 +1102,7 @@ def make_groups_anew(rank: int, size: int) -> list[Any]:
     return seen
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_group_made_anew_begins_with_new_counts() -> None:
     every: list[dict[str, Any]] = []

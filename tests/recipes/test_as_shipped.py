@@ -153,7 +153,7 @@ def test_processes_are_at_least_one(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_what_is_shipped_runs(tmp_path: Path, processes: int) -> None:
     """On CPUs, in bf16: 4 bits and rewards in one process; images, answers and FSDP2 over two."""
     only = ["text_24gb*", "reward_1gpu*"] if processes == 1 else ["sft_images_4*", "grpo_4*", "text_1m_8gpu*"]

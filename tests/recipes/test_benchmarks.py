@@ -411,7 +411,11 @@ def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [[], ["--lora"], ["--read"], ["--attention"]], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [["--lora"], *(pytest.param(kind, marks=pytest.mark.full) for kind in ([], ["--read"], ["--attention"]))],
+    ids=str,
+)
 def test_a_profile(tmp_path: Path, kind: list[str]) -> None:
     out = tmp_path / "profile.json"
     options = ["--shape", "tiny", "--length", "128", "--device", "cpu", "--out", str(out)]
@@ -453,7 +457,12 @@ def test_a_profile_has_kernels_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "of"), [("tiny-qwen", "--images"), ("tiny-qwen", "--frames"), ("tiny-gemma", "--images")]
+    ("model", "of"),
+    [
+        ("tiny-qwen", "--images"),
+        pytest.param("tiny-qwen", "--frames", marks=pytest.mark.full),
+        pytest.param("tiny-gemma", "--images", marks=pytest.mark.full),
+    ],
 )
 def test_models_that_see_are_measured(tmp_path: Path, model: str, of: str) -> None:
     out, profile, options = tmp_path / "images.json", tmp_path / "profile.json", ["--length", "64", "--steps", "3"]
@@ -468,7 +477,7 @@ def test_models_that_see_are_measured(tmp_path: Path, model: str, of: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["questions", "pairs"])
+@pytest.mark.parametrize("what", [pytest.param("questions", marks=pytest.mark.full), "pairs"])
 def test_rows_that_begin_alike_are_measured(tmp_path: Path, what: str) -> None:
     out, sizes = tmp_path / "beginnings.json", ["--beginning", "90", "--ending", "7", "--endings", "2"]
     options = [*sizes, "--what", what, "--shape", "tiny", "--rounds", "1", "--warmup", "0", "--out", str(out)]

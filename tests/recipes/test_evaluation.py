@@ -510,6 +510,7 @@ def test_documents_of_configs_are_as_long_as_the_texts(name: str) -> None:
 LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "recipes/configs/accelerate_2_processes.yaml"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_context_is_extended_by_two_processes(tmp_path: Path) -> None:
     """The recipe as it is launched, with few steps: what is saved loads without hf_burst, and has the new positions."""

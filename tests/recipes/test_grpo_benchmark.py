@@ -35,6 +35,7 @@ def test_the_benchmark_of_grpo(tmp_path: Path) -> None:
         assert row["training_step_s"] == pytest.approx(seconds[TRAINING] / 2)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_attempt_that_takes_too_long_ends_with_its_workers(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
@@ -46,6 +47,7 @@ def test_an_attempt_that_takes_too_long_ends_with_its_workers(tmp_path: Path) ->
     assert not [command for command in commands if str(out) in command], "which would keep the GPUs"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_attempt_that_fails_leaves_the_next_one_alone(tmp_path: Path) -> None:
     out = tmp_path / "result.json"

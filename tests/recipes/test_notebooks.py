@@ -15,6 +15,7 @@ from tests.support.notebooks import IN_A_CLONE, execute  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 REAL_WEIGHTS = ("07_real_weights",)
+LATER = ("04_longer_context", "05_chats_and_agents", "06_hybrids", "08_picture_book")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
@@ -35,6 +36,11 @@ def test_there_are_notebooks() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "notebook",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.full] * (path.stem in LATER)) for path in NOTEBOOKS],
+    indirect=True,
+)
 def test_runs_from_its_folder(notebook: Path, tmp_path: Path, offline: None) -> None:
     """Shorter, in a folder of its own, so that what a notebook writes does not meet what lies in outputs/."""
     if notebook.stem in REAL_WEIGHTS:

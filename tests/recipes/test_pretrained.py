@@ -59,6 +59,7 @@ def test_loss_and_gradients_are_those_of_one_process(smollm2: Path, ranks: Calla
         assert found == pytest.approx((loss, gradient), rel=2e-5)
 
 
+@pytest.mark.full
 def test_the_recipe_fine_tunes_it(smollm2: Path, tmp_path: Path) -> None:
     """Some steps of LoRA over two processes, launched as the config says."""
     launch = ["-m", "accelerate.commands.launch", "--config_file", ROOT / "recipes/configs/accelerate_2_processes.yaml"]

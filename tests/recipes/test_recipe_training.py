@@ -86,7 +86,7 @@ def train(rank: int, size: int, script: str, arguments: list[str], output: str) 
 
 
 CASES = [  # script, rows, what is trained, ranks, ranks of a group
-    pytest.param("sft", "chats", "full", 4, 2, marks=pytest.mark.slow),
+    pytest.param("sft", "chats", "full", 4, 2, marks=pytest.mark.full),
     pytest.param("sft", "trajectories", "lora", 2, 2, marks=pytest.mark.full),
     pytest.param("sft", "chats", "qlora", 2, 2, marks=pytest.mark.slow),
     pytest.param("dpo", "pairs", "lora", 2, 2),
@@ -282,6 +282,7 @@ def recall(rank: int, size: int, folder: str) -> list[float]:
     return [recall_across_shards.train(Accelerator(cpu=True), args, run)["final_accuracy"] for run in runs]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_recurrent_layers_recall_what_is_on_another_rank(ranks: Ranks, tmp_path: Path) -> None:
     """No layer has attention: only states carry a fact to the rank that is asked."""

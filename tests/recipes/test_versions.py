@@ -92,6 +92,7 @@ def test_wrong_arguments(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_door_of_this_environment(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("trl")

@@ -109,6 +109,7 @@ def compile_over_hosts(rank: int, size: int) -> None:
         torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_compiled_over_hosts_it_is_exact(ranks):
     ranks(4).run(compile_over_hosts)

@@ -39,7 +39,7 @@ CASES = {
     "LlavaForConditionalGeneration": 1,
 }
 LATER = {
-    GEMMA3N: pytest.mark.slow,
+    GEMMA3N: pytest.mark.full,
     "Qwen3_5ForConditionalGeneration": pytest.mark.full,
     "Kosmos2_5ForConditionalGeneration": pytest.mark.full,
 }

@@ -31,7 +31,6 @@ HEADED = (
     *("Qwen3ForSequenceClassification", "BertForSequenceClassification", "LlamaForTokenClassification"),
     *("LlamaForCausalLM lora", "LlamaForSequenceClassification lora"),
 )
-LATER = {2: pytest.mark.slow, 4: pytest.mark.full}
 POOLINGS = ("first", "last", "mean")
 PADDINGS = {"plain": None, "padded": [(0, 23), (0, 1), (4, 18)], "left": [(0, 23), (22, 23), (9, 23)]}
 PACKINGS = {"packed": [[5, 1, 14, 3]], "packed rows": [[5, 18], [10, 1, 12], [23]]}
@@ -114,7 +113,7 @@ def compare(ranks: Ranks, name: str, size: int, kind: str, pooling: str, sharded
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        pytest.param(name, size, marks=LATER[size] if size % 2 == 0 else [pytest.mark.full] * (size != always))
+        pytest.param(name, size, marks=[pytest.mark.full] * (size != always))
         for name, always in zip(MODELS, (3, 1, 1, 3, 1), strict=True)
         for size in (1, 2, 3, 4)
     ],
@@ -125,7 +124,7 @@ def test_embeddings_and_gradients_equal_one_process(ranks: Ranks, name: str, siz
             compare(ranks, name, size, kind, pooling)
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in HEADED[4::2])) for n in HEADED])
 def test_heads_are_left_out(ranks: Ranks, name: str, size: int) -> None:
     for kind, pooling in (("left", "mean"), ("padded", "last"), ("packed", "first"), ("packed rows", "mean")):
@@ -136,7 +135,7 @@ def test_heads_are_left_out(ranks: Ranks, name: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        pytest.param(name, size, marks=LATER[2] if size == 2 else [pytest.mark.full] * (size != always))
+        pytest.param(name, size, marks=[pytest.mark.full] * (size != always))
         for name, always in (
             *(("LlamaModel", 1), ("Qwen3_5ForCausalLM", 3), ("BertModel", 3), ("BertForSequenceClassification", 1)),
             *(("Qwen3ForSequenceClassification", 3), ("LlamaForCausalLM lora", 1)),

@@ -616,7 +616,7 @@ def test_after_an_error_of_all_ranks_a_memory_answers(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("call", "remembers"), [(3, True), (3, False)])
+@pytest.mark.parametrize(("call", "remembers"), [(3, True), pytest.param(3, False, marks=pytest.mark.full)])
 def test_what_raises_before_a_later_pass(call: int, remembers: bool) -> None:
     """Over gloo a rank cannot leave a message that it waits for, so that its process ends, which says why."""
     with pytest.raises(RankError) as caught:

@@ -382,6 +382,7 @@ def draw_one(rows: list[Any]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.zeros(len(rows), 1), "drawn": torch.randint(10**9, (1,)).expand(len(rows))}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_workers_of_a_group_draw_the_same(ranks: Ranks, tmp_path: Path) -> None:
     first, second, third, fourth = ranks(4).run(read_with_workers, str(tmp_path))

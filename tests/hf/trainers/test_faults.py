@@ -605,7 +605,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("way", ["Process", "spawn"])
+@pytest.mark.parametrize("way", ["Process", pytest.param("spawn", marks=pytest.mark.full)])
 @pytest.mark.slow
 def test_processes_of_multiprocessing_say_what_ended_them(tmp_path: Path, way: str) -> None:
     """Their errors never come to `sys.excepthook`."""

@@ -326,6 +326,7 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("adapters", [[], ["--use_peft"]], ids=["all weights", "adapters"])
 def test_a_training_on_images_that_is_killed_goes_on_bit_by_bit(tmp_path: Path, adapters: list[str]) -> None:
