@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..errors import KernelError
 from ..numerics import accumulation_dtype
 from ..plan import Band
 from .base import BackwardInputs, Capabilities, Gradients, OutputBuffers, Outputs, Scores
@@ -119,6 +120,32 @@ def crop(piece: Piece) -> Piece | None:
     (first, last), (left, right), band = cropped
     rows = slice(piece.rows.start + first, piece.rows.start + last)
     return Piece(rows, slice(piece.columns.start + left, piece.columns.start + right), band)
+
+
+def causal_pieces(piece: Piece) -> Iterator[Piece]:
+    """A piece without a limit behind, cropped: the rows whose causal mask ends at the bottom right corner, and the rows
+    that see all columns."""
+    cropped = crop(piece)
+    if cropped is None:
+        return
+    rows, low = cropped.rows, cropped.band.low
+    middle = rows.stop if low is None else rows.start + cropped.width + low
+    yield Piece(slice(rows.start, middle), cropped.columns, cropped.band)
+    if middle < rows.stop:
+        yield Piece(slice(middle, rows.stop), cropped.columns, Band())
+
+
+def need_square(name: str, band: Band) -> None:
+    """Refuses a piece to the kernel of that name, which computes whole tiles and causal squares alone.
+
+    Raises:
+        KernelError: If the piece is neither.
+    """
+    if (band.low, band.high) not in ((None, None), (0, None)):
+        raise KernelError(
+            f"{name} computes whole tiles and causal squares, not the rows and columns of {band}. Set "
+            "BurstConfig(kernel=...) to another one for this attention."
+        )
 
 
 def blocks(piece: Piece, height: int) -> Iterator[Piece]:

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import KernelError
 from ..plan import Band
 from .base import BackwardInputs, Capabilities, Gradients, OutputBuffers, Outputs, Scores
 from .flash import aligned
 from .library import gpu_refusal
-from .pieces import Piece, PiecewiseKernel, crop, documents
+from .pieces import Piece, PiecewiseKernel, causal_pieces, documents, need_square
 from .reference import ReferenceKernel
 
 _OLDEST = 90000  # below it, rows and columns have to come in multiples of 64
@@ -54,24 +53,11 @@ class TorchCudnnKernel(PiecewiseKernel):
         return None if own is not None and own >= _OLDEST else f"needs cuDNN {_OLDEST} or above, torch has {own}"
 
     def pieces(self, band: Band, q: Tensor, k: Tensor) -> Iterator[Piece]:
-        """Documents one by one, whole or as a causal square, under which all rows see all columns.
-
-        Raises:
-            KernelError: If the tile is neither whole nor causal.
-        """
+        """Documents one by one, whole or as a causal square, under which all rows see all columns."""
         for document in documents(band, q, k):
-            piece = crop(document)
-            if piece is None:
-                continue
-            if piece.band not in (Band(), Band(low=0)):
-                raise KernelError(
-                    f"torch_cudnn computes whole tiles and causal squares, not the rows and columns of {band}. Set "
-                    "BurstConfig(kernel=...) to another one for this attention."
-                )
-            middle = piece.rows.stop if piece.band == Band() else piece.rows.start + piece.width
-            yield Piece(slice(piece.rows.start, middle), piece.columns, piece.band)
-            if middle < piece.rows.stop:
-                yield Piece(slice(middle, piece.rows.stop), piece.columns, Band())
+            for piece in causal_pieces(document):
+                need_square("torch_cudnn", piece.band)
+                yield piece
 
     def forward_piece(
         self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers = ()

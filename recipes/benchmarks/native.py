@@ -84,6 +84,8 @@ def _natives(device: torch.device, head_dim: int, mask: Mask) -> list[tuple[str,
         "flash_attn_2": _flash_attn_2,
         "torch_flash": lambda: _torch_flash,
     }
+    if head_dim > 256:
+        return [("ffpa", _ffpa), ("torch_efficient", lambda: _torch_efficient)]
     capability = torch.cuda.get_device_capability(device)
     if capability == (9, 0) and head_dim == 256 and len(mask.documents) == 2 and mask.window is None:
         natives = {"flash_attn_4+torch_cudnn": lambda: _flash_attn_4_and_cudnn, **natives}
@@ -178,6 +180,26 @@ def _torch_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) 
     heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
     out: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(*heads_first, None, True, 0.0, True)[0]
     return out.transpose(1, 2)
+
+
+def _ffpa() -> AttendMasked:
+    from ffpa_attn import ffpa_attn_func
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+        _only_whole(mask, "ffpa")
+        heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        out: torch.Tensor = ffpa_attn_func(*heads_first, is_causal=True, enable_gqa=True, backend="cutedsl")
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def _torch_efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+    """What torch takes for such heads; it has no key heads that are shared, so they are repeated."""
+    _only_whole(mask, "torch's memory-efficient kernel")
+    share = q.shape[2] // k.shape[2]
+    heads_first = q.transpose(1, 2), *(tensor.repeat_interleave(share, 2).transpose(1, 2) for tensor in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
 
 
 def _cpu_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:

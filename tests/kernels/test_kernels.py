@@ -32,12 +32,14 @@ from hf_burst.kernels import (
     select_kernel,
 )
 from hf_burst.kernels.base import Capabilities
+from hf_burst.kernels.ffpa import FfpaKernel
 from hf_burst.kernels.flash import aligned
 from hf_burst.kernels.flash_2 import FlashAttn2Kernel, TorchFlashKernel
 from hf_burst.kernels.flash_attn_4 import FlashAttn4Kernel, _cudnn_knows_wide_heads
 from hf_burst.kernels.library import gpu_refusal, package_refusal
 from hf_burst.kernels.select import PaddedHeads
 from hf_burst.kernels.torch_cudnn import TorchCudnnKernel
+from hf_burst.kernels.torch_efficient import TorchEfficientKernel
 from hf_burst.numerics import accumulation_dtype
 from hf_burst.ring import merge_
 from tests.support import flash_libraries
@@ -67,6 +69,8 @@ STAND_INS = [
     on_a_stand_in(flash_libraries.FlashAttn2(), FlashAttn2Kernel(), "flash_attn_2"),
     on_a_stand_in(flash_libraries.Aten(), TorchFlashKernel(), "torch_flash"),
     on_a_stand_in(flash_libraries.Aten(), TorchCudnnKernel(), "torch_cudnn"),
+    on_a_stand_in(flash_libraries.Ffpa(), FfpaKernel(), "ffpa"),
+    on_a_stand_in(flash_libraries.Aten(), TorchEfficientKernel(), "torch_efficient"),
 ]
 ALL_KERNELS = [*KERNELS, *STAND_INS]
 
@@ -82,7 +86,7 @@ def device_of(kernel: Kernel) -> str:
 
 def spare(kernel: Kernel, dtype: torch.dtype, kept: bool = True) -> None:
     """Leaves out cases for libraries that compile or plan each kind of call, up to two seconds at a time."""
-    if kernel.capabilities.name in ("flash_attn_4", "torch_cudnn") and not (kept and dtype == torch.bfloat16):
+    if kernel.capabilities.name in ("flash_attn_4", "torch_cudnn", "ffpa") and not (kept and dtype == torch.bfloat16):
         pytest.skip(f"{kernel.capabilities.name} compiles each kind of call")
 
 
@@ -728,10 +732,12 @@ def test_libraries_are_asked_for_determinism(deterministic, segments):
         calling(fourth, FlashAttn4Kernel(deterministic)),
         calling(second, FlashAttn2Kernel(deterministic)),
         calling(aten, TorchFlashKernel(deterministic)),
+        calling(aten, TorchEfficientKernel(deterministic)),
     ):
         kernel.backward(t.backward_inputs(out, lse, delta), Band(0, None, segments), t.scores)
     asked = [fourth.backward_calls[0]["deterministic"], *second.deterministic, *aten.deterministic]
-    assert asked == [deterministic] * 3
+    assert len(asked) == 4 + bool(segments)  # torch_efficient computes two documents one by one
+    assert set(asked) == {deterministic}
 
 
 @pytest.mark.parametrize(("enabled", "warns"), [(False, False), (True, True), (True, False)])
@@ -936,6 +942,7 @@ def installed(monkeypatch):
 LIBRARIES: dict[str, tuple[str, Callable[[], object]]] = {
     "flash_attn_4": ("flash_attn.cute.interface", flash_libraries.FlashAttn4),
     "flash_attn_2": ("flash_attn.flash_attn_interface", flash_libraries.FlashAttn2),
+    "ffpa": ("ffpa_attn.cute", flash_libraries.Ffpa),
 }
 
 
@@ -986,7 +993,8 @@ def test_auto_goes_from_the_fastest_to_what_is_installed(hopper, installed, all_
         ((torch.bfloat16, 192, 128, False, True, True), "flash_attn_4"),
         ((torch.bfloat16, 5, 256), "flash_attn_4"),
         ((torch.float32, 64, 64), "reference"),
-        ((torch.bfloat16, 512, 512), "reference"),
+        ((torch.bfloat16, 512, 512), "ffpa"),
+        ((torch.bfloat16, 512, 512, False, False, True), "torch_efficient"),
     ],
 )
 def test_auto_on_hopper(hopper, all_installed, chosen, arguments, name):
@@ -997,13 +1005,16 @@ def test_auto_on_hopper(hopper, all_installed, chosen, arguments, name):
     ("capability", "sizes", "names"),
     [
         ((7, 5), (64, 64), ["reference"]),
-        ((8, 0), (64, 64), ["flash_attn_2", "torch_flash", "reference"]),
-        ((8, 9), (208, 208), ["reference"]),
-        ((8, 9), (256, 256), ["flash_attn_2", "torch_flash", "reference"]),
-        ((9, 0), (256, 256), ["flash_attn_4", "flash_attn_2", "torch_flash", "reference"]),
-        ((10, 0), (128, 128), ["flash_attn_4", "flash_attn_2", "torch_flash", "reference"]),
-        ((10, 0), (100, 192), ["flash_attn_2", "torch_flash", "reference"]),
-        ((12, 0), (64, 64), ["flash_attn_2", "torch_flash", "reference"]),
+        ((8, 0), (64, 64), ["flash_attn_2", "torch_flash", "torch_efficient", "reference"]),
+        ((8, 9), (208, 208), ["torch_efficient", "reference"]),
+        ((8, 6), (512, 512), ["torch_efficient", "reference"]),
+        ((9, 0), (512, 512), ["ffpa", "torch_efficient", "reference"]),
+        ((9, 0), (576, 512), ["torch_efficient", "reference"]),
+        ((8, 9), (256, 256), ["flash_attn_2", "torch_flash", "torch_efficient", "reference"]),
+        ((9, 0), (256, 256), ["flash_attn_4", "flash_attn_2", "torch_flash", "ffpa", "torch_efficient", "reference"]),
+        ((10, 0), (128, 128), ["flash_attn_4", "flash_attn_2", "torch_flash", "torch_efficient", "reference"]),
+        ((10, 0), (100, 192), ["flash_attn_2", "torch_flash", "torch_efficient", "reference"]),
+        ((12, 0), (64, 64), ["flash_attn_2", "torch_flash", "torch_efficient", "reference"]),
     ],
 )
 def test_gpus_have_their_kernels(monkeypatch, hopper, all_installed, capability, sizes, names):
