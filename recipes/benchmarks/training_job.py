@@ -155,9 +155,9 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 def head_size(model: PreTrainedModel) -> int:
-    """Elements of a head of its attention."""
+    """Elements of a head of its attention, in the layers that name no other."""
     config = model.config
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
 
 
 @contextmanager
