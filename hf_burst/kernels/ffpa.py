@@ -1,30 +1,33 @@
 """FFPA from its package, `ffpa-attn`: the fastest for heads above 256 on Hopper, such as Gemma 4's of 512.
 
 Read in version 0.2.4, whose `_ffpa_attn_forward_sm90` and `_ffpa_attn_backward_sm90` are private. A version whose
-parameters have other names is refused. It computes whole tiles and causal squares, and packed documents in a call of
-variable length. Its kernels for other GPUs were not tried.
+parameters have other names is refused. Both give the same bits each time: no block adds to what another one wrote. The
+scheduler of causal squares counts the bytes of keys and values in 32 bits. Documents are one call each: calls of
+variable length were not tried, nor the kernels for other GPUs.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
+from ..errors import KernelError
 from ..plan import Band
 from .base import BackwardInputs, Gradients, OutputBuffers, Outputs, Scores
-from .flash import FLASH, LENGTHS, FlashKernel, gradient_buffers
+from .flash import FLASH, aligned, gradient_buffers
 from .library import Signatures, gpu_refusal, package_refusal
-from .pieces import Piece, causal_pieces, need_square
+from .pieces import Piece, SquareKernel
 
-_SCORES = ("softmax_scale", "causal")
 _SIGNATURES: Signatures = (
-    ("_ffpa_attn_forward_sm90", ("q", "k", "v", *LENGTHS, *_SCORES, "return_lse", "out", "lse")),
-    ("_ffpa_attn_backward_sm90", ("q", "k", "v", "out", "dout", "lse", *LENGTHS, *_SCORES, "dq", "dk", "dv")),
+    ("_ffpa_attn_forward_sm90", ("q", "k", "v", "softmax_scale", "causal", "return_lse", "out", "lse")),
+    ("_ffpa_attn_backward_sm90", ("q", "k", "v", "out", "dout", "lse", "softmax_scale", "causal", "dq", "dk", "dv")),
 )
+_MOST_BYTES = 2**31  # of a head's keys and values under a causal mask
 
 
-class FfpaKernel(FlashKernel):
+class FfpaKernel(SquareKernel):
     """`_ffpa_attn_forward_sm90` and `_ffpa_attn_backward_sm90` of `ffpa_attn.cute`."""
 
     module = "ffpa_attn.cute"
@@ -35,31 +38,40 @@ class FfpaKernel(FlashKernel):
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
         return gpu_refusal((9, 0), (10, 0)) or package_refusal("ffpa-attn", self.module, _SIGNATURES)
 
-    def cut(self, piece: Piece) -> Iterator[Piece]:
-        """See [`FlashKernel.cut`]."""
-        return causal_pieces(piece)
+    @cached_property
+    def library(self) -> Any:
+        """The module that is called; its import takes seconds."""
+        return import_module(self.module)
 
-    def pieces(self, band: Band, q: Tensor, k: Tensor) -> Iterator[Piece]:
-        for piece in super().pieces(band, q, k):
-            need_square("ffpa", piece.band)
-            yield piece
-
-    def launch_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Piece, scores: Scores, buffers: OutputBuffers = ()
+    def forward_piece(
+        self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers = ()
     ) -> Outputs:
-        out, lse = buffers or (None, None)
-        return self.library._ffpa_attn_forward_sm90(q, k, v, **_call(call, scores), return_lse=True, out=out, lse=lse)
+        """See [`PiecewiseKernel.forward_piece`].
 
-    def launch_backward(
-        self, inputs: BackwardInputs, call: Piece, scores: Scores, buffers: OutputBuffers = ()
+        Raises:
+            KernelError: If the scheduler cannot count the keys.
+        """
+        causal = piece.band != Band()
+        if causal and piece.width * (k.shape[3] + v.shape[3]) * k.element_size() >= _MOST_BYTES:
+            raise KernelError(
+                f"ffpa computes causal squares of less than {_MOST_BYTES // (4 * k.shape[3]):,} keys of {k.shape[3]} "
+                f'elements, not of {piece.width:,}. Set BurstConfig(kernel="torch_efficient") for this attention.'
+            )
+        out, lse = buffers or (None, None)
+        lse = None if lse is None else lse.transpose(1, 2)
+        q, k, v = map(aligned, (q, k, v))
+        out, lse = self.library._ffpa_attn_forward_sm90(
+            q, k, v, softmax_scale=scores.scale, causal=causal, return_lse=True, out=out, lse=lse
+        )
+        return out, lse.transpose(1, 2)
+
+    def backward_piece(
+        self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers = ()
     ) -> Gradients:
         assert inputs.out is not None, "the capabilities say wants_out"
-        dout, q, k, v, out, lse, _ = inputs
+        dout, q, k, v, out = map(aligned, (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out))
+        lse, causal = inputs.lse.transpose(1, 2), piece.band != Band()
         gradients = gradient_buffers(inputs, buffers)
-        return self.library._ffpa_attn_backward_sm90(q, k, v, out, dout, lse, **_call(call, scores), **gradients)
-
-
-def _call(call: Piece, scores: Scores) -> dict[str, Any]:
-    """A call in the words of the package."""
-    lengths = zip(LENGTHS, call.lengths, strict=True) if call.packed else ()
-    return {"softmax_scale": scores.scale, "causal": call.window[0], **dict(lengths)}
+        return self.library._ffpa_attn_backward_sm90(
+            q, k, v, out, dout, lse, softmax_scale=scores.scale, causal=causal, **gradients
+        )

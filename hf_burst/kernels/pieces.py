@@ -104,6 +104,25 @@ class PiecewiseKernel:
         return sums or _wide_zeros(q, k, v)
 
 
+class SquareKernel(PiecewiseKernel):
+    """A [`PiecewiseKernel`] of whole tiles and causal squares, which computes documents one by one."""
+
+    def pieces(self, band: Band, q: Tensor, k: Tensor) -> Iterator[Piece]:
+        """See [`PiecewiseKernel.pieces`].
+
+        Raises:
+            KernelError: If the tile is neither whole nor causal from a corner.
+        """
+        for document in documents(band, q, k):
+            for piece in causal_pieces(document):
+                if piece.band not in (Band(), Band(low=0)):
+                    raise KernelError(
+                        f"{self.capabilities.name} computes whole tiles and causal squares, not the rows and columns "
+                        f"of {band}. Set BurstConfig(kernel=...) to another one for this attention."
+                    )
+                yield piece
+
+
 def documents(band: Band, q: Tensor, k: Tensor) -> list[Piece]:
     """The documents of a tile one by one; the whole tile if it has no segments."""
     inner = Band(band.low, band.high)
@@ -133,19 +152,6 @@ def causal_pieces(piece: Piece) -> Iterator[Piece]:
     yield Piece(slice(rows.start, middle), cropped.columns, cropped.band)
     if middle < rows.stop:
         yield Piece(slice(middle, rows.stop), cropped.columns, Band())
-
-
-def need_square(name: str, band: Band) -> None:
-    """Refuses a piece to the kernel of that name, which computes whole tiles and causal squares alone.
-
-    Raises:
-        KernelError: If the piece is neither.
-    """
-    if (band.low, band.high) not in ((None, None), (0, None)):
-        raise KernelError(
-            f"{name} computes whole tiles and causal squares, not the rows and columns of {band}. Set "
-            "BurstConfig(kernel=...) to another one for this attention."
-        )
 
 
 def blocks(piece: Piece, height: int) -> Iterator[Piece]:

@@ -89,7 +89,7 @@ def make_kernels(deterministic: bool) -> tuple[Kernel, ...]:
         PaddedHeads(TorchCudnnKernel()),
         PaddedHeads(FlashAttn2Kernel(deterministic)),
         PaddedHeads(TorchFlashKernel(deterministic)),
-        PaddedHeads(FfpaKernel(deterministic)),
+        PaddedHeads(FfpaKernel()),
         PaddedHeads(TorchEfficientKernel(deterministic)),
         PaddedHeads(CpuFlashKernel()),
         ReferenceKernel(),

@@ -10,7 +10,6 @@ On Hopper the backward pass of a whole tile counts 64 keys that are not there, i
 (pytorch/pytorch#196678). Rows of small log-sum-exp then have NaN for gradients. So such tiles are cut.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,14 +19,14 @@ from ..plan import Band
 from .base import BackwardInputs, Capabilities, Gradients, OutputBuffers, Outputs, Scores
 from .flash import aligned
 from .library import gpu_refusal
-from .pieces import Piece, PiecewiseKernel, causal_pieces, documents, need_square
+from .pieces import Piece, SquareKernel
 from .reference import ReferenceKernel
 
 _OLDEST = 90000  # below it, rows and columns have to come in multiples of 64
 _BLOCK = 128  # keys of a block on Hopper
 
 
-class TorchCudnnKernel(PiecewiseKernel):
+class TorchCudnnKernel(SquareKernel):
     """`aten::_scaled_dot_product_cudnn_attention` and its backward."""
 
     library: Any = torch.ops.aten
@@ -51,13 +50,6 @@ class TorchCudnnKernel(PiecewiseKernel):
             return refusal
         own = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
         return None if own is not None and own >= _OLDEST else f"needs cuDNN {_OLDEST} or above, torch has {own}"
-
-    def pieces(self, band: Band, q: Tensor, k: Tensor) -> Iterator[Piece]:
-        """Documents one by one, whole or as a causal square, under which all rows see all columns."""
-        for document in documents(band, q, k):
-            for piece in causal_pieces(document):
-                need_square("torch_cudnn", piece.band)
-                yield piece
 
     def forward_piece(
         self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers = ()

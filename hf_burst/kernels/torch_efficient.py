@@ -19,11 +19,12 @@ from ..plan import Band
 from .base import BackwardInputs, Capabilities, Gradients, OutputBuffers, Outputs, Scores
 from .flash import aligned
 from .library import gpu_refusal
-from .pieces import Piece, PiecewiseKernel, blocks, causal_pieces, documents
+from .pieces import Piece, PiecewiseKernel, blocks, causal_pieces, crop, documents
 
 _WHOLE, _CAUSAL = 0, 2  # no mask of its own; causal, counted from the bottom right corner
 _LSE_ROWS = 32  # a log-sum-exp is padded to a multiple of it
 _MASK_COLUMNS = 16  # rows of a mask begin at multiples of it
+_FAR = 2**31  # elements to the last key, from which the library counts wrongly
 _MASK_SIZE = 1 << 24  # pairs of a block that is computed with a mask
 
 
@@ -56,9 +57,11 @@ class TorchEfficientKernel(PiecewiseKernel):
 
     def pieces(self, band: Band, q: Tensor, k: Tensor) -> Iterator[Piece]:
         """Documents one by one, as [`causal_pieces`], or in blocks of any band."""
-        for document in documents(band, q, k):
-            height = document.height if document.band.high is None else max(1, _MASK_SIZE // document.width)
-            for block in blocks(document, height):
+        for document in filter(None, map(crop, documents(band, q, k))):
+            if document.band.high is None:
+                yield from causal_pieces(document)
+                continue
+            for block in blocks(document, _block_height(document)):
                 yield from causal_pieces(block) if block.band.high is None else (block,)
 
     def forward_piece(
@@ -108,7 +111,20 @@ def _grouped(tensor: Tensor, k: Tensor) -> Iterator[Tensor]:
 def _shared(tensor: Tensor, q: Tensor) -> Iterator[Tensor]:
     """The same for keys or values, `(B, S, Hkv, D)`, which all query heads of a key head read."""
     share = q.shape[2] // tensor.shape[2]
+    if tensor.shape[1] * tensor.stride(1) >= _FAR:
+        tensor = tensor.transpose(1, 2).contiguous().transpose(1, 2)
     yield from tensor.transpose(1, 2).unsqueeze(3).expand(-1, -1, -1, share, -1)
+
+
+def _block_height(piece: Piece) -> int:
+    """So many rows that the mask of their block has at most `_MASK_SIZE` pairs: they see all columns, or
+    within a window `high - low` more than they are."""
+    low, high = piece.band.low, piece.band.high
+    height = _MASK_SIZE // piece.width
+    if low is not None and high is not None:
+        window = high - low
+        height = max(height, math.isqrt(_MASK_SIZE + window * window // 4) - (window + 1) // 2)
+    return max(1, height)
 
 
 def _mask(piece: Piece, q: Tensor) -> tuple[Tensor | None, int]:
@@ -116,10 +132,11 @@ def _mask(piece: Piece, q: Tensor) -> tuple[Tensor | None, int]:
     if piece.band.high is None:
         return None, _WHOLE if piece.band.low is None else _CAUSAL
     height, width = piece.height, piece.width
-    distance = torch.arange(height, device=q.device)[:, None] - torch.arange(width, device=q.device)
+    rows, columns = (torch.arange(size, dtype=torch.int32, device=q.device) for size in (height, width))
+    distance = rows[:, None] - columns
     hidden = distance > piece.band.high
     if piece.band.low is not None:
         hidden |= distance < piece.band.low
-    rows = q.new_zeros(height, width + -width % _MASK_COLUMNS)
-    rows[:, :width].masked_fill_(hidden, -math.inf)
-    return rows[:, :width].expand(q.shape[0], q.shape[2], -1, -1), _WHOLE
+    mask = q.new_zeros(height, width + -width % _MASK_COLUMNS)
+    mask[:, :width].masked_fill_(hidden, -math.inf)
+    return mask[:, :width].expand(q.shape[0], q.shape[2], -1, -1), _WHOLE

@@ -78,14 +78,14 @@ def _natives(device: torch.device, head_dim: int, mask: Mask) -> list[tuple[str,
     """Names of kernels and functions that load them, the fastest first for a head size and a mask."""
     if device.type == "cpu":
         return [("cpu_flash", lambda: _cpu_flash)]
+    if head_dim > 256:
+        return [("ffpa", _ffpa), ("torch_efficient", lambda: _torch_efficient)]
     natives = {
         "flash_attn_4": _flash_attn_4,
         "torch_cudnn": lambda: _torch_cudnn,
         "flash_attn_2": _flash_attn_2,
         "torch_flash": lambda: _torch_flash,
     }
-    if head_dim > 256:
-        return [("ffpa", _ffpa), ("torch_efficient", lambda: _torch_efficient)]
     capability = torch.cuda.get_device_capability(device)
     if capability == (9, 0) and head_dim == 256 and len(mask.documents) == 2 and mask.window is None:
         natives = {"flash_attn_4+torch_cudnn": lambda: _flash_attn_4_and_cudnn, **natives}
@@ -195,11 +195,14 @@ def _ffpa() -> AttendMasked:
 
 
 def _torch_efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
-    """What torch takes for such heads; it has no key heads that are shared, so they are repeated."""
+    """Torch's memory-efficient kernel, which shares no key heads: they are repeated."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     _only_whole(mask, "torch's memory-efficient kernel")
     share = q.shape[2] // k.shape[2]
     heads_first = q.transpose(1, 2), *(tensor.repeat_interleave(share, 2).transpose(1, 2) for tensor in (k, v))
-    return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
 
 
 def _cpu_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:

@@ -8,8 +8,22 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from hf_burst.kernels import KernelRequest, explain_kernels
-from tests.kernels.test_kernels import LIBRARIES, all_installed, hopper, installed  # noqa: F401
+from hf_burst.errors import KernelError
+from hf_burst.kernels import Band, KernelRequest, Scores, explain_kernels, torch_efficient
+from hf_burst.kernels.ffpa import FfpaKernel
+from hf_burst.kernels.torch_efficient import TorchEfficientKernel
+from tests.kernels.test_kernels import (  # noqa: F401
+    LIBRARIES,
+    Shape,
+    all_installed,
+    by_kernel,
+    calling,
+    hopper,
+    installed,
+    make_tensors,
+)
+from tests.support import flash_libraries
+from tests.support.oracle import relative_error
 from tests.support.tiny_models import class_names
 
 HOPPER, AMPERE, ADA = GPUS = ((9, 0), (8, 0), (8, 9))
@@ -77,3 +91,26 @@ def test_torch_alone_serves_all_but_capped_scores(monkeypatch, hopper, installed
         installed(module, None)
     slow = {heads for heads in TABLE if served(*heads) == ["reference"]}
     assert slow == {(256, 256, True)}
+
+
+@pytest.mark.parametrize("window", [0, 3, 40])
+@pytest.mark.parametrize(("rows", "columns"), [(61, 61), (61, 20), (20, 61)])
+def test_windows_of_wide_heads_in_small_blocks(monkeypatch, window, rows, columns):
+    """Blocks of which some see all columns, and some need no mask, equal the tile in one."""
+    kernel = calling(flash_libraries.Aten(), TorchEfficientKernel())
+    band = Band(columns - rows if rows < columns else 0, columns - rows + window if rows < columns else window)
+    tensors = make_tensors(Shape(rows, columns, band), torch.bfloat16, 16)
+    whole = by_kernel(kernel, tensors, band)
+    assert len(list(kernel.pieces(band, tensors.q, tensors.k))) == 1
+    monkeypatch.setattr(torch_efficient, "_MASK_SIZE", 200)
+    pieces = list(kernel.pieces(band, tensors.q, tensors.k))
+    assert len(pieces) > 2
+    assert all(piece.band.high is None or piece.height * piece.width <= max(200, piece.width) for piece in pieces)
+    for name, got in by_kernel(kernel, tensors, band).items():
+        assert relative_error(got, whole[name].double()) <= 1e-2, name
+
+
+def test_a_causal_square_that_ffpa_cannot_count_is_refused():
+    q, k = (torch.empty(1, 1, 1, 512, dtype=torch.bfloat16).expand(1, 2**20, 1, 512) for _ in range(2))
+    with pytest.raises(KernelError, match=r"less than 1,048,576 keys of 512 elements, not of 1,048,576\. Set"):
+        FfpaKernel().forward(q, k, k, Band(low=0), Scores(1.0))

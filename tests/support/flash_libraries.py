@@ -382,65 +382,37 @@ class FlashAttn2:
 
 
 class Ffpa:
-    """`ffpa_attn.cute`: whole and causal calls of wide heads."""
+    """`ffpa_attn.cute`: whole tiles and causal squares of wide heads."""
 
-    def _ffpa_attn_forward_sm90(
-        self,
-        q,
-        k,
-        v,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-        max_seqlen_q=None,
-        max_seqlen_k=None,
-        softmax_scale=None,
-        causal=False,
-        return_lse=False,
-        out=None,
-        lse=None,
-    ):
-        documents = Documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        self._check(documents, q, k, v)
+    def _ffpa_attn_forward_sm90(self, q, k, v, softmax_scale=None, causal=False, return_lse=False, out=None, lse=None):
+        self._check(q, k, v)
         assert return_lse
-        results = documents.forward(q, k, v, (None, 0 if causal else None), softmax_scale, 0.0, -torch.inf)
+        seen = seen_from_top_left(q.shape[1], k.shape[1], causal)
+        results = attend(q, k, v, seen, softmax_scale, 0.0, -torch.inf)
         out, lse = (
-            result if buffer is None else buffer.copy_(result)
+            result if buffer is None else self._written(buffer, result)
             for result, buffer in zip(results, (out, lse), strict=True)
         )
         return out, lse
 
     def _ffpa_attn_backward_sm90(
-        self,
-        q,
-        k,
-        v,
-        out,
-        dout,
-        lse,
-        softmax_scale=None,
-        causal=False,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-        max_seqlen_q=None,
-        max_seqlen_k=None,
-        dq=None,
-        dk=None,
-        dv=None,
+        self, q, k, v, out, dout, lse, softmax_scale=None, causal=False, dq=None, dk=None, dv=None
     ):
-        documents = Documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        self._check(documents, q, k, v, out, dout)
-        check_rows(q, documents.packed, lse)
-        window = None, 0 if causal else None
-        results = documents.backward((dout, q, k, v), lse, delta_of(dout, out), window, softmax_scale, 0.0)
-        for buffer, gradient, like in zip((dq, dk, dv), results, (q, k, v), strict=True):
-            assert buffer.shape == like.shape
-            buffer.copy_(gradient)
-        return dq, dk, dv
+        self._check(q, k, v, out, dout)
+        check_rows(q, False, lse)
+        seen = seen_from_top_left(q.shape[1], k.shape[1], causal)
+        results = gradients(dout, q, k, v, lse, delta_of(dout, out), seen, softmax_scale, 0.0)
+        return tuple(self._written(buffer, result) for buffer, result in zip((dq, dk, dv), results, strict=True))
 
     @staticmethod
-    def _check(documents: Documents, *tensors: torch.Tensor) -> None:
-        """It copies what is not contiguous."""
-        check_tensors(*(tensor.contiguous() for tensor in tensors), ndim=3 if documents.packed else 4)
+    def _written(buffer: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        assert (buffer.shape, buffer.dtype) == (result.shape, result.dtype)
+        return buffer.copy_(result)
+
+    @staticmethod
+    def _check(*tensors: torch.Tensor) -> None:
+        """It makes contiguous what is not, but does not align it."""
+        check_tensors(*tensors, ndim=4)
         assert {tensor.shape[-1] for tensor in tensors} <= {320, 384, 512}
 
 
@@ -550,6 +522,8 @@ class Aten:
     @staticmethod
     def _efficient_scores(q, k, bias, kind: int, scale: float) -> torch.Tensor:
         seen = seen_from_bottom_right(q.shape[1], k.shape[1], None, 0 if kind == 2 else None)
-        scores = scores_of(q, k, seen, scale, 0.0)[0] + bias
+        scores = scores_of(q, k, seen, scale, 0.0)[0]
+        assert not isinstance(bias, torch.Tensor) or bias.shape == scores.shape
+        scores = scores + bias
         assert (scores.amax(-1) > -torch.inf).all(), "every row sees a column"
         return scores
