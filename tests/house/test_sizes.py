@@ -3,10 +3,10 @@
 from tests.house.sizes import measure
 
 LINES = {
-    ".": 421,
+    ".": 428,
     "attention": 1_231,
     "check": 970,
-    "cli": 985,
+    "cli": 986,
     "hf": 2_408,
     "hf/batches": 1_034,
     "hf/generation": 1_483,
@@ -14,15 +14,15 @@ LINES = {
     "hf/parts": 2_976,
     "hf/spread": 623,
     "hf/trainers": 1_317,
-    "kernels": 1_310,
+    "kernels": 1_544,
     "layers": 1_666,
     "plan": 2_175,
     "ranks": 1_357,
     "recurrent": 1_143,
     "ring": 2_077,
-    "sizing": 1_273,
+    "sizing": 1_287,
 }
-NODES, TUPLES, REFUSING, RAISES = 124_372, 0.17, 1_459, 272
+NODES, TUPLES, REFUSING, RAISES = 125_661, 0.17, 1_464, 273
 
 
 def test_rooms_keep_to_their_numbers() -> None:
