@@ -736,7 +736,7 @@ def test_every_step_of_the_texts_was_measured() -> None:
     ]
     for row in json.loads((ROOT / "recipes/benchmarks/results/images_H200.json").read_text()):
         rows.append(row | {"peak_memory_gib": max(step["allocated_gib"] for step in row["steps"])})
-    texts = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "recipes/benchmarks/README.md"]
+    texts = [ROOT / "README.md", *sorted((ROOT / "docs/results").glob("*.md")), ROOT / "recipes/benchmarks/README.md"]
     steps = [(text.name, pair) for text in texts for pair in re.findall(r"([\d.]+) s, ([\d.]+) GiB", text.read_text())]
     assert len(steps) > 10
     for name, pair in steps:
