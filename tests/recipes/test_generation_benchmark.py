@@ -1,11 +1,13 @@
 """The benchmark of answers over ranks runs, and its numbers agree with each other."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.recipes.test_benchmarks import launch
+from tests.support import scripts
+from tests.support.ranks import RankPool
 
 OPTIONS = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--tokens", "4", "--alone", "32", "64"]
 LENGTHS = ["--prompts", "256", "--decode", "128", "256", "--memory", "64", "--questions", "1", "3"]
@@ -13,9 +15,9 @@ KEYS_OF_A_TOKEN = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, their si
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_generation(tmp_path: Path) -> None:
+def test_the_benchmark_of_generation(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     out = tmp_path / "deep" / "result.json"
-    done = launch("recipes/benchmarks/generation.py", *LENGTHS, "--out", str(out), common=OPTIONS)
+    said, _ = ranks(2).run(scripts.run, "recipes/benchmarks/generation.py", [*OPTIONS, *LENGTHS, "--out", str(out)])
     rows = json.loads(out.read_text())["results"]
     assert [(row["what"], row["length"]) for row in rows] == [
         ("alone, keys on the gpu", 32),
@@ -27,7 +29,7 @@ def test_the_benchmark_of_generation(tmp_path: Path) -> None:
         ("decoding", 128),
         ("decoding", 256),
     ]
-    assert not [row for row in rows if "failure" in row], done.stderr
+    assert not [row for row in rows if "failure" in row], said
     for row in rows:
         if "bytes_of_keys" in row:
             assert row["bytes_of_keys"] == row["length"] // 2 * KEYS_OF_A_TOKEN, "a rank holds its share"
