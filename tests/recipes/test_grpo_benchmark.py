@@ -15,7 +15,6 @@ from recipes.benchmarks import grpo
 from recipes.benchmarks.grpo import GENERATION, OLD, PARTS, REFERENCE, REWARDS, TRAINING
 from tests.recipes.test_benchmarks import launch
 from tests.support import scripts
-from tests.support.ranks import RankPool
 
 pytest.importorskip("trl")
 OPTIONS = ["--shape", "tiny", "--device", "cpu", "--answers", "2", "--answer-length", "6", "--warm-length", "3"]
@@ -24,11 +23,7 @@ LENGTHS = ["--prompts", "300", "--trl-prompts", "64", "96", "--warm-prompt", "32
 
 def in_a_pool(command: list[str], folder: Path, timeout_s: float) -> Iterator[dict[str, Any]]:
     """Runs the processes of an attempt without their launcher."""
-    pool = RankPool(2)  # the group of which ends with the training
-    try:
-        pool.run(scripts.run, "recipes/benchmarks/grpo.py", command[command.index(grpo.__file__) + 1 :])
-    finally:
-        pool.close()
+    scripts.run_by_ranks(2, "recipes/benchmarks/grpo.py", command[command.index(grpo.__file__) + 1 :])
     yield from map(json.loads, (folder / "lines").read_text().splitlines())
 
 

@@ -5,25 +5,41 @@ import io
 import runpy
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
-from tests.support.ranks import forked
+from tests.support.ranks import RankPool, forked
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(rank: int, size: int, script: str, words: Sequence[str]) -> str:
     """Runs a script of the project, whose exit status is 0, and returns what it says."""
-    path = str(ROOT / script)
-    argv, paths = mock.patch.object(sys, "argv", [path, *words]), mock.patch.object(sys, "path", [*sys.path])
+    path = ROOT / script
+    argv = mock.patch.object(sys, "argv", [str(path), *words])
+    paths = mock.patch.object(sys, "path", [str(path.parent), *sys.path])
     with argv, paths, redirect_stdout(io.StringIO()) as said, redirect_stderr(said):
         try:
-            runpy.run_path(path, run_name="__main__")
-        except SystemExit as end:
-            assert not end.code, said.getvalue()[-6000:] + str(end)
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as ended:
+            if ended.code:
+                raise AssertionError(f"{said.getvalue()[-6000:]}{ended}") from None
     return said.getvalue()
+
+
+def run_by_ranks(size: int, script: str, words: Sequence[str], folder: Path = ROOT) -> str:
+    """Runs a script as ranks of its own, in a folder, and returns what the first one says. Their group may end."""
+    pool = RankPool(size)
+    try:
+        return pool.run(_run_in, str(folder), script, words)[0]
+    finally:
+        pool.close()
+
+
+def _run_in(rank: int, size: int, folder: str, script: str, words: Sequence[str]) -> str:
+    with chdir(folder):
+        return run(rank, size, script, words)
 
 
 def run_alone(script: str, words: Sequence[str]) -> None:
