@@ -2,15 +2,19 @@
 Programs that are launched take ten seconds more, for what they import."""
 
 import io
+import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any, TypeVar
 from unittest import mock
 
 from tests.support.ranks import RankPool, forked
 
+T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 
 
@@ -42,10 +46,17 @@ def _run_in(rank: int, size: int, folder: str, script: str, words: Sequence[str]
         return run(rank, size, script, words)
 
 
-def run_alone(script: str, words: Sequence[str]) -> None:
-    """As `python script` does, in no process group."""
-    process = forked().Process(target=run, args=(0, 1, script, words))
-    process.start()
-    process.join(180)
-    process.kill()
-    assert process.exitcode == 0
+def run_alone(script: str, words: Sequence[str], **variables: str) -> str:
+    """As `python script` does, in no process group, with variables of the environment; returns what it says."""
+    return in_a_process(_run_with, variables, script, words)
+
+
+def _run_with(variables: dict[str, str], script: str, words: Sequence[str]) -> str:
+    os.environ |= variables
+    return run(0, 1, script, words)
+
+
+def in_a_process(function: Callable[..., T], *arguments: Any) -> T:
+    """Calls a function in a process of its own, which no launcher has started."""
+    with ProcessPoolExecutor(1, mp_context=forked()) as processes:
+        return processes.submit(function, *arguments).result(timeout=300)
