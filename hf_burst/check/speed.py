@@ -3,6 +3,7 @@
 import gc
 import statistics
 import time
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -104,10 +105,10 @@ def limit(job: Job, settings: Memory) -> Result:
 
 def make_model(job: Job, fused_loss: bool = False) -> Any:
     """Makes the same model on every rank, with Liger's kernels on GPUs that have them; a peft model for adapters."""
-    on_gpu = job.device.type == "cuda"
+    on_gpu, config = job.device.type == "cuda", deepcopy(job.config)  # patching changes the config
     torch.manual_seed(0)
     with job.device:
-        model = AutoModelForCausalLM.from_config(job.config, dtype=torch.bfloat16 if on_gpu else torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_gpu else torch.float32)
     if on_gpu and is_liger_kernel_available():
         apply_liger_kernel(model, {"fused_linear_cross_entropy": fused_loss})
     model.train().gradient_checkpointing_enable({"use_reentrant": False})

@@ -100,6 +100,18 @@ def test_what_does_not_fit_or_has_no_time_left_is_said(monkeypatch):
     assert measure(job())["transformers"] == {"reason": "out of memory"}
 
 
+def test_transformers_alone_have_their_own_attention(monkeypatch):
+    steps, attention = speed._steps, []
+
+    def watched(job, model, tokens, **options):
+        attention.append(model.config._attn_implementation)
+        return steps(job, model, tokens, **options)
+
+    monkeypatch.setattr(speed, "_steps", watched)
+    measure(job())
+    assert attention == ["hf_burst", "sdpa"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
