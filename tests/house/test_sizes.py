@@ -5,8 +5,8 @@ from tests.house.sizes import measure
 LINES = {
     ".": 421,
     "attention": 1_231,
-    "check": 970,
-    "cli": 985,
+    "check": 1_129,
+    "cli": 1_056,
     "hf": 2_408,
     "hf/batches": 1_034,
     "hf/generation": 1_483,
@@ -22,7 +22,7 @@ LINES = {
     "ring": 2_077,
     "sizing": 1_273,
 }
-NODES, TUPLES, REFUSING, RAISES = 124_372, 0.17, 1_459, 272
+NODES, TUPLES, REFUSING, RAISES = 125_810, 0.17, 1_459, 272
 
 
 def test_rooms_keep_to_their_numbers() -> None:
