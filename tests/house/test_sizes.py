@@ -5,8 +5,13 @@ from tests.house.sizes import measure
 LINES = {
     ".": 428,
     "attention": 1_231,
+<<<<<<< HEAD
     "check": 970,
     "cli": 986,
+=======
+    "check": 1_129,
+    "cli": 1_056,
+>>>>>>> doors
     "hf": 2_408,
     "hf/batches": 1_034,
     "hf/generation": 1_483,
@@ -22,7 +27,11 @@ LINES = {
     "ring": 2_077,
     "sizing": 1_287,
 }
+<<<<<<< HEAD
 NODES, TUPLES, REFUSING, RAISES = 125_661, 0.17, 1_464, 273
+=======
+NODES, TUPLES, REFUSING, RAISES = 125_810, 0.17, 1_459, 272
+>>>>>>> doors
 
 
 def test_rooms_keep_to_their_numbers() -> None:
