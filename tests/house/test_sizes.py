@@ -22,11 +22,7 @@ LINES = {
     "ring": 2_077,
     "sizing": 1_287,
 }
-<<<<<<< HEAD
 NODES, TUPLES, REFUSING, RAISES = 127_099, 0.17, 1_464, 273
-=======
-NODES, TUPLES, REFUSING, RAISES = 127_099, 0.17, 1_464, 273
->>>>>>> doors
 
 
 def test_rooms_keep_to_their_numbers() -> None:
