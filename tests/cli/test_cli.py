@@ -63,7 +63,7 @@ def test_lengths_as_people_write_them(text, length, capsys):
     assert f"{length:,} tokens a sequence" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["plan", "--length", f"{text}x"])
-    assert f"'{text}x' is no number of tokens; give one as 131072, 128k or 1M" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"hf-burst plan: --length: '{text}x' is no number of tokens; give one as")
 
 
 def test_no_kernel_is_not_usable(monkeypatch, tmp_path, capsys):
@@ -75,12 +75,32 @@ def test_no_kernel_is_not_usable(monkeypatch, tmp_path, capsys):
     assert "Not usable: no kernel computes torch.float32 on cpu: only takes no such heads." in capsys.readouterr().out
 
 
-def test_words_that_mean_nothing_end_with_how_to_call_it(capsys):
-    for words in ([], ["cure"], ["doctor", "--pill"]):
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        assert ended.value.code == 2
-        assert "usage: hf-burst" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "hf-burst: the following arguments are required: command"),
+        ("plann", "hf-burst: command is plann; give one of doctor, plan, layout, check; did you mean plan?"),
+        ("doctor --pill", "hf-burst doctor: --pill is no option"),
+        ("plan --lenght 4k", "hf-burst plan: --lenght is no option; did you mean --length?"),
+        ("plan --lenght=4k", "hf-burst plan: --lenght=4k is no option; did you mean --length?"),
+        ("plan --length 4x", "hf-burst plan: --length: 4x is no number of tokens; give one as 131072, 128k or 1M"),
+        ("plan --sharded fsdp", "hf-burst plan: --sharded is fsdp; give one of fsdp2, ddp; did you mean fsdp2?"),
+        ("layout --ranks two", "hf-burst layout: --ranks is two; give a whole number"),
+        ("check a --limit long", "hf-burst check: --limit is long; give a number"),
+    ],
+)
+def test_wrong_words_end_with_a_sentence_and_a_line_of_usage(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    sentence, usage = capsys.readouterr().err.splitlines()
+    assert sentence.replace("'", "") == said  # newer Pythons quote no choices
+    called = said.partition(":")[0]
+    assert usage.startswith(f"usage: {called} [OPTION ...]")
+    assert usage.endswith(f"({called} --help lists all)")
+
+
+def test_help_names_the_commands(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0

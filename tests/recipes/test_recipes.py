@@ -126,7 +126,8 @@ def sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         said = end.value.code
         if not isinstance(said, str):
             assert said == 2, said
-            said = capsys.readouterr().err.strip().splitlines()[-1]
+            *_, said, usage = capsys.readouterr().err.strip().splitlines()
+            assert usage.startswith("usage: script.py")
         assert "\n" not in said
         return said
 
