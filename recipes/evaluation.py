@@ -22,6 +22,7 @@ from accelerate.utils import DistributedType
 from evaluation_settings import Evaluation
 from needles import Needles, read_haystack
 from pictures import draw_positions, draw_recall
+from rows import map_rows
 from scoring import (
     Cell,
     Groups,
@@ -127,7 +128,7 @@ def read_documents(
         )
         return windows, None
     with settings.using(name), main_process_first(accelerator):
-        tokens = data.map_rows(rows, function, wanted.documents, desc="Tokenizing")
+        tokens = map_rows(rows, function, wanted.documents, desc="Tokenizing")
         choose = partial(is_answered, longest=longest)
         chats = tokens.filter(choose, input_columns="labels", desc="Choosing")
     if warning:

@@ -1,0 +1,240 @@
+"""The rows of files: what is wrong with some of them, and where they stand."""
+
+import csv
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from hashlib import sha256
+from itertools import chain, islice
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from chats import without_nulls
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetsError
+from pyarrow import ArrowException
+from pyarrow.parquet import ParquetFile
+from settings import TEXT_FILES, RowError
+
+READERS = {
+    **dict.fromkeys(TEXT_FILES, "text"),
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+}
+RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
+SOURCES = [Path(__file__).with_name(f"{name}.py") for name in ("data", "chats", "preferences")]  # datasets knows names
+SHOWN, MANY = 10, 100  # wrong rows that an error shows, and that are looked for
+
+
+def kind_of(file: str) -> str | None:
+    """What reads a file; `None` for the name of a data set."""
+    return READERS.get(Path(file).suffix.lower())
+
+
+@contextmanager
+def reading(names: list[str]) -> Iterator[None]:
+    """Where files cannot be read or hold nothing, the error says so, and in which lines or rows."""
+    try:
+        yield
+    except StopIteration:
+        raise ValueError("it holds no rows") from None
+    except (DatasetsError, UnicodeDecodeError, ArrowException) as error:  # which say only that there was one
+        files = [file for name in names for file in expand(name) if Path(file).is_file()]
+        if wrong := list(islice(chain.from_iterable(map(wrong_in, files)), SHOWN)):
+            raise RowError("\n".join(wrong)) from None
+        raise ValueError(str(error.__cause__ or error)) from None
+
+
+def wrong_in(file: str) -> Iterator[str]:
+    """What makes a file unreadable, and in which line or rows."""
+    kind = kind_of(file)
+    if kind != "parquet" and (wrong := not_utf_8(file)):
+        yield wrong
+    elif kind == "json":
+        for place, row in placed_rows(file):
+            if isinstance(row, json.JSONDecodeError):
+                yield f"{place}: {row.msg} (column {row.colno})"
+            elif not isinstance(row, dict):
+                yield f"{place}: it must be a mapping, such as {{...}}"
+    elif kind == "parquet":
+        yield from wrong_in_parquet(file)
+    elif kind == "csv":
+        try:
+            load_dataset(kind, data_files=file)
+        except DatasetsError as error:
+            said = str(error.__cause__ or error).strip()
+            quote = re.search(r"EOF inside string starting at row (\d+)", said)
+            yield (
+                f"{file}: a quote in row {int(quote[1]) + 1}, the header counted, has no end"
+                if quote
+                else f"{file}: {said}"
+            )
+
+
+def not_utf_8(file: str) -> str | None:
+    """What is said of a line that is not UTF-8, if there is one."""
+    with Path(file).open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as problem:
+                near = line[max(0, problem.start - 20) : problem.end + 20]
+                return f"{file}:{number} is not UTF-8: {problem.reason} in {near!r}; save the file as UTF-8"
+    return None
+
+
+def wrong_in_parquet(file: str) -> Iterator[str]:
+    """What is wrong with a file, or with groups of its rows."""
+    try:
+        groups, first = ParquetFile(file), 1
+    except (ArrowException, OSError) as error:
+        yield f"{file}: {error}"
+        return
+    for number in range(groups.num_row_groups):
+        count = groups.metadata.row_group(number).num_rows
+        try:
+            groups.read_row_group(number)
+        except (ArrowException, OSError) as error:
+            yield f"{file}, rows {first:,} to {first + count - 1:,}: {error}"
+        first += count
+
+
+def placed_rows(file: str) -> Iterator[tuple[str, Any]]:
+    """The rows of a file, each with the line in which it begins; in Parquet with its number, from 1. In place of JSON
+    that is broken stands its error."""
+    kind = kind_of(file)
+    if file.lower().endswith(".jsonl"):
+        with Path(file).open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"{file}:{number}", parsed(line.rstrip())
+    elif kind == "json":
+        yield from ((f"{file}:{line}", value) for line, value in json_values(Path(file).read_text(errors="replace")))
+    elif kind == "csv":
+        rows = load_dataset(kind, data_files=file, split="train")
+        yield from zip((f"{file}:{line}" for line in islice(csv_lines(file), 1, None)), rows, strict=False)
+    elif kind == "parquet":
+        rows = enumerate(load_dataset(kind, data_files=file, split="train"), 1)
+        yield from ((f"{file}, row {number:,}", row) for number, row in rows)
+
+
+def parsed(line: str) -> Any:
+    """The value of JSON, or its error."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        return error
+
+
+def json_values(text: str) -> Iterator[tuple[int, Any]]:
+    """The items of a JSON list, or values that follow each other, each with its line. An error is the last."""
+    decoder, between = json.JSONDecoder(), re.compile(r"\s*,?\s*")
+    end = text.index("[") + 1 if text.lstrip().startswith("[") else 0
+    line = 1 + text.count("\n", 0, end)
+    while True:
+        start = between.match(text, end).end()  # type: ignore[union-attr]
+        line += text.count("\n", end, start)
+        if text[start : start + 1] in ("", "]"):
+            return
+        try:
+            value, end = decoder.raw_decode(text, start)
+        except json.JSONDecodeError as error:
+            yield error.lineno, error
+            return
+        yield line, value
+        line += text.count("\n", start, end)
+
+
+def csv_lines(file: str) -> Iterator[int]:
+    """The lines in which the rows of a CSV file begin, the header among them."""
+    csv.field_size_limit(sys.maxsize)  # a field may be a long text
+    with Path(file).open(newline="", encoding="utf-8") as held:
+        reader, begins = csv.reader(held), 1
+        for row in reader:
+            if row:
+                yield begins
+            begins = reader.line_num + 1
+
+
+def map_rows(
+    rows: Dataset, function: Callable[[dict[str, Any]], dict[str, Any]], names: list[str], **options: Any
+) -> Dataset:
+    """What a function makes of each row. What datasets has kept of other code is not taken.
+
+    Raises:
+        RowError: If there are rows of which it makes nothing, with the first of them.
+        ValueError: If what it makes cannot be stored.
+    """
+    code = sha256(b"".join(Path(file).read_bytes() for file in SOURCES)).hexdigest()
+    options = {"remove_columns": rows.column_names, **options}
+    try:
+        with reading(names):  # pyarrow does not look whether JSON lines are UTF-8
+            return rows.map(partial(make_row, function=function, code=code), **options)
+    except TypeError as error:  # of pyarrow, which stores what the function has made
+        raise ValueError(str(error)) from error
+    except ValueError as error:
+        if isinstance(error.__context__, UnicodeDecodeError) or not (wrong := wrong_rows(rows, function, names)):
+            raise
+    more = [f"and {len(wrong) - SHOWN} more rows"] if len(wrong) > SHOWN else []
+    raise RowError("\n".join(wrong[:SHOWN] + more))
+
+
+def make_row(row: dict[str, Any], function: RowFunction, code: str) -> dict[str, Any]:
+    """What a function makes of a row. datasets looks at the code, a digest."""
+    try:
+        return function(row)
+    except UnicodeDecodeError:  # of the file
+        raise
+    except Exception as error:
+        raise ValueError(str(error)) from error
+
+
+def wrong_rows(rows: Iterable[dict[str, Any]], function: RowFunction, names: list[str]) -> list[str]:
+    """What is wrong with rows, and where: file and line, in Parquet the row, in their order; else the number of a row
+    of those that were drawn, from 1. After many it looks no further."""
+    left: list[tuple[int, dict[str, Any], str]] = []
+    for index, row in enumerate(rows):
+        try:
+            function(row)
+        except Exception as error:
+            left.append((index, without_nulls(dict(row)), str(error)))
+        if len(left) == MANY:
+            break
+    files = chain.from_iterable(map(expand, names)) if left and any(map(os.path.exists, names)) else ()
+    placed: list[str] = []
+    for place, row in chain.from_iterable(map(placed_rows, files)):
+        known = without_nulls(row) or {}  # a row that is null has nulls alone
+        if (found := next((place for place, (_, row, _) in enumerate(left) if row == known), None)) is not None:
+            placed.append(f"{place}: {left.pop(found)[2]}")
+        if not left:
+            break
+    return placed + [f"row {index + 1} ({shorten(str(row), 80)}): {said}" for index, row, said in left]
+
+
+def expand(name: str) -> list[str]:
+    """A folder's files, in the order of their names; anything else by itself."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return [name]
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    readable = [str(path) for path in files if path.suffix.lower() in READERS]
+    if not readable:
+        kinds = ", ".join(sorted({path.suffix or path.name for path in files})) or "nothing"
+        raise SystemExit(
+            f"dataset {name!r} is a folder that holds {kinds}; it must hold {', '.join(READERS)}. "
+            "Give texts a name that ends in .txt."
+        )
+    others = Counter(path.suffix or path.name for path in files if path.suffix.lower() not in READERS)
+    if others and os.environ.get("RANK", "0") == "0":
+        kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(5))
+        print(f"dataset {name}: {len(readable)} files are read, others are left out ({kinds}).")
+    return readable
