@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -54,29 +54,22 @@ def reading(names: list[str]) -> Iterator[None]:
 
 
 def wrong_in(file: str) -> Iterator[str]:
-    """What makes a file unreadable, and in which line or rows."""
-    kind = kind_of(file)
-    if kind != "parquet" and (wrong := not_utf_8(file)):
+    """What makes a file unreadable, and in which lines, or after which row."""
+    if not file.lower().endswith(".parquet") and (wrong := not_utf_8(file)):
         yield wrong
-    elif kind == "json":
-        for place, row in placed_rows(file):
+        return
+    place = file
+    try:
+        for place, row in groups_of(file) if file.lower().endswith(".parquet") else placed_rows(file):
             if isinstance(row, json.JSONDecodeError):
                 yield f"{place}: {row.msg} (column {row.colno})"
             elif not isinstance(row, dict):
                 yield f"{place}: it must be a mapping, such as {{...}}"
-    elif kind == "parquet":
-        yield from wrong_in_parquet(file)
-    elif kind == "csv":
-        try:
-            load_dataset(kind, data_files=file)
-        except DatasetsError as error:
-            said = str(error.__cause__ or error).strip()
-            quote = re.search(r"EOF inside string starting at row (\d+)", said)
-            yield (
-                f"{file}: a quote in row {int(quote[1]) + 1}, the header counted, has no end"
-                if quote
-                else f"{file}: {said}"
-            )
+    except (DatasetsError, ValueError, OSError) as error:
+        if "EOF inside string" in str(error):  # the last row of the file
+            yield f"{file}:{[*csv_lines(file)][-1]}: a quote has no end"
+        else:
+            yield f"{file if place == file else f'behind {place}'}: {str(error).strip()}"
 
 
 def not_utf_8(file: str) -> str | None:
@@ -91,20 +84,12 @@ def not_utf_8(file: str) -> str | None:
     return None
 
 
-def wrong_in_parquet(file: str) -> Iterator[str]:
-    """What is wrong with a file, or with groups of its rows."""
-    try:
-        groups, first = ParquetFile(file), 1
-    except (ArrowException, OSError) as error:
-        yield f"{file}: {error}"
-        return
+def groups_of(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The last row of each group of a Parquet file that can be read."""
+    groups, rows = ParquetFile(file), 0
     for number in range(groups.num_row_groups):
-        count = groups.metadata.row_group(number).num_rows
-        try:
-            groups.read_row_group(number)
-        except (ArrowException, OSError) as error:
-            yield f"{file}, rows {first:,} to {first + count - 1:,}: {error}"
-        first += count
+        rows += groups.read_row_group(number).num_rows
+        yield f"{file}, row {rows:,}", {}
 
 
 def placed_rows(file: str) -> Iterator[tuple[str, Any]]:
@@ -114,36 +99,26 @@ def placed_rows(file: str) -> Iterator[tuple[str, Any]]:
     if file.lower().endswith(".jsonl"):
         with Path(file).open(encoding="utf-8", errors="replace") as lines:
             for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield f"{file}:{number}", parsed(line.rstrip())
+                yield from ((f"{file}:{number}", value) for _, value in json_values(line.rstrip(), 0))
     elif kind == "json":
-        yield from ((f"{file}:{line}", value) for line, value in json_values(Path(file).read_text(errors="replace")))
-    elif kind == "csv":
-        rows = load_dataset(kind, data_files=file, split="train")
-        yield from zip((f"{file}:{line}" for line in islice(csv_lines(file), 1, None)), rows, strict=False)
-    elif kind == "parquet":
-        rows = enumerate(load_dataset(kind, data_files=file, split="train"), 1)
-        yield from ((f"{file}, row {number:,}", row) for number, row in rows)
+        text = Path(file).read_text(encoding="utf-8", errors="replace")
+        values = json_values(text, text.index("[") + 1 if text.lstrip().startswith("[") else 0)
+        yield from ((f"{file}:{line}", value) for line, value in values)
+    elif kind in ("csv", "parquet"):
+        rows = load_dataset(kind, data_files=file, split="train", streaming=True)
+        places = (
+            (f":{line}" for line in islice(csv_lines(file), 1, None))
+            if kind == "csv"
+            else (f", row {row:,}" for row in count(1))
+        )
+        yield from ((f"{file}{place}", row) for row, place in zip(rows, places, strict=False))
 
 
-def parsed(line: str) -> Any:
-    """The value of JSON, or its error."""
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        return error
-
-
-def json_values(text: str) -> Iterator[tuple[int, Any]]:
-    """The items of a JSON list, or values that follow each other, each with its line. An error is the last."""
-    decoder, between = json.JSONDecoder(), re.compile(r"\s*,?\s*")
-    end = text.index("[") + 1 if text.lstrip().startswith("[") else 0
-    line = 1 + text.count("\n", 0, end)
-    while True:
-        start = between.match(text, end).end()  # type: ignore[union-attr]
+def json_values(text: str, end: int) -> Iterator[tuple[int, Any]]:
+    """Values of JSON that follow each other from a place on, each with its line. An error is the last."""
+    decoder, between, line = json.JSONDecoder(), re.compile(r"[\s,]*"), 1 + text.count("\n", 0, end)
+    while (start := between.match(text, end).end()) < len(text) and text[start] != "]":  # type: ignore[union-attr]
         line += text.count("\n", end, start)
-        if text[start : start + 1] in ("", "]"):
-            return
         try:
             value, end = decoder.raw_decode(text, start)
         except json.JSONDecodeError as error:
@@ -154,7 +129,7 @@ def json_values(text: str) -> Iterator[tuple[int, Any]]:
 
 
 def csv_lines(file: str) -> Iterator[int]:
-    """The lines in which the rows of a CSV file begin, the header among them."""
+    """The lines in which the rows of a CSV file begin, that of its header first."""
     csv.field_size_limit(sys.maxsize)  # a field may be a long text
     with Path(file).open(newline="", encoding="utf-8") as held:
         reader, begins = csv.reader(held), 1

@@ -134,10 +134,6 @@ def as_in_recipes(kind: Any) -> Any:
             with resuming.saving(self.args.output_dir):
                 super()._save_checkpoint(*args, **kwargs)
 
-        def save_model(self, *args: Any, **kwargs: Any) -> None:
-            with resuming.saving(self.args.output_dir):
-                super().save_model(*args, **kwargs)
-
         def create_model_card(self, *args: Any, **kwargs: Any) -> None:
             import models
 
@@ -231,7 +227,8 @@ def save(trainer: "Trainer") -> None:
     config, loaded = trainer.accelerator.unwrap_model(trainer.model).config, getattr(trainer, "loaded_config", {})
     training = {name: getattr(config, name) for name in loaded}
     config.update(loaded)
-    trainer.save_model()
+    with resuming.saving(str(trainer.args.output_dir)):
+        trainer.save_model()
     config.update(training)
 
 

@@ -116,6 +116,33 @@ def test_the_installed_command_is_this_one():
     assert getattr(importlib.import_module(module), function) is main
 
 
+WITHOUT_TORCH = """
+import sys
+sys.modules |= {"torch": None, "transformers": None, "psutil": None}  # any import of them fails
+from hf_burst.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("more", [["--length", "256k"], ["--lora", "--documents", "8k", "3k"]])
+def test_a_named_model_on_a_named_machine_is_planned_without_torch(more, tmp_path, monkeypatch, capsys):
+    words = ["plan", "--model", "meta-llama/Llama-3.1-8B-Instruct", "--machine", "h100", *more]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    monkeypatch.setattr("hf_burst.cli.plan.dense_model", lambda name: None)
+    assert main(words) == 0
+    assert capsys.readouterr().out == done.stdout
+
+
+def test_what_never_fits_is_said_in_place_of_zeros(capsys):
+    words = ["plan", "--model", "llama-3.3-70b", "--machine", "rtx3090", "--gpus", "1", "--length", "4k"]
+    assert main(words) == 1
+    *_, sequence, prompt, memory = capsys.readouterr().out.splitlines()
+    assert sequence == "No sequence fits on all GPUs together, however short."
+    assert prompt == "No prompt fits (hf_burst.remember, generate), however short."
+    assert memory == "GiB, without an optimizer: weights 131.42, outside 1.25"
+
+
 def test_one_rank_of_a_launch_tells_the_plan(monkeypatch, capsys):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
