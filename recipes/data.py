@@ -13,14 +13,7 @@ import numpy
 import pyarrow.compute
 import report
 from chats import IGNORED, ChatTokenizer, clean, is_silent, without_nulls
-from datasets import (
-    Dataset,
-    DatasetDict,
-    Json,
-    concatenate_datasets,
-    load_dataset,
-    load_from_disk,
-)
+from datasets import Dataset, DatasetDict, Json, concatenate_datasets, load_dataset, load_from_disk
 from rows import READERS, RowFunction, expand, kind_of, map_rows, reading
 from settings import DataSettings, using
 from transformers import PreTrainedTokenizerBase, TrainingArguments

@@ -23,15 +23,7 @@ from evaluation_settings import Evaluation
 from needles import Needles, read_haystack
 from pictures import draw_positions, draw_recall
 from rows import map_rows
-from scoring import (
-    Cell,
-    Groups,
-    Score,
-    loss_of_labels,
-    losses_by_position,
-    score_answers,
-    text_windows,
-)
+from scoring import Cell, Groups, Score, loss_of_labels, losses_by_position, score_answers, text_windows
 from settings import BurstSettings, ModelSettings
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase

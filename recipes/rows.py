@@ -22,13 +22,7 @@ from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 from settings import TEXT_FILES, RowError
 
-READERS = {
-    **dict.fromkeys(TEXT_FILES, "text"),
-    ".jsonl": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-}
+READERS = {**dict.fromkeys(TEXT_FILES, "text"), ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 SOURCES = [Path(__file__).with_name(f"{name}.py") for name in ("data", "chats", "preferences")]  # datasets knows names
 SHOWN, MANY = 10, 100  # wrong rows that an error shows, and that are looked for
@@ -47,10 +41,14 @@ def reading(names: list[str]) -> Iterator[None]:
     except StopIteration:
         raise ValueError("it holds no rows") from None
     except (DatasetsError, UnicodeDecodeError, ArrowException) as error:  # which say only that there was one
-        files = [file for name in names for file in expand(name) if Path(file).is_file()]
-        if wrong := list(islice(chain.from_iterable(map(wrong_in, files)), SHOWN)):
+        if wrong := list(islice(chain.from_iterable(map(wrong_in, files_of(names))), SHOWN)):
             raise RowError("\n".join(wrong)) from None
         raise ValueError(str(error.__cause__ or error)) from None
+
+
+def files_of(names: list[str]) -> list[str]:
+    """Names that are files, and the files of folders."""
+    return [file for name in names for file in expand(name) if Path(file).is_file()]
 
 
 def wrong_in(file: str) -> Iterator[str]:
@@ -183,9 +181,8 @@ def wrong_rows(rows: Iterable[dict[str, Any]], function: RowFunction, names: lis
             left.append((index, without_nulls(dict(row)), str(error)))
         if len(left) == MANY:
             break
-    files = chain.from_iterable(map(expand, names)) if left and any(map(os.path.exists, names)) else ()
     placed: list[str] = []
-    for place, row in chain.from_iterable(map(placed_rows, files)):
+    for place, row in chain.from_iterable(map(placed_rows, files_of(names) if left else ())):
         known = without_nulls(row) or {}  # a row that is null has nulls alone
         if (found := next((place for place, (_, row, _) in enumerate(left) if row == known), None)) is not None:
             placed.append(f"{place}: {left.pop(found)[2]}")

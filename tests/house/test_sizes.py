@@ -6,23 +6,23 @@ LINES = {
     ".": 421,
     "attention": 1_231,
     "check": 970,
-    "cli": 985,
+    "cli": 1_038,
     "hf": 2_408,
     "hf/batches": 1_034,
     "hf/generation": 1_483,
-    "hf/models": 1_231,
+    "hf/models": 1_232,
     "hf/parts": 2_976,
     "hf/spread": 623,
     "hf/trainers": 1_317,
     "kernels": 1_310,
     "layers": 1_666,
     "plan": 2_175,
-    "ranks": 1_357,
+    "ranks": 1_361,
     "recurrent": 1_143,
     "ring": 2_077,
-    "sizing": 1_273,
+    "sizing": 1_329,
 }
-NODES, TUPLES, REFUSING, RAISES = 124_372, 0.17, 1_459, 272
+NODES, TUPLES, REFUSING, RAISES = 124_929, 0.17, 1_459, 272
 
 
 def test_rooms_keep_to_their_numbers() -> None:
