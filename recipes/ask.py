@@ -11,7 +11,6 @@ the model is surest about, and no more: a model may be sure and wrong, and answe
 Where the tokenizer has a chat template, text and question are the message of a user; `--no-chat` asks without it.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -26,6 +25,7 @@ import beginning
 import settings
 
 import hf_burst
+from hf_burst.cli import Parser
 
 if TYPE_CHECKING:
     import torch
@@ -157,7 +157,7 @@ def read(path: Path) -> str:
 
 
 def main(given: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("model", help="name or folder of a causal language model")
     parser.add_argument("documents", type=Path, help="a text file, or a folder: all text files in and below it")
     parser.add_argument("--questions", type=Path, required=True, help="file with a question a line")

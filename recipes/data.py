@@ -1,47 +1,26 @@
 """Documents and chats from files, folders and the hub, and their tokens."""
 
-import json
 import os
 import pydoc_data.topics
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from hashlib import sha256
-from itertools import chain, islice
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-import chats
 import numpy
 import pyarrow.compute
 import report
 from chats import IGNORED, ChatTokenizer, clean, is_silent, without_nulls
-from datasets import (
-    Dataset,
-    DatasetDict,
-    concatenate_datasets,
-    load_dataset,
-    load_from_disk,
-)
-from datasets.exceptions import DatasetsError
-from settings import TEXT_FILES, DataSettings, RowError, using
+from datasets import Dataset, DatasetDict, Json, concatenate_datasets, load_dataset, load_from_disk
+from rows import READERS, RowFunction, expand, kind_of, map_rows, reading
+from settings import DataSettings, using
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from trl import SFTConfig
 from trl.data_utils import common_prefix_length
 
-READERS = {
-    **dict.fromkeys(TEXT_FILES, "text"),
-    ".jsonl": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-}
-RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
-SOURCES = (__file__, chats.__file__, str(Path(__file__).with_name("preferences.py")))  # datasets knows names alone
 WRITTEN = 64  # long rows that are in memory together
-SHOWN, MANY = 10, 100  # wrong rows that an error shows, and that are looked for
 STRINGS = ("string", "large_string", "string_view", "null")
 BESIDES_TEXT = ("images", "image", "videos", "video", "audios", "audio")  # columns of chats, as TRL names them
 
@@ -97,134 +76,10 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
     return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
 
-def kind_of(file: str) -> str | None:
-    """What reads a file; `None` for the name of a data set."""
-    return READERS.get(Path(file).suffix.lower())
-
-
-@contextmanager
-def reading(names: list[str]) -> Iterator[None]:
-    """Where files cannot be read or hold nothing, the error says so, and in which lines."""
-    try:
-        yield
-    except StopIteration:
-        raise ValueError("it holds no rows") from None
-    except (DatasetsError, UnicodeDecodeError) as error:  # which say only that there was one
-        files = [file for name in names for file in expand(name)]
-        for file in files:
-            if file.lower().endswith(".parquet") or not Path(file).is_file():
-                continue
-            with Path(file).open("rb") as lines:
-                for number, line in enumerate(lines, 1):
-                    try:
-                        line.decode()
-                    except UnicodeDecodeError as problem:
-                        near = line[max(0, problem.start - 20) : problem.end + 20]
-                        raise ValueError(
-                            f"{file}:{number} is not UTF-8: {problem.reason} in {near!r}; save the file as UTF-8"
-                        ) from None
-        if wrong := list(islice(not_mappings(files), SHOWN)):
-            raise RowError("\n".join(wrong)) from None
-        raise ValueError(str(error.__cause__ or error)) from None
-
-
-def not_mappings(files: list[str]) -> Iterator[str]:
-    """What is wrong with JSON lines that hold no mapping, and where."""
-    for file, number, line in json_lines(files):
-        try:
-            wrong = None if isinstance(json.loads(line.rstrip()), dict) else "it must be a mapping, such as {...}"
-        except json.JSONDecodeError as problem:
-            wrong = f"{problem.msg} (column {problem.colno})"
-        if wrong:
-            yield f"{file}:{number}: {wrong}"
-
-
-def json_lines(files: list[str]) -> Iterator[tuple[str, int, str]]:
-    """The lines of all files that hold JSON lines, each with its file and number, from 1."""
-    for file in files:
-        if file.lower().endswith(".jsonl"):
-            with Path(file).open(encoding="utf-8", errors="replace") as lines:
-                yield from ((file, number, line) for number, line in enumerate(lines, 1) if line.strip())
-
-
-def map_rows(
-    rows: Dataset, function: Callable[[dict[str, Any]], dict[str, Any]], names: list[str], **options: Any
-) -> Dataset:
-    """What a function makes of each row. What datasets has kept of other code is not taken.
-
-    Raises:
-        RowError: If there are rows of which it makes nothing, with the first of them.
-        ValueError: If what it makes cannot be stored.
-    """
-    code = sha256(b"".join(Path(file).read_bytes() for file in SOURCES)).hexdigest()
-    options = {"remove_columns": rows.column_names, **options}
-    try:
-        with reading(names):  # pyarrow does not look whether JSON lines are UTF-8
-            return rows.map(partial(make_row, function=function, code=code), **options)
-    except TypeError as error:  # of pyarrow, which stores what the function has made
-        raise ValueError(str(error)) from error
-    except ValueError as error:
-        if isinstance(error.__context__, UnicodeDecodeError) or not (wrong := wrong_rows(rows, function, names)):
-            raise
-    more = [f"and {len(wrong) - SHOWN} more rows"] if len(wrong) > SHOWN else []
-    raise RowError("\n".join(wrong[:SHOWN] + more))
-
-
-def make_row(row: dict[str, Any], function: RowFunction, code: str) -> dict[str, Any]:
-    """What a function makes of a row. datasets looks at the code, a digest."""
-    try:
-        return function(row)
-    except UnicodeDecodeError:  # of the file
-        raise
-    except Exception as error:
-        raise ValueError(str(error)) from error
-
-
-def wrong_rows(rows: Dataset, function: RowFunction, names: list[str]) -> list[str]:
-    """What is wrong with rows, and where: file and line for JSON lines, in their order; else the number of a row of
-    those that were drawn, from 1. After many it looks no further."""
-    left: list[tuple[int, dict[str, Any], str]] = []
-    for index, row in enumerate(rows):
-        try:
-            function(row)
-        except Exception as error:
-            left.append((index, without_nulls(dict(row)), str(error)))
-        if len(left) == MANY:
-            break
-    files = chain.from_iterable(map(expand, names)) if left and any(map(os.path.exists, names)) else ()
-    placed = []
-    for file, number, line in json_lines(list(files)):
-        known = without_nulls(json.loads(line))
-        if (found := next((place for place, (_, row, _) in enumerate(left) if row == known), None)) is not None:
-            placed.append(f"{file}:{number}: {left.pop(found)[2]}")
-    return placed + [f"row {index + 1} ({shorten(str(row), 80)}): {said}" for index, row, said in left]
-
-
 def named_split(splits: DatasetDict, split: str) -> Dataset:
     if split not in splits:
         raise ValueError(f"it has the splits {', '.join(splits)}, not {split!r}")
     return splits[split]
-
-
-def expand(name: str) -> list[str]:
-    """A folder's files, in the order of their names; anything else by itself."""
-    folder = Path(name)
-    if not folder.is_dir():
-        return [name]
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    readable = [str(path) for path in files if path.suffix.lower() in READERS]
-    if not readable:
-        kinds = ", ".join(sorted({path.suffix or path.name for path in files})) or "nothing"
-        raise SystemExit(
-            f"dataset {name!r} is a folder that holds {kinds}; it must hold {', '.join(READERS)}. "
-            "Give texts a name that ends in .txt."
-        )
-    others = Counter(path.suffix or path.name for path in files if path.suffix.lower() not in READERS)
-    if others and os.environ.get("RANK", "0") == "0":
-        kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(5))
-        print(f"dataset {name}: {len(readable)} files are read, others are left out ({kinds}).")
-    return readable
 
 
 def load_splits(
@@ -320,6 +175,8 @@ def tokenize_text(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, colum
     """A document, which ends by the end-of-sequence token."""
     if not row[column]:
         return {"input_ids": [], "labels": []}
+    if not isinstance(row[column], str):
+        raise ValueError(f"{column} is {shorten(repr(row[column]), 60)}; it must be text")
     ids = ended(tokenizer(row[column])["input_ids"], tokenizer)
     return {"input_ids": ids, "labels": ids}
 
@@ -378,8 +235,9 @@ def tokenizer_of(rows: Dataset, tokenizer: PreTrainedTokenizerBase, settings: An
             f"its columns are {columns}; it needs messages, or prompt and completion, or {text_column!r} (set "
             "dataset_text_field to another)"
         )
-    if not is_text(rows, text_column):
-        raise ValueError(f"the column {text_column!r} holds {rows.features[text_column]}; it must hold text")
+    kind = rows.features[text_column]
+    if not is_text(rows, text_column) and not isinstance(kind, Json):  # Json is that of columns of several types
+        raise ValueError(f"the column {text_column!r} holds {kind}; it must hold text")
     return partial(tokenize_text, tokenizer=tokenizer, column=text_column), None
 
 

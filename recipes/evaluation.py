@@ -22,15 +22,8 @@ from accelerate.utils import DistributedType
 from evaluation_settings import Evaluation
 from needles import Needles, read_haystack
 from pictures import draw_positions, draw_recall
-from scoring import (
-    Cell,
-    Groups,
-    Score,
-    loss_of_labels,
-    losses_by_position,
-    score_answers,
-    text_windows,
-)
+from rows import map_rows
+from scoring import Cell, Groups, Score, loss_of_labels, losses_by_position, score_answers, text_windows
 from settings import BurstSettings, ModelSettings
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -127,7 +120,7 @@ def read_documents(
         )
         return windows, None
     with settings.using(name), main_process_first(accelerator):
-        tokens = data.map_rows(rows, function, wanted.documents, desc="Tokenizing")
+        tokens = map_rows(rows, function, wanted.documents, desc="Tokenizing")
         choose = partial(is_answered, longest=longest)
         chats = tokens.filter(choose, input_columns="labels", desc="Choosing")
     if warning:

@@ -14,8 +14,7 @@ class Evaluation:
         default="outputs/evaluation", metadata={"help": "Folder for results.json and the pictures."}
     )
     tasks: list[str] = field(
-        default_factory=lambda: ["single", "multikey"],
-        metadata={"help": f"Recall tasks: {', '.join(TASKS)}; or none."},
+        default_factory=lambda: ["single", "multikey"], metadata={"help": f"Recall tasks: {', '.join(TASKS)}; or none."}
     )
     lengths: list[int] = field(
         default_factory=lambda: [2048, 4096, 8192, 16384], metadata={"help": "Tokens of the texts."}
@@ -46,8 +45,7 @@ class Evaluation:
         default_factory=list, metadata={"help": "Tasks of RULER by lm-eval, such as niah_single_1."}
     )
     ruler_by: str = field(
-        default="answer",
-        metadata={"choices": ("answer", "generation"), "help": "Score answers, or generate them."},
+        default="answer", metadata={"choices": ("answer", "generation"), "help": "Score answers, or generate them."}
     )
     batch_size: int = field(default=1, metadata={"help": "Texts that are read at once."})
     seed: int = field(default=0, metadata={"help": "Of all that is drawn."})

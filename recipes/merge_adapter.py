@@ -5,15 +5,16 @@
 The folder of the adapter may be a checkpoint of a training. RoPE settings that are saved beside the adapter are kept.
 """
 
-import argparse
 from pathlib import Path
 
 import beginning
 from settings import mapping, probe_merged, using
 
+from hf_burst.cli import Parser
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("adapter", type=Path, help="folder of the adapter")
     parser.add_argument("to", type=Path, help="folder to write the full model to")
     parser.add_argument("--dtype", default="auto", help="dtype to merge in; by default that of the base's files")

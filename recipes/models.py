@@ -1,5 +1,6 @@
 """The tokenizers, configs and models that the settings describe, and adapters merged into full models."""
 
+import re
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,15 @@ def load_config(settings: ModelSettings, vocabulary: int) -> PreTrainedConfig:
     if settings.rope_scaling:
         scale_rope(config, dict(settings.rope_scaling))
     return config
+
+
+def base_in_words(config: PreTrainedConfig) -> str:
+    """The model that a training begins with, as its card names it: a name on the hub, or that of a folder."""
+    name = config._name_or_path
+    if not name:
+        return f"a {config.model_type} with random weights, made from a config"
+    snapshot = re.search(r"models--([^/]+)/snapshots/", f"{Path(name).resolve()}/")  # of the hub's cache
+    return f"`{snapshot[1].replace('--', '/') if snapshot else Path(name).resolve().name}`"
 
 
 def give_rewards(config: PreTrainedConfig) -> None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import report
 from chats import Message, clean, parse_tools, without_nulls
-from data import WRITTEN, is_text, lengths, load_made, map_rows, refuse_besides_text, too_long
+from data import WRITTEN, is_text, lengths, load_made, refuse_besides_text, too_long
 from datasets import Dataset, Features, Json, List, Value
+from rows import map_rows
 from settings import DataSettings, using
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 from trl.data_utils import extract_prompt

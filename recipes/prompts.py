@@ -9,6 +9,7 @@ import data
 import numpy
 from chats import clean
 from datasets import Dataset
+from rows import map_rows
 from settings import DataSettings, using
 from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig
@@ -29,7 +30,7 @@ def load_prompts(
             raise SystemExit(f"dataset {names} has no column prompt: {rows.column_names}.")
         with using(f"dataset {names}"), training.main_process_first(desc="counting tokens"):
             data.refuse_besides_text(rows)
-            counted = data.map_rows(rows, partial(count, tokenizer=tokenizer), names, desc="Counting tokens")
+            counted = map_rows(rows, partial(count, tokenizer=tokenizer), names, desc="Counting tokens")
         sizes = numpy.array(counted["tokens"])
         over = data.too_long(sizes, longest, settings.too_long, "prompts without max_completion_length")
         if over.any() and training.process_index == 0:

@@ -49,6 +49,7 @@ from transformers import (
 
 import hf_burst
 from hf_burst.attention import SequenceLayout
+from hf_burst.cli import Parser
 
 GOAL = 0.99
 FILLERS = 16
@@ -87,7 +88,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", choices=tuple(SIZES), default="attention", help="what the model is made of")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/recall"))
     for name, (value, told) in OPTIONS.items():

@@ -5,7 +5,7 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
@@ -255,8 +255,19 @@ def write_log(trainer: Trainer) -> None:
     axes.set_title(describe(trainer).split(";")[0])
     axes.grid(alpha=0.3)
     figure.savefig(folder / f"{name}.png", dpi=150)
-    first, last = steps[0][name], steps[-1][name]
+    first, last = ends_of(steps, name)
+    few, count = steps[max(1, len(steps) // 10) - 1]["step"], steps[-1]["step"]
+    said = f"{name} {first:.3f} -> {last:.3f}, means of the first and last {few:,} of {count:,} steps"
+    if len(steps) == 1:
+        said = f"{name} {first:.3f}, the mean of {count:,} step{'s' * (count > 1)}"
     if key := next((key for key in ("rewards/accuracies", "accuracy") if key in steps[-1]), None):  # of DPO, rewards
-        began = "" if isinstance(trainer, DPOTrainer) else f"{steps[0][key]:.0%} -> "  # DPO begins with ties
-        held_out = f"; the preferred answer is ahead in {began}{steps[-1][key]:.0%} of pairs{held_out}"
-    print(f"{name} {first:.3f} -> {last:.3f}{held_out}; checkpoint, {name}.png and log are in {folder}")
+        first, last = ends_of(steps, key)
+        began = "" if isinstance(trainer, DPOTrainer) or len(steps) == 1 else f"{first:.0%} -> "  # DPO begins with ties
+        held_out = f"; the preferred answer is ahead in {began}{last:.0%} of pairs{held_out}"
+    print(f"{said}{held_out}; checkpoint, {name}.png and log are in {folder}")
+
+
+def ends_of(steps: list[dict[str, Any]], name: str) -> tuple[float, float]:
+    """Means of the first and of the last tenth of the steps, of one at least: a single batch tells little."""
+    values, few = [entry[name] for entry in steps if name in entry], max(1, len(steps) // 10)
+    return fmean(values[:few]), fmean(values[-few:])

@@ -1,14 +1,20 @@
 """The same command goes on: which checkpoint a recipe resumes from, and how one ends that has all its steps."""
 
+import atexit
 import fcntl
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
+from errno import EDQUOT, ENOSPC
 from glob import glob
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from hf_burst.errors import BurstError
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -33,6 +39,7 @@ FREE = (  # settings by which the same experiment is another run; of those that 
 )
 PATHS = ("model_name_or_path", "tokenizer", "chat_template_path")
 READ = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".jsonl", ".json", ".parquet", ".csv", ".arrow")
+MUCH = 2**30  # bytes; a disk with more is not full, if the system does not say so
 PIECE, PIECES = 1 << 20, 64  # bytes of a file, and how many pieces are read of a large one
 
 
@@ -157,9 +164,11 @@ def holds_json(file: Path) -> bool:
 def hold(folder: str) -> str | None:
     """Holds a folder until this process ends: two trainings in it would mix their checkpoints. Says who holds it, if
     another process does. The file's name is one that `push_to_hub` leaves out: reading it would end the hold."""
+    path, file = Path(folder).resolve() / "_training.lock", -1
     try:
-        file = os.open(Path(folder) / "_training.lock", os.O_CREAT | os.O_RDWR, 0o666)
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while file < 0 or not (path.exists() and os.path.samestat(os.fstat(file), path.stat())):  # removed meanwhile
+            file = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(file, 200).decode() or "Another process"
         return (
@@ -170,7 +179,36 @@ def hold(folder: str) -> str | None:
         return None
     os.ftruncate(file, 0)
     os.write(file, f"Process {os.getpid()} of {platform.node()}".encode())
+    atexit.register(path.unlink, missing_ok=True)  # after a crash the next run takes what is left
     return None
+
+
+@contextmanager
+def saving(folder: str) -> Iterator[None]:
+    """Has a full disk end what is written into a folder by a sentence, which other ranks are told of, too."""
+    try:
+        yield
+    except Exception as error:
+        if (told := full_disk(Path(folder), error)) is None:
+            raise
+        raise BurstError(told) from None
+
+
+def full_disk(folder: Path, error: Exception) -> str | None:
+    """What is said of an error if the disk of a folder is full, of which torch says "unexpected pos" alone."""
+    said, free = str(error), shutil.disk_usage(folder).free
+    saved = [each for each in folder.glob("checkpoint-*") if each.is_dir()]
+    needed = max((sum(file.stat().st_size for file in each.rglob("*")) for each in saved), default=0)
+    by_system = getattr(error, "errno", None) in (ENOSPC, EDQUOT) or "No space left" in said
+    by_torch = "unexpected pos" in said or "failed writing" in said
+    if not by_system and not (by_torch and free < max(needed, MUCH)):
+        return None
+    largest = f", and the largest checkpoint there has {needed / 2**30:.2f} GiB" if needed else ""
+    return (
+        f"Rank {os.environ.get('RANK', '0')} cannot save: the disk of {str(folder)!r}, or a quota there, is full: "
+        f"{free / 2**30:.2f} GiB are free{largest}. Free some (save_total_limit: 2 keeps fewer checkpoints); the same "
+        "command then goes on from the last whole checkpoint."
+    )
 
 
 def end_together(problem: str | None) -> None:

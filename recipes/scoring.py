@@ -144,11 +144,7 @@ def text_windows(
 
 @torch.no_grad()
 def losses_by_position(
-    model: torch.nn.Module,
-    length: int,
-    windows: Sequence[list[int]],
-    groups: Groups,
-    marks: Iterable[int] = (),
+    model: torch.nn.Module, length: int, windows: Sequence[list[int]], groups: Groups, marks: Iterable[int] = ()
 ) -> PositionLosses:
     """The loss of a patched model by the position in windows of text.
 

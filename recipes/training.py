@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import command_line
+import resuming
 import settings
 from settings import BurstSettings, DataSettings, ModelSettings
 
@@ -74,7 +75,7 @@ class Start:
             patched = self.load_model()
             loaded = {"use_cache": patched.config.use_cache} if hasattr(patched.config, "use_cache") else {}
             given = {"processing_class": self.tokenizer, **more}
-            trainer: Any = with_whole_warmup(kind)(
+            trainer: Any = as_in_recipes(kind)(
                 patched,
                 args=self.args,
                 train_dataset=rows[0],
@@ -114,9 +115,10 @@ def begin(
     return Start(model, documents, burst, args, others[0] if others else None, run, models.load_tokenizer(model, args))
 
 
-def with_whole_warmup(kind: Any) -> Any:
-    """A trainer of a kind whose share of warmup is rounded down to steps. Transformers rounds it up, so that the only
-    step of a short training would have a learning rate of 0."""
+def as_in_recipes(kind: Any) -> Any:
+    """A trainer of a kind whose share of warmup is rounded down to steps: Transformers rounds it up, so that the only
+    step of a short training would have a learning rate of 0. A full disk ends it by a sentence, and its card names the
+    model that it began with, also one of a folder, for which TRL has "None"."""
 
     class Trainer(kind):
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -127,6 +129,20 @@ def with_whole_warmup(kind: Any) -> Any:
                 return super().create_scheduler(num_training_steps, optimizer)
             finally:
                 self.args.warmup_steps = share
+
+        def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            with resuming.saving(self.args.output_dir):
+                super()._save_checkpoint(*args, **kwargs)
+
+        def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+            import models
+
+            super().create_model_card(*args, **kwargs)
+            if self.is_world_process_zero():
+                card = Path(self.args.output_dir) / "README.md"
+                base = models.base_in_words(self.model.config)
+                text = card.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", base)
+                card.write_text(text, encoding="utf-8")
 
     Trainer.__name__, Trainer.__qualname__, Trainer.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     return Trainer
@@ -199,7 +215,8 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
         report.write_log(trainer)
     settings.end(trainer)
     if burst.merge_to is not None and first:
-        models.merge_adapter(training.output_dir, burst.merge_to)
+        with resuming.saving(burst.merge_to):
+            models.merge_adapter(training.output_dir, burst.merge_to)
         print(f"the full model is in {Path(burst.merge_to)}")
     if first:
         print(report.next_steps(trainer, burst.merge_to or training.output_dir))
@@ -210,7 +227,8 @@ def save(trainer: "Trainer") -> None:
     config, loaded = trainer.accelerator.unwrap_model(trainer.model).config, getattr(trainer, "loaded_config", {})
     training = {name: getattr(config, name) for name in loaded}
     config.update(loaded)
-    trainer.save_model()
+    with resuming.saving(str(trainer.args.output_dir)):
+        trainer.save_model()
     config.update(training)
 
 

@@ -4,9 +4,12 @@ imported only when it is used."""
 import argparse
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
+from typing import Any, NoReturn
 
 from ..errors import BurstError
 
@@ -18,6 +21,42 @@ _COMMANDS = {
     "check": "whether a model is exact over several ranks, or the loss of a batch right; remembers the verdict",
     "bench": "measure a training step on these GPUs, beside its limit and Transformers on one GPU",
 }
+
+# what argparse says, and what is said in its place
+_SAID = {
+    r"^argument ": "",
+    r": invalid choice: ('.*?') \(choose from (.*)\)": r" is \1; give one of \2",
+    r": invalid int value: (.*)": r" is \1; give a whole number",
+    r": invalid float value: (.*)": r" is \1; give a number",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are a sentence, and then a line of usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses all arguments; unknown ones end the process, also those of a command, which argparse hands back."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [option for action in self._actions for option in action.option_strings]
+            self.error(f"{unknown[0]!r} is no option{_near(unknown[0].partition('=')[0], options)}")
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with status 2."""
+        near = ""
+        if wrong := re.search(r"invalid choice: '(.*?)'", message):
+            near = _near(wrong[1], [str(choice) for action in self._actions for choice in action.choices or ()])
+        for given, said in _SAID.items():
+            message = re.sub(given, said, message)
+        names = [str(action.metavar or action.dest) for action in self._actions if not action.option_strings]
+        usage = " ".join([self.prog, "[OPTION ...]", *names])
+        self.exit(2, f"{self.prog}: {message}{near}\nusage: {usage} ({self.prog} --help lists all)\n")
+
+
+def _near(word: str, known: Sequence[str]) -> str:
+    matches = get_close_matches(word, known, n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="hf-burst", description="Exact attention over sequences that span GPUs.")
+    parser = Parser(prog="hf-burst", description="Exact attention over sequences that span GPUs.")
     commands = parser.add_subparsers(metavar="command", required=True)
     for name, purpose in _COMMANDS.items():
         command = commands.add_parser(name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")

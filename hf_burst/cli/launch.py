@@ -1,10 +1,12 @@
 """The processes of a launch, read from the environment of `torchrun` or `accelerate launch`."""
 
 import os
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def launched() -> tuple[int, int]:
@@ -22,8 +24,10 @@ def launched() -> tuple[int, int]:
     )
 
 
-def device_here() -> torch.device:
+def device_here() -> "torch.device":
     """Returns the device of this process: its GPU, or the CPU if there is none or accelerate is told to use CPUs."""
+    import torch
+
     here = int(os.environ.get("LOCAL_RANK", "0"))
     forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     on_gpu = torch.cuda.is_available() and here < torch.cuda.device_count() and not forced

@@ -6,11 +6,8 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, get_args
 
-import torch
-
 from ..config import Memory
 from ..errors import ConfigError, ShardingError
-from ..layers.host_limits import gpus_of_host, host_memory
 from ..plan import Mask, name_of
 from ..plan.memory_levels import HOST_ROOM, SETTINGS, named
 from ..sizing.fit import Fit, fit, longest
@@ -19,7 +16,7 @@ from ..sizing.memory import NF4
 from ..sizing.model import ModelSize, Sharded, Training, Weights, rounded
 from ..sizing.prompts import cached_bytes, longest_prompt, memory_of_prompt
 from ..sizing.seconds import StepSeconds, estimate_seconds, step_flops
-from ..sizing.shapes import NAMES
+from ..sizing.shapes import NAMES, dense_model
 from ..sizing.spread import Spread, spread_of
 from .launch import launched
 from .sequence import add_sequence, named_sequence, tokens
@@ -63,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a model that does not learn reads all of it, too, as for DPO: with adapters the one without them",
     )
-    parser.add_argument("--gpus", type=int, help="(default those of this host, or 8)")
+    parser.add_argument("--gpus", type=int, help="(default those of this host, or 8, also with --machine)")
     parser.add_argument("--machine", help=f"{', '.join(DATA_SHEETS)} (default the GPUs of this host, or h200)")
     parser.add_argument("--gpus-per-host", type=int, help="(default those of this host, or 8)")
     parser.add_argument(
@@ -141,7 +138,8 @@ def run(arguments: argparse.Namespace) -> int:
     if len(mask.documents) == 2:
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or most
         beyond = f"; the model has {positions:,} positions, and more need rope_scaling" if most > positions else ""
-        lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs{beyond}.")
+        fits = f"Longest sequence that fits: {most:,} tokens, on all GPUs{beyond}."
+        lines.append(fits if most else "No sequence fits on all GPUs together, however short.")
         if model.causal:
             lines += _prompts(model, rows[0].fit.training, capacity)
     print("\n".join(lines))
@@ -191,7 +189,9 @@ def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: di
 
 
 def find_model(name: str, trust_remote_code: bool) -> tuple[ModelSize, Any]:
-    """Returns a model's sizes and config. Names of known shapes need no network."""
+    """Returns a model's sizes and config. Names of known shapes need no network, and most of them no torch."""
+    if (known := dense_model(name)) is not None:
+        return known
     from ..check.run import find_target  # takes seconds to import
     from ..hf.models.model_size import model_size, shape_named
 
@@ -206,7 +206,7 @@ def find_model(name: str, trust_remote_code: bool) -> tuple[ModelSize, Any]:
 
 
 def _positions(config: Any, mask: Mask) -> list[str]:
-    from ..hf.models.positions import beyond_positions  # takes seconds to import
+    from ..hf.models.positions import beyond_positions
 
     longest = mask.longest_text
     warning = beyond_positions(
@@ -220,15 +220,20 @@ def _positions(config: Any, mask: Mask) -> list[str]:
 
 def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:
     """Returns the data sheet, capacity and number of the GPUs: the named ones, those of this host, or else H200s."""
-    here = torch.cuda.device_count()
-    on_these = here and not arguments.machine
+    here = 0
+    if not arguments.machine:
+        import torch  # takes seconds
+
+        here = torch.cuda.device_count()
     gpus = (here or 8) if arguments.gpus is None else arguments.gpus
-    per_host = (here if on_these else 8) if arguments.gpus_per_host is None else arguments.gpus_per_host
+    per_host = (here or 8) if arguments.gpus_per_host is None else arguments.gpus_per_host
     if min(gpus, per_host) < 1 or (gpus > per_host and gpus % per_host):
         raise ConfigError(f"--gpus is {gpus} and --gpus-per-host {per_host}; give at least 1, and one that divides.")
-    sheet = gpu_named(torch.cuda.get_device_name(0) if on_these else arguments.machine or "h200")
+    sheet = gpu_named(torch.cuda.get_device_name(0) if here else arguments.machine or "h200")
     capacity = capacity_of(sheet, ranks_per_host=per_host)
-    if on_these:
+    if here:
+        from ..layers.host_limits import gpus_of_host, host_memory
+
         device = torch.device("cuda", 0)
         share = host_memory()[0] // max(per_host, gpus_of_host(device))
         memory = torch.cuda.mem_get_info(device)[1] * torch.cuda.get_per_process_memory_fraction(device)
@@ -357,11 +362,16 @@ def _prompts(model: ModelSize, training: Training, capacity: Capacity) -> list[s
     most = longest_prompt(model, training, capacity)
     memory = memory_of_prompt(model, replace(training, length=max(most, training.burst_size)), capacity)
     each = cached_bytes(model) * sum(count for _, count in model.patterns) / 2**10
+    fits = (
+        f"Longest prompt (hf_burst.remember, generate): {most:,} tokens, on all GPUs, of {each:,.0f} KiB of keys each."
+    )
     return [
-        f"Longest prompt (hf_burst.remember, generate): {most:,} tokens, on all GPUs, of {each:,.0f} KiB of keys each.",
+        fits if most else "No prompt fits (hf_burst.remember, generate), however short.",
         f"GiB, without an optimizer: {_listed(memory.items, 2**30)}",
     ]
 
 
 def _listed(values: dict[str, float], unit: float) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {value / unit:.2f}" for name, value in values.items() if value)
+    return ", ".join(
+        f"{name.replace('_', ' ')} {value / unit:.2f}" for name, value in values.items() if value >= 0.005 * unit
+    )

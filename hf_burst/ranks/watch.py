@@ -41,6 +41,7 @@ LEFT = (
 TOO_SLOW = (
     "If a rank was slow, raise the limit (ddp_timeout=SECONDS, init_process_group(timeout=...)); else see its stacks."
 )
+_MEND = "That error ended the job: mend it."
 _TOGETHER = "Let all ranks call the model equally often, and in one order (docs/how-to/troubleshooting.md, 'It hangs')."
 
 
@@ -160,6 +161,7 @@ class Verdict:
         what, advice = "Ranks wait for each other in different places, and none would ever go on.", _TOGETHER
         if last.ended:
             what = "A rank has ended, and others wait for it."
+            advice = _MEND if "ended by" in last.ended else advice
         elif last.broken:
             what, advice = "A rank cannot go on, and others wait for it.", "Take smaller batches if memory was short."
         elif left:
@@ -286,6 +288,8 @@ class Watch:
         if not reached:
             gone = "The store of the job cannot be reached: mostly rank 0, which holds it, has ended."
         look = "Look for the first error in the logs of other ranks, at the memory of their hosts, and at the network."
+        if any("ended by" in state for state in heard_of.values()):
+            look = _MEND
         known = [what, *heard_of.values(), gone, TOO_SLOW if late and not gone else look, START_ANEW]
         return LostRankError(" ".join(filter(None, known)))
 

@@ -1,7 +1,11 @@
 """Models that are planned by their name, without a network: the sizes that their configs have."""
 
 import re
+from dataclasses import dataclass
 from typing import Any
+
+from ..plan import MaskPattern
+from .model import ModelSize
 
 _SIZES = (
     "vocab_size",
@@ -99,6 +103,7 @@ SHAPES |= {
     "qwen3-30b-a3b-2507": {**SHAPES["qwen3-30b-a3b"], "max_position_embeddings": 262144},
 }
 NAMES = sorted(SHAPES)
+_DENSE = ("llama", "mistral", "qwen2", "qwen3")
 _PUBLISHERS = ("meta-llama", "mistralai", "qwen", "google", "openai")  # others may give a name to other sizes
 _TUNED = re.compile(r"-(instruct|base|it|pt)(?=-|$)")  # in names of checkpoints that share a shape
 
@@ -111,3 +116,54 @@ def shape_name(name: str) -> str | None:
         return None
     plain = _TUNED.sub("", own).removeprefix("meta-")
     return plain if plain in SHAPES else None
+
+
+@dataclass(frozen=True)
+class Positions:
+    """What a config says of positions, by the names that it has."""
+
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any]
+
+    def get_text_config(self) -> "Positions":
+        return self
+
+
+def dense_model(name: str) -> tuple[ModelSize, Positions] | None:
+    """The sizes of a named model whose layers are all alike, by the formulas of its class, which need neither torch nor
+    Transformers; `None` for other models."""
+    shape = SHAPES.get(shape_name(name) or "", {})
+    if shape.get("model_type") not in _DENSE:
+        return None
+    normed, biased = shape["model_type"] == "qwen3", shape["model_type"] == "qwen2"  # queries and keys
+    hidden, inner, layers, head_dim = (shape[_SIZES[place]] for place in (1, 2, 3, 6))
+    queries, keys = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
+    linear = layers * (2 * hidden * (queries + keys) + 3 * hidden * inner)
+    others = layers * (2 * hidden + normed * 2 * head_dim + biased * (queries + 2 * keys)) + hidden
+    head, tied = shape["vocab_size"] * hidden, shape.get("tie_word_embeddings", False)
+    size = ModelSize(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        inner=inner,
+        q_heads=shape["num_attention_heads"],
+        kv_heads=shape["num_key_value_heads"],
+        head_dim=head_dim,
+        value_dim=head_dim,
+        patterns=((MaskPattern(causal=True), float(layers)),),
+        norms=float(2 * hidden + normed * (queries + keys)),
+        vocabulary=shape["vocab_size"],
+        weights=linear + others + head * (1 if tied else 2),
+        used=linear + others + head,
+        head=head,
+        tied=tied,
+        linear=linear,
+        adapted=layers * (7 * hidden + 2 * (queries + keys) + 3 * inner),
+        unused=0,
+        routed=0,
+        experts=0,
+        fused=0,
+        tower=None,
+        latent=0,
+    )
+    return size, Positions(shape["max_position_embeddings"], shape.get("rope_parameters", {"rope_type": "default"}))

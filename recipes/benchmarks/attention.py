@@ -184,11 +184,7 @@ def _matrix(arguments: argparse.Namespace, contenders: Sequence[Contender], rank
 
 
 def _lengths(
-    arguments: argparse.Namespace,
-    contenders: Sequence[Contender],
-    case: Case,
-    ranks: Ranks,
-    result: dict[str, Any],
+    arguments: argparse.Namespace, contenders: Sequence[Contender], case: Case, ranks: Ranks, result: dict[str, Any]
 ) -> None:
     """Measures the lengths, the shortest first. Time that one length does not use is left to the next."""
     start, warm = time.perf_counter(), frozenset[str]()

@@ -63,7 +63,7 @@ def test_lengths_as_people_write_them(text, length, capsys):
     assert f"{length:,} tokens a sequence" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["plan", "--length", f"{text}x"])
-    assert f"'{text}x' is no number of tokens; give one as 131072, 128k or 1M" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"hf-burst plan: --length: '{text}x' is no number of tokens; give one as")
 
 
 def test_no_kernel_is_not_usable(monkeypatch, tmp_path, capsys):
@@ -75,12 +75,32 @@ def test_no_kernel_is_not_usable(monkeypatch, tmp_path, capsys):
     assert "Not usable: no kernel computes torch.float32 on cpu: only takes no such heads." in capsys.readouterr().out
 
 
-def test_words_that_mean_nothing_end_with_how_to_call_it(capsys):
-    for words in ([], ["cure"], ["doctor", "--pill"]):
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        assert ended.value.code == 2
-        assert "usage: hf-burst" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "hf-burst: the following arguments are required: command"),
+        ("plann", "hf-burst: command is plann; give one of doctor, plan, layout, check; did you mean plan?"),
+        ("doctor --pill", "hf-burst doctor: --pill is no option"),
+        ("plan --lenght 4k", "hf-burst plan: --lenght is no option; did you mean --length?"),
+        ("plan --lenght=4k", "hf-burst plan: --lenght=4k is no option; did you mean --length?"),
+        ("plan --length 4x", "hf-burst plan: --length: 4x is no number of tokens; give one as 131072, 128k or 1M"),
+        ("plan --sharded fsdp", "hf-burst plan: --sharded is fsdp; give one of fsdp2, ddp; did you mean fsdp2?"),
+        ("layout --ranks two", "hf-burst layout: --ranks is two; give a whole number"),
+        ("check a --limit long", "hf-burst check: --limit is long; give a number"),
+    ],
+)
+def test_wrong_words_end_with_a_sentence_and_a_line_of_usage(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    sentence, usage = capsys.readouterr().err.splitlines()
+    assert sentence.replace("'", "") == said  # newer Pythons quote no choices
+    called = said.partition(":")[0]
+    assert usage.startswith(f"usage: {called} [OPTION ...]")
+    assert usage.endswith(f"({called} --help lists all)")
+
+
+def test_help_names_the_commands(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0
@@ -94,6 +114,33 @@ def test_the_installed_command_is_this_one():
     module, function = target.split(":")
     assert name == "hf-burst"
     assert getattr(importlib.import_module(module), function) is main
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules |= {"torch": None, "transformers": None, "psutil": None}  # any import of them fails
+from hf_burst.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("more", [["--length", "256k"], ["--lora", "--documents", "8k", "3k"]])
+def test_a_named_model_on_a_named_machine_is_planned_without_torch(more, tmp_path, monkeypatch, capsys):
+    words = ["plan", "--model", "meta-llama/Llama-3.1-8B-Instruct", "--machine", "h100", *more]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    monkeypatch.setattr("hf_burst.cli.plan.dense_model", lambda name: None)
+    assert main(words) == 0
+    assert capsys.readouterr().out == done.stdout
+
+
+def test_what_never_fits_is_said_in_place_of_zeros(capsys):
+    words = ["plan", "--model", "llama-3.3-70b", "--machine", "rtx3090", "--gpus", "1", "--length", "4k"]
+    assert main(words) == 1
+    *_, sequence, prompt, memory = capsys.readouterr().out.splitlines()
+    assert sequence == "No sequence fits on all GPUs together, however short."
+    assert prompt == "No prompt fits (hf_burst.remember, generate), however short."
+    assert memory == "GiB, without an optimizer: weights 131.42, outside 1.25"
 
 
 def test_one_rank_of_a_launch_tells_the_plan(monkeypatch, capsys):

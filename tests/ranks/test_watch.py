@@ -707,6 +707,10 @@ def test_what_is_said_of_a_connection_that_broke() -> None:
         "Rank 0 ended after its start. Rank 3 never came to a call of hf_burst. Nothing was heard of rank 1: killed, "
         "stalled, or out of reach. Look for the first error"
     ) in explained("Connection closed", found)
+    full = explained("Connection closed", {0: report(0, ended="ended by SystemExit('The disk is full.')")})
+    assert "Rank 0 ended by SystemExit('The disk is full.') after its start. " in full
+    assert "That error ended the job: mend it." in full
+    assert "memory of their hosts" not in full
 
 
 def lay_meshes(rank: int, size: int) -> None:
@@ -1198,7 +1202,8 @@ def test_a_rank_that_ended_or_failed_is_waited_for_by_nobody() -> None:
     assert chain(waiting, ended) == [0, 1]
     text = Verdict.of([waiting, ended]).text
     assert text.startswith("A rank has ended, and others wait for it.")
-    assert "Rank 1 ended by OSError() after its start." in text
+    assert "Rank 1 ended by OSError() after its start. That error ended the job: mend it." in text
+    assert "equally often" in Verdict.of([waiting, replace(ended, ended="ended")]).text
     assert not chain(waiting, replace(ended, counts=over("cp", agreed=2))), "it came before it ended"
     receiving = report(0, "messages", "cp", (0, 1), number=1)
     assert chain(receiving, report(1, counts=over("cp", exchanges=1, broken="MemoryError()"))) == [0, 1]

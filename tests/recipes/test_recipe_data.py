@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -27,6 +28,7 @@ import numpy  # noqa: E402
 import preferences  # noqa: E402
 import prompts  # noqa: E402
 import report  # noqa: E402
+import rows as placed  # noqa: E402
 from settings import DataSettings  # noqa: E402
 
 from tests.support import conversations  # noqa: E402
@@ -119,13 +121,13 @@ def test_a_text_ends_by_one_end_token(tmp_path: Path, arguments: Any, capsys: py
 def test_tokens_of_older_code_are_not_taken(tmp_path: Path, arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """datasets keeps what it made of a file; functions of the recipes are known to it by their names."""
     path = conversations.write(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS])
-    assert {data.__file__, chats.__file__, preferences.__file__} == set(data.SOURCES)
+    assert {data.__file__, chats.__file__, preferences.__file__} == set(map(str, placed.SOURCES))
     older = tokens_of(path, arguments)
     assert older == tokens_of(path, arguments)
     changed = lambda ids, tokenizer: [*ids, 0]  # noqa: E731
     monkeypatch.setattr(data, "ended", changed)
     (tmp_path / "data.py").write_text(Path(data.__file__).read_text() + "# changed\n")
-    monkeypatch.setattr(data, "SOURCES", [tmp_path / "data.py"], raising=False)
+    monkeypatch.setattr(placed, "SOURCES", [tmp_path / "data.py"], raising=False)
     assert [row["labels"][-1] for row in tokens_of(path, arguments)] == [0] * 3
 
 
@@ -192,7 +194,7 @@ def test_what_cannot_be_stored_ends_by_a_sentence(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list([{"text": "a"}])
     features = datasets.Features({"text": datasets.Value("string")})
     with pytest.raises(ValueError, match="Couldn't cast array of type list"):
-        data.map_rows(rows, lambda row: {"text": [row]}, ["x"], features=features)
+        placed.map_rows(rows, lambda row: {"text": [row]}, ["x"], features=features)
 
 
 def test_pairs_of_the_same_answer_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -508,11 +510,23 @@ def test_chats_beside_texts_stay_whole(tmp_path: Path) -> None:
         assert part.column_names == ["text", "messages"]
 
 
-def test_a_row_of_another_kind_of_file_is_named_by_its_words(tmp_path: Path, arguments: Any) -> None:
-    rows = [{"prompt": f"Question {number}", "completion": "5" if number != 4 else None} for number in range(9)]
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    with pytest.raises(SystemExit, match=r"row \d \({'prompt': 'Question 4'}\): completion is null"):
-        tokens_of(tmp_path / "rows.parquet", arguments, eval_share=0.4)
+@pytest.mark.parametrize("kind", ["parquet", "csv", "json", "jsonl"])
+def test_a_row_is_named_as_it_stands_in_files_of_every_kind(tmp_path: Path, arguments: Any, kind: str) -> None:
+    """Of two files, of which rows are drawn."""
+    for name in ("a", "b"):
+        rows = [{"prompt": f"{name}\n\n{number}", "completion": f"{name}{number}"} for number in range(9)]
+        rows[4]["completion"] = rows[4]["completion"] if name == "a" else None  # type: ignore[assignment]
+        table = datasets.Dataset.from_list(rows)
+        if kind == "json":
+            (tmp_path / f"{name}.json").write_text(json.dumps(rows, indent=1))
+        else:
+            getattr(table, f"to_{kind.removesuffix('l')}")(tmp_path / f"{name}.{kind}")
+    place = {"parquet": ", row 5", "csv": ":14", "json": ":18", "jsonl": ":5"}[kind]
+    with pytest.raises(SystemExit) as end:
+        tokens_of(tmp_path, arguments, eval_share=0.4)
+    assert str(end.value).endswith(
+        f" cannot be used: {tmp_path / 'b'}.{kind}{place}: completion is null; it must be text"
+    )
 
 
 @pytest.mark.parametrize(
@@ -526,6 +540,18 @@ def test_a_row_of_another_kind_of_file_is_named_by_its_words(tmp_path: Path, arg
             b'{"text": "a"}\n{"text": "Stra\xdfe"}\n',
             r"""latin.jsonl:2 is not UTF-8: invalid continuation byte in b'{"text": "Stra\xdfe"}\n'; save the file""",
         ),
+        ("broken.json", b'[{"text": "a"},\n {"text" "b"}]', "broken.json:2: Expecting ':' delimiter (column 10)"),
+        ("lines.json", b'{"text": "a"}\n{"text" "b"}', "lines.json:2: Expecting ':' delimiter (column 9)"),
+        ("other.json", b'[{"text": "a"},\n\n\n[1]]', "other.json:4: it must be a mapping, such as {...}"),
+        ("types.jsonl", b'{"text": "a"}\n{"text": 5}', "types.jsonl:2: text is 5; it must be text"),
+        ("null.jsonl", b'{"messages": []}\nnull', "null.jsonl:2: messages is None; it must be a list of messages"),
+        (
+            "more.csv",
+            b"text,other\na,b\na,b,c\n",
+            "more.csv: Error tokenizing data. C error: Expected 2 fields in line 3",
+        ),
+        ("quote.csv", b'text,other\na,b\na,"b\nc,d\n', "quote.csv:3: a quote has no end"),
+        ("cut.parquet", b"PAR1 cut", "cut.parquet: Parquet magic bytes not found"),
         ("latin.csv", b"text\nStra\xdfe\n", "latin.csv:2 is not UTF-8"),
         ("latin.txt", b"\xff\xfe" * 9, "is not UTF-8: invalid start byte"),
         ("empty.jsonl", b"", "cannot be used: it holds no rows"),
@@ -541,6 +567,18 @@ def test_documents_that_cannot_be_read(
         tokens_of(path, arguments)
     assert name.rstrip("/") in str(end.value)
     assert told in str(end.value)
+
+
+def test_rows_of_a_damaged_parquet_file_are_named(tmp_path: Path, arguments: Any) -> None:
+    path = tmp_path / "rows.parquet"
+    rows = datasets.Dataset.from_list([{"text": f"{number} " * 40} for number in range(30)])
+    rows.to_parquet(path, batch_size=10)
+    groups = pyarrow.parquet.ParquetFile(path).metadata
+    begins, content = groups.row_group(1).column(0).dictionary_page_offset, bytearray(path.read_bytes())
+    content[begins + 30 : begins + 60] = b"x" * 30
+    path.write_bytes(content)
+    with pytest.raises(SystemExit, match=r"behind .*rows\.parquet, row 10: "):
+        tokens_of(path, arguments)
 
 
 def test_rows_that_are_too_long(tmp_path: Path, arguments: Any) -> None:

@@ -1,6 +1,7 @@
 """The recipes, launched as a user launches them, shorter; and every setting that ends them by a sentence."""
 
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ import yaml
 from accelerate.state import PartialState
 
 import hf_burst
-from hf_burst.errors import ConfigError
+from hf_burst.errors import BurstError, ConfigError
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
@@ -125,7 +126,8 @@ def sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         said = end.value.code
         if not isinstance(said, str):
             assert said == 2, said
-            said = capsys.readouterr().err.strip().splitlines()[-1]
+            *_, said, usage = capsys.readouterr().err.strip().splitlines()
+            assert usage.startswith("usage: script.py")
         assert "\n" not in said
         return said
 
@@ -1090,6 +1092,90 @@ def test_a_model_is_saved_before_its_evaluation(recipe: Callable[..., Any], monk
     assert Path("out/model.safetensors").exists()
     assert json.loads(Path("out/config.json").read_text())["use_cache"] is True
     assert trainer.model.config.use_cache is False
+
+
+def test_the_last_line_has_means_of_the_first_and_last_tenth(
+    recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A single batch tells little. Steps that are logged together are counted as many."""
+    trainer, _ = recipe()
+    trainer.state.log_history = [{"step": 2 * step, "loss": 40.0 - step} for step in range(1, 21)]
+    report.write_log(trainer)
+    assert "loss 38.500 -> 20.500, means of the first and last 4 of 40 steps; checkpoint" in capsys.readouterr().out
+    for entry in trainer.state.log_history:
+        entry["accuracy"] = entry["step"] / 80
+    report.write_log(trainer)
+    assert "of 40 steps; the preferred answer is ahead in 4% -> 49% of pairs; ch" in capsys.readouterr().out
+    trainer.state.log_history = trainer.state.log_history[:1]
+    report.write_log(trainer)
+    assert "loss 39.000, the mean of 2 steps; the preferred answer is ahead in 2% of pairs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_named(recipe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """On the rank that saves, by the words that the others are told, too."""
+    trainer, burst = recipe("--save_steps", "1", "--max_steps", "2")
+    monkeypatch.setattr(torch, "save", Mock(side_effect=error))
+    monkeypatch.setattr(shutil, "disk_usage", Mock(return_value=Mock(free=0)))
+    Path("out/checkpoint-0/state").mkdir(parents=True)
+    Path("out/checkpoint-0/state/optimizer.pt").write_bytes(bytes(2**25))
+    with pytest.raises(BurstError) as end:
+        training.train(trainer, burst)
+    told = "Rank 0 cannot save: the disk of 'out', or a quota there, is full: 0.00 GiB are free, and the largest "
+    assert str(end.value).startswith(f"{told}checkpoint there has 0.03 GiB. Free some (")
+
+
+def test_other_errors_than_a_full_disk_stay(recipe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, burst = recipe("--save_steps", "1")
+    monkeypatch.setattr(torch, "save", Mock(side_effect=RuntimeError("unexpected pos 64 vs 0")))
+    monkeypatch.setattr(shutil, "disk_usage", Mock(return_value=Mock(free=2**40)))
+    with pytest.raises(RuntimeError, match="unexpected pos"):
+        training.train(trainer, burst)
+
+
+@pytest.mark.parametrize("end", ["", "; raise ValueError", "; raise SystemExit('a sentence')"])
+def test_a_training_leaves_no_lock(tmp_path: Path, end: str) -> None:
+    holder = f"import os, resuming; resuming.hold('.'); assert os.path.exists('_training.lock'); os.chdir('/'){end}"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'recipes'}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", holder], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode == 0) == (not end), done.stderr
+    assert "Assertion" not in done.stderr
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_lock_that_was_removed_meanwhile_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the run that had it ends between the opening and the locking."""
+    lock, real = tmp_path / "_training.lock", resuming.fcntl.lockf
+
+    def removed(*given: Any) -> None:
+        monkeypatch.setattr(resuming.fcntl, "lockf", real)
+        lock.unlink()
+
+    monkeypatch.setattr(resuming.fcntl, "lockf", removed)
+    assert resuming.hold(str(tmp_path)) is None
+    assert lock.read_text().startswith(f"Process {os.getpid()} of")
+
+
+def test_a_card_names_the_base(recipe: Callable[..., Any], tmp_path: Path) -> None:
+    trainer, burst = recipe("--save_steps", "1", "--max_steps", "1")
+    training.train(trainer, burst)
+    card = Path("out/README.md").read_text()
+    assert "a fine-tuned version of a llama with random weights, made from a config.\n" in card
+    make_base(tmp_path / "bases" / "small")
+    named = ["--model_name_or_path", "bases/small", "--output_dir", "tuned", "--save_steps", "1", "--max_steps", "1"]
+    trainer, burst = recipe(*named)
+    training.train(trainer, burst)
+    assert "a fine-tuned version of `small`.\n" in Path("tuned/README.md").read_text()
+    cached = models.base_in_words
+    path = "/home/me/.cache/huggingface/hub/models--HuggingFaceTB--SmolLM2-135M/snapshots/93efa2f"
+    assert cached(Mock(_name_or_path=path)) == "`HuggingFaceTB/SmolLM2-135M`"
 
 
 @pytest.mark.parametrize("name", ["length", "num_keys", "num_questions", "batch_size", "eval_every"])

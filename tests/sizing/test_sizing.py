@@ -38,7 +38,7 @@ from hf_burst.sizing.gpus import DATA_SHEETS, Capacity, capacity_of, data_sheet,
 from hf_burst.sizing.memory import estimate_memory
 from hf_burst.sizing.model import Training, rounded
 from hf_burst.sizing.seconds import estimate_seconds, products, step_flops
-from hf_burst.sizing.shapes import NAMES, shape_name
+from hf_burst.sizing.shapes import NAMES, dense_model, shape_name
 from tests.recurrent import test_recurrent
 from tests.support import models, predictions
 from tests.support.tiny_models import is_masked, overrides_of, tiny_config
@@ -172,7 +172,13 @@ def test_named_shapes_are_those_of_their_models(name: str, billions: float) -> N
         from transformers import AutoModelForCausalLM
 
         model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    assert model_size(model_class, config).weights == pytest.approx(billions * 1e9, rel=0.01)
+    size = model_size(model_class, config, name)
+    assert size.weights == pytest.approx(billions * 1e9, rel=0.01)
+    if (known := dense_model(name)) is None:
+        assert config.model_type in ("qwen3_moe", "qwen3_5_text", "gemma3_text", "gpt_oss")
+    else:
+        assert known[0] == size
+        assert known[1].max_position_embeddings == config.max_position_embeddings
 
 
 @pytest.mark.parametrize(
@@ -433,7 +439,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     report = capsys.readouterr().out
     assert report.count("does not fit") == 4
     assert "None fits into 79.2 GiB and 85% of the host's 128. Give more --gpus" in report
-    assert "Longest sequence that fits: 0 tokens, on all GPUs.\n" in report
+    assert "No sequence fits on all GPUs together, however short.\n" in report
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """The number of positions that a model was trained on, and a warning for longer sequences."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedConfig
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _SCALED = ("yarn", "linear", "dynamic")  # RoPE types whose factor gives the reach; others use max_position_embeddings
 
 
-def scaled_rope(config: PreTrainedConfig) -> dict[str, Any] | None:
+def scaled_rope(config: "PreTrainedConfig") -> dict[str, Any] | None:
     """Returns the RoPE parameters to scale: those of full attention, if layer types have their own."""
     parameters: dict[str, Any] | None = getattr(config, "rope_parameters", None)
     if parameters and any(isinstance(value, dict) for value in parameters.values()):
@@ -15,14 +16,14 @@ def scaled_rope(config: PreTrainedConfig) -> dict[str, Any] | None:
     return parameters
 
 
-def pretrained_length(config: PreTrainedConfig) -> int:
+def pretrained_length(config: "PreTrainedConfig") -> int:
     """Returns the length, in tokens, that YaRN's factor multiplies."""
     original = getattr(config, "original_max_position_embeddings", None)
     original = original or (scaled_rope(config) or {}).get("original_max_position_embeddings")
     return int(original or config.max_position_embeddings)
 
 
-def beyond_positions(config: PreTrainedConfig, length: int, what: str, setting: str) -> str | None:
+def beyond_positions(config: "PreTrainedConfig", length: int, what: str, setting: str) -> str | None:
     """Returns a warning if a sequence is longer than the model's positions, including scaled RoPE; else `None`.
 
     Args:

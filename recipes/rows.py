@@ -1,0 +1,212 @@
+"""The rows of files: what is wrong with some of them, and where they stand."""
+
+import csv
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from hashlib import sha256
+from itertools import chain, count, islice
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from chats import without_nulls
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetsError
+from pyarrow import ArrowException
+from pyarrow.parquet import ParquetFile
+from settings import TEXT_FILES, RowError
+
+READERS = {**dict.fromkeys(TEXT_FILES, "text"), ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
+SOURCES = [Path(__file__).with_name(f"{name}.py") for name in ("data", "chats", "preferences")]  # datasets knows names
+SHOWN, MANY = 10, 100  # wrong rows that an error shows, and that are looked for
+
+
+def kind_of(file: str) -> str | None:
+    """What reads a file; `None` for the name of a data set."""
+    return READERS.get(Path(file).suffix.lower())
+
+
+@contextmanager
+def reading(names: list[str]) -> Iterator[None]:
+    """Where files cannot be read or hold nothing, the error says so, and in which lines or rows."""
+    try:
+        yield
+    except StopIteration:
+        raise ValueError("it holds no rows") from None
+    except (DatasetsError, UnicodeDecodeError, ArrowException) as error:  # which say only that there was one
+        if wrong := list(islice(chain.from_iterable(map(wrong_in, files_of(names))), SHOWN)):
+            raise RowError("\n".join(wrong)) from None
+        raise ValueError(str(error.__cause__ or error)) from None
+
+
+def files_of(names: list[str]) -> list[str]:
+    """Names that are files, and the files of folders."""
+    return [file for name in names for file in expand(name) if Path(file).is_file()]
+
+
+def wrong_in(file: str) -> Iterator[str]:
+    """What makes a file unreadable, and in which lines, or after which row."""
+    if not file.lower().endswith(".parquet") and (wrong := not_utf_8(file)):
+        yield wrong
+        return
+    place = file
+    try:
+        for place, row in groups_of(file) if file.lower().endswith(".parquet") else placed_rows(file):
+            if isinstance(row, json.JSONDecodeError):
+                yield f"{place}: {row.msg} (column {row.colno})"
+            elif not isinstance(row, dict):
+                yield f"{place}: it must be a mapping, such as {{...}}"
+    except (DatasetsError, ValueError, OSError) as error:
+        if "EOF inside string" in str(error):  # the last row of the file
+            yield f"{file}:{[*csv_lines(file)][-1]}: a quote has no end"
+        else:
+            yield f"{file if place == file else f'behind {place}'}: {str(error).strip()}"
+
+
+def not_utf_8(file: str) -> str | None:
+    """What is said of a line that is not UTF-8, if there is one."""
+    with Path(file).open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as problem:
+                near = line[max(0, problem.start - 20) : problem.end + 20]
+                return f"{file}:{number} is not UTF-8: {problem.reason} in {near!r}; save the file as UTF-8"
+    return None
+
+
+def groups_of(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The last row of each group of a Parquet file that can be read."""
+    groups, rows = ParquetFile(file), 0
+    for number in range(groups.num_row_groups):
+        rows += groups.read_row_group(number).num_rows
+        yield f"{file}, row {rows:,}", {}
+
+
+def placed_rows(file: str) -> Iterator[tuple[str, Any]]:
+    """The rows of a file, each with the line in which it begins; in Parquet with its number, from 1. In place of JSON
+    that is broken stands its error."""
+    kind = kind_of(file)
+    if file.lower().endswith(".jsonl"):
+        with Path(file).open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, 1):
+                yield from ((f"{file}:{number}", value) for _, value in json_values(line.rstrip(), 0))
+    elif kind == "json":
+        text = Path(file).read_text(encoding="utf-8", errors="replace")
+        values = json_values(text, text.index("[") + 1 if text.lstrip().startswith("[") else 0)
+        yield from ((f"{file}:{line}", value) for line, value in values)
+    elif kind in ("csv", "parquet"):
+        rows = load_dataset(kind, data_files=file, split="train", streaming=True)
+        places = (
+            (f":{line}" for line in islice(csv_lines(file), 1, None))
+            if kind == "csv"
+            else (f", row {row:,}" for row in count(1))
+        )
+        yield from ((f"{file}{place}", row) for row, place in zip(rows, places, strict=False))
+
+
+def json_values(text: str, end: int) -> Iterator[tuple[int, Any]]:
+    """Values of JSON that follow each other from a place on, each with its line. An error is the last."""
+    decoder, between, line = json.JSONDecoder(), re.compile(r"[\s,]*"), 1 + text.count("\n", 0, end)
+    while (start := between.match(text, end).end()) < len(text) and text[start] != "]":  # type: ignore[union-attr]
+        line += text.count("\n", end, start)
+        try:
+            value, end = decoder.raw_decode(text, start)
+        except json.JSONDecodeError as error:
+            yield error.lineno, error
+            return
+        yield line, value
+        line += text.count("\n", start, end)
+
+
+def csv_lines(file: str) -> Iterator[int]:
+    """The lines in which the rows of a CSV file begin, that of its header first."""
+    csv.field_size_limit(sys.maxsize)  # a field may be a long text
+    with Path(file).open(newline="", encoding="utf-8") as held:
+        reader, begins = csv.reader(held), 1
+        for row in reader:
+            if row:
+                yield begins
+            begins = reader.line_num + 1
+
+
+def map_rows(
+    rows: Dataset, function: Callable[[dict[str, Any]], dict[str, Any]], names: list[str], **options: Any
+) -> Dataset:
+    """What a function makes of each row. What datasets has kept of other code is not taken.
+
+    Raises:
+        RowError: If there are rows of which it makes nothing, with the first of them.
+        ValueError: If what it makes cannot be stored.
+    """
+    code = sha256(b"".join(Path(file).read_bytes() for file in SOURCES)).hexdigest()
+    options = {"remove_columns": rows.column_names, **options}
+    try:
+        with reading(names):  # pyarrow does not look whether JSON lines are UTF-8
+            return rows.map(partial(make_row, function=function, code=code), **options)
+    except TypeError as error:  # of pyarrow, which stores what the function has made
+        raise ValueError(str(error)) from error
+    except ValueError as error:
+        if isinstance(error.__context__, UnicodeDecodeError) or not (wrong := wrong_rows(rows, function, names)):
+            raise
+    more = [f"and {len(wrong) - SHOWN} more rows"] if len(wrong) > SHOWN else []
+    raise RowError("\n".join(wrong[:SHOWN] + more))
+
+
+def make_row(row: dict[str, Any], function: RowFunction, code: str) -> dict[str, Any]:
+    """What a function makes of a row. datasets looks at the code, a digest."""
+    try:
+        return function(row)
+    except UnicodeDecodeError:  # of the file
+        raise
+    except Exception as error:
+        raise ValueError(str(error)) from error
+
+
+def wrong_rows(rows: Iterable[dict[str, Any]], function: RowFunction, names: list[str]) -> list[str]:
+    """What is wrong with rows, and where: file and line, in Parquet the row, in their order; else the number of a row
+    of those that were drawn, from 1. After many it looks no further."""
+    left: list[tuple[int, dict[str, Any], str]] = []
+    for index, row in enumerate(rows):
+        try:
+            function(row)
+        except Exception as error:
+            left.append((index, without_nulls(dict(row)), str(error)))
+        if len(left) == MANY:
+            break
+    placed: list[str] = []
+    for place, row in chain.from_iterable(map(placed_rows, files_of(names) if left else ())):
+        known = without_nulls(row) or {}  # a row that is null has nulls alone
+        if (found := next((place for place, (_, row, _) in enumerate(left) if row == known), None)) is not None:
+            placed.append(f"{place}: {left.pop(found)[2]}")
+        if not left:
+            break
+    return placed + [f"row {index + 1} ({shorten(str(row), 80)}): {said}" for index, row, said in left]
+
+
+def expand(name: str) -> list[str]:
+    """A folder's files, in the order of their names; anything else by itself."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return [name]
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    readable = [str(path) for path in files if path.suffix.lower() in READERS]
+    if not readable:
+        kinds = ", ".join(sorted({path.suffix or path.name for path in files})) or "nothing"
+        raise SystemExit(
+            f"dataset {name!r} is a folder that holds {kinds}; it must hold {', '.join(READERS)}. "
+            "Give texts a name that ends in .txt."
+        )
+    others = Counter(path.suffix or path.name for path in files if path.suffix.lower() not in READERS)
+    if others and os.environ.get("RANK", "0") == "0":
+        kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(5))
+        print(f"dataset {name}: {len(readable)} files are read, others are left out ({kinds}).")
+    return readable
