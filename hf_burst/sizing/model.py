@@ -8,6 +8,7 @@ from ..errors import ConfigError
 from ..plan.layer_sizes import LayerSizes, keeping
 
 Weights = Literal["bf16", "fp32", "4bit"]
+NF4 = 4.127 / 8  # bytes of a weight of 4 bits and of its scales (QLoRA, arXiv 2305.14314)
 Sharded = Literal["fsdp2", "ddp"]
 
 
@@ -127,7 +128,9 @@ class Training(Memory):
             `"ddp"` nothing.
         weights (`str`, defaults to `"bf16"`): `"bf16"` for weights, gradients and optimizer; `"fp32"` for all three of
             the weights that learn, computed with in bf16 (mixed precision); or `"4bit"` for frozen weights under
-            adapters, which no GPU shards. Frozen weights are else in bf16.
+            adapters, stored as floats if FSDP2 shards them. Frozen weights are else in bf16.
+        quantized_experts (`bool`, defaults to `False`): Whether experts of three dimensions are in 4 bits, too, see
+            [`hf_burst.quantize_experts`].
         lora (`int`, defaults to 0): Rank of adapters on all linear layers but the head; 0 trains all weights.
         checkpointing (`bool`, defaults to `True`): Whether layers are computed again in the backward pass.
         fused (`bool`, defaults to `True`): Whether norms, rotary positions and SwiGLU are kernels of their own, as
@@ -148,6 +151,7 @@ class Training(Memory):
     reference: bool = False
     sharded: Sharded = "fsdp2"
     weights: Weights = "bf16"
+    quantized_experts: bool = False
     lora: int = 0
     checkpointing: bool = True
     fused: bool = True
@@ -186,13 +190,18 @@ class Training(Memory):
     @property
     def shards(self) -> int:
         """Into how many parts weights are sharded."""
-        return self.gpus if self.sharded == "fsdp2" and self.weights != "4bit" else 1
+        return self.gpus if self.sharded == "fsdp2" else 1
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element of a hidden state: under autocast, embeddings in fp32 begin a residual stream that stays
         so. FSDP2 casts what a layer is given."""
         return 4 if self.weights == "fp32" and not self.lora and self.shards == 1 else 2
+
+    def saved(self, model: ModelSize) -> float:
+        """Bytes that weights in 4 bits take less than in bf16."""
+        quantized = model.linear + self.quantized_experts * model.fused
+        return (2 - NF4) * quantized if self.weights == "4bit" else 0.0
 
     @property
     def in_tiles(self) -> bool:

@@ -126,7 +126,7 @@ def _reference(model: ModelSize, training: Training, sheet: DataSheet, spread: S
     once, _ = _touched_by_layer(model, training)
     elementwise = training.tokens * model.layers * once / (MEMORY * sheet.bandwidth)
     computing = attention + recurrence + multiplying + elementwise
-    gathered = 2.0 * (model.weights - model.unused) if training.shards > 1 else 0.0
+    gathered = _whole_bytes(model, training) if training.shards > 1 else 0.0
     sending = gathered * (training.gpus - 1) / training.gpus / link
     exchange = _exchange(model, training, sheet, spread, 2 * attention) / 2
     return computing + exchange + sending - HIDDEN * min(sending, computing)
@@ -206,7 +206,12 @@ def _exchange(model: ModelSize, training: Training, sheet: DataSheet, spread: Sp
 
 def _sharded_bytes(model: ModelSize, training: Training) -> float:
     times = 2 if training.lora else 3
-    return 2.0 * times * (model.weights - model.unused)
+    return times * _whole_bytes(model, training)
+
+
+def _whole_bytes(model: ModelSize, training: Training) -> float:
+    """Bytes of all weights of the language model, as they are gathered."""
+    return 2.0 * (model.weights - model.unused) - training.saved(model)
 
 
 def _sharding(model: ModelSize, training: Training, link: float, computing: float) -> float:

@@ -69,6 +69,10 @@ def _reasons(view: ModelView) -> Iterator[Reason]:
         found = ", ".join(crossing) or "config.add_cross_attention is set"
         yield f"{name} has cross attention ({found})", "its keys are not those of the sequence", ALONE
     yield from _placement(getattr(config, "distributed_config", None), name)
+    adapted = [own.target_parameters for own in getattr(model, "peft_config", {}).values() if own.target_parameters]
+    if adapted and any(kind.__name__ == "Bnb4bitParametrization" for kind in view.classes):
+        why = "peft finds no weight that is dequantized when it is read"
+        yield f"{name} has experts in 4 bits, and target_parameters={sorted(adapted[0])}", why, "Adapt attention alone"
     yield from task.reasons(view)
     kinds = sorted(set(_layer_types(config.get_text_config())) - {*_LAYER_TYPES, _WHOLE_IN_TRAINING})
     chosen = ", ".join(kind for kind in kinds if any(word in kind for word in _CHOOSES_KEYS))

@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
+from ...errors import ConfigError
 from ...layers.adapted_linear import adapted_linear, autocast_dtype
-from ..forward_pass import ForwardPass
+from ..forward_pass import Call, ForwardPass
 from ..overrides import Override
 from ..view import hooks_of
 from .base import Part
@@ -16,7 +18,25 @@ _OF_4_BITS = {("bitsandbytes.nn.modules", name) for name in ("Linear4bit", "Line
 
 
 class Adapters(Part):
-    """Gives a model's LoRA layers their own forward, see [`adapted_linear`]."""
+    """Gives a model's LoRA layers their own forward, see [`adapted_linear`]. Refuses weights of 4 bits that FSDP2 would
+    cast."""
+
+    def __init__(self) -> None:
+        self.units = 0  # of FSDP2, at the latest look at them
+
+    def admit(self, call: Call) -> None:
+        units = call.view.units_of_fsdp2
+        for unit in units if len(units) != self.units else ():
+            dtype = unit._get_fsdp_state()._mp_policy.param_dtype
+            modules = call.view.inside(unit)
+            stored = {weight.dtype for module in modules if (weight := _weight_of_4_bits(module)) is not None}
+            if dtype is not None and stored - {dtype, torch.uint8}:
+                raise ConfigError(
+                    f"Weights of 4 bits are stored as {', '.join(map(str, stored))}, and FSDP2 casts to {dtype}",
+                    "other numbers would be read",
+                    f"Set bnb_4bit_quant_storage={str(dtype)[6:]!r}, or load in that dtype",
+                )
+        self.units = len(units)
 
     def begin(self, run: ForwardPass) -> None:
         # Not used if the model is compiled (a compiler fuses these passes itself), if hooks on all modules expect
@@ -44,6 +64,15 @@ class _AdaptedForward(Override):
         dropped = dropout(x) if dropout.training and not isinstance(dropout, nn.Identity) else None
         down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
         return adapted_linear(x, base.weight, base.bias, down, up, layer.scaling[name], dropped)
+
+
+def _weight_of_4_bits(module: nn.Module) -> Tensor | None:
+    """Returns the weight of a module that bitsandbytes has quantized to 4 bits, a linear layer or a parametrization."""
+    if (type(module).__module__, type(module).__name__) in _OF_4_BITS:
+        return module.weight
+    if isinstance(module, ParametrizationList) and type(module[0]).__name__ == "Bnb4bitParametrization":
+        return module.original
+    return None
 
 
 def _is_adapter(module: nn.Module) -> bool:

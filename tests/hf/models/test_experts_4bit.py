@@ -1,0 +1,202 @@
+"""Experts in 4 bits: the same if quantized while a model is loaded or afterwards, and over ranks as in one process."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+
+import hf_burst
+from hf_burst.errors import ConfigError, UnsupportedModelError
+from tests.support import models
+from tests.support.ranks import RankError, RankPool
+from tests.support.tiny_models import overrides_of, tiny_config
+
+Ranks = Callable[[int], RankPool]
+pytest.importorskip("bitsandbytes")
+SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64}  # blocks of 64 weights have a scale
+FAMILIES = ("Qwen3Moe", "Qwen3_5Moe", "Mixtral", "GptOss", "Glm4Moe", "DeepseekV3")
+
+
+def make_model(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    model = model_class(tiny_config(model_class.config_class, overrides_of(model_class.__name__, model_class) | SIZES))
+    for parameter in model.parameters():
+        if parameter.ndim > 1:  # so that tokens choose different experts, by a margin
+            torch.nn.init.normal_(parameter, std=0.15)
+    return model
+
+
+def experts_of(model: PreTrainedModel) -> list[tuple[torch.nn.Module, str]]:
+    """The modules that hold experts in 4 bits, and the names of these weights."""
+    quantized = [module for module in model.modules() if hasattr(module, "parametrizations")]
+    return [(module, name) for module in quantized for name in module.parametrizations]
+
+
+def written_out(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model with its experts in full, as they are read."""
+    for module, name in experts_of(model):
+        torch.nn.utils.parametrize.remove_parametrizations(module, name)
+    return model
+
+
+def adapted(model: PreTrainedModel) -> torch.nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "v_proj", "q_b_proj", "kv_b_proj"]
+    found = [name for name in targets if any(path.endswith(name) for path, _ in model.named_modules())]
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=found, init_lora_weights=False))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_experts_are_quantized_and_read_as_a_layer_needs_them(family: str) -> None:
+    model = make_model(family)
+    whole = {path for path, weight in model.named_parameters() if weight.ndim == 3 and min(weight.shape) > 1}
+    before = {path: weight.numel() for path, weight in model.named_parameters() if path in whole}
+    assert before
+    assert hf_burst.quantize_experts(model) is model
+    found = experts_of(model)
+    assert len(found) == len(whole)
+    held = sum(module.parametrizations[name].original.nbytes for module, name in found)
+    assert held == sum(before.values()) / 2
+    assert all(not module.parametrizations[name].original.requires_grad for module, name in found)
+    batch = models.make_batch("plain")
+    with torch.no_grad():
+        quantized = model(batch["input_ids"]).logits
+        assert torch.equal(quantized, written_out(model)(batch["input_ids"]).logits)
+        assert not torch.equal(quantized, make_model(family)(batch["input_ids"]).logits), "4 bits must be felt"
+
+
+def test_loading_quantizes_as_afterwards(tmp_path: Path) -> None:
+    """The weights lie one expert each in the checkpoint, and in bf16."""
+    make_model("Qwen3Moe").to(torch.bfloat16).save_pretrained(tmp_path)
+    options = {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "float32"}
+    linear = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **options)
+    afterwards = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=linear, dtype=torch.float32)
+    hf_burst.quantize_experts(afterwards)
+    config = hf_burst.Experts4bitConfig(**options)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
+    assert loaded.is_loaded_in_4bit
+    assert loaded.is_quantized
+    assert loaded.quantization_method == afterwards.quantization_method
+    with pytest.raises(ValueError, match="not serializable"):
+        loaded.save_pretrained(tmp_path / "saved")
+    assert [name for _, name in experts_of(loaded)] == ["gate_up_proj", "down_proj"] * loaded.config.num_hidden_layers
+    weights = dict(afterwards.named_parameters())
+    for path, weight in loaded.named_parameters():
+        assert torch.equal(weight.data.view(torch.uint8), weights[path].data.view(torch.uint8))
+    ids = models.make_batch("plain")["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, afterwards(ids).logits)
+    saved = type(config).from_dict(config.to_dict())
+    assert saved.to_dict() == config.to_dict()
+
+
+def compare(rank: int, size: int, family: str, kind: str, tile: int, checkpointing: bool) -> None:
+    batch = models.make_batch(kind)
+    plain = adapted(hf_burst.quantize_experts(make_model(family))).train()
+    wanted = models.plain_loss(plain, batch)
+    wanted.backward()
+    model = adapted(hf_burst.quantize_experts(make_model(family))).train()
+    models.patch(model, models.config_of(tiled_mlp=tile))
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+    loss = model(**batch).loss
+    loss.backward()
+    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (own.grad is None) == (other.grad is None)
+        if own.grad is not None:
+            dist.all_reduce(own.grad)
+            torch.testing.assert_close(own.grad / size, other.grad, rtol=2e-5, atol=2e-6)
+    assert not torch.nn.utils.parametrize._cache, "no experts are kept after a pass"
+
+
+@pytest.mark.parametrize(
+    ("size", "family", "kind", "tile", "checkpointing"),
+    [
+        (2, "Qwen3Moe", "packed", 0, True),
+        (3, "GptOss", "left", 5, False),
+        pytest.param(2, "Qwen3_5Moe", "plain", 0, True, marks=pytest.mark.full),
+        pytest.param(1, "Mixtral", "right", 7, True, marks=pytest.mark.full),
+        pytest.param(4, "Glm4Moe", "packed", 5, True, marks=pytest.mark.full),
+        pytest.param(2, "DeepseekV3", "right", 0, False, marks=pytest.mark.full),
+    ],
+)
+def test_loss_and_gradients_equal_one_process(
+    ranks: Ranks, size: int, family: str, kind: str, tile: int, checkpointing: bool
+) -> None:
+    ranks(size).run(compare, family, kind, tile, checkpointing)
+
+
+def compare_sharded(rank: int, size: int) -> None:
+    batch = models.make_batch("packed")
+    plain = adapted(hf_burst.quantize_experts(make_model("Qwen3Moe"))).train()
+    wanted = models.plain_loss(plain, batch)
+    wanted.backward()
+    model = adapted(hf_burst.quantize_experts(make_model("Qwen3Moe"))).train()
+    models.patch(model)
+    mesh = init_device_mesh("cpu", (size,))
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    held = [module.parametrizations[name].original for module, name in experts_of(model)]
+    assert all(isinstance(weight, DTensor) and weight.to_local().numel() * size == weight.numel() for weight in held)
+    loss = model(**batch).loss
+    loss.backward()
+    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(own.grad.full_tensor(), other.grad, rtol=2e-5, atol=2e-6)
+
+
+def test_fsdp2_shards_weights_of_4_bits(ranks: Ranks) -> None:
+    ranks(2).run(compare_sharded)
+
+
+def cast_what_is_stored(rank: int, size: int) -> None:
+    model = adapted(hf_burst.quantize_experts(make_model("Qwen3Moe"))).train()
+    models.patch(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    model(**models.make_batch("plain"))
+
+
+def test_weights_of_4_bits_that_fsdp2_would_cast_are_refused(ranks: Ranks) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(cast_what_is_stored)
+    for error in caught.value.errors:
+        assert isinstance(error, ConfigError)
+        assert "stored as torch.float32, and FSDP2 casts to torch.bfloat16" in str(error)
+
+
+def test_what_cannot_be_quantized_is_refused() -> None:
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts in tensors of three dimensions"):
+        hf_burst.quantize_experts(models.make_model("llama"))
+    model = make_model("Qwen3Moe")
+    with pytest.raises(ConfigError, match="Qwen3MoeForCausalLM is patched"):
+        hf_burst.quantize_experts(hf_burst.patch_model(model))
+    with pytest.raises(ConfigError, match="Experts4bitConfig was given load_in_4bit=False"):
+        hf_burst.Experts4bitConfig(load_in_4bit=False)
+
+
+@pytest.mark.filterwarnings("ignore:target_parameters")
+def test_adapters_of_experts_in_4_bits_are_refused() -> None:
+    """peft 0.21 finds no such weight; of one that is quantized later it adds up what it adapts, call after call."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    model = get_peft_model(hf_burst.quantize_experts(make_model("Qwen3Moe")), config)
+    with pytest.raises(UnsupportedModelError, match=r"experts in 4 bits, and target_parameters=\['mlp.experts"):
+        hf_burst.patch_model(model)
+    model = get_peft_model(make_model("Qwen3Moe"), config)
+    with pytest.raises(ConfigError, match="experts of Qwen3MoeForCausalLM have adapters"):
+        hf_burst.quantize_experts(model.get_base_model())
