@@ -18,7 +18,7 @@ from ..errors import UnsupportedModelError
 from ..kernels import Scores
 from ..plan import MaskPattern
 from ..ranks.layout import Blocks, SequenceLayout, blocks_of, check_window
-from .context import ShardedPass, current, refuse_blind_run
+from .context import ShardedPass, current, current_call, refuse_blind_run
 
 NAME = "hf_burst"
 ARRIVED = "burst_arrived"  # attribute of an attention module: whether a sharded pass has called it
@@ -217,7 +217,7 @@ def attention_mask(**arguments: Any) -> Mask:
     In a sharded pass the layout knows the padding. Generation may have padding, or more keys than queries, so it gets
     its mask at once.
     """
-    context, padding = current(), arguments.get("attention_mask")
+    context, padding = current_call(), arguments.get("attention_mask")
     sharded = context is not None and (context.sharded_pass is not None or context.cached is not None)
     mask = LazyMask(arguments, sharded)
     if context is not None and context.sharded_pass is not None:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -88,8 +89,18 @@ class LayerContext:
         return replace(self, replay=replay, cache=cache)
 
 
-# passes and checkpoints that have begun in this thread, innermost last, each with the one that will end it
-_OPEN: ContextVar[tuple[tuple[Any, LayerContext | None], ...]] = ContextVar("hf_burst_layer_contexts", default=())
+class Owner(Protocol):
+    """What begins and ends passes."""
+
+    def is_called(self) -> bool:
+        """Returns whether its pass is under way, and not interrupted."""
+
+
+# passes and checkpoints that have begun in this thread, innermost last; each pass with the one that will end it, which
+# it does not keep alive
+_OPEN: ContextVar[tuple[tuple[ref[Owner] | None, LayerContext | None], ...]] = ContextVar(
+    "hf_burst_layer_contexts", default=()
+)
 
 
 def current() -> LayerContext | None:
@@ -105,6 +116,16 @@ def _innermost() -> LayerContext | None:
 _current_of_thread = torch.compiler.disable(_innermost)  # graphs cannot read it
 
 
+@torch.compiler.disable
+def current_call() -> LayerContext | None:
+    """Returns the same for what also runs outside of the model's call, such as masks that `generate` prepares; `None`
+    if an interrupted pass has left its context."""
+    contexts = _OPEN.get()
+    owner, context = contexts[-1] if contexts else (None, None)
+    patch = None if owner is None else owner()
+    return context if owner is None or (patch is not None and patch.is_called()) else None
+
+
 @contextmanager
 def entered(context: LayerContext | None) -> Iterator[None]:
     """Runs the `with` block in a context."""
@@ -116,15 +137,15 @@ def entered(context: LayerContext | None) -> Iterator[None]:
         _OPEN.set(before)
 
 
-def begin_pass(owner: Any, context: LayerContext | None) -> None:
+def begin_pass(owner: Owner, context: LayerContext | None) -> None:
     """Enters the context of a pass of `owner`, or none where every rank holds whole sequences."""
-    _OPEN.set((*_OPEN.get(), (owner, context)))
+    _OPEN.set((*_OPEN.get(), (ref(owner), context)))
 
 
-def end_pass(owner: Any) -> None:
-    """Leaves it; does nothing outside a pass. An interrupted pass ends when its owner begins the next one; passes that
-    others have begun meanwhile stay open."""
-    _OPEN.set(tuple(each for each in _OPEN.get() if each[0] is not owner))
+def end_pass(owner: Owner) -> None:
+    """Leaves it; does nothing outside a pass. An interrupted pass ends when its owner begins the next one, or is gone;
+    passes that others have begun meanwhile stay open."""
+    _OPEN.set(tuple(each for each in _OPEN.get() if each[0] is None or each[0]() not in (None, owner)))
 
 
 def change_pass(sharded_pass: ShardedPass) -> None:

@@ -183,7 +183,6 @@ class _Patch:
         self.looked: list[RemovableHandle] = []  # hooks on inner modules
         self.explicit = False  # whether the latest batch arrived sharded
         self.entered = False  # whether the model is being called, sharded or to generate
-        self.owner = object()  # of its passes; an interrupted one keeps nothing else alive
         self.run: ForwardPass | None = None  # the pass under way
         self.labels: torch.Tensor | None = None  # the labels that the model gets in it
         self.passes = 0  # so far
@@ -258,10 +257,10 @@ class _Patch:
             error = problem
         if cache is not None and cache.is_read:
             begin_step(cache, batch)
-            begin_pass(self.owner, LayerContext(cached=cache))
+            begin_pass(self, LayerContext(cached=cache))
             return (), batch
         if cache is None and self.task.generates and _generates(module, batch):
-            begin_pass(self.owner, None)
+            begin_pass(self, None)
             return (), batch
         if self.together is not None and self.together() is not None:
             raise ConfigError(
@@ -277,7 +276,7 @@ class _Patch:
             arguments |= part.arguments(run)
         self.labels = arguments.get("labels")
         seen, tile = run.sharded_pass, run.memory.tiled_mlp
-        begin_pass(self.owner, LayerContext(seen, seen.replay(), None, tile, self.tiles.obstacles, cached=cache))
+        begin_pass(self, LayerContext(seen, seen.replay(), None, tile, self.tiles.obstacles, cached=cache))
         apart = self.task.reads and reader_of(self.view) is not self.view  # the reader gets it where it is called
         return (), {**arguments, **({} if apart else {PASS_KEY: seen})}
 
@@ -356,7 +355,7 @@ class _Patch:
     def _begin_outside(self) -> None:
         """Leaves any pass, also an interrupted one, because layers are called outside of a pass."""
         self.end()
-        begin_pass(self.owner, None)
+        begin_pass(self, None)
 
     def look(self, view: ModelView) -> None:
         """Lets the parts look at the model's modules anew."""
@@ -390,7 +389,7 @@ class _Patch:
         """Forward hook that ends the pass, even if it failed."""
         self.run = self.labels = None
         self.entered = False
-        end_pass(self.owner)
+        end_pass(self)
         for part in self.parts:
             part.end()
             part.run = None

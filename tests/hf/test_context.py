@@ -14,19 +14,26 @@ from hf_burst.hf.groups import PATCH
 from tests.support import models, trainers
 
 
+class Patch:
+    """Begins and ends passes."""
+
+    def is_called(self) -> bool:
+        return True
+
+
 def tile_of_now() -> int | None:
     context = current()
     return None if context is None else context.tile
 
 
-def begin(model: object, tile: int) -> None:
+def begin(model: Patch, tile: int) -> None:
     """As the hooks of a model do: a pass that was interrupted ends first."""
     end_pass(model)
     begin_pass(model, LayerContext(tile=tile))
 
 
 def test_passes_inside_of_each_other() -> None:
-    outer, inner = object(), object()
+    outer, inner = Patch(), Patch()
     begin(outer, 1)
     begin(inner, 2)
     assert tile_of_now() == 2
@@ -40,7 +47,7 @@ def test_passes_inside_of_each_other() -> None:
 
 def test_an_interrupted_pass_leaves_nothing_to_the_next_ones() -> None:
     """A student calls a teacher, the user interrupts inside of the teacher, and runs both again."""
-    student, teacher = object(), object()
+    student, teacher = Patch(), Patch()
     begin(student, 1)
     begin(teacher, 2)
     begin(student, 3)
@@ -53,7 +60,7 @@ def test_an_interrupted_pass_leaves_nothing_to_the_next_ones() -> None:
 
 
 def test_interrupted_passes_of_two_models_in_turn() -> None:
-    first, second = object(), object()
+    first, second = Patch(), Patch()
     begin(first, 1)
     begin(second, 2)
     begin(first, 3)
@@ -96,3 +103,15 @@ def test_what_was_interrupted_and_dropped_is_freed(tmp_path: Path, run: Callable
     left = [weakref.ref(each) for each in run(tmp_path)]
     gc.collect()
     assert [each() for each in left] == [None] * len(left)
+
+
+def test_generation_after_an_interrupted_training_makes_masks_of_its_own() -> None:
+    """Caches of a fixed size have their masks made before the model is called."""
+    ids, options = models.make_batch("plain")["input_ids"], {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    model = hf_burst.patch_model(models.make_model("llama")).train()
+    stop = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**models.make_batch("plain"))
+    stop.remove()
+    found = model.eval().generate(ids, cache_implementation="static", **options)
+    assert found.tolist() == models.make_model("llama").eval().generate(ids, **options).tolist()

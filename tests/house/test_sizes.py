@@ -7,11 +7,11 @@ LINES = {
     "attention": 1_231,
     "check": 970,
     "cli": 985,
-    "hf": 2_389,
+    "hf": 2_408,
     "hf/batches": 1_034,
-    "hf/generation": 1_482,
+    "hf/generation": 1_483,
     "hf/models": 1_231,
-    "hf/parts": 2_963,
+    "hf/parts": 2_976,
     "hf/spread": 623,
     "hf/trainers": 1_317,
     "kernels": 1_310,
@@ -22,7 +22,7 @@ LINES = {
     "ring": 2_077,
     "sizing": 1_273,
 }
-NODES, TUPLES, REFUSING, RAISES = 124_232, 0.17, 1_459, 272
+NODES, TUPLES, REFUSING, RAISES = 124_358, 0.17, 1_459, 272
 
 
 def test_rooms_keep_to_their_numbers() -> None:
