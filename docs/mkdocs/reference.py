@@ -61,6 +61,8 @@ ORDER = (
         "Document",
         "check_model",
         "admit",
+        "quantize_experts",
+        "Experts4bitConfig",
     ),
     *("BurstCallback", "BurstResume", "last_checkpoint"),
 )

@@ -3,15 +3,15 @@
 from tests.house.sizes import measure
 
 LINES = {
-    ".": 421,
+    ".": 425,
     "attention": 1_231,
     "check": 970,
-    "cli": 985,
+    "cli": 999,
     "hf": 2_408,
     "hf/batches": 1_034,
     "hf/generation": 1_483,
-    "hf/models": 1_231,
-    "hf/parts": 2_976,
+    "hf/models": 1_425,
+    "hf/parts": 3_005,
     "hf/spread": 623,
     "hf/trainers": 1_317,
     "kernels": 1_310,
@@ -20,9 +20,9 @@ LINES = {
     "ranks": 1_357,
     "recurrent": 1_143,
     "ring": 2_077,
-    "sizing": 1_273,
+    "sizing": 1_289,
 }
-NODES, TUPLES, REFUSING, RAISES = 124_358, 0.17, 1_459, 272
+NODES, TUPLES, REFUSING, RAISES = 125_315, 0.17, 1_471, 275
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -248,7 +248,11 @@ def test_experts_of_a_base_in_4_bits_are_counted_as_they_are_kept(capsys: pytest
     report = capsys.readouterr().out
     assert "\nexperts: 28.99e9 weights in bf16, 54.0 GiB a GPU: bitsandbytes makes 4 bits of linear layers" in report
     assert 54.0 < float(re.search(r"weights (\d+\.\d+), gradients", report)[1]) < 57
-    assert "or --lora, which shards weights.\n" in report
+    assert "Give more --gpus or --quantize-experts or --sharded fsdp2.\n" in report
+    assert main([*words, "--machine", "rtx4090", "--qlora", "8", "--quantize-experts"]) == 0
+    report = capsys.readouterr().out
+    assert "\nexperts: 28.99e9 weights in 4bit, 13.9 GiB a GPU\n" in report
+    assert 15.0 < float(re.search(r"weights (\d+\.\d+), gradients", report)[1]) < 17
     assert main([*words, "--machine", "h200", "--lora"]) == 0
     assert "\nexperts: 28.99e9 weights in bf16, 27.0 GiB a GPU\n" in capsys.readouterr().out
 
@@ -448,6 +452,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "llama-3-8b", "--length", "64", "--lora", "-3"], "--lora is -3; give the rank"),
         (["--model", "llama-3-8b", "--length", "64", "--qlora", "0"], "--qlora is 0; give the rank"),
         (["--model", "llama-3-8b", "--length", "64", "--qlora", "--weights", "bf16"], "Leave out --weights bf16"),
+        (["--model", "qwen3-30b-a3b", "--length", "64", "--lora", "--quantize-experts"], "Add --qlora, whose adapters"),
         (
             ["--model", "llama-3-8b", "--length", "64", "--attention-keep", "0.3"],
             "attention_keep is 0.3; it must",
@@ -658,9 +663,17 @@ def test_the_fastest_division_that_fits_is_named(capsys: pytest.CaptureFixture[s
 
 
 def test_only_what_is_sharded_is_gathered(capsys: pytest.CaptureFixture[str]) -> None:
-    quantised = Training(65536, 2, 2, weights="4bit", lora=16)
-    whole = replace(quantised, sharded="ddp")
-    assert estimate_seconds(LLAMA, quantised, SHEET) == estimate_seconds(LLAMA, whole, SHEET)
+    def copied(training: Training) -> float:
+        """Seconds of copies of gathered weights."""
+        whole = replace(training, sharded="ddp")
+        return estimate_seconds(LLAMA, training, SHEET).elementwise - estimate_seconds(LLAMA, whole, SHEET).elementwise
+
+    plain, quantised = (Training(65536, 2, 2, weights=weights, lora=16) for weights in ("bf16", "4bit"))
+    everything = 2 * LLAMA.weights
+    share = (everything - (2 - 4.127 / 8) * LLAMA.linear) / everything
+    assert copied(quantised) / copied(plain) == pytest.approx(share)
+    held = [estimate_memory(LLAMA, each, H200).weights for each in (quantised, replace(quantised, sharded="ddp"))]
+    assert held[1] == 2 * held[0]
     words = ["plan", "--model", "llama-3.2-1b", "--length", "4096", "--gpus", "2", "--machine", "h200"]
     assert main([*words, "--qlora"]) == 0
     assert "adapters of rank 16 on 4bit weights, AdamW, ddp, " in capsys.readouterr().out

@@ -52,7 +52,7 @@ class Experts4bitConfig(BitsAndBytesConfig):
                 "Experts4bitConfig was given load_in_4bit=False. Leave it out, or take BitsAndBytesConfig."
             )
         super().__init__(**given)
-        self.quant_method = _METHOD
+        self.quant_method: Any = _METHOD
 
 
 @register_quantizer(_METHOD)
@@ -70,8 +70,8 @@ class Experts4bitQuantizer(Bnb4BitHfQuantizer):
     def get_quantize_ops(self) -> "_Quantize":
         return _Quantize(self)
 
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        model = super()._process_model_after_weight_loading(model, **kwargs)
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> PreTrainedModel:
+        super()._process_model_after_weight_loading(model, **kwargs)
         model.quantization_method = QuantizationMethod.BITS_AND_BYTES  # by which trainers and peft know it
         for module, name, weight in _weights(model):
             if len(getattr(getattr(weight, "quant_state", None), "shape", ())) == 3:
@@ -82,19 +82,14 @@ class Experts4bitQuantizer(Bnb4BitHfQuantizer):
 class _Quantize(Bnb4bitQuantize):
     """What quantizes a weight as soon as it has been read."""
 
-    def convert(
-        self,
-        input_dict: dict[str, Any],
-        full_layer_name: str | None = None,
-        model: nn.Module | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Tensor]:
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        model = kwargs["model"]
         ((path, value),) = input_dict.items()
         value = value[0] if isinstance(value, list) else value
         module, name = get_module_from_name(model, path)
         own = getattr(module, name)
         if not _holds_experts(own, _experts_in(model)):
-            return super().convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
+            return super().convert(input_dict, *args, **kwargs)
         config = self.hf_quantizer.quantization_config
         storage = config.bnb_4bit_quant_storage if config.bnb_4bit_quant_storage.is_floating_point else own.dtype
         how = config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, storage
@@ -180,9 +175,9 @@ def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 def _quantized(weight: Tensor, quant_type: str, double_quant: bool, storage: torch.dtype) -> nn.Parameter:
     """Returns a weight in 4 bits, stored as floats, which FSDP2 can shard."""
     from bitsandbytes.functional import quantize_4bit
-    from bitsandbytes.nn import Params4bit
+    from bitsandbytes.nn.modules import Params4bit
 
-    options = {"compress_statistics": double_quant, "quant_type": quant_type, "quant_storage": storage}
+    options: dict[str, Any] = {"compress_statistics": double_quant, "quant_type": quant_type, "quant_storage": storage}
     data, state = quantize_4bit(weight, **options)
     return Params4bit(data, requires_grad=False, quant_state=state, bnb_quantized=True, **options)
 

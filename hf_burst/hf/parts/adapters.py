@@ -10,7 +10,7 @@ from ...errors import ConfigError
 from ...layers.adapted_linear import adapted_linear, autocast_dtype
 from ..forward_pass import Call, ForwardPass
 from ..overrides import Override
-from ..view import hooks_of
+from ..view import hooks_of, inner_modules
 from .base import Part
 
 _LAYERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
@@ -25,11 +25,11 @@ class Adapters(Part):
         self.units = 0  # of FSDP2, at the latest look at them
 
     def admit(self, call: Call) -> None:
-        units = call.view.units_of_fsdp2
+        units: list[Any] = call.view.units_of_fsdp2
         for unit in units if len(units) != self.units else ():
             dtype = unit._get_fsdp_state()._mp_policy.param_dtype
-            modules = call.view.inside(unit)
-            stored = {weight.dtype for module in modules if (weight := _weight_of_4_bits(module)) is not None}
+            weights = (_weight_of_4_bits(module) for module in inner_modules(unit))
+            stored = {weight.dtype for weight in weights if weight is not None}
             if dtype is not None and stored - {dtype, torch.uint8}:
                 raise ConfigError(
                     f"Weights of 4 bits are stored as {', '.join(map(str, stored))}, and FSDP2 casts to {dtype}",
@@ -66,7 +66,7 @@ class _AdaptedForward(Override):
         return adapted_linear(x, base.weight, base.bias, down, up, layer.scaling[name], dropped)
 
 
-def _weight_of_4_bits(module: nn.Module) -> Tensor | None:
+def _weight_of_4_bits(module: Any) -> Tensor | None:
     """Returns the weight of a module that bitsandbytes has quantized to 4 bits, a linear layer or a parametrization."""
     if (type(module).__module__, type(module).__name__) in _OF_4_BITS:
         return module.weight

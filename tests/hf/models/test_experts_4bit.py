@@ -166,7 +166,10 @@ def test_fsdp2_shards_weights_of_4_bits(ranks: Ranks) -> None:
 def cast_what_is_stored(rank: int, size: int) -> None:
     model = adapted(hf_burst.quantize_experts(make_model("Qwen3Moe"))).train()
     models.patch(model)
-    fully_shard(model, mesh=init_device_mesh("cpu", (size,)), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    options = {"mesh": init_device_mesh("cpu", (size,)), "mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
     model(**models.make_batch("plain"))
 
 
