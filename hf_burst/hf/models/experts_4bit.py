@@ -33,13 +33,12 @@ class Experts4bitConfig(BitsAndBytesConfig):
     Each weight is quantized when it has been read, so that a GPU holds one at a time in 16 bits.
 
     Args:
-        kwargs: As in `BitsAndBytesConfig`, such as `bnb_4bit_use_double_quant=True`. By default the weights are
-            `"nf4"`, computed with in the dtype of the model.
+        kwargs: As in `BitsAndBytesConfig`, such as `bnb_4bit_use_double_quant=True`. By default weights are `"nf4"`.
 
     Example:
 
     ```python
-    >>> config = hf_burst.Experts4bitConfig(bnb_4bit_use_double_quant=True)
+    >>> config = hf_burst.Experts4bitConfig(bnb_4bit_compute_dtype="bfloat16", bnb_4bit_use_double_quant=True)
     >>> model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", quantization_config=config, dtype="bfloat16")
     ```
     """
