@@ -10,7 +10,7 @@ LINES = {
     "hf": 2_408,
     "hf/batches": 1_034,
     "hf/generation": 1_483,
-    "hf/models": 1_425,
+    "hf/models": 1_424,
     "hf/parts": 3_005,
     "hf/spread": 623,
     "hf/trainers": 1_317,
