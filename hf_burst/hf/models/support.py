@@ -69,7 +69,8 @@ def _reasons(view: ModelView) -> Iterator[Reason]:
         found = ", ".join(crossing) or "config.add_cross_attention is set"
         yield f"{name} has cross attention ({found})", "its keys are not those of the sequence", ALONE
     yield from _placement(getattr(config, "distributed_config", None), name)
-    adapted = [own.target_parameters for own in getattr(model, "peft_config", {}).values() if own.target_parameters]
+    targets = (getattr(own, "target_parameters", None) for own in getattr(model, "peft_config", {}).values())
+    adapted = [parameters for parameters in targets if parameters]
     if adapted and any(kind.__name__ == "Bnb4bitParametrization" for kind in view.classes):
         why = "peft finds no weight that is dequantized when it is read"
         yield f"{name} has experts in 4 bits, and target_parameters={sorted(adapted[0])}", why, "Adapt attention alone"
