@@ -10,7 +10,7 @@ LINES = {
     "hf": 2_408,
     "hf/batches": 1_034,
     "hf/generation": 1_483,
-    "hf/models": 1_424,
+    "hf/models": 1_425,
     "hf/parts": 3_005,
     "hf/spread": 623,
     "hf/trainers": 1_317,
@@ -22,7 +22,7 @@ LINES = {
     "ring": 2_077,
     "sizing": 1_289,
 }
-NODES, TUPLES, REFUSING, RAISES = 125_315, 0.17, 1_471, 275
+NODES, TUPLES, REFUSING, RAISES = 125_338, 0.17, 1_471, 275
 
 
 def test_rooms_keep_to_their_numbers() -> None:

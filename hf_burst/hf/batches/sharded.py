@@ -45,7 +45,7 @@ def describe_shard(
 ) -> ShardedBatch:
     """Returns the extra data of a shard, with checksums that show whether shards belong together."""
     labelled = shard.get("labels") is not None
-    positions = int(sum_of_bits(shard["position_ids"]))
+    positions = int(sum_of_bits(shard["position_ids"].long()))
     padded = any(start for start, _ in real_tokens(full))
     return ShardedBatch(layout, rank, int(checksum(full)), positions, longest_position(full), padded, labelled, task)
 

@@ -100,7 +100,7 @@ class BurstParallelismConfig(ParallelismConfig):
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Divides the ranks into groups, then builds the mesh as accelerate does."""
         world = ContextGroup.from_mesh(None)
-        device = torch.device(device_type)
+        device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
         if self.burst_size is None:
             self.burst_size = max(1, world.size // (self.dp_replicate_size * self.dp_shard_size))
         fsdp = AcceleratorState._shared_state.get("fsdp_plugin")

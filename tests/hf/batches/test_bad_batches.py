@@ -567,3 +567,21 @@ def test_the_first_case_that_holds_is_refused() -> None:
     ConfigError.refuse((False, "no"), (0, "none"), ("", "empty"))
     with pytest.raises(ConfigError, match=r"^What: why\. Instead\.$"):
         ConfigError.refuse((None, "no"), (3, "What", "why", "Instead"), (True, "later"))
+
+
+def run_other_integers(rank: int, size: int) -> None:
+    """Integers of 32 bits before a batch is sharded, afterwards, and on one rank alone."""
+    model = models.patch(models.make_model("llama"))
+    batch = models.make_batch("packed", length=24)
+    wanted = model(**hf_burst.shard_batch(batch)).loss
+    short = {**batch, "position_ids": batch["position_ids"].int()}
+    shard = hf_burst.shard_batch(short)
+    assert torch.equal(model(**shard).loss, wanted)
+    assert torch.equal(model(**{**shard, "position_ids": shard["position_ids"].long()}).loss, wanted)
+    later = hf_burst.shard_batch(batch)
+    assert torch.equal(model(**{**later, "position_ids": later["position_ids"].int()}).loss, wanted)
+    assert torch.equal(model(**(short if rank else batch)).loss, wanted)
+
+
+def test_positions_of_any_integers_are_the_same(ranks: Ranks) -> None:
+    ranks(2).run(run_other_integers)
