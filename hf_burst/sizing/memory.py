@@ -231,8 +231,10 @@ def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: b
             one += 4 * model.mlp
         if training.itemsize == 4:  # a tile's gradients next to their sums, and casts of weights and gradients
             one += 8 * model.mlp
-    if training.quantized_experts:  # those of a layer as they are read
-        one += 2 * model.fused / model.layers
+    read = 2 * model.fused * training.quantized_experts  # in 16 bits, those of a layer at a time if it runs again
+    again = training.checkpointing or training.in_tiles
+    if again:
+        one += read / model.layers
     if model.routed and fused and training.lora:  # Liger computes gradients of experts that are frozen
         one += 2 * model.mlp
     if model.norms and not fused:  # the backward pass of a norm, in fp32
@@ -243,7 +245,8 @@ def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: b
     mean = model.elements(fused) + model.hidden
     if training.in_tiles:
         mean -= model.inner * (3 if fused else 4)
-    return one, 0.0 if training.checkpointing else 2 * tokens * model.layers * mean
+    every = 2 * tokens * model.layers * mean + (0 if again else read)
+    return one, 0.0 if training.checkpointing else every
 
 
 def whole_weights(model: ModelSize, training: Training) -> float:

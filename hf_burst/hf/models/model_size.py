@@ -17,7 +17,7 @@ from ...sizing.shapes import SHAPES, shape_name
 from ..admission import row_of
 from ..view import ModelView
 from .cut_point import language_model_path
-from .layer_sizes import attending_layers, experts_of, head_size, layer_sizes
+from .layer_sizes import attending_layers, experts_of, head_size, is_experts, layer_sizes
 from .recurrent import recurrent_modules
 from .support import check_model, has_attention
 
@@ -109,7 +109,7 @@ class _Weights:
 
     `used` weights multiply a token; `head` and `mixing` are their parts in the language-model head and in layers that
     mix tokens (attention, recurrent ones). `unused` weights lie outside the language model. A token goes to `chosen`
-    experts. bitsandbytes quantizes `linear` weights to 4 bits; `fused` counts `experts` weights that are not linear.
+    experts. bitsandbytes quantizes `linear` weights to 4 bits; `fused` counts those of `experts` in three dimensions.
     """
 
     def __init__(self, view: ModelView) -> None:
@@ -130,12 +130,11 @@ class _Weights:
             if not self.reads(path):
                 self.unused += 0 if weight is head else count
             elif weight is not head and id(weight) not in tables:
-                routed = ("experts." in path and not re.search("shared|router", path)) or (
-                    weight.ndim == 3 and len(weight) == experts and id(weight) not in mixers
-                )
+                fused = is_experts(model.get_submodule(path.rpartition(".")[0]), weight)
+                routed = (fused or "experts." in path) and not re.search("shared|router", path)
                 self.used += count * (self.chosen / experts if routed and experts else 1)
-                self.experts += routed * count
-                self.fused += (routed and id(weight) not in linear) * count
+                self.experts += (routed or fused) * count
+                self.fused += fused * count
                 self.mixing += ("attn" in path or "attention" in path or id(weight) in mixers) * count
 
     def reads(self, path: str) -> bool:

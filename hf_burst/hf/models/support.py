@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import UnsupportedModelError
+from ...layers.dequantized import Dequantized
 from ...plan import MaskPattern
 from ..admission import LAYERS
 from ..view import ModelView
@@ -71,7 +72,7 @@ def _reasons(view: ModelView) -> Iterator[Reason]:
     yield from _placement(getattr(config, "distributed_config", None), name)
     targets = (getattr(own, "target_parameters", None) for own in getattr(model, "peft_config", {}).values())
     adapted = [parameters for parameters in targets if parameters]
-    if adapted and any(kind.__name__ == "Bnb4bitParametrization" for kind in view.classes):
+    if adapted and Dequantized in view.classes:
         why = "peft finds no weight that is dequantized when it is read"
         yield f"{name} has experts in 4 bits, and target_parameters={sorted(adapted[0])}", why, "Adapt attention alone"
     yield from task.reasons(view)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.distributed.tensor import DTensor
 
 from ...errors import ConfigError
 from ...layers.adapted_linear import adapted_linear, autocast_dtype
@@ -26,13 +26,16 @@ class Adapters(Part):
 
     def admit(self, call: Call) -> None:
         units: list[Any] = call.view.units_of_fsdp2
-        for unit in units if len(units) != self.units else ():
+        seen = set[Any]()
+        for unit in reversed(units) if len(units) != self.units else ():  # inner ones first, which cast their own
             dtype = unit._get_fsdp_state()._mp_policy.param_dtype
-            weights = (_weight_of_4_bits(module) for module in inner_modules(unit))
-            stored = {weight.dtype for weight in weights if weight is not None}
-            if dtype is not None and stored - {dtype, torch.uint8}:
+            weights = {module.weight for module in inner_modules(unit) if _is_of_4_bits(module)} - seen
+            seen |= weights
+            stored = {weight.dtype for weight in weights if isinstance(weight, DTensor)} - {dtype, torch.uint8}
+            if dtype is not None and stored:
+                found = ", ".join(sorted(map(str, stored)))
                 raise ConfigError(
-                    f"Weights of 4 bits are stored as {', '.join(map(str, stored))}, and FSDP2 casts to {dtype}",
+                    f"Weights of 4 bits are stored as {found}, and FSDP2 casts to {dtype}",
                     "other numbers would be read",
                     f"Set bnb_4bit_quant_storage={str(dtype)[6:]!r}, or load in that dtype",
                 )
@@ -66,17 +69,12 @@ class _AdaptedForward(Override):
         return adapted_linear(x, base.weight, base.bias, down, up, layer.scaling[name], dropped)
 
 
-def _weight_of_4_bits(module: Any) -> Tensor | None:
-    """Returns the weight of a module that bitsandbytes has quantized to 4 bits, a linear layer or a parametrization."""
-    if (type(module).__module__, type(module).__name__) in _OF_4_BITS:
-        return module.weight
-    if isinstance(module, ParametrizationList) and type(module[0]).__name__ == "Bnb4bitParametrization":
-        return module.original
-    return None
-
-
 def _is_adapter(module: nn.Module) -> bool:
     return (type(module).__module__, type(module).__name__) in _LAYERS
+
+
+def _is_of_4_bits(module: Any) -> bool:
+    return (type(module).__module__, type(module).__name__) in _OF_4_BITS
 
 
 def _adapter(layer: Any, x: Tensor) -> str | None:
@@ -110,9 +108,8 @@ def _adapter(layer: Any, x: Tensor) -> str | None:
 
 def _is_bare(linear: Any) -> bool:
     """Returns whether a module is an unchanged linear layer of torch or bitsandbytes, its weights in place."""
-    kind = type(linear)
-    in_4_bits = (kind.__module__, kind.__name__) in _OF_4_BITS
-    if not (kind is nn.Linear or in_4_bits) or _is_changed(linear):
+    in_4_bits = _is_of_4_bits(linear)
+    if not (type(linear) is nn.Linear or in_4_bits) or _is_changed(linear):
         return False
     plain = [linear.bias] if in_4_bits else [linear.weight, linear.bias]
     if any(weight is not None and type(weight) is not nn.Parameter for weight in plain):
