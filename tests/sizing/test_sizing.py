@@ -222,7 +222,7 @@ def test_positions_that_a_model_has_not_are_told(
     assert "WARNING: a text has 307,168 tokens" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "JetMoeForCausalLM", "GPT2LMHeadModel"])
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "JetMoeForCausalLM", "InklingForCausalLM", "GPT2LMHeadModel"])
 def test_four_bits_are_made_of_what_bitsandbytes_replaces(name: str) -> None:
     """Not of experts, which are one tensor a layer."""
     bnb = pytest.importorskip("bitsandbytes")
@@ -238,8 +238,14 @@ def test_four_bits_are_made_of_what_bitsandbytes_replaces(name: str) -> None:
     model = replace_with_bnb_linear(model, whole, BitsAndBytesConfig(load_in_4bit=True))
     layers = [module for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]
     assert size.linear == sum(layer.in_features * layer.out_features for layer in layers)
-    assert size.fused == size.experts, "so it is in all of Transformers"
-    assert (size.experts > 0) == ("Moe" in name)
+    assert size.fused == pytest.approx(size.experts, rel=1e-5), "so it is in all of Transformers, but for biases"
+    assert size.fused == sum(weight.numel() for weight in model.parameters() if is_whole(weight))
+    assert (size.experts > 0) == (name != "GPT2LMHeadModel")
+
+
+def is_whole(weight: torch.Tensor) -> bool:
+    """Whether a weight has three dimensions, and is none of a convolution."""
+    return weight.ndim == 3 and min(weight.shape[1:]) > 1
 
 
 def test_experts_of_a_base_in_4_bits_are_counted_as_they_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,6 +259,13 @@ def test_experts_of_a_base_in_4_bits_are_counted_as_they_are_kept(capsys: pytest
     report = capsys.readouterr().out
     assert "\nexperts: 28.99e9 weights in 4bit, 13.9 GiB a GPU\n" in report
     assert 15.0 < float(re.search(r"weights (\d+\.\d+), gradients", report)[1]) < 17
+    size = model_size(transformers.Qwen3MoeForCausalLM, shape_named("qwen3-30b-a3b"))
+    kept = []
+    for checkpointing, tile in ((True, 0), (False, 0), (False, 1024)):
+        training = Training(16384, 2, 2, weights="4bit", lora=8, checkpointing=checkpointing, tiled_mlp=tile)
+        both = [estimate_memory(size, replace(training, quantized_experts=on), H200) for on in (False, True)]
+        kept.append(round((both[1].activations - both[0].activations) / (2 * size.fused), 2))
+    assert kept == [0.02, 1, 0.02], "of one layer of 48, or without checkpointing of all"
     assert main([*words, "--machine", "h200", "--lora"]) == 0
     assert "\nexperts: 28.99e9 weights in bf16, 27.0 GiB a GPU\n" in capsys.readouterr().out
 

@@ -1,27 +1,33 @@
 """Experts in 4 bits: the same if quantized while a model is loaded or afterwards, and over ranks as in one process."""
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
 
 import hf_burst
 from hf_burst.errors import ConfigError, UnsupportedModelError
+from hf_burst.hf.models import experts_4bit
+from hf_burst.hf.models.experts_4bit import Experts4bitQuantizer
 from tests.support import models
 from tests.support.ranks import RankError, RankPool
 from tests.support.tiny_models import overrides_of, tiny_config
 
 Ranks = Callable[[int], RankPool]
-pytest.importorskip("bitsandbytes")
+bitsandbytes = pytest.importorskip("bitsandbytes")
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64}  # blocks of 64 weights have a scale
-FAMILIES = ("Qwen3Moe", "Qwen3_5Moe", "Mixtral", "GptOss", "Glm4Moe", "DeepseekV3")
+FAMILIES = ("Qwen3Moe", "Qwen3_5Moe", "Mixtral", "GptOss", "Glm4Moe", "DeepseekV3", "JetMoe", "LongcatFlash", "Inkling")
 
 
 def make_model(family: str) -> PreTrainedModel:
@@ -57,16 +63,27 @@ def adapted(model: PreTrainedModel) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_experts_are_quantized_and_read_as_a_layer_needs_them(family: str) -> None:
+def test_all_experts_are_quantized_and_read_as_a_layer_needs_them(
+    family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     model = make_model(family)
-    whole = {path for path, weight in model.named_parameters() if weight.ndim == 3 and min(weight.shape) > 1}
-    before = {path: weight.numel() for path, weight in model.named_parameters() if path in whole}
-    assert before
+    whole = [weight for weight in model.parameters() if weight.ndim == 3 and min(weight.shape[1:]) > 1]
+    before, references = sum(weight.numel() for weight in whole), [weakref.ref(weight) for weight in whole]
+    alive, quantize = list[int](), bitsandbytes.functional.quantize_4bit
+    del whole
+
+    def counted(weight: torch.Tensor, **options: Any) -> Any:
+        alive.append(sum(reference() is not None for reference in references))
+        return quantize(weight, **options)
+
+    monkeypatch.setattr(bitsandbytes.functional, "quantize_4bit", counted)
     assert hf_burst.quantize_experts(model) is model
+    assert alive == list(range(len(references), 0, -1)), "each is dropped before the next one is quantized"
+    assert "in 4 bits" not in caplog.text, "nothing is left"
     found = experts_of(model)
-    assert len(found) == len(whole)
+    assert len(found) == len(references)
     held = sum(module.parametrizations[name].original.nbytes for module, name in found)
-    assert held == sum(before.values()) / 2
+    assert held == before / 2
     assert all(not module.parametrizations[name].original.requires_grad for module, name in found)
     batch = models.make_batch("plain")
     with torch.no_grad():
@@ -75,20 +92,14 @@ def test_all_experts_are_quantized_and_read_as_a_layer_needs_them(family: str) -
         assert not torch.equal(quantized, make_model(family)(batch["input_ids"]).logits), "4 bits must be felt"
 
 
-def test_loading_quantizes_as_afterwards(tmp_path: Path) -> None:
+def test_loading_quantizes_as_afterwards(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The weights lie one expert each in the checkpoint, and in bf16."""
     make_model("Qwen3Moe").to(torch.bfloat16).save_pretrained(tmp_path)
-    options = {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "float32"}
-    linear = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **options)
+    linear = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     afterwards = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=linear, dtype=torch.float32)
     hf_burst.quantize_experts(afterwards)
-    config = hf_burst.Experts4bitConfig(**options)
+    config = hf_burst.Experts4bitConfig().to_dict()  # a dict is taken, too
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
-    assert loaded.is_loaded_in_4bit
-    assert loaded.is_quantized
-    assert loaded.quantization_method == afterwards.quantization_method
-    with pytest.raises(ValueError, match="not serializable"):
-        loaded.save_pretrained(tmp_path / "saved")
     assert [name for _, name in experts_of(loaded)] == ["gate_up_proj", "down_proj"] * loaded.config.num_hidden_layers
     weights = dict(afterwards.named_parameters())
     for path, weight in loaded.named_parameters():
@@ -96,8 +107,60 @@ def test_loading_quantizes_as_afterwards(tmp_path: Path) -> None:
     ids = models.make_batch("plain")["input_ids"]
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, afterwards(ids).logits)
-    saved = type(config).from_dict(config.to_dict())
-    assert saved.to_dict() == config.to_dict()
+    assert hf_burst.Experts4bitConfig.from_dict(config).to_dict() == config
+    for model in (loaded, afterwards, hf_burst.quantize_experts(make_model("Qwen3Moe"))):
+        check_marks(model, tmp_path, caplog)
+
+
+def check_marks(model: PreTrainedModel, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A model with experts in 4 bits is not cast and not saved, and moves with its scales. Its adapters are saved."""
+    assert model.is_loaded_in_4bit
+    caplog.clear()
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(folder / "saved")
+    assert "Save adapters, and merge them into the checkpoint in 16 bits." in caplog.text
+    for cast in (model.half, lambda: model.to(torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"quantized model|cast a bitsandbytes model"):
+            cast()
+    module, name = experts_of(model)[0]
+    packed, dequantized = module.parametrizations[name].original, module.parametrizations[name][0]
+    before = packed.clone()
+    with_adapters = adapted(model)
+    with pytest.raises(ConfigError, match=r"stored as torch\.float32, and is cast to torch\.bfloat16"):
+        with_adapters.bfloat16()  # peft lets it pass
+    assert torch.equal(packed.data.view(torch.uint8), before.data.view(torch.uint8))
+    with_adapters.save_pretrained(folder / "adapters")
+    assert {path.suffix for path in (folder / "adapters").iterdir()} == {".json", ".safetensors", ".md"}
+    dequantized.to("meta")
+    assert dequantized.state.absmax.is_meta
+    assert dequantized.state.state2.absmax.is_meta
+
+
+def test_what_is_left_in_16_bits_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_model("Qwen3Moe").save_pretrained(tmp_path)
+    config = hf_burst.Experts4bitConfig(llm_int8_skip_modules=["lm_head", "model.layers.0"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    assert len(experts_of(model)) == 2 * (model.config.num_hidden_layers - 1)
+    assert isinstance(model.model.layers[0].mlp.experts.gate_up_proj, torch.nn.Parameter)
+    named = "these experts are not in 4 bits: model.layers.*.mlp.experts.down_proj, model.layers.*.mlp.experts.gate"
+    assert named in caplog.text
+    hf_burst.quantize_experts(model)
+    assert len(experts_of(model)) == 2 * model.config.num_hidden_layers
+
+
+def test_a_conversion_into_several_weights_quantizes_each() -> None:
+    model = make_model("Qwen3Moe")
+    quantizer = Experts4bitQuantizer(hf_burst.Experts4bitConfig(), pre_quantized=False)
+    path, weights = "model.layers.0", {name: weight.detach() for name, weight in model.named_parameters()}
+    quantizer.preprocess_model(model, device_map=None)
+    names = [f"{path}.mlp.experts.down_proj", f"{path}.self_attn.q_proj.weight", f"{path}.input_layernorm.weight"]
+    found = quantizer.get_quantize_ops().convert({name: [weights[name]] for name in names}, model=model)
+    assert [type(found[name]).__name__ for name in names] == ["Params4bit", "Params4bit", "Tensor"]
+    assert found[names[0]].quant_state.shape == weights[names[0]].shape
+    model = make_model("Qwen3Moe")
+    model.config.distributed_config = DistributedConfig(tp_size=2)
+    with pytest.raises(ConfigError, match="experts of Qwen3MoeForCausalLM lie on several ranks"):
+        quantizer.preprocess_model(model, device_map=None)
 
 
 def compare(rank: int, size: int, family: str, kind: str, tile: int, checkpointing: bool) -> None:
@@ -119,6 +182,7 @@ def compare(rank: int, size: int, family: str, kind: str, tile: int, checkpointi
             dist.all_reduce(own.grad)
             torch.testing.assert_close(own.grad / size, other.grad, rtol=2e-5, atol=2e-6)
     assert not torch.nn.utils.parametrize._cache, "no experts are kept after a pass"
+    assert not torch.nn.utils.parametrize._cache_enabled
 
 
 @pytest.mark.parametrize(
@@ -157,6 +221,14 @@ def compare_sharded(rank: int, size: int) -> None:
     for own, other in zip(model.parameters(), plain.parameters(), strict=True):
         if other.grad is not None:
             torch.testing.assert_close(own.grad.full_tensor(), other.grad, rtol=2e-5, atol=2e-6)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    expected = plain.state_dict()
+    if rank == 0:
+        assert whole.keys() == expected.keys()
+        for name, value in whole.items():  # as bytes, since bits of 4-bit numbers can be those of NaN
+            assert torch.equal(value.data.view(torch.uint8), expected[name].data.view(torch.uint8))
+    learning = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+    assert learning.keys() == {name for name in expected if "lora" in name}
 
 
 def test_fsdp2_shards_weights_of_4_bits(ranks: Ranks) -> None:
@@ -178,16 +250,31 @@ def test_weights_of_4_bits_that_fsdp2_would_cast_are_refused(ranks: Ranks) -> No
         ranks(2).run(cast_what_is_stored)
     for error in caught.value.errors:
         assert isinstance(error, ConfigError)
-        assert "stored as torch.float32, and FSDP2 casts to torch.bfloat16" in str(error)
+        assert "stored as torch.float32, and is cast to torch.bfloat16" in str(error)
 
 
-def test_what_cannot_be_quantized_is_refused() -> None:
-    with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts in tensors of three dimensions"):
+def test_what_cannot_be_quantized_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts in 16 bits in tensors of three dimensions"):
         hf_burst.quantize_experts(models.make_model("llama"))
     model = make_model("Qwen3Moe")
+    with pytest.raises(ConfigError, match="type 'int4': bitsandbytes knows 4 bits of type 'nf4' and 'fp4'"):
+        hf_burst.quantize_experts(model, "int4")
     with pytest.raises(ConfigError, match="Qwen3MoeForCausalLM is patched"):
         hf_burst.quantize_experts(hf_burst.patch_model(model))
-    with pytest.raises(ConfigError, match="Experts4bitConfig was given load_in_4bit=False"):
+    model = hf_burst.unpatch_model(model)
+    with monkeypatch.context() as patches:
+        patches.setattr(experts_4bit, "is_bitsandbytes_available", lambda oldest: oldest != "0.50.2")
+        with pytest.raises(ConfigError, match=r"need bitsandbytes 0\.50\.2 or later"):
+            hf_burst.quantize_experts(model)
+    with pytest.raises(ConfigError, match="Qwen3MoeForCausalLM has no experts in 16 bits"):
+        hf_burst.quantize_experts(hf_burst.quantize_experts(model))
+    mixed = make_model("Qwen3Moe")
+    mixed.model.layers[-1].mlp.experts.double()
+    with pytest.raises(ConfigError, match=r"The experts of Qwen3MoeForCausalLM are in torch\.float64"):
+        hf_burst.quantize_experts(mixed)
+    assert not experts_of(mixed)
+    assert not getattr(mixed, "is_quantized", False)
+    with pytest.raises(ConfigError, match="Experts have load_in_4bit=False"):
         hf_burst.Experts4bitConfig(load_in_4bit=False)
 
 
