@@ -10,19 +10,19 @@ LINES = {
     "hf": 2_408,
     "hf/batches": 1_034,
     "hf/generation": 1_483,
-    "hf/models": 1_425,
-    "hf/parts": 3_005,
+    "hf/models": 1_474,
+    "hf/parts": 3_002,
     "hf/spread": 623,
     "hf/trainers": 1_317,
     "kernels": 1_310,
-    "layers": 1_666,
+    "layers": 1_718,
     "plan": 2_175,
     "ranks": 1_357,
     "recurrent": 1_143,
     "ring": 2_077,
-    "sizing": 1_289,
+    "sizing": 1_292,
 }
-NODES, TUPLES, REFUSING, RAISES = 125_338, 0.17, 1_471, 275
+NODES, TUPLES, REFUSING, RAISES = 125_757, 0.17, 1_501, 276
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _METHOD = "hf_burst_experts_4bit"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that bitsandbytes quantizes
-_OLDEST = "0.50.2"  # bitsandbytes that drops what a checkpointed layer has read
+_OLDEST = "0.50.2"  # bitsandbytes that drops what has been read also when a call fails
 
 
 @register_quantization_config(_METHOD)
@@ -192,7 +192,7 @@ def _check(model: Any) -> None:
         (
             not is_bitsandbytes_available(_OLDEST),
             f"Experts in 4 bits need bitsandbytes {_OLDEST} or later",
-            "older ones keep in 16 bits what a checkpointed layer has read",
+            "older ones can keep in 16 bits what a call has read",
             f"Run pip install -U 'bitsandbytes>={_OLDEST}'",
         ),
         (
