@@ -57,7 +57,7 @@ class ModelSize(LayerSizes):
         adapted (`int`): Rows and columns of all linear layers but the head: weights of adapters of rank 1.
         unused (`int`): Weights that a batch of text does not use: those of towers for images and sound.
         routed (`int`): Elements of a token's copies for the experts that it is sent to.
-        experts (`int`): Weights of all experts.
+        experts (`int`): Weights of experts, without biases.
         fused (`int`): Those of them in tensors of three dimensions, as Transformers has them.
         tower ([`TowerSize`], *optional*): Its tower for images, if it is served with them.
         latent (`int`): Elements of a token that a layer caches, and makes keys and values of; 0 if it caches these.

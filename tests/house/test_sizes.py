@@ -22,7 +22,7 @@ LINES = {
     "ring": 2_077,
     "sizing": 1_292,
 }
-NODES, TUPLES, REFUSING, RAISES = 125_757, 0.17, 1_501, 276
+NODES, TUPLES, REFUSING, RAISES = 125_763, 0.17, 1_501, 276
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -160,8 +160,8 @@ def quantize_experts(model: PreTrainedModel, quant_type: str = "nf4", double_qua
         (
             not found,
             f"{name} has no experts in 16 bits in tensors of three dimensions",
-            "they are quantized, or linear layers, which bitsandbytes quantizes when a model is loaded",
-            "Leave quantize_experts out, or give from_pretrained a BitsAndBytesConfig(load_in_4bit=True)",
+            "no others are quantized here",
+            "Leave quantize_experts out, or load linear layers by BitsAndBytesConfig(load_in_4bit=True)",
         ),
         (
             any(id(module) in adapted for module, _ in found),

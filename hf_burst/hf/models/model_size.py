@@ -133,7 +133,7 @@ class _Weights:
                 fused = is_experts(model.get_submodule(path.rpartition(".")[0]), weight)
                 routed = (fused or "experts." in path) and not re.search("shared|router", path)
                 self.used += count * (self.chosen / experts if routed and experts else 1)
-                self.experts += (routed or fused) * count
+                self.experts += (fused or (routed and id(weight) in linear)) * count
                 self.fused += fused * count
                 self.mixing += ("attn" in path or "attention" in path or id(weight) in mixers) * count
 

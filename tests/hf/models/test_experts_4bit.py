@@ -229,6 +229,10 @@ def compare_sharded(rank: int, size: int) -> None:
             assert torch.equal(value.data.view(torch.uint8), expected[name].data.view(torch.uint8))
     learning = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
     assert learning.keys() == {name for name in expected if "lora" in name}
+    sharded = make_model("Qwen3Moe")
+    fully_shard(sharded, mesh=mesh)
+    with pytest.raises(ConfigError, match="experts of FSDPQwen3MoeForCausalLM lie on several ranks"):
+        hf_burst.quantize_experts(sharded)
 
 
 def test_fsdp2_shards_weights_of_4_bits(ranks: Ranks) -> None:
