@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .hf.generation.scores import token_divergences as token_divergences
     from .hf.generation.scores import token_losses as token_losses
     from .hf.models.experts_4bit import Experts4bitConfig as Experts4bitConfig
-    from .hf.models.experts_4bit import quantize_experts as quantize_experts
     from .hf.patch import patch_model as patch_model
     from .hf.patch import unpatch_model as unpatch_model
     from .hf.trainers.accelerate import BurstParallelismConfig as BurstParallelismConfig
@@ -50,7 +49,6 @@ _HOME = {
     "generate": ".hf.generation.generate",
     "last_checkpoint": ".hf.trainers.resume",
     "patch_model": ".hf.patch",
-    "quantize_experts": ".hf.models.experts_4bit",
     "remember": ".hf.generation.document",
     "shard_batch": ".hf.batches.collator",
     "token_divergences": ".hf.generation.scores",

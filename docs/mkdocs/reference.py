@@ -61,7 +61,6 @@ ORDER = (
         "Document",
         "check_model",
         "admit",
-        "quantize_experts",
         "Experts4bitConfig",
     ),
     *("BurstCallback", "BurstResume", "last_checkpoint"),

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     adapters.add_argument("--qlora", **rank, help="adapters on frozen weights of 4 bits")
     parser.add_argument("--weights", choices=("bf16", "fp32"), help="those that train (default bf16; of adapters fp32)")
     parser.add_argument(
-        "--quantize-experts", action="store_true", help="experts are in 4 bits, too (hf_burst.quantize_experts)"
+        "--quantize-experts", action="store_true", help="experts are in 4 bits, too (hf_burst.Experts4bitConfig)"
     )
     parser.add_argument("--sharded", choices=get_args(Sharded), help="(default fsdp2; ddp with --qlora)")
     chosen = "as in hf_burst.Memory; the others then have their defaults (by default the rule of memory='auto' chooses)"
@@ -116,6 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"--images is {arguments.images}, and of {model.name} no tower is known whose images can be counted: it is "
             "not served with images, or its config does not say how many patches become a token. Leave --images out."
         )
+    if arguments.quantize_experts and not model.fused:
+        raise ConfigError(f"{model.name} has no experts in tensors of three dimensions. Leave out --quantize-experts.")
     settings = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
     training = _training(arguments, mask, gpus, settings)
     fixed = SETTINGS if settings else ()  # any setting of the user's fixes them all
@@ -177,8 +179,6 @@ def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: di
             f"{arguments.images} images of {arguments.image_tokens} tokens are more than the {mask.length} tokens of "
             "the sequence, which has them among its own. Give a length that has room for them and the text."
         )
-    if arguments.quantize_experts and not arguments.qlora:
-        raise ConfigError("--quantize-experts quantizes frozen weights. Add --qlora, whose adapters learn.")
     weights: Weights = "4bit" if arguments.qlora else arguments.weights or ("fp32" if rank else "bf16")
     return Training(
         length=mask.length,
@@ -309,6 +309,7 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
         lines.append("a reference reads all of them, too, which does not count for MFU")
     if training.weights == "4bit" and training.shards > 1:
         lines.append("assumed: bnb_4bit_quant_storage is a dtype of floats, else FSDP2 leaves weights of 4 bits whole")
+        lines.append("not counted: accelerate loads all weights of 4 bits on every GPU, before FSDP2 shards them")
     return [*lines, (_PRECISION | _OF_ADAPTERS if training.lora else _PRECISION)[training.weights]]
 
 

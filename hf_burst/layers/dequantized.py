@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import register_parametrization
+from torch.nn.utils.parametrize import cached, register_parametrization
 
 from ..errors import ConfigError
 
@@ -36,17 +36,20 @@ class Dequantized(nn.Module):
             raise ConfigError(
                 f"A weight of 4 bits is stored as {self.stored}, and is cast to {packed.dtype}",
                 "other numbers would be read",
-                "Load the model in the dtype in which it computes, and quantize it then",
+                "Load the model again, in the dtype in which it computes",
             )
         self.state.to(packed.device)
 
 
 def dequantize_when_read(module: nn.Module, name: str) -> None:
     """Has reading a `Params4bit` of a module dequantize it, once in a call of the module."""
-    from bitsandbytes.nn.parametrize import _disable_parametrization_cache, _enable_parametrization_cache
-
     packed: Any = module._parameters[name]
     state, packed.quant_state = packed.quant_state, None
     register_parametrization(module, name, Dequantized(state, packed.dtype), unsafe=True)
-    module.register_forward_pre_hook(_enable_parametrization_cache)
-    module.register_forward_hook(_disable_parametrization_cache, always_call=True)
+    own: Any = type(module)  # a class of this module alone, made by torch
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with cached():
+            return super(own, self).__call__(*args, **kwargs)
+
+    own.__call__ = call

@@ -231,10 +231,9 @@ def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: b
             one += 4 * model.mlp
         if training.itemsize == 4:  # a tile's gradients next to their sums, and casts of weights and gradients
             one += 8 * model.mlp
-    read = 2 * model.fused * training.quantized_experts  # in 16 bits, those of a layer at a time if it runs again
     again = training.checkpointing or training.in_tiles
-    if again:
-        one += read / model.layers
+    if training.quantized_experts and again:  # in 16 bits, those of one layer at a time
+        one += 2 * model.fused_in_layer
     if model.routed and fused and training.lora:  # Liger computes gradients of experts that are frozen
         one += 2 * model.mlp
     if model.norms and not fused:  # the backward pass of a norm, in fp32
@@ -245,7 +244,9 @@ def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: b
     mean = model.elements(fused) + model.hidden
     if training.in_tiles:
         mean -= model.inner * (3 if fused else 4)
-    every = 2 * tokens * model.layers * mean + (0 if again else read)
+    every = 2 * tokens * model.layers * mean
+    if training.quantized_experts and not again:
+        every += 2 * model.fused
     return one, 0.0 if training.checkpointing else every
 
 

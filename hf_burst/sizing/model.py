@@ -59,6 +59,7 @@ class ModelSize(LayerSizes):
         routed (`int`): Elements of a token's copies for the experts that it is sent to.
         experts (`int`): Weights of experts, without biases.
         fused (`int`): Those of them in tensors of three dimensions, as Transformers has them.
+        fused_in_layer (`int`): Those in the layer that has the most.
         tower ([`TowerSize`], *optional*): Its tower for images, if it is served with them.
         latent (`int`): Elements of a token that a layer caches, and makes keys and values of; 0 if it caches these.
     """
@@ -75,6 +76,7 @@ class ModelSize(LayerSizes):
     routed: int
     experts: int
     fused: int
+    fused_in_layer: int
     tower: TowerSize | None
     latent: int
 
@@ -130,7 +132,7 @@ class Training(Memory):
             the weights that learn, computed with in bf16 (mixed precision); or `"4bit"` for frozen weights under
             adapters, stored as floats if FSDP2 shards them. Frozen weights are else in bf16.
         quantized_experts (`bool`, defaults to `False`): Whether experts of three dimensions are in 4 bits, too, see
-            [`hf_burst.quantize_experts`].
+            [`hf_burst.Experts4bitConfig`].
         lora (`int`, defaults to 0): Rank of adapters on all linear layers but the head; 0 trains all weights.
         checkpointing (`bool`, defaults to `True`): Whether layers are computed again in the backward pass.
         fused (`bool`, defaults to `True`): Whether norms, rotary positions and SwiGLU are kernels of their own, as
@@ -171,6 +173,8 @@ class Training(Memory):
             )
         if self.weights == "4bit" and not self.lora:
             raise ConfigError("Weights of 4 bits are frozen, so there is nothing to train. Add adapters (lora=16).")
+        if self.quantized_experts and self.weights != "4bit":
+            raise ConfigError(f"quantized_experts is set, and weights are {self.weights!r}. Take '4bit' (--qlora).")
 
     @property
     def bounds(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from ..errors import ConfigError
 from ..plan import Mask
 from ..plan.work import pairs_of_chunks
 from .gpus import DataSheet
-from .model import ModelSize, Training
+from .model import NF4, ModelSize, Training
 from .spread import Spread, masks_of, pairs_of, recurrent_bytes, sent_bytes, spread_of
 from .towers import tower_products
 
@@ -172,6 +172,8 @@ def touched(model: ModelSize, training: Training) -> float:
     moved = training.tokens * total
     if training.shards > 1:  # FSDP copies gathered weights into place, and gradients to where they are sent from
         moved += 2 * _sharded_bytes(model, training)
+    if training.quantized_experts:  # read in 4 bits and written in 16; once more where layers or tiles run again
+        moved += (2 + NF4) * model.fused * (1 + (training.checkpointing or training.in_tiles))
     return moved
 
 

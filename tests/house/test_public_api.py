@@ -25,7 +25,6 @@ NAMES = [
     "generate",
     "last_checkpoint",
     "patch_model",
-    "quantize_experts",
     "remember",
     "shard_batch",
     "token_divergences",

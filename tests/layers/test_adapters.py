@@ -472,9 +472,9 @@ def under_fsdp2(rank: int, size: int, storage: torch.dtype) -> list[float]:
 
 
 def cast_by_fsdp2(rank: int, size: int) -> str:
-    """Looks at weights that FSDP2 leaves whole, that an inner unit shards and does not cast, and that it casts."""
+    """Runs weights that FSDP2 leaves whole, that an inner unit shards and does not cast, and that it casts."""
     mesh, policy = init_device_mesh("cpu", (size,)), MixedPrecisionPolicy(torch.bfloat16)
-    whole, inner, cast = (in_4_bits(storage=torch.float32) for _ in range(3))
+    whole, inner, cast = (joined(in_4_bits(storage=torch.float32)) for _ in range(3))
     small = [weight for name, weight in whole.named_parameters() if "lora" not in name]
     fully_shard(whole, mesh=mesh, mp_policy=policy, ignored_params=set(small))
     for name in NAMES:
@@ -482,9 +482,9 @@ def cast_by_fsdp2(rank: int, size: int) -> str:
     fully_shard(inner, mesh=mesh, mp_policy=policy)
     fully_shard(cast, mesh=mesh, mp_policy=policy)
     for module in (whole, inner):
-        Adapters().admit(SimpleNamespace(view=ModelView(module)))  # type: ignore[arg-type]
+        results(module, inputs(torch.bfloat16))
     with pytest.raises(ConfigError) as caught:
-        Adapters().admit(SimpleNamespace(view=ModelView(cast)))  # type: ignore[arg-type]
+        results(cast, inputs(torch.bfloat16))
     return str(caught.value)
 
 

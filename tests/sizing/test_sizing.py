@@ -36,8 +36,9 @@ from hf_burst.hf.view import ModelView
 from hf_burst.plan import MaskPattern, RecurrentSize
 from hf_burst.sizing.gpus import DATA_SHEETS, Capacity, capacity_of, data_sheet, gpu_named
 from hf_burst.sizing.memory import estimate_memory
-from hf_burst.sizing.model import Training, rounded
-from hf_burst.sizing.seconds import estimate_seconds, products, step_flops
+from hf_burst.sizing.model import NF4, Training, rounded
+from hf_burst.sizing.prompts import memory_of_prompt
+from hf_burst.sizing.seconds import estimate_seconds, products, step_flops, touched
 from hf_burst.sizing.shapes import NAMES, shape_name
 from tests.recurrent import test_recurrent
 from tests.support import models, predictions
@@ -260,11 +261,19 @@ def test_experts_of_a_base_in_4_bits_are_counted_as_they_are_kept(capsys: pytest
     assert "\nexperts: 28.99e9 weights in 4bit, 13.9 GiB a GPU\n" in report
     assert 15.0 < float(re.search(r"weights (\d+\.\d+), gradients", report)[1]) < 17
     size = model_size(transformers.Qwen3MoeForCausalLM, shape_named("qwen3-30b-a3b"))
+    assert size.fused_in_layer == size.fused / size.layers
+    dense = transformers.DeepseekV3Config(num_hidden_layers=3, first_k_dense_replace=1)
+    assert (sizes := model_size(transformers.DeepseekV3ForCausalLM, dense)).fused == 2 * sizes.fused_in_layer
     kept = []
     for checkpointing, tile in ((True, 0), (False, 0), (False, 1024)):
         training = Training(16384, 2, 2, weights="4bit", lora=8, checkpointing=checkpointing, tiled_mlp=tile)
         both = [estimate_memory(size, replace(training, quantized_experts=on), H200) for on in (False, True)]
         kept.append(round((both[1].activations - both[0].activations) / (2 * size.fused), 2))
+        quantized = replace(training, quantized_experts=True)
+        reads = (touched(size, quantized) - touched(size, training)) / ((2 + NF4) * size.fused)
+        assert reads == pytest.approx(1 if kept[-1] == 1 else 2)
+        prompts = [memory_of_prompt(size, how, H200).activations for how in (training, quantized)]
+        assert prompts[1] - prompts[0] == 2 * size.fused_in_layer
     assert kept == [0.02, 1, 0.02], "of one layer of 48, or without checkpointing of all"
     assert main([*words, "--machine", "h200", "--lora"]) == 0
     assert "\nexperts: 28.99e9 weights in bf16, 27.0 GiB a GPU\n" in capsys.readouterr().out
@@ -465,7 +474,8 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "llama-3-8b", "--length", "64", "--lora", "-3"], "--lora is -3; give the rank"),
         (["--model", "llama-3-8b", "--length", "64", "--qlora", "0"], "--qlora is 0; give the rank"),
         (["--model", "llama-3-8b", "--length", "64", "--qlora", "--weights", "bf16"], "Leave out --weights bf16"),
-        (["--model", "qwen3-30b-a3b", "--length", "64", "--lora", "--quantize-experts"], "Add --qlora, whose adapters"),
+        (["--model", "qwen3-30b-a3b", "--length", "64", "--lora", "--quantize-experts"], "Take '4bit' (--qlora)"),
+        (["--model", "llama-3-8b", "--length", "64", "--qlora", "--quantize-experts"], "has no experts in tensors"),
         (
             ["--model", "llama-3-8b", "--length", "64", "--attention-keep", "0.3"],
             "attention_keep is 0.3; it must",

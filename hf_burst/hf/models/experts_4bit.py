@@ -12,36 +12,40 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
-from transformers.utils.import_utils import is_bitsandbytes_available
 from transformers.utils.quantization_config import QuantizationMethod
 
 from ...errors import ConfigError
-from ...layers.dequantized import dequantize_when_read
-from ..groups import PATCH
+from ...layers.dequantized import Dequantized, dequantize_when_read
 from ..view import ModelView
 from .layer_sizes import is_experts
-from .support import base_model
 
 logger = logging.getLogger(__name__)
 
 _METHOD = "hf_burst_experts_4bit"
+_INSTEAD = "Save adapters, and merge them into the checkpoint in 16 bits"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that bitsandbytes quantizes
-_OLDEST = "0.50.2"  # bitsandbytes that drops what has been read also when a call fails
 
 
 @register_quantization_config(_METHOD)
 class Experts4bitConfig(BitsAndBytesConfig):
     """`BitsAndBytesConfig` of 4 bits, which takes experts that lie in tensors of three dimensions, too.
 
-    Each weight is quantized when it has been read, so that a GPU holds one at a time in 16 bits. The model is not
-    saved; its adapters are. As a dict, give what `to_dict` returns: Transformers takes one with `load_in_4bit` for a
-    `BitsAndBytesConfig`, which leaves experts in 16 bits.
+    It loads checkpoints in 16 bits, such as those of Qwen3-MoE, Qwen3.5-MoE, Mixtral and GLM-4.5-Air. Each weight is
+    quantized when it has been read, so that a GPU never holds the model in 16 bits. A model that is made from a config
+    is saved first (`save_pretrained`), and loaded with this.
+
+    Experts are dequantized when a layer runs: of one layer at a time with `gradient_checkpointing=True` or in tiles
+    (`tiled_mlp`, each of which dequantizes them again), else the backward pass needs those of all layers in 16 bits.
+    [`generate`] dequantizes all experts for each token, and records no CUDA graphs.
+
+    The model is not saved; its adapters are. A state dict has no scales: load it only into a model of the same base. As
+    a dict, give what `to_dict` returns: Transformers takes one with `load_in_4bit` for a `BitsAndBytesConfig`, which
+    leaves experts in 16 bits.
 
     Args:
         kwargs: As in `BitsAndBytesConfig`, such as `llm_int8_skip_modules`. By default weights are `"nf4"`, and their
@@ -59,9 +63,20 @@ class Experts4bitConfig(BitsAndBytesConfig):
         defaults = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         given = {**defaults, **kwargs}
         given.pop("quant_method", None)
-        if not given["load_in_4bit"] or given["bnb_4bit_quant_type"] not in ("nf4", "fp4"):
-            what = f"Experts have load_in_4bit={given['load_in_4bit']}, type {given['bnb_4bit_quant_type']!r}"
-            raise ConfigError(what, "bitsandbytes knows 4 bits of type 'nf4' and 'fp4'", "Leave both out")
+        ConfigError.refuse(
+            (
+                not given["load_in_4bit"] or given.get("load_in_8bit"),
+                "Experts4bitConfig has load_in_4bit=False or load_in_8bit=True",
+                "it quantizes to 4 bits",
+                "Leave both out, or take BitsAndBytesConfig, which leaves experts in 16 bits",
+            ),
+            (
+                given["bnb_4bit_quant_type"] not in ("nf4", "fp4"),
+                f"Experts4bitConfig has bnb_4bit_quant_type={given['bnb_4bit_quant_type']!r}",
+                "bitsandbytes has 'nf4' and 'fp4'",
+                "Give one of them",
+            ),
+        )
         super().__init__(**given)
         self.quant_method: Any = _METHOD
 
@@ -74,7 +89,29 @@ class Experts4bitQuantizer(Bnb4BitHfQuantizer):
     """What loads a model with an [`Experts4bitConfig`]."""
 
     def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        _check(model)
+        name, weights = type(model).__name__, [own for _, module, _, own in _weights(model) if is_experts(module, own)]
+        dtypes = ", ".join(sorted({str(weight.dtype) for weight in weights if weight.dtype not in _DTYPES}))
+        most = max((weight.numel() for weight in weights), default=0)
+        ConfigError.refuse(
+            (
+                dtypes,
+                f"The experts of {name} are in {dtypes}",
+                "bitsandbytes quantizes bfloat16, float16 and float32",
+                "Load the model in one of them",
+            ),
+            (
+                most >= 2**31,
+                f"The experts of a layer of {name} are a tensor of {most:,} weights",
+                "bitsandbytes counts them in 32 bits",
+                "Load the model by BitsAndBytesConfig, which leaves experts in 16 bits",
+            ),
+            (
+                getattr(model.config, "distributed_config", None),
+                f"The experts of {name} lie on several ranks",
+                "their scales would not",
+                "Load the model without distributed_config and tp_plan, and shard it then",
+            ),
+        )
         super()._process_model_before_weight_loading(model, *args, **kwargs)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
@@ -84,10 +121,13 @@ class Experts4bitQuantizer(Bnb4BitHfQuantizer):
         return known or (chosen and is_experts(module, getattr(module, name)))
 
     def is_serializable(self) -> bool:
-        logger.warning(
-            "hf_burst: experts in 4 bits are not saved. Save adapters, and merge them into the checkpoint in 16 bits."
-        )
+        logger.warning("hf_burst: experts in 4 bits are not saved. %s.", _INSTEAD)
         return False
+
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
+        raise ConfigError(
+            "Experts in 4 bits are not dequantized for good", "Transformers knows linear layers", _INSTEAD
+        )
 
     def get_quantize_ops(self) -> "_Quantize":
         return _Quantize(self)
@@ -103,6 +143,9 @@ class Experts4bitQuantizer(Bnb4BitHfQuantizer):
                 left.add(re.sub(r"\.\d+\.", ".*.", path))
         if left:
             logger.warning("hf_burst: these experts are not in 4 bits: %s", ", ".join(sorted(left)))
+        elif Dequantized not in ModelView(model).classes:
+            why = "hf_burst: %s has no experts in tensors of three dimensions; BitsAndBytesConfig does the same for it."
+            logger.warning(why, type(model).__name__)
         return model
 
 
@@ -121,93 +164,6 @@ class _Quantize(Bnb4bitQuantize):
             else:
                 converted |= super().convert({path: value}, *args, **kwargs)
         return converted
-
-
-def quantize_experts(model: PreTrainedModel, quant_type: str = "nf4", double_quant: bool = True) -> PreTrainedModel:
-    """Quantizes the experts of a model to 4 bits, where they lie in tensors of three dimensions.
-
-    Quantize on the device on which the model computes, before [`patch_model`], peft and data-parallel wrappers. To
-    load a model that fits into a GPU in 4 bits only, give `from_pretrained` an [`Experts4bitConfig`]. A tile of
-    `tiled_mlp` dequantizes experts again, and [`generate`] records no CUDA graphs. The model is not saved; its adapters
-    are, and are merged into the checkpoint in 16 bits.
-
-    Args:
-        model (`PreTrainedModel`): A model with experts, changed in place, such as Qwen3-MoE, Qwen3.5-MoE, Mixtral,
-            GLM-4.5 or DeepSeek V3. The weights of experts no longer learn.
-        quant_type (`str`, defaults to `"nf4"`): `"nf4"` or `"fp4"`.
-        double_quant (`bool`, defaults to `True`): Whether the scales are quantized, too.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ConfigError: If the model has no such experts, its weights are sharded, patched or quantized already, or
-            bitsandbytes cannot quantize them.
-
-    Example:
-
-    ```python
-    >>> model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", dtype="bfloat16", device_map="cuda")
-    >>> model = hf_burst.quantize_experts(model)
-    ```
-    """
-    config = Experts4bitConfig(bnb_4bit_quant_type=quant_type, bnb_4bit_use_double_quant=double_quant)
-    inner: Any = base_model(model)
-    name = type(inner).__name__
-    found = [(module, own) for _, module, own, weight in _weights(inner) if is_experts(module, weight)]
-    adapted = {id(getattr(module, "base_layer", None)) for module in ModelView(inner).modules}  # by peft
-    ConfigError.refuse(
-        (
-            not found,
-            f"{name} has no experts in 16 bits in tensors of three dimensions",
-            "no others are quantized here",
-            "Leave quantize_experts out, or load linear layers by BitsAndBytesConfig(load_in_4bit=True)",
-        ),
-        (
-            any(id(module) in adapted for module, _ in found),
-            f"The experts of {name} have adapters (target_parameters)",
-            "peft adapts no weight that is dequantized when it is read",
-            "Leave target_parameters out, or leave the experts in 16 bits",
-        ),
-        (
-            hasattr(inner, PATCH),
-            f"{name} is patched",
-            "a patch knows the modules and weights that it found",
-            "Call hf_burst.quantize_experts(model) before hf_burst.patch_model(model)",
-        ),
-    )
-    _check(inner)
-    for module, own in found:
-        setattr(module, own, _quantized(getattr(module, own), config))
-    inner.is_quantized, inner.hf_quantizer = True, Experts4bitQuantizer(config)
-    inner.hf_quantizer._process_model_after_weight_loading(inner)
-    return model
-
-
-def _check(model: Any) -> None:
-    """Refuses experts that cannot be quantized, before the first one is."""
-    weights = [weight for _, module, _, weight in _weights(model) if is_experts(module, weight)]
-    dtypes = ", ".join(sorted({str(weight.dtype) for weight in weights if weight.dtype not in _DTYPES}))
-    ConfigError.refuse(
-        (
-            not is_bitsandbytes_available(_OLDEST),
-            f"Experts in 4 bits need bitsandbytes {_OLDEST} or later",
-            "older ones can keep in 16 bits what a call has read",
-            f"Run pip install -U 'bitsandbytes>={_OLDEST}'",
-        ),
-        (
-            dtypes,
-            f"The experts of {type(model).__name__} are in {dtypes}",
-            "bitsandbytes quantizes bfloat16, float16 and float32",
-            "Load the model in one of them",
-        ),
-        (
-            getattr(model.config, "distributed_config", None) or any(isinstance(weight, DTensor) for weight in weights),
-            f"The experts of {type(model).__name__} lie on several ranks",
-            "their scales would not",
-            "Load the model without distributed_config and tp_plan, and quantize it before it is sharded",
-        ),
-    )
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:

@@ -4,13 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ...errors import ConfigError
 from ...layers.adapted_linear import adapted_linear, autocast_dtype
-from ..forward_pass import Call, ForwardPass
+from ..forward_pass import ForwardPass
 from ..overrides import Override
-from ..view import hooks_of, inner_modules
+from ..view import hooks_of
 from .base import Part
 
 _LAYERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
@@ -18,28 +17,7 @@ _OF_4_BITS = {("bitsandbytes.nn.modules", name) for name in ("Linear4bit", "Line
 
 
 class Adapters(Part):
-    """Gives a model's LoRA layers their own forward, see [`adapted_linear`]. Refuses weights of 4 bits that FSDP2 would
-    cast."""
-
-    def __init__(self) -> None:
-        self.units = 0  # of FSDP2, at the latest look at them
-
-    def admit(self, call: Call) -> None:
-        units: list[Any] = call.view.units_of_fsdp2
-        seen = set[Any]()
-        for unit in reversed(units) if len(units) != self.units else ():  # inner ones first, which cast their own
-            dtype = unit._get_fsdp_state()._mp_policy.param_dtype
-            weights = {module.weight for module in inner_modules(unit) if _is_of_4_bits(module)} - seen
-            seen |= weights
-            stored = {weight.dtype for weight in weights if isinstance(weight, DTensor)} - {dtype, torch.uint8}
-            if dtype is not None and stored:
-                found = ", ".join(sorted(map(str, stored)))
-                raise ConfigError(
-                    f"Weights of 4 bits are stored as {found}, and FSDP2 casts to {dtype}",
-                    "other numbers would be read",
-                    f"Set bnb_4bit_quant_storage={str(dtype)[6:]!r}, or load in that dtype",
-                )
-        self.units = len(units)
+    """Gives a model's LoRA layers their own forward, see [`adapted_linear`]."""
 
     def begin(self, run: ForwardPass) -> None:
         # Not used if the model is compiled (a compiler fuses these passes itself), if hooks on all modules expect
@@ -73,10 +51,6 @@ def _is_adapter(module: nn.Module) -> bool:
     return (type(module).__module__, type(module).__name__) in _LAYERS
 
 
-def _is_of_4_bits(module: Any) -> bool:
-    return (type(module).__module__, type(module).__name__) in _OF_4_BITS
-
-
 def _adapter(layer: Any, x: Tensor) -> str | None:
     """Returns the name of the only active adapter, if the layer is just three linear products in one dtype, and the
     call is neither compiled, nor transformed by torch.func, nor of a vector or a single generated token."""
@@ -108,8 +82,9 @@ def _adapter(layer: Any, x: Tensor) -> str | None:
 
 def _is_bare(linear: Any) -> bool:
     """Returns whether a module is an unchanged linear layer of torch or bitsandbytes, its weights in place."""
-    in_4_bits = _is_of_4_bits(linear)
-    if not (type(linear) is nn.Linear or in_4_bits) or _is_changed(linear):
+    kind = type(linear)
+    in_4_bits = (kind.__module__, kind.__name__) in _OF_4_BITS
+    if not (kind is nn.Linear or in_4_bits) or _is_changed(linear):
         return False
     plain = [linear.bias] if in_4_bits else [linear.weight, linear.bias]
     if any(weight is not None and type(weight) is not nn.Parameter for weight in plain):
@@ -123,9 +98,17 @@ def _is_changed(module: nn.Module) -> bool:
 
 
 def _has_its_state(linear: Any) -> bool:
-    """Returns whether a 4-bit weight can be dequantized, after bitsandbytes has restored what FSDP2 lost."""
-    if linear.quant_state is None and getattr(linear.weight, "quant_state", None) is None:
+    """Returns whether a 4-bit weight can be dequantized, after bitsandbytes has restored what FSDP2 lost. Raises if
+    FSDP2 has cast it."""
+    known, stored, found = getattr(linear.weight, "quant_state", None), linear.quant_storage, linear.weight.dtype
+    if linear.quant_state is None and known is None:
         return False
+    if known is None and found != stored:
+        raise ConfigError(
+            f"Weights of 4 bits are stored as {stored}, and FSDP2 casts to {found}",
+            "other numbers would be read",
+            f"Set bnb_4bit_quant_storage={str(found)[6:]!r}, or load in that dtype",
+        )
     from bitsandbytes.nn.modules import fix_4bit_weight_quant_state_from_module
 
     fix_4bit_weight_quant_state_from_module(linear)

@@ -1,9 +1,7 @@
-"""Experts in 4 bits: the same if quantized while a model is loaded or afterwards, and over ranks as in one process."""
+"""Experts in 4 bits: quantized while a model is loaded, and over ranks as in one process."""
 
-import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,18 +11,18 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import hf_burst
 from hf_burst.errors import ConfigError, UnsupportedModelError
-from hf_burst.hf.models import experts_4bit
 from hf_burst.hf.models.experts_4bit import Experts4bitQuantizer
 from tests.support import models
 from tests.support.ranks import RankError, RankPool
 from tests.support.tiny_models import overrides_of, tiny_config
 
 Ranks = Callable[[int], RankPool]
+Saved = Callable[[str], Path]
 bitsandbytes = pytest.importorskip("bitsandbytes")
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64}  # blocks of 64 weights have a scale
 FAMILIES = ("Qwen3Moe", "Qwen3_5Moe", "Mixtral", "GptOss", "Glm4Moe", "DeepseekV3", "JetMoe", "LongcatFlash", "Inkling")
@@ -62,54 +60,67 @@ def adapted(model: PreTrainedModel) -> torch.nn.Module:
     return get_peft_model(model, LoraConfig(r=4, target_modules=found, init_lora_weights=False))
 
 
+@pytest.fixture
+def saved(tmp_path: Path) -> Saved:
+    """Saves models of a family."""
+
+    def save(family: str) -> Path:
+        make_model(family).save_pretrained(tmp_path / family)
+        return tmp_path / family
+
+    return save
+
+
+def load(folder: Path) -> PreTrainedModel:
+    """A model with experts in 4 bits. Linear layers stay as they are: bitsandbytes takes no small ones on CPUs."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    linear = [path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    config = hf_burst.Experts4bitConfig(llm_int8_skip_modules=linear)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_experts_are_quantized_and_read_as_a_layer_needs_them(
-    family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    family: str, saved: Saved, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = make_model(family)
-    whole = [weight for weight in model.parameters() if weight.ndim == 3 and min(weight.shape[1:]) > 1]
-    before, references = sum(weight.numel() for weight in whole), [weakref.ref(weight) for weight in whole]
-    alive, quantize = list[int](), bitsandbytes.functional.quantize_4bit
-    del whole
-
-    def counted(weight: torch.Tensor, **options: Any) -> Any:
-        alive.append(sum(reference() is not None for reference in references))
-        return quantize(weight, **options)
-
-    monkeypatch.setattr(bitsandbytes.functional, "quantize_4bit", counted)
-    assert hf_burst.quantize_experts(model) is model
-    assert alive == list(range(len(references), 0, -1)), "each is dropped before the next one is quantized"
+    whole = [
+        weight.numel() for weight in make_model(family).parameters() if weight.ndim == 3 and min(weight.shape[1:]) > 1
+    ]
+    model = load(saved(family))
     assert "in 4 bits" not in caplog.text, "nothing is left"
+    assert "no experts" not in caplog.text
     found = experts_of(model)
-    assert len(found) == len(references)
+    assert len(found) == len(whole)
     held = sum(module.parametrizations[name].original.nbytes for module, name in found)
-    assert held == before / 2
+    assert held == sum(whole) / 2
     assert all(not module.parametrizations[name].original.requires_grad for module, name in found)
     batch = models.make_batch("plain")
     with torch.no_grad():
         quantized = model(batch["input_ids"]).logits
         assert torch.equal(quantized, written_out(model)(batch["input_ids"]).logits)
-        assert not torch.equal(quantized, make_model(family)(batch["input_ids"]).logits), "4 bits must be felt"
 
 
-def test_loading_quantizes_as_afterwards(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_quantizes_what_bitsandbytes_leaves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The weights lie one expert each in the checkpoint, and in bf16."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
     make_model("Qwen3Moe").to(torch.bfloat16).save_pretrained(tmp_path)
     linear = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    afterwards = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=linear, dtype=torch.float32)
-    hf_burst.quantize_experts(afterwards)
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=linear, dtype=torch.float32)
     config = hf_burst.Experts4bitConfig().to_dict()  # a dict is taken, too
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
     assert [name for _, name in experts_of(loaded)] == ["gate_up_proj", "down_proj"] * loaded.config.num_hidden_layers
-    weights = dict(afterwards.named_parameters())
-    for path, weight in loaded.named_parameters():
-        assert torch.equal(weight.data.view(torch.uint8), weights[path].data.view(torch.uint8))
     ids = models.make_batch("plain")["input_ids"]
     with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, afterwards(ids).logits)
+        assert not torch.equal(loaded(ids).logits, wanted(ids).logits), "4 bits must be felt"
+        for weight in wanted.parameters():
+            if weight.ndim == 3:
+                packed = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+                weight.copy_(dequantize_4bit(*packed))
+        assert torch.equal(loaded(ids).logits, wanted(ids).logits)
     assert hf_burst.Experts4bitConfig.from_dict(config).to_dict() == config
-    for model in (loaded, afterwards, hf_burst.quantize_experts(make_model("Qwen3Moe"))):
-        check_marks(model, tmp_path, caplog)
+    check_marks(loaded, tmp_path, caplog)
 
 
 def check_marks(model: PreTrainedModel, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -119,6 +130,8 @@ def check_marks(model: PreTrainedModel, folder: Path, caplog: pytest.LogCaptureF
     with pytest.raises(ValueError, match="not serializable"):
         model.save_pretrained(folder / "saved")
     assert "Save adapters, and merge them into the checkpoint in 16 bits." in caplog.text
+    with pytest.raises(ConfigError, match="Experts in 4 bits are not dequantized for good"):
+        model.dequantize()
     for cast in (model.half, lambda: model.to(torch.bfloat16)):
         with pytest.raises(ValueError, match=r"quantized model|cast a bitsandbytes model"):
             cast()
@@ -144,8 +157,9 @@ def test_what_is_left_in_16_bits_is_named(tmp_path: Path, caplog: pytest.LogCapt
     assert isinstance(model.model.layers[0].mlp.experts.gate_up_proj, torch.nn.Parameter)
     named = "these experts are not in 4 bits: model.layers.*.mlp.experts.down_proj, model.layers.*.mlp.experts.gate"
     assert named in caplog.text
-    hf_burst.quantize_experts(model)
-    assert len(experts_of(model)) == 2 * model.config.num_hidden_layers
+    models.make_model("llama").save_pretrained(tmp_path)
+    load(tmp_path)
+    assert "LlamaForCausalLM has no experts in tensors of three dimensions" in caplog.text
 
 
 def test_a_conversion_into_several_weights_quantizes_each() -> None:
@@ -163,12 +177,12 @@ def test_a_conversion_into_several_weights_quantizes_each() -> None:
         quantizer.preprocess_model(model, device_map=None)
 
 
-def compare(rank: int, size: int, family: str, kind: str, tile: int, checkpointing: bool) -> None:
+def compare(rank: int, size: int, folder: Path, kind: str, tile: int, checkpointing: bool) -> None:
     batch = models.make_batch(kind)
-    plain = adapted(hf_burst.quantize_experts(make_model(family))).train()
+    plain = adapted(load(folder)).train()
     wanted = models.plain_loss(plain, batch)
     wanted.backward()
-    model = adapted(hf_burst.quantize_experts(make_model(family))).train()
+    model = adapted(load(folder)).train()
     models.patch(model, models.config_of(tiled_mlp=tile))
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -197,17 +211,17 @@ def compare(rank: int, size: int, family: str, kind: str, tile: int, checkpointi
     ],
 )
 def test_loss_and_gradients_equal_one_process(
-    ranks: Ranks, size: int, family: str, kind: str, tile: int, checkpointing: bool
+    ranks: Ranks, saved: Saved, size: int, family: str, kind: str, tile: int, checkpointing: bool
 ) -> None:
-    ranks(size).run(compare, family, kind, tile, checkpointing)
+    ranks(size).run(compare, saved(family), kind, tile, checkpointing)
 
 
-def compare_sharded(rank: int, size: int) -> None:
+def compare_sharded(rank: int, size: int, folder: Path) -> None:
     batch = models.make_batch("packed")
-    plain = adapted(hf_burst.quantize_experts(make_model("Qwen3Moe"))).train()
+    plain = adapted(load(folder)).train()
     wanted = models.plain_loss(plain, batch)
     wanted.backward()
-    model = adapted(hf_burst.quantize_experts(make_model("Qwen3Moe"))).train()
+    model = adapted(load(folder)).train()
     models.patch(model)
     mesh = init_device_mesh("cpu", (size,))
     for layer in model.get_base_model().model.layers:
@@ -229,18 +243,14 @@ def compare_sharded(rank: int, size: int) -> None:
             assert torch.equal(value.data.view(torch.uint8), expected[name].data.view(torch.uint8))
     learning = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
     assert learning.keys() == {name for name in expected if "lora" in name}
-    sharded = make_model("Qwen3Moe")
-    fully_shard(sharded, mesh=mesh)
-    with pytest.raises(ConfigError, match="experts of FSDPQwen3MoeForCausalLM lie on several ranks"):
-        hf_burst.quantize_experts(sharded)
 
 
-def test_fsdp2_shards_weights_of_4_bits(ranks: Ranks) -> None:
-    ranks(2).run(compare_sharded)
+def test_fsdp2_shards_weights_of_4_bits(ranks: Ranks, saved: Saved) -> None:
+    ranks(2).run(compare_sharded, saved("Qwen3Moe"))
 
 
-def cast_what_is_stored(rank: int, size: int) -> None:
-    model = adapted(hf_burst.quantize_experts(make_model("Qwen3Moe"))).train()
+def cast_what_is_stored(rank: int, size: int, folder: Path) -> None:
+    model = adapted(load(folder)).train()
     models.patch(model)
     options = {"mesh": init_device_mesh("cpu", (size,)), "mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
     for layer in model.get_base_model().model.layers:
@@ -249,48 +259,37 @@ def cast_what_is_stored(rank: int, size: int) -> None:
     model(**models.make_batch("plain"))
 
 
-def test_weights_of_4_bits_that_fsdp2_would_cast_are_refused(ranks: Ranks) -> None:
+def test_weights_of_4_bits_that_fsdp2_would_cast_are_refused(ranks: Ranks, saved: Saved) -> None:
     with pytest.raises(RankError) as caught:
-        ranks(2).run(cast_what_is_stored)
+        ranks(2).run(cast_what_is_stored, saved("Qwen3Moe"))
     for error in caught.value.errors:
         assert isinstance(error, ConfigError)
         assert "stored as torch.float32, and is cast to torch.bfloat16" in str(error)
 
 
-def test_what_cannot_be_quantized_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts in 16 bits in tensors of three dimensions"):
-        hf_burst.quantize_experts(models.make_model("llama"))
+def test_what_cannot_be_quantized_is_refused() -> None:
     model = make_model("Qwen3Moe")
-    with pytest.raises(ConfigError, match="type 'int4': bitsandbytes knows 4 bits of type 'nf4' and 'fp4'"):
-        hf_burst.quantize_experts(model, "int4")
-    with pytest.raises(ConfigError, match="Qwen3MoeForCausalLM is patched"):
-        hf_burst.quantize_experts(hf_burst.patch_model(model))
-    model = hf_burst.unpatch_model(model)
-    with monkeypatch.context() as patches:
-        patches.setattr(experts_4bit, "is_bitsandbytes_available", lambda oldest: oldest != "0.50.2")
-        with pytest.raises(ConfigError, match=r"need bitsandbytes 0\.50\.2 or later"):
-            hf_burst.quantize_experts(model)
-    with pytest.raises(ConfigError, match="Qwen3MoeForCausalLM has no experts in 16 bits"):
-        hf_burst.quantize_experts(hf_burst.quantize_experts(model))
-    mixed = make_model("Qwen3Moe")
-    mixed.model.layers[-1].mlp.experts.double()
+    model.model.layers[-1].mlp.experts.double()
+    quantizer = Experts4bitQuantizer(hf_burst.Experts4bitConfig(), pre_quantized=False)
     with pytest.raises(ConfigError, match=r"The experts of Qwen3MoeForCausalLM are in torch\.float64"):
-        hf_burst.quantize_experts(mixed)
-    assert not experts_of(mixed)
-    assert not getattr(mixed, "is_quantized", False)
-    with pytest.raises(ConfigError, match="Experts have load_in_4bit=False"):
-        hf_burst.Experts4bitConfig(load_in_4bit=False)
+        quantizer.preprocess_model(model, device_map=None)
+    with torch.device("meta"):
+        large = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(num_experts=1024, num_hidden_layers=1))
+    with pytest.raises(ConfigError, match="a tensor of 3,221,225,472 weights: bitsandbytes counts them in 32 bits"):
+        quantizer.preprocess_model(large, device_map=None)
+    for options in ({"load_in_4bit": False}, {"load_in_8bit": True}):
+        with pytest.raises(ConfigError, match="Experts4bitConfig has load_in_4bit=False or load_in_8bit=True"):
+            hf_burst.Experts4bitConfig(**options)
+    with pytest.raises(ConfigError, match="bnb_4bit_quant_type='int4': bitsandbytes has 'nf4' and 'fp4'"):
+        hf_burst.Experts4bitConfig(bnb_4bit_quant_type="int4")
 
 
 @pytest.mark.filterwarnings("ignore:target_parameters")
-def test_adapters_of_experts_in_4_bits_are_refused() -> None:
-    """peft 0.21 finds no such weight; of one that is quantized later it adds up what it adapts, call after call."""
+def test_adapters_of_experts_in_4_bits_are_refused(saved: Saved) -> None:
+    """peft 0.21 finds no such weight."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
-    model = get_peft_model(hf_burst.quantize_experts(make_model("Qwen3Moe")), config)
+    model = get_peft_model(load(saved("Qwen3Moe")), config)
     with pytest.raises(UnsupportedModelError, match=r"experts in 4 bits, and target_parameters=\['mlp.experts"):
         hf_burst.patch_model(model)
-    model = get_peft_model(make_model("Qwen3Moe"), config)
-    with pytest.raises(ConfigError, match="experts of Qwen3MoeForCausalLM have adapters"):
-        hf_burst.quantize_experts(model.get_base_model())
