@@ -69,7 +69,7 @@ class ModelSettings(ModelConfig):
     )
 
     quantize_experts: bool = field(
-        default=False, metadata={"help": "Beside load_in_4bit: experts are in 4 bits, too, not in dtype."}
+        default=False, metadata={"help": "With load_in_4bit, quantizes the experts as well."}
     )
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class ModelSettings(ModelConfig):
         if (self.load_in_4bit or self.load_in_8bit) and find_spec("bitsandbytes") is None:
             raise SystemExit('load_in_4bit and load_in_8bit need bitsandbytes: pip install ".[qlora]" in a clone.')
         if self.quantize_experts and not self.load_in_4bit:
-            raise SystemExit("quantize_experts has experts in 4 bits beside load_in_4bit; set load_in_4bit, too.")
+            raise SystemExit("quantize_experts needs load_in_4bit.")
         if self.load_in_4bit and self.dtype == "auto":
             raise SystemExit("load_in_4bit computes in dtype, which is 'auto'; set bfloat16, float16 or float32.")
         if self.model_config and self.model_name_or_path is not None:

@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -28,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 _METHOD = "hf_burst_experts_4bit"
 _INSTEAD = "Save adapters, and merge them into the checkpoint in 16 bits"
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that bitsandbytes quantizes
 
 
 @register_quantization_config(_METHOD)
@@ -63,20 +61,11 @@ class Experts4bitConfig(BitsAndBytesConfig):
         defaults = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         given = {**defaults, **kwargs}
         given.pop("quant_method", None)
-        ConfigError.refuse(
-            (
-                not given["load_in_4bit"] or given.get("load_in_8bit"),
-                "Experts4bitConfig has load_in_4bit=False or load_in_8bit=True",
-                "it quantizes to 4 bits",
-                "Leave both out, or take BitsAndBytesConfig, which leaves experts in 16 bits",
-            ),
-            (
-                given["bnb_4bit_quant_type"] not in ("nf4", "fp4"),
-                f"Experts4bitConfig has bnb_4bit_quant_type={given['bnb_4bit_quant_type']!r}",
-                "bitsandbytes has 'nf4' and 'fp4'",
-                "Give one of them",
-            ),
-        )
+        if not given["load_in_4bit"]:
+            instead = "Leave it out, or take BitsAndBytesConfig, which leaves experts in 16 bits"
+            raise ConfigError("Experts4bitConfig has load_in_4bit=False", "it quantizes to 4 bits", instead)
+        if (kind := given["bnb_4bit_quant_type"]) not in ("nf4", "fp4"):
+            raise ConfigError(f"bnb_4bit_quant_type is {kind!r}", "it can be 'nf4' or 'fp4'", "Give one of them")
         super().__init__(**given)
         self.quant_method: Any = _METHOD
 
@@ -89,16 +78,10 @@ class Experts4bitQuantizer(Bnb4BitHfQuantizer):
     """What loads a model with an [`Experts4bitConfig`]."""
 
     def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        name, weights = type(model).__name__, [own for _, module, _, own in _weights(model) if is_experts(module, own)]
-        dtypes = ", ".join(sorted({str(weight.dtype) for weight in weights if weight.dtype not in _DTYPES}))
-        most = max((weight.numel() for weight in weights), default=0)
+        name = type(model).__name__
+        sizes = [weight.numel() for _, module, _, weight in _weights(model) if is_experts(module, weight)]
+        most = max(sizes, default=0)
         ConfigError.refuse(
-            (
-                dtypes,
-                f"The experts of {name} are in {dtypes}",
-                "bitsandbytes quantizes bfloat16, float16 and float32",
-                "Load the model in one of them",
-            ),
             (
                 most >= 2**31,
                 f"The experts of a layer of {name} are a tensor of {most:,} weights",
@@ -125,9 +108,7 @@ class Experts4bitQuantizer(Bnb4BitHfQuantizer):
         return False
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
-        raise ConfigError(
-            "Experts in 4 bits are not dequantized for good", "Transformers knows linear layers", _INSTEAD
-        )
+        raise ConfigError("Experts in 4 bits are not dequantized", "Transformers knows linear layers", _INSTEAD)
 
     def get_quantize_ops(self) -> "_Quantize":
         return _Quantize(self)
@@ -153,14 +134,24 @@ class _Quantize(Bnb4bitQuantize):
     """What quantizes weights as soon as they have been read."""
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        from bitsandbytes.nn.modules import Params4bit
+
         quantizer, model, converted = self.hf_quantizer, kwargs["model"], dict[str, Any]()
+        config = quantizer.quantization_config
+        stored = config.bnb_4bit_quant_storage
         for path, value in input_dict.items():
             value = value[0] if isinstance(value, list) else value
             own = model.get_parameter_or_buffer(path)
             if not quantizer.param_needs_quantization(model, path):
                 converted[path] = value
             elif own.ndim == 3:
-                converted[path] = _quantized(value.to(own.dtype), quantizer.quantization_config)
+                converted[path] = Params4bit(
+                    value.to(own.dtype),
+                    requires_grad=False,
+                    compress_statistics=config.bnb_4bit_use_double_quant,
+                    quant_type=config.bnb_4bit_quant_type,
+                    quant_storage=stored if stored.is_floating_point else own.dtype,  # which FSDP2 can shard
+                ).to(value.device)
             else:
                 converted |= super().convert({path: value}, *args, **kwargs)
         return converted
@@ -172,18 +163,3 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Paramet
         for name, weight in list(module._parameters.items()):
             if weight is not None:
                 yield f"{path}.{name}", module, name, weight
-
-
-def _quantized(weight: Tensor, config: BitsAndBytesConfig) -> nn.Parameter:
-    """Returns a weight in 4 bits, stored as floats, which FSDP2 can shard."""
-    from bitsandbytes.functional import quantize_4bit
-    from bitsandbytes.nn.modules import Params4bit
-
-    stored = config.bnb_4bit_quant_storage
-    options: dict[str, Any] = {
-        "compress_statistics": config.bnb_4bit_use_double_quant,
-        "quant_type": config.bnb_4bit_quant_type,
-        "quant_storage": stored if stored.is_floating_point else weight.dtype,
-    }
-    data, state = quantize_4bit(weight.detach(), **options)
-    return Params4bit(data, requires_grad=False, quant_state=state, bnb_quantized=True, **options)
