@@ -145,13 +145,14 @@ class _Quantize(Bnb4bitQuantize):
             if not quantizer.param_needs_quantization(model, path):
                 converted[path] = value
             elif own.ndim == 3:
-                converted[path] = Params4bit(
+                weight: Any = Params4bit(
                     value.to(own.dtype),
                     requires_grad=False,
                     compress_statistics=config.bnb_4bit_use_double_quant,
                     quant_type=config.bnb_4bit_quant_type,
                     quant_storage=stored if stored.is_floating_point else own.dtype,  # which FSDP2 can shard
-                ).to(value.device)
+                )
+                converted[path] = weight.to(value.device)
             else:
                 converted |= super().convert({path: value}, *args, **kwargs)
         return converted
