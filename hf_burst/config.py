@@ -14,7 +14,12 @@ Chunking = Literal["balanced", "zigzag", "contiguous", "documents"]
 RingKind = Literal["kv_ring", "burst"]
 Gradients = Literal["averaged_by_wrapper", "manual"]
 Transport = Literal["auto", "p2p", "symmetric"]
-KernelName = Literal["auto", "flash_attn_4", "flash_attn_2", "torch_flash", "torch_cudnn", "cpu_flash", "reference"]
+# fmt: off
+KernelName = Literal[
+    "auto", "flash_attn_4", "flash_attn_2", "torch_flash", "torch_cudnn", "ffpa", "torch_efficient", "cpu_flash",
+    "reference",
+]
+# fmt: on
 _KEEP = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -168,6 +173,8 @@ class BurstConfig:
             - `"flash_attn_2"`: from the package `flash-attn`.
             - `"torch_flash"`: FlashAttention-2 inside torch's CUDA builds.
             - `"torch_cudnn"`: cuDNN's kernel inside torch's CUDA builds. It has no windows, and runs only if named.
+            - `"ffpa"`: from the package `ffpa-attn`, for heads above 256 on Hopper.
+            - `"torch_efficient"`: memory-efficient attention inside torch's CUDA builds, for heads of any size.
             - `"cpu_flash"`: torch's flash kernel for CPUs.
             - `"reference"`: plain torch in fp32 or fp64; slow.
         transport (`str`, defaults to `"auto"`):

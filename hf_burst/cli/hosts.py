@@ -31,6 +31,7 @@ _PACKAGES = (
     "triton",
     "flash-attn",
     "flash-attn-4",
+    "ffpa-attn",
     "liger-kernel",
 )
 _CARDS = Path("/sys/class/infiniband")

@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..errors import KernelError
 from ..numerics import accumulation_dtype
 from ..plan import Band
 from .base import BackwardInputs, Capabilities, Gradients, OutputBuffers, Outputs, Scores
@@ -103,6 +104,25 @@ class PiecewiseKernel:
         return sums or _wide_zeros(q, k, v)
 
 
+class SquareKernel(PiecewiseKernel):
+    """A [`PiecewiseKernel`] of whole tiles and causal squares, which computes documents one by one."""
+
+    def pieces(self, band: Band, q: Tensor, k: Tensor) -> Iterator[Piece]:
+        """See [`PiecewiseKernel.pieces`].
+
+        Raises:
+            KernelError: If the tile is neither whole nor causal from a corner.
+        """
+        for document in documents(band, q, k):
+            for piece in causal_pieces(document):
+                if piece.band not in (Band(), Band(low=0)):
+                    raise KernelError(
+                        f"{self.capabilities.name} computes whole tiles and causal squares, not the rows and columns "
+                        f"of {band}. Set BurstConfig(kernel=...) to another one for this attention."
+                    )
+                yield piece
+
+
 def documents(band: Band, q: Tensor, k: Tensor) -> list[Piece]:
     """The documents of a tile one by one; the whole tile if it has no segments."""
     inner = Band(band.low, band.high)
@@ -119,6 +139,19 @@ def crop(piece: Piece) -> Piece | None:
     (first, last), (left, right), band = cropped
     rows = slice(piece.rows.start + first, piece.rows.start + last)
     return Piece(rows, slice(piece.columns.start + left, piece.columns.start + right), band)
+
+
+def causal_pieces(piece: Piece) -> Iterator[Piece]:
+    """A piece without a limit behind, cropped: the rows whose causal mask ends at the bottom right corner, and the rows
+    that see all columns."""
+    cropped = crop(piece)
+    if cropped is None:
+        return
+    rows, low = cropped.rows, cropped.band.low
+    middle = rows.stop if low is None else rows.start + cropped.width + low
+    yield Piece(slice(rows.start, middle), cropped.columns, cropped.band)
+    if middle < rows.stop:
+        yield Piece(slice(middle, rows.stop), cropped.columns, Band())
 
 
 def blocks(piece: Piece, height: int) -> Iterator[Piece]:

@@ -11,10 +11,12 @@ from ..errors import KernelError
 from ..plan import Band
 from .base import BackwardInputs, Capabilities, Gradients, Kernel, KernelRequest, OutputBuffers, Outputs, Scores
 from .cpu_flash import CpuFlashKernel
+from .ffpa import FfpaKernel
 from .flash_2 import FlashAttn2Kernel, TorchFlashKernel
 from .flash_attn_4 import FlashAttn4Kernel
 from .reference import ReferenceKernel
 from .torch_cudnn import TorchCudnnKernel
+from .torch_efficient import TorchEfficientKernel
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,8 @@ def make_kernels(deterministic: bool) -> tuple[Kernel, ...]:
         PaddedHeads(TorchCudnnKernel()),
         PaddedHeads(FlashAttn2Kernel(deterministic)),
         PaddedHeads(TorchFlashKernel(deterministic)),
+        PaddedHeads(FfpaKernel()),
+        PaddedHeads(TorchEfficientKernel(deterministic)),
         PaddedHeads(CpuFlashKernel()),
         ReferenceKernel(),
     )

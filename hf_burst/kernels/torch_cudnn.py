@@ -10,25 +10,23 @@ On Hopper the backward pass of a whole tile counts 64 keys that are not there, i
 (pytorch/pytorch#196678). Rows of small log-sum-exp then have NaN for gradients. So such tiles are cut.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import KernelError
 from ..plan import Band
 from .base import BackwardInputs, Capabilities, Gradients, OutputBuffers, Outputs, Scores
 from .flash import aligned
 from .library import gpu_refusal
-from .pieces import Piece, PiecewiseKernel, crop, documents
+from .pieces import Piece, SquareKernel
 from .reference import ReferenceKernel
 
 _OLDEST = 90000  # below it, rows and columns have to come in multiples of 64
 _BLOCK = 128  # keys of a block on Hopper
 
 
-class TorchCudnnKernel(PiecewiseKernel):
+class TorchCudnnKernel(SquareKernel):
     """`aten::_scaled_dot_product_cudnn_attention` and its backward."""
 
     library: Any = torch.ops.aten
@@ -52,26 +50,6 @@ class TorchCudnnKernel(PiecewiseKernel):
             return refusal
         own = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
         return None if own is not None and own >= _OLDEST else f"needs cuDNN {_OLDEST} or above, torch has {own}"
-
-    def pieces(self, band: Band, q: Tensor, k: Tensor) -> Iterator[Piece]:
-        """Documents one by one, whole or as a causal square, under which all rows see all columns.
-
-        Raises:
-            KernelError: If the tile is neither whole nor causal.
-        """
-        for document in documents(band, q, k):
-            piece = crop(document)
-            if piece is None:
-                continue
-            if piece.band not in (Band(), Band(low=0)):
-                raise KernelError(
-                    f"torch_cudnn computes whole tiles and causal squares, not the rows and columns of {band}. Set "
-                    "BurstConfig(kernel=...) to another one for this attention."
-                )
-            middle = piece.rows.stop if piece.band == Band() else piece.rows.start + piece.width
-            yield Piece(slice(piece.rows.start, middle), piece.columns, piece.band)
-            if middle < piece.rows.stop:
-                yield Piece(slice(middle, piece.rows.stop), piece.columns, Band())
 
     def forward_piece(
         self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers = ()

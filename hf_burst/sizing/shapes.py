@@ -24,6 +24,18 @@ _GEMMA3 = {
 }
 
 
+def _gemma4(kv_heads: int) -> dict[str, Any]:
+    """Full-attention layers with heads of 512, so many of them for keys, which are their values too."""
+    return {
+        "global_head_dim": 512,
+        "num_global_key_value_heads": kv_heads,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 1024,
+        "final_logit_softcapping": 30.0,
+    }
+
+
 def _long(factor: float) -> dict[str, Any]:
     """Positions of Llama 3 from 3.1 on."""
     return {
@@ -68,6 +80,8 @@ _SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "qwen3.5-9b": ("qwen3_5_text", (248320, 4096, 12288, 32, 16, 4, 256, 262144), _delta_net(32)),
     "qwen3.6-27b": ("qwen3_5_text", (248320, 5120, 17408, 64, 24, 4, 256, 262144), _delta_net(48)),
     "gemma-3-12b": ("gemma3_text", (262208, 3840, 15360, 48, 16, 8, 256, 131072), _GEMMA3),
+    "gemma-4-12b": ("gemma4_unified_text", (262144, 3840, 15360, 48, 16, 8, 256, 262144), _gemma4(1)),
+    "gemma-4-31b": ("gemma4_text", (262144, 5376, 21504, 60, 32, 16, 256, 262144), _gemma4(4)),
     "gpt-oss-20b": ("gpt_oss", (201088, 2880, 2880, 24, 64, 8, 64, 131072), _GPT_OSS),
 }
 # fmt: on

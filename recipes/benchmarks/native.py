@@ -78,6 +78,8 @@ def _natives(device: torch.device, head_dim: int, mask: Mask) -> list[tuple[str,
     """Names of kernels and functions that load them, the fastest first for a head size and a mask."""
     if device.type == "cpu":
         return [("cpu_flash", lambda: _cpu_flash)]
+    if head_dim > 256:
+        return [("ffpa", _ffpa), ("torch_efficient", lambda: _torch_efficient)]
     natives = {
         "flash_attn_4": _flash_attn_4,
         "torch_cudnn": lambda: _torch_cudnn,
@@ -178,6 +180,29 @@ def _torch_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) 
     heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
     out: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(*heads_first, None, True, 0.0, True)[0]
     return out.transpose(1, 2)
+
+
+def _ffpa() -> AttendMasked:
+    from ffpa_attn import ffpa_attn_func
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+        _only_whole(mask, "ffpa")
+        heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        out: torch.Tensor = ffpa_attn_func(*heads_first, is_causal=True, enable_gqa=True, backend="cutedsl")
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def _torch_efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+    """Torch's memory-efficient kernel, which shares no key heads: they are repeated."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    _only_whole(mask, "torch's memory-efficient kernel")
+    share = q.shape[2] // k.shape[2]
+    heads_first = q.transpose(1, 2), *(tensor.repeat_interleave(share, 2).transpose(1, 2) for tensor in (k, v))
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
 
 
 def _cpu_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:

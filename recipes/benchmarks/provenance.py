@@ -20,7 +20,7 @@ SCHEMA_VERSION = 1
 _PACKAGES = (
     *("flash-attn", "flash-attn-4", "ring-flash-attn", "axolotl-ringmaster", "deepspeed"),
     *("flash-linear-attention", "causal-conv1d", "mamba-ssm"),
-    *("nvidia-cutlass-dsl", "triton", "transformers", "accelerate", "liger-kernel", "peft"),
+    *("ffpa-attn", "nvidia-cutlass-dsl", "triton", "transformers", "accelerate", "liger-kernel", "peft"),
     *("trl", "bitsandbytes"),
 )
 

@@ -193,7 +193,8 @@ def main() -> int:
             parts = parts_of_limits(job.base.model, ranks, length, native, lora)
             bounds = limits(parts)
             result["parts_of_limits"][str(length)], result["limits"][str(length)] = parts, bounds
-        before, work = result["results"], None if arguments.document else flops(job, length, lora)
+        uncounted = arguments.document or job.base.config.to_dict().get("sliding_window")
+        before, work = result["results"], None if uncounted else flops(job, length, lora)
         most = dict(arguments.longest)
         ways = {name: one.way for name, one in arguments.contenders.items() if length <= most.get(name, length)}
         between = give_back if arguments.give_back else lambda job: None

@@ -175,7 +175,8 @@ def fused_loss(job: Job) -> Iterator[None]:
     if job.ranks.cuda:
         kind = job.base.config.model_type.removesuffix("_text")
         liger = import_module(f"liger_kernel.transformers.model.{kind}")
-        job.base.forward = MethodType(liger.lce_forward, job.base)
+        forward = getattr(liger, "lce_forward", None) or liger.causal_forward  # of Gemma
+        job.base.forward = MethodType(forward, job.base)
     try:
         yield
     finally:
@@ -228,7 +229,12 @@ def by_peft(job: Job, settings: Mapping[str, Any]) -> Iterator[Loss]:
 
 @contextmanager
 def plain(
-    job: Job, kernel: str = "flash_attention_4", fused: bool = False, tiled: bool = False, offloaded: str = ""
+    job: Job,
+    kernel: str = "flash_attention_4",
+    fused: bool = False,
+    tiled: bool = False,
+    offloaded: str = "",
+    cudnn: bool = True,
 ) -> Iterator[Loss]:
     """Trains with an attention of Transformers, with checkpoints.
 
@@ -238,12 +244,14 @@ def plain(
         fused (`bool`): Whether the loss is Liger's, which holds few logits at a time.
         tiled (`bool`): Whether MLPs run in Liger's tiles.
         offloaded (`str`): Who offloads what is kept: nobody, `"transformers"` or `"trl"`.
+        cudnn (`bool`): Whether torch's attention is cuDNN's; else torch chooses.
     """
     if (tiled or offloaded) and not job.ranks.cuda:
         raise ConfigError("Liger's tiles and offloading need a GPU")
     job.base.set_attn_implementation(kernel)
     with ExitStack() as stack:
-        stack.enter_context(on_cudnn(job, kernel))
+        if cudnn:
+            stack.enter_context(on_cudnn(job, kernel))
         if fused:
             stack.enter_context(fused_loss(job))
         if tiled:
@@ -370,4 +378,7 @@ ALONE: dict[str, Way] = {
     "Transformers' offloading, Liger's loss and tiles": partial(TILED, offloaded="transformers"),
     "TRL's offloading, Liger's loss and tiles": partial(TILED, offloaded="trl"),
 }
+NAMED["Transformers, sdpa, Liger's loss"] = Contender(
+    partial(LIGER, kernel="sdpa", cudnn=False), hybrids=None, several=False
+)
 SINGLE = {name: Contender(way, hybrids=None, several=False) for name, way in ALONE.items()}

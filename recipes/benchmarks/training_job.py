@@ -47,6 +47,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {**shapes.SHAPES["llama-3-8b"], **rope(5e5)},
     "llama-1b": {**shapes.SHAPES["llama-3.2-1b"], **rope(5e5)},
     "qwen3-8b": {**shapes.SHAPES["qwen3-8b"], **rope(1e6)},
+    "gemma-4-12b": {**shapes.SHAPES["gemma-4-12b"], "model_type": "gemma4_text"},  # the type that Liger knows
     "qwen3.5-hybrid": {**HYBRID, "num_hidden_layers": 32, **rope(1e7, 0.25)},
     "tiny-hybrid": {
         **{**TINY, **LINEAR, "model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 16},
@@ -154,9 +155,9 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 def head_size(model: PreTrainedModel) -> int:
-    """Elements of a head of its attention."""
+    """Elements of a head of its attention, in the layers that name no other."""
     config = model.config
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
 
 
 @contextmanager
@@ -229,9 +230,9 @@ def apply_liger(model: PreTrainedModel) -> None:
     """Gives a model Liger's norms, rotary positions and SwiGLU."""
     from liger_kernel.transformers import monkey_patch
 
-    kind = model.config.model_type.removesuffix("_text")
-    apply, rope = getattr(monkey_patch, f"apply_liger_kernel_to_{kind}"), kind != "qwen3_5"
-    apply(rope=rope, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=model)
+    kind, prefix = model.config.model_type, "apply_liger_kernel_to_"
+    apply = getattr(monkey_patch, prefix + kind, None) or getattr(monkey_patch, prefix + kind.removesuffix("_text"))
+    apply(cross_entropy=False, fused_linear_cross_entropy=False, model=model)
 
 
 def fuse_gated_norms(model: PreTrainedModel) -> None:

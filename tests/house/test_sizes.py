@@ -3,26 +3,26 @@
 from tests.house.sizes import measure
 
 LINES = {
-    ".": 423,
+    ".": 430,
     "attention": 1_231,
     "check": 970,
-    "cli": 1_000,
+    "cli": 1_001,
     "hf": 2_408,
     "hf/batches": 1_034,
     "hf/generation": 1_483,
-    "hf/models": 1_411,
+    "hf/models": 1_412,
     "hf/parts": 2_985,
     "hf/spread": 623,
     "hf/trainers": 1_317,
-    "kernels": 1_310,
+    "kernels": 1_544,
     "layers": 1_721,
     "plan": 2_175,
     "ranks": 1_357,
     "recurrent": 1_143,
     "ring": 2_077,
-    "sizing": 1_300,
+    "sizing": 1_314,
 }
-NODES, TUPLES, REFUSING, RAISES = 125_556, 0.17, 1_480, 279
+NODES, TUPLES, REFUSING, RAISES = 126_849, 0.17, 1_485, 280
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -32,12 +32,14 @@ from hf_burst.kernels import (
     select_kernel,
 )
 from hf_burst.kernels.base import Capabilities
+from hf_burst.kernels.ffpa import FfpaKernel
 from hf_burst.kernels.flash import aligned
 from hf_burst.kernels.flash_2 import FlashAttn2Kernel, TorchFlashKernel
 from hf_burst.kernels.flash_attn_4 import FlashAttn4Kernel, _cudnn_knows_wide_heads
 from hf_burst.kernels.library import gpu_refusal, package_refusal
 from hf_burst.kernels.select import PaddedHeads
 from hf_burst.kernels.torch_cudnn import TorchCudnnKernel
+from hf_burst.kernels.torch_efficient import TorchEfficientKernel
 from hf_burst.numerics import accumulation_dtype
 from hf_burst.ring import merge_
 from tests.support import flash_libraries
@@ -67,14 +69,21 @@ STAND_INS = [
     on_a_stand_in(flash_libraries.FlashAttn2(), FlashAttn2Kernel(), "flash_attn_2"),
     on_a_stand_in(flash_libraries.Aten(), TorchFlashKernel(), "torch_flash"),
     on_a_stand_in(flash_libraries.Aten(), TorchCudnnKernel(), "torch_cudnn"),
+    on_a_stand_in(flash_libraries.Ffpa(), FfpaKernel(), "ffpa"),
+    on_a_stand_in(flash_libraries.Aten(), TorchEfficientKernel(), "torch_efficient"),
 ]
 ALL_KERNELS = [*KERNELS, *STAND_INS]
+
+
+def unpadded(kernel: Kernel) -> int:
+    """The smallest head size in use that a kernel takes as it is."""
+    return min(size for size in kernel.capabilities.head_sizes or (64,) if size >= 64)
 
 
 def device_of(kernel: Kernel) -> str:
     if "cpu" in kernel.capabilities.devices:
         return "cpu"
-    missing = kernel.unavailable(64, 64)
+    missing = kernel.unavailable(unpadded(kernel), unpadded(kernel))
     if missing is not None:
         pytest.skip(f"{kernel.capabilities.name} {missing}")
     return "cuda"
@@ -82,7 +91,7 @@ def device_of(kernel: Kernel) -> str:
 
 def spare(kernel: Kernel, dtype: torch.dtype, kept: bool = True) -> None:
     """Leaves out cases for libraries that compile or plan each kind of call, up to two seconds at a time."""
-    if kernel.capabilities.name in ("flash_attn_4", "torch_cudnn") and not (kept and dtype == torch.bfloat16):
+    if kernel.capabilities.name in ("flash_attn_4", "torch_cudnn", "ffpa") and not (kept and dtype == torch.bfloat16):
         pytest.skip(f"{kernel.capabilities.name} compiles each kind of call")
 
 
@@ -341,7 +350,7 @@ STRIDES = {
 def test_strides_do_not_matter(kernel, dtype, strides, segments):
     spare(kernel, dtype)
     shape = Shape(13, 13, Band(0, None, segments))
-    tensors = make_tensors(shape, dtype, 64)  # which no kernel pads
+    tensors = make_tensors(shape, dtype, unpadded(kernel))
     if strides == "expanded batch":
         tensors = Tensors(*(t[:1].repeat(2, 1, 1, 1) for t in (tensors.q, tensors.k, tensors.v, tensors.dout)), 0.37)
     tensors = tensors.to(device=device_of(kernel))  # which would make what is strided contiguous
@@ -517,10 +526,12 @@ def test_a_deterministic_kernel_gives_the_same_bits_each_time(kernel, heads, ban
         with pytest.raises(KernelError, match=refusal):
             select_kernel(capabilities.name, request)
         return
+    if not capabilities.windows and band.high is not None:
+        pytest.skip(f"{capabilities.name} computes no windows")
     dtype = torch.bfloat16
     spare(kernel, dtype, kept=heads == (8, 2))
     shape = Shape(517, 517, band, heads=heads, batch=1)
-    tensors = make_tensors(shape, dtype, 64)
+    tensors = make_tensors(shape, dtype, unpadded(kernel))
     tensors.scale = 0.125
     first = by_kernel(kernel, tensors, band)
     for _ in range(3):
@@ -728,10 +739,12 @@ def test_libraries_are_asked_for_determinism(deterministic, segments):
         calling(fourth, FlashAttn4Kernel(deterministic)),
         calling(second, FlashAttn2Kernel(deterministic)),
         calling(aten, TorchFlashKernel(deterministic)),
+        calling(aten, TorchEfficientKernel(deterministic)),
     ):
         kernel.backward(t.backward_inputs(out, lse, delta), Band(0, None, segments), t.scores)
     asked = [fourth.backward_calls[0]["deterministic"], *second.deterministic, *aten.deterministic]
-    assert asked == [deterministic] * 3
+    assert len(asked) == 4 + bool(segments)  # torch_efficient computes two documents one by one
+    assert set(asked) == {deterministic}
 
 
 @pytest.mark.parametrize(("enabled", "warns"), [(False, False), (True, True), (True, False)])
@@ -881,8 +894,8 @@ def test_auto_says_why_the_faster_kernel_was_not_taken(chosen):
 
 
 def test_plain_torch_on_a_gpu_is_warned_of(chosen, caplog):
-    """As for the full layers of Gemma 4, whose heads of 512 no kernel takes."""
-    kernel, log = chosen("auto", "cuda", torch.bfloat16, 512, 512)
+    """As for soft-capped heads of 512, which no kernel takes."""
+    kernel, log = chosen("auto", "cuda", torch.bfloat16, 512, 512, True)
     assert kernel.capabilities.name == "reference"
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "the kernel reference (cuda, torch.bfloat16, head size 512): " in log
@@ -936,6 +949,7 @@ def installed(monkeypatch):
 LIBRARIES: dict[str, tuple[str, Callable[[], object]]] = {
     "flash_attn_4": ("flash_attn.cute.interface", flash_libraries.FlashAttn4),
     "flash_attn_2": ("flash_attn.flash_attn_interface", flash_libraries.FlashAttn2),
+    "ffpa": ("ffpa_attn.cute", flash_libraries.Ffpa),
 }
 
 
@@ -986,7 +1000,8 @@ def test_auto_goes_from_the_fastest_to_what_is_installed(hopper, installed, all_
         ((torch.bfloat16, 192, 128, False, True, True), "flash_attn_4"),
         ((torch.bfloat16, 5, 256), "flash_attn_4"),
         ((torch.float32, 64, 64), "reference"),
-        ((torch.bfloat16, 512, 512), "reference"),
+        ((torch.bfloat16, 512, 512), "ffpa"),
+        ((torch.bfloat16, 512, 512, False, False, True), "torch_efficient"),
     ],
 )
 def test_auto_on_hopper(hopper, all_installed, chosen, arguments, name):
@@ -997,13 +1012,16 @@ def test_auto_on_hopper(hopper, all_installed, chosen, arguments, name):
     ("capability", "sizes", "names"),
     [
         ((7, 5), (64, 64), ["reference"]),
-        ((8, 0), (64, 64), ["flash_attn_2", "torch_flash", "reference"]),
-        ((8, 9), (208, 208), ["reference"]),
-        ((8, 9), (256, 256), ["flash_attn_2", "torch_flash", "reference"]),
-        ((9, 0), (256, 256), ["flash_attn_4", "flash_attn_2", "torch_flash", "reference"]),
-        ((10, 0), (128, 128), ["flash_attn_4", "flash_attn_2", "torch_flash", "reference"]),
-        ((10, 0), (100, 192), ["flash_attn_2", "torch_flash", "reference"]),
-        ((12, 0), (64, 64), ["flash_attn_2", "torch_flash", "reference"]),
+        ((8, 0), (64, 64), ["flash_attn_2", "torch_flash", "torch_efficient", "reference"]),
+        ((8, 9), (208, 208), ["torch_efficient", "reference"]),
+        ((8, 6), (512, 512), ["torch_efficient", "reference"]),
+        ((9, 0), (512, 512), ["ffpa", "torch_efficient", "reference"]),
+        ((9, 0), (576, 512), ["torch_efficient", "reference"]),
+        ((8, 9), (256, 256), ["flash_attn_2", "torch_flash", "torch_efficient", "reference"]),
+        ((9, 0), (256, 256), ["flash_attn_4", "flash_attn_2", "torch_flash", "ffpa", "torch_efficient", "reference"]),
+        ((10, 0), (128, 128), ["flash_attn_4", "flash_attn_2", "torch_flash", "torch_efficient", "reference"]),
+        ((10, 0), (100, 192), ["flash_attn_2", "torch_flash", "torch_efficient", "reference"]),
+        ((12, 0), (64, 64), ["flash_attn_2", "torch_flash", "torch_efficient", "reference"]),
     ],
 )
 def test_gpus_have_their_kernels(monkeypatch, hopper, all_installed, capability, sizes, names):
@@ -1068,8 +1086,9 @@ def test_a_library_that_breaks_while_it_is_imported_is_refused(tmp_path, monkeyp
 
 
 def test_importing_hf_burst_imports_no_library(tmp_path):
-    (tmp_path / "flash_attn.py").write_text("raise AssertionError('imported')")
-    program = "import hf_burst.kernels, sys; assert 'flash_attn' not in sys.modules"
+    for name in ("flash_attn", "ffpa_attn"):
+        (tmp_path / f"{name}.py").write_text("raise AssertionError('imported')")
+    program = "import hf_burst.kernels, sys; assert not {'flash_attn', 'ffpa_attn'} & set(sys.modules)"
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": paths})
 

@@ -381,6 +381,41 @@ class FlashAttn2:
         )
 
 
+class Ffpa:
+    """`ffpa_attn.cute`: whole tiles and causal squares of wide heads."""
+
+    def _ffpa_attn_forward_sm90(self, q, k, v, softmax_scale=None, causal=False, return_lse=False, out=None, lse=None):
+        self._check(q, k, v)
+        assert return_lse
+        seen = seen_from_top_left(q.shape[1], k.shape[1], causal)
+        results = attend(q, k, v, seen, softmax_scale, 0.0, -torch.inf)
+        out, lse = (
+            result if buffer is None else self._written(buffer, result)
+            for result, buffer in zip(results, (out, lse), strict=True)
+        )
+        return out, lse
+
+    def _ffpa_attn_backward_sm90(
+        self, q, k, v, out, dout, lse, softmax_scale=None, causal=False, dq=None, dk=None, dv=None
+    ):
+        self._check(q, k, v, out, dout)
+        check_rows(q, False, lse)
+        seen = seen_from_top_left(q.shape[1], k.shape[1], causal)
+        results = gradients(dout, q, k, v, lse, delta_of(dout, out), seen, softmax_scale, 0.0)
+        return tuple(self._written(buffer, result) for buffer, result in zip((dq, dk, dv), results, strict=True))
+
+    @staticmethod
+    def _written(buffer: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        assert (buffer.shape, buffer.dtype) == (result.shape, result.dtype)
+        return buffer.copy_(result)
+
+    @staticmethod
+    def _check(*tensors: torch.Tensor) -> None:
+        """It makes contiguous what is not, but does not align it."""
+        check_tensors(*tensors, ndim=4)
+        assert {tensor.shape[-1] for tensor in tensors} <= {320, 384, 512}
+
+
 class Aten:
     """`torch.ops.aten`: FlashAttention 2, and cuDNN with its causal mask from the top left corner."""
 
@@ -438,3 +473,57 @@ class Aten:
             assert tensor.shape[1] > 1
             assert tensor.shape[3] in (*range(8, 129, 8), 256), "heads of 256 on Hopper alone"
         return tensors
+
+    def _efficient_attention_forward(
+        self, q, k, v, bias, cu_q, cu_k, max_q, max_k, dropout, kind, with_lse, *, scale, **rest
+    ):
+        assert (cu_q, cu_k, max_q, max_k, dropout, with_lse, rest) == (None, None, None, None, 0.0, True, {})
+        bias = self._efficient_tensors(bias, kind, q, k, v)
+        scores = self._efficient_scores(q, k, bias, kind, scale)
+        lse = torch.full((*scores.shape[:2], -(-q.shape[1] // 32) * 32), torch.inf)
+        lse[..., : q.shape[1]] = scores.logsumexp(-1)
+        out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.float()).to(q.dtype)
+        return out, lse, None, None, q.shape[1], k.shape[1]
+
+    def _efficient_attention_backward(
+        self, dout, q, k, v, bias, out, cu_q, cu_k, max_q, max_k, lse, dropout, seed, offset, kind, of_bias, **options
+    ):
+        assert (cu_q, cu_k, dropout, of_bias) == (None, None, 0.0, False)
+        assert (max_q, max_k) == (q.shape[1], k.shape[1])
+        assert lse.shape == (q.shape[0], q.shape[2], -(-max_q // 32) * 32)
+        assert lse.is_contiguous()
+        assert out.is_contiguous()
+        assert lse.dtype == torch.float32
+        assert (lse[..., max_q:] == torch.inf).all()
+        self.deterministic.append(options["num_splits_key"] == 1)
+        bias = self._efficient_tensors(bias, kind, dout, q, k, v, out)
+        scores = self._efficient_scores(q, k, bias, kind, options["scale"])
+        weights = (scores - lse[..., :max_q, None]).exp()
+        dweights = torch.einsum("bqhd,bkhd->bhqk", dout.float(), v.float())
+        dscores = weights * (dweights - delta_of(dout, out).unsqueeze(-1)) * options["scale"]
+        dq = torch.einsum("bhqk,bkhd->bqhd", dscores, k.float())
+        dk = torch.einsum("bhqk,bqhd->bkhd", dscores, q.float())
+        dv = torch.einsum("bhqk,bqhd->bkhd", weights, dout.float())
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
+
+    @staticmethod
+    def _efficient_tensors(bias, kind: int, *tensors: torch.Tensor) -> torch.Tensor | float:
+        check_tensors(*tensors, ndim=4)
+        assert len({tensor.shape[2] for tensor in tensors}) == 1, "no query heads share a key head"
+        assert kind in (0, 2)
+        if bias is None:
+            return 0.0
+        assert kind == 0
+        assert bias.dtype == tensors[0].dtype
+        assert bias.stride(-1) == 1
+        assert all(stride % 8 == 0 for stride in bias.stride()[:-1])
+        return bias.float()
+
+    @staticmethod
+    def _efficient_scores(q, k, bias, kind: int, scale: float) -> torch.Tensor:
+        seen = seen_from_bottom_right(q.shape[1], k.shape[1], None, 0 if kind == 2 else None)
+        scores = scores_of(q, k, seen, scale, 0.0)[0]
+        assert not isinstance(bias, torch.Tensor) or bias.shape == scores.shape
+        scores = scores + bias
+        assert (scores.amax(-1) > -torch.inf).all(), "every row sees a column"
+        return scores
