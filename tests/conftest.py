@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import transformers
 from hypothesis import HealthCheck, settings
 
 from tests.support.hosts import HostPool, refusal
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, forked
 
 settings.register_profile(
     "hf_burst", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -60,6 +61,17 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     yield pool
     for opened in pools.values():
         opened.close()
+
+
+@pytest.fixture
+def in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons of `hf-burst check` run in forks, for whose imports nobody waits."""
+    from torch.multiprocessing.spawn import start_processes
+
+    from hf_burst.check import ranks
+
+    forked()
+    monkeypatch.setattr(ranks, "spawn", partial(start_processes, start_method="forkserver"))
 
 
 @pytest.fixture(scope="module")

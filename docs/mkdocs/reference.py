@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs/reference"
 SECTIONS = ("Args", "Returns", "Raises", "Example")
 ENTRY = re.compile(r"^([\w, *]+?)(?: \((.+?)\))?: *(.*)$")
-COMMANDS = ("doctor", "check", "plan", "layout")
+COMMANDS = ("doctor", "check", "plan", "layout", "bench")
 SETTINGS = (  # of the recipes: a heading, the module, its dataclass
     ("The model", "settings", "ModelSettings"),
     ("The data", "settings", "DataSettings"),
@@ -167,7 +167,7 @@ def command_page() -> str:
     """The help of each command."""
     from hf_burst import cli
 
-    parts = ["`hf-burst` has four commands; `python -m hf_burst.cli` is the same."]
+    parts = ["`hf-burst` has five commands; `python -m hf_burst.cli` is the same."]
     for command in COMMANDS:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit), columns(100):

@@ -16,6 +16,7 @@ _COMMANDS = {
     "plan": "predict seconds and memory of a training step, and compare ways to divide the GPUs",
     "layout": "which rank holds and computes which part of a sequence, as a table and a picture",
     "check": "whether a model is exact over several ranks, or the loss of a batch right; remembers the verdict",
+    "bench": "measure a training step on these GPUs, beside its limit and Transformers on one GPU",
 }
 
 

@@ -133,6 +133,7 @@ def test_a_class_nobody_has_seen_is_checked_and_then_served(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_forks")
 def test_a_class_that_mixes_the_tokens_of_a_rank_is_found_wrong_and_stays_refused(unseen: ModuleType) -> None:
     model = unseen.SummingForCausalLM(unseen.UnseenConfig(**{**SIZES, "num_hidden_layers": 9}, summing_layers=[8]))
     verdict = hf_burst.check_model(model)
@@ -164,6 +165,7 @@ def test_mlps_are_compared_in_tiles(ranks: Callable[[int], RankPool]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_forks")
 def test_a_loss_that_is_wrong_over_ranks_is_seen_on_a_batch(
     unseen: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -473,6 +475,7 @@ def test_a_saved_batch_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_forks")
 def test_a_comparison_that_hangs_or_dies_ends_with_a_sentence() -> None:
     with pytest.raises(ConfigError, match="did not end within 1 seconds"):
         run_on_ranks(time.sleep, 600.0, limit=1.0)

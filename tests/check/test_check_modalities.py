@@ -137,6 +137,7 @@ def test_one_process_cannot_say_what_packed_images_give(ranks: Ranks, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_forks")
 @pytest.mark.parametrize(
     "family",
     ["Gemma3", pytest.param("Qwen2_5_VL", marks=pytest.mark.full), pytest.param("Qwen3VL", marks=pytest.mark.full)],
@@ -149,6 +150,7 @@ def test_a_tiny_model_takes_the_images_of_a_large_one(family: str, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_forks")
 def test_sound_for_a_model_that_only_sees_is_refused(tmp_path: Path) -> None:
     seeing_model("Llava").config.save_pretrained(tmp_path)
     with pytest.raises(BatchError, match="The batch holds input_features"):

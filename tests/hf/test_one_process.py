@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import hf_burst
 from hf_burst.errors import BatchError, ConfigError, UnsupportedModelError
 from tests.support import models, trainers
 from tests.support.ranks import RankPool
+from tests.support.scripts import in_a_process
 from tests.support.trainers import Case, make_trainer
 
 ROOT = Path(__file__).parents[2]
@@ -118,6 +120,11 @@ def test_a_cache_in_a_training_pass_is_refused() -> None:
         model(prompt[:, :3], past_key_values=cache)
 
 
+def run_cell(folder: str) -> None:
+    os.chdir(folder)
+    runpy.run_path("cell.py", run_name="__main__")
+
+
 def launched_in_a_notebook(folder: Path, processes: int) -> dict[str, torch.Tensor]:
     """The weights that the cell of docs/how-to/launch.md trains over so many processes."""
     cells = re.findall(r"```python\n(.*?)```", (ROOT / "docs/how-to/launch.md").read_text(), re.DOTALL)
@@ -128,6 +135,9 @@ def launched_in_a_notebook(folder: Path, processes: int) -> dict[str, torch.Tens
         found.bind(("", 0))
         port = found.getsockname()[1]  # the launcher's own may be taken by another training
     (folder / "cell.py").write_text(cell.replace("num_processes=2", f'num_processes={processes}, use_port="{port}"'))
+    if processes == 1:
+        in_a_process(run_cell, str(folder))
+        return load_file(folder / "outputs/notebook/model.safetensors")
     environment = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "RANK")}
     environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

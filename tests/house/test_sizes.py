@@ -5,8 +5,8 @@ from tests.house.sizes import measure
 LINES = {
     ".": 430,
     "attention": 1_231,
-    "check": 970,
-    "cli": 1_001,
+    "check": 1_129,
+    "cli": 1_072,
     "hf": 2_408,
     "hf/batches": 1_034,
     "hf/generation": 1_483,
@@ -22,7 +22,7 @@ LINES = {
     "ring": 2_077,
     "sizing": 1_314,
 }
-NODES, TUPLES, REFUSING, RAISES = 126_849, 0.17, 1_485, 280
+NODES, TUPLES, REFUSING, RAISES = 128_287, 0.17, 1_485, 280
 
 
 def test_rooms_keep_to_their_numbers() -> None:

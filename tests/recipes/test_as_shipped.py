@@ -1,19 +1,23 @@
 """Every file of settings for GPUs is run by as_shipped.py, and its list runs on CPUs."""
 
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import time
 import types
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from recipes.benchmarks import provenance
 from tests.support import as_shipped
+from tests.support.scripts import in_a_process
 
 ROOT = Path(__file__).parents[2]
 CPU = ("accelerate_2_processes.yaml",)  # as all whose names end in _cpu.yaml
@@ -26,7 +30,11 @@ def run(out: Path, *options: str, timeout: float = 580) -> tuple[int, dict[str, 
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode in (0, 1), done.stderr
     assert "Traceback" not in done.stderr
-    return done.returncode, {file: row for row in json.loads(out.read_text())["results"] for file in row["files"]}
+    return done.returncode, rows_of(out)
+
+
+def rows_of(out: Path) -> dict[str, dict]:
+    return {file: row for row in json.loads(out.read_text())["results"] for file in row["files"]}
 
 
 def test_every_file_for_gpus_is_run() -> None:
@@ -152,12 +160,36 @@ def test_processes_are_at_least_one(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         assert f"argument --processes: '{given}' is no number of processes; give at least 1" in capsys.readouterr().err
 
 
+def run_in_forks(words: list[str]) -> object:
+    """The exit status, where forks stand for all that is launched but rewards."""
+    own = as_shipped.started
+
+    def started(command: list[str], *others: Any) -> None:
+        kind, recipe, *rest = command[command.index("work") + 1 :]
+        if recipe == "reward":
+            return own(command, *others)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as process:
+            return process.submit(as_shipped.work, kind, recipe, rest).result()
+
+    os.environ |= {"ACCELERATE_USE_CPU": "1"}
+    with mock.patch.object(as_shipped, "started", started), mock.patch.object(sys, "argv", ["as_shipped.py", *words]):
+        try:
+            as_shipped.main()
+        except SystemExit as end:
+            return end.code
+    return None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_what_is_shipped_runs(tmp_path: Path, processes: int) -> None:
     """On CPUs, in bf16: 4 bits and rewards in one process; images, answers and FSDP2 over two."""
     only = ["text_24gb*", "reward_1gpu*"] if processes == 1 else ["sft_images_4*", "grpo_4*", "text_1m_8gpu*"]
-    status, rows = run(tmp_path / "a/out.json", "--processes", str(processes), "--limit", "400", "--only", *only)
+    out, options = tmp_path / "a/out.json", ["--processes", str(processes), "--limit", "400", "--only", *only]
+    if processes == 1:
+        status, rows = in_a_process(run_in_forks, ["--out", str(out), *options]), rows_of(out)
+    else:
+        status, rows = run(out, *options)
     assert status == 0, [row.get("reason") for row in rows.values()]
     assert len({row["config"] for row in rows.values()}) == len(only)
     for row in rows.values():

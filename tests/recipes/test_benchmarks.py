@@ -26,11 +26,12 @@ from recipes.benchmarks import attention, recurrent, step_profile, training_cont
 from recipes.benchmarks.contenders import Case, Contender, Documents, Prepared, hf_burst
 from recipes.benchmarks.native import Native
 from recipes.benchmarks.ranks import Ranks
-from tests.support import predictions
+from tests.support import predictions, scripts
 from tests.support.ranks import RankPool
 from tests.support.small_gpu import small_gpu
 
 ROOT = Path(__file__).parents[2]
+Launched = Callable[[int], RankPool]
 TINY = ["--device", "cpu", "--dtype", "float32", "--q-heads", "4", "--head-dim", "16", "--check-length", "32"]
 SHORTEST = ["--kv-heads", "2", "--lengths", "64", "--seconds", "0.1", "--rounds", "1", "1", "--warmup", "0"]
 PEERS_ON_GPUS = {
@@ -381,11 +382,11 @@ def test_a_table_has_rates_and_shares_of_the_limit() -> None:
     "options", [[], pytest.param(["--compile"], marks=pytest.mark.full)], ids=["eager", "compiled"]
 )
 @pytest.mark.slow
-def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None:
+def test_training_steps_side_by_side(ranks: Launched, tmp_path: Path, options: list[str]) -> None:
     out = tmp_path / "training.json"
     options = [*options, "--shape", "tiny", "--lengths", "250", "--rounds", "1", "--warmup", "0"]
     options += ["--check-length", "121", "--longest", "hf_burst, half of it saved=100"]
-    launch("recipes/benchmarks/training.py", *options, "--out", str(out), common=("--device", "cpu"))
+    ranks(2).run(scripts.run, "recipes/benchmarks/training.py", ["--device", "cpu", *options, "--out", str(out)])
     result = json.loads(out.read_text())
     rows = {row["contender"]: row for row in result["results"]}
     ours = {name: row for name, row in rows.items() if name.startswith("hf_burst")}
@@ -419,7 +420,7 @@ def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None
 def test_a_profile(tmp_path: Path, kind: list[str]) -> None:
     out = tmp_path / "profile.json"
     options = ["--shape", "tiny", "--length", "128", "--device", "cpu", "--out", str(out)]
-    launch("recipes/benchmarks/step_profile.py", *options, *kind, common=())
+    scripts.run_by_ranks(2, "recipes/benchmarks/step_profile.py", [*options, *kind])  # a schedule is told once
     result = json.loads(out.read_text())
     assert len(result["steps_s"]) == 4
     assert result["seconds"] == result["steps_s"][-1] > 0
@@ -464,11 +465,11 @@ def test_a_profile_has_kernels_alone() -> None:
         pytest.param("tiny-gemma", "--images", marks=pytest.mark.full),
     ],
 )
-def test_models_that_see_are_measured(tmp_path: Path, model: str, of: str) -> None:
+def test_models_that_see_are_measured(ranks: Launched, tmp_path: Path, model: str, of: str) -> None:
     out, profile, options = tmp_path / "images.json", tmp_path / "profile.json", ["--length", "64", "--steps", "3"]
     options += ["--check-length", "32", "--model", model, of, "4" if of == "--frames" else "2"]
     options += ["--folder", str(tmp_path / "trainer"), "--profile", str(profile), "--out", str(out)]
-    launch("recipes/benchmarks/images.py", *options, common=())
+    ranks(2).run(scripts.run, "recipes/benchmarks/images.py", options)
     (row,) = json.loads(out.read_text())
     assert row["errors"]["gradients"] < 1e-4, "fp32 on CPUs"
     assert len(row["steps"]) == 3, "the one under the profiler does not count"
@@ -478,10 +479,10 @@ def test_models_that_see_are_measured(tmp_path: Path, model: str, of: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [pytest.param("questions", marks=pytest.mark.full), "pairs"])
-def test_rows_that_begin_alike_are_measured(tmp_path: Path, what: str) -> None:
+def test_rows_that_begin_alike_are_measured(ranks: Launched, tmp_path: Path, what: str) -> None:
     out, sizes = tmp_path / "beginnings.json", ["--beginning", "90", "--ending", "7", "--endings", "2"]
     options = [*sizes, "--what", what, "--shape", "tiny", "--rounds", "1", "--warmup", "0", "--out", str(out)]
-    launch("recipes/benchmarks/beginnings.py", *options, common=("--device", "cpu"))
+    ranks(2).run(scripts.run, "recipes/benchmarks/beginnings.py", [*options, "--device", "cpu"])
     result = json.loads(out.read_text())
     shared, *whole, limit = result["results"]
     assert [row["contender"] for row in whole] == ["rows", *(["rows, one by one"] if what == "questions" else [])]
@@ -499,8 +500,7 @@ def test_training_on_one_gpu(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--shape", "tiny", "--layers", "3", "--lora", "--lengths", "131", "--rounds", "1"]
     options += ["--warmup", "0", "--no-limits", "--contenders", "Transformers, cuDNN", "hf_burst, chosen"]
     options += [training_contenders.BY_PEFT, "--give-back"]
-    script = [sys.executable, "recipes/benchmarks/training.py", *options, "--hf-burst", words, "--out", str(out)]
-    subprocess.run(script, cwd=ROOT, check=True, timeout=120)
+    scripts.run_alone("recipes/benchmarks/training.py", [*options, "--hf-burst", words, "--out", str(out)])
     result = json.loads(out.read_text())
     theirs, chosen, by_peft, ours = result["results"]
     assert result["layers"] == 3
@@ -558,7 +558,7 @@ def measure_layer(rank: int, size: int, out: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_recurrent_layer_is_measured(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_a_recurrent_layer_is_measured(ranks: Launched, tmp_path: Path) -> None:
     """Over two ranks, whose results are right."""
     ranks(2).run(measure_layer, str(tmp_path / "two.json"))
     result = json.loads((tmp_path / "two.json").read_text())
@@ -736,7 +736,7 @@ def test_every_step_of_the_texts_was_measured() -> None:
     ]
     for row in json.loads((ROOT / "recipes/benchmarks/results/images_H200.json").read_text()):
         rows.append(row | {"peak_memory_gib": max(step["allocated_gib"] for step in row["steps"])})
-    texts = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "recipes/benchmarks/README.md"]
+    texts = [ROOT / "README.md", *sorted((ROOT / "docs/results").glob("*.md")), ROOT / "recipes/benchmarks/README.md"]
     steps = [(text.name, pair) for text in texts for pair in re.findall(r"([\d.]+) s, ([\d.]+) GiB", text.read_text())]
     assert len(steps) > 10
     for name, pair in steps:
@@ -750,11 +750,10 @@ def test_every_step_of_the_texts_was_measured() -> None:
 
 @pytest.mark.slow
 def test_what_the_plan_promises_is_trained(tmp_path: Path) -> None:
-    script, out = ROOT / "recipes/benchmarks/fits.py", tmp_path / "deep" / "fits.json"
-    common = [sys.executable, str(script), "--model", "tiny", "--length", "250", "--document", "100"]
+    out, common = tmp_path / "deep" / "fits.json", ["--model", "tiny", "--length", "250", "--document", "100"]
     for more in (["--steps", "0"], ["--steps", "2", "--folder", str(tmp_path / "trainer")]):
         words = [*common, *more, "--out", str(out), "--commit", "abc"]
-        subprocess.run(words, check=True, cwd=tmp_path, env=os.environ | {"ACCELERATE_USE_CPU": "1"}, timeout=240)
+        scripts.run_alone("recipes/benchmarks/fits.py", words, ACCELERATE_USE_CPU="1")
     promise, row = json.loads(out.read_text())
     assert promise["promised"] == row["promised"]
     assert promise["promised"]["taken_gib"] > promise["promised"]["tensors_gib"] > 0

@@ -1,23 +1,41 @@
 """The benchmark of GRPO runs in processes of its own, and its numbers agree with each other."""
 
 import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from recipes.benchmarks import grpo
 from recipes.benchmarks.grpo import GENERATION, OLD, PARTS, REFERENCE, REWARDS, TRAINING
 from tests.recipes.test_benchmarks import launch
+from tests.support import scripts
 
 pytest.importorskip("trl")
 OPTIONS = ["--shape", "tiny", "--device", "cpu", "--answers", "2", "--answer-length", "6", "--warm-length", "3"]
 LENGTHS = ["--prompts", "300", "--trl-prompts", "64", "96", "--warm-prompt", "32", "--steps", "1"]
 
 
+def in_a_pool(command: list[str], folder: Path, timeout_s: float) -> Iterator[dict[str, Any]]:
+    """Runs the processes of an attempt without their launcher."""
+    scripts.run_by_ranks(2, "recipes/benchmarks/grpo.py", command[command.index(grpo.__file__) + 1 :])
+    yield from map(json.loads, (folder / "lines").read_text().splitlines())
+
+
 @pytest.mark.slow
-def test_the_benchmark_of_grpo(tmp_path: Path) -> None:
+def test_the_benchmark_of_grpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "deep" / "result.json"
-    launch("recipes/benchmarks/grpo.py", *LENGTHS, "--out", str(out), common=OPTIONS)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *OPTIONS, *LENGTHS, "--out", str(out)])
+    monkeypatch.setattr(grpo, "lines_of", in_a_pool)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert grpo.main() == 0
     result = json.loads(out.read_text())
     assert result["hardware"]["ranks"] == 2
     assert "--attempt" not in result["command"]
@@ -33,6 +51,35 @@ def test_the_benchmark_of_grpo(tmp_path: Path) -> None:
         assert row["median_s"] == seconds
         assert row["rollout_s"] == pytest.approx(sum(seconds.values()))
         assert row["training_step_s"] == pytest.approx(seconds[TRAINING] / 2)
+
+
+WRITES = """
+import sys, time
+file = open(sys.argv[1] + "/lines", "a")
+file.write('{"begun": 1}\\n{"begun"')
+file.flush()
+time.sleep(float(sys.argv[2]))
+file.write(': 2}\\n')
+file.close()
+if sys.argv[3] != "0":
+    open(sys.argv[1] + "/failure_1", "w").write("rank 1: ValueError: nonsense")
+sys.exit(int(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "status", "limit", "reason"),
+    [
+        ("0.3", "0", 60.0, None),
+        ("0.3", "1", 60.0, "rank 1: ValueError: nonsense"),
+        ("60", "0", 1.0, "it did not end within 1 s"),
+    ],
+)
+def test_what_an_attempt_tells(tmp_path: Path, seconds: str, status: str, limit: float, reason: str | None) -> None:
+    start, command = time.monotonic(), [sys.executable, "-c", WRITES, str(tmp_path), seconds, status]
+    told = list(grpo.lines_of(command, tmp_path, limit))
+    assert told == [{"begun": 1}, *([{"begun": 2}] * (limit > 1)), *([{"reason": reason}] * (reason is not None))]
+    assert time.monotonic() - start < 30
 
 
 @pytest.mark.full

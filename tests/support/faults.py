@@ -212,12 +212,17 @@ class Job:
                     process.kill()
                     process.wait()
 
-    def start(self, rank: int, fault: Fault, port: int, network: "Network | None") -> subprocess.Popen[bytes]:
-        """Starts a process; on a host of its own if there is a network."""
+    @property
+    def words(self) -> list[str]:
+        """What the recipe is given."""
         given = {name: str(value) for name, value in {**OPTIONS, "output_dir": "out", **self.options}.items()}
         given.setdefault("dataset", str(text(self.folder)))
-        words = [word for key, value in given.items() for word in (f"--{key}", value)]
-        command = [sys.executable, __file__, "work", str(rank), str(self.folder), json.dumps(asdict(fault)), *words]
+        return [word for key, value in given.items() for word in (f"--{key}", value)]
+
+    def start(self, rank: int, fault: Fault, port: int, network: "Network | None") -> subprocess.Popen[bytes]:
+        """Starts a process; on a host of its own if there is a network."""
+        command = [sys.executable, __file__, "work", str(rank), str(self.folder), json.dumps(asdict(fault))]
+        command += self.words
         local, per_host = (0, 1) if network else (rank, self.ranks)
         own: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_RANK": local}
         own |= {"LOCAL_WORLD_SIZE": per_host, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -14,15 +14,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, PreTrainedConfig
 
 from hf_burst.hf.models.layer_sizes import FUSED_NORM
 from hf_burst.hf.models.model_size import model_size
 from hf_burst.plan.memory_levels import SETTINGS
 from hf_burst.sizing.gpus import Capacity, capacity_of, data_sheet
 from hf_burst.sizing.memory import estimate_memory
-from hf_burst.sizing.model import Training
+from hf_burst.sizing.model import ModelSize, Training
 from hf_burst.sizing.seconds import estimate_seconds
 from hf_burst.sizing.shapes import SHAPES
 from recipes.benchmarks.training_contenders import BY_PEFT
@@ -31,6 +30,7 @@ from recipes.benchmarks.training_job import class_of, config_of
 GIB = 2**30
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "recipes/benchmarks/results"
+_SIZES: dict[str, ModelSize] = {}  # by config
 PAGE, TABLE = ROOT / "docs/how-to/sizing.md", RESULTS / "predictions.md"
 # inputs of layers that stayed on the GPU when these were measured, and no longer do: next to adapters the embeddings'
 # output, and a shared checkpoint's own next to those that are computed from it
@@ -137,10 +137,18 @@ def predict(result: dict[str, Any], row: dict[str, Any], layers: int | None, fir
     return _predicted(result, training, layers, first)
 
 
+def size_of(config: PreTrainedConfig) -> ModelSize:
+    """The sizes of a model, which is built for them, once."""
+    key = config.to_json_string()
+    if key not in _SIZES:
+        _SIZES[key] = model_size(class_of(config), config)
+    return _SIZES[key]
+
+
 def _predicted(result: dict[str, Any], training: Training, layers: int | None, first: bool = False) -> dict[str, Any]:
     """What [`predict`] returns, of a training."""
     config = config_of(result["shape"], **({} if layers is None else {"num_hidden_layers": layers}))
-    model, sheet = model_size(class_of(config), config), data_sheet(result["hardware"]["device"])
+    model, sheet = size_of(config), data_sheet(result["hardware"]["device"])
     kernels: dict[str, Any] = {"norm_copies": FUSED_NORM} if result.get("gated_norms") else {}
     if "causal-conv1d" in result["versions"]:
         kernels["convolution_copies"] = 1  # and with it Transformers did not repeat keys
@@ -228,13 +236,11 @@ def _fits_step(file: str, row: dict[str, Any]) -> Step:
     documents = (*range(0, length, document), length) if document else ()
     seconds, gib = statistics.median(step["seconds"] for step in steps), max(step["allocated_gib"] for step in steps)
     changes = {"num_hidden_layers": row["layers"]} if row["layers"] else {}
-    config = AutoConfig.for_model(**{**SHAPES[row["model"]], **changes})
     name = row["model"] + (f", {row['layers']} layers" if row["layers"] else "")
     sheet = data_sheet(row["hardware"]["device"])
     assert sheet is not None, "no result is of another GPU"
-    with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config))
-    model, ranks = model_size(kind, config), row["hardware"]["ranks"]
+    config = AutoConfig.for_model(**{**SHAPES[row["model"]], **changes})
+    model, ranks = size_of(config), row["hardware"]["ranks"]
     training = Training(length, ranks, ranks, documents, **{**settings, **WEIGHTS[row["weights"]]})
     return Step(
         file=file,

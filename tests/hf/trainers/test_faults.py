@@ -29,14 +29,15 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_burst
+from hf_burst.attention import ContextGroup
 from hf_burst.errors import ConfigError
 from hf_burst.hf.trainers.resume import rows_of, what_is_missing
 from hf_burst.ranks.group import set_timeout
-from hf_burst.ranks.watch import START_ANEW
-from tests.support import restarted
+from hf_burst.ranks.watch import START_ANEW, Watch
+from tests.support import restarted, scripts
 from tests.support.hosts import refusal
 from tests.support.models import make_model
-from tests.support.ranks import RankError, RankPool, reset_accelerate
+from tests.support.ranks import RankError, RankPool, forked, reset_accelerate
 from tests.support.trainers import Case, make_trainer, samples, tokenizer
 
 Ranks = Callable[[int], RankPool]
@@ -561,27 +562,24 @@ def test_the_page_has_the_faults_that_were_provoked(faults: Any) -> None:
 def test_a_recipe_that_is_killed_goes_on(faults: Any, tmp_path: Path) -> None:
     """One rank is killed in the middle of writing a checkpoint: the other ends by itself, the same command goes on
     from the one before, and losses and weights are those of a run without faults, bit by bit."""
-    short = {"max_steps": "6"}
-    whole = faults.Job(tmp_path / "whole", options=short)
-    assert whole.run(faults.Fault()).exit_codes == [0, 0]
-    job = faults.Job(tmp_path / "killed", options=short)
+    whole, job = (faults.Job(tmp_path / name, options={"max_steps": "6"}) for name in ("whole", "killed"))
+    whole.folder.mkdir()
+    recipe = str(faults.RECIPE.relative_to(ROOT))
+    scripts.run_by_ranks(2, recipe, whole.words, whole.folder)
     ended = job.run(faults.Fault("kill -9", "saving", rank=0, step=3))
     assert ended.exit_codes[0] == -signal.SIGKILL
     assert ended.exit_codes[1] not in (0, None)
     assert ours(ended.sentences[1])
     assert "Nothing was heard of rank 0: killed, stalled, or out of reach." in ended.sentences[1]
     assert (tmp_path / "killed/out/checkpoint-4/optimizer.pt").exists()
-    again = job.run(faults.Fault())
-    assert (again.exit_codes, again.resumed_from) == ([0, 0], "checkpoint-2")
+    said = scripts.run_by_ranks(2, recipe, job.words, job.folder)
+    assert "\ngoes on from checkpoint-2 " in said
     assert job.result == whole.result
 
 
-SPAWNED = """
-import os, signal, sys, time, torch, torch.distributed as dist
-from hf_burst.attention import ContextGroup
-from hf_burst.ranks.watch import Watch
-
-def work(rank, port):
+def killed_beside(rank: int, port: int, folder: str) -> None:
+    """A process of two, of which the second is killed while the first waits for it; their errors go to a file."""
+    os.dup2(os.open(f"{folder}/{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
     Watch.interval = 0.2
     joined = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
     os.environ |= {**joined, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -592,29 +590,24 @@ def work(rank, port):
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(1))
 
-if __name__ == "__main__":
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    if sys.argv[1] == "spawn":
-        processes = torch.multiprocessing.spawn(work, (store.port,), 2, join=False).processes
-    else:
-        context = torch.multiprocessing.get_context("spawn")
-        processes = [context.Process(target=work, args=(rank, store.port)) for rank in range(2)]
-        [process.start() for process in processes]
-    [process.join() for process in processes]
-    print([process.exitcode for process in processes])
-"""
-
 
 @pytest.mark.parametrize("way", ["Process", pytest.param("spawn", marks=pytest.mark.full)])
-@pytest.mark.slow
 def test_processes_of_multiprocessing_say_what_ended_them(tmp_path: Path, way: str) -> None:
     """Their errors never come to `sys.excepthook`."""
-    (tmp_path / "script.py").write_text(SPAWNED)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(tmp_path / "script.py"), way]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.stdout.strip() == "[1, -9]", done.stderr
-    assert "Rank 0 lost the connection to another rank in a message of torch.distributed. Nothing was" in done.stderr
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if way == "spawn":
+        given = (store.port, str(tmp_path))
+        processes = torch.multiprocessing.spawn(killed_beside, given, 2, join=False).processes
+    else:
+        given = ((rank, store.port, str(tmp_path)) for rank in range(2))
+        processes = [forked().Process(target=killed_beside, args=each) for each in given]
+        for process in processes:
+            process.start()
+    for process in processes:
+        process.join(120)
+    said = (tmp_path / "0.err").read_text()
+    assert [process.exitcode for process in processes] == [1, -signal.SIGKILL], said
+    assert "Rank 0 lost the connection to another rank in a message of torch.distributed. Nothing was" in said
 
 
 @pytest.mark.slow
