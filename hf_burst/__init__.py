@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .hf.generation.generate import generate as generate
     from .hf.generation.scores import token_divergences as token_divergences
     from .hf.generation.scores import token_losses as token_losses
+    from .hf.models.experts_4bit import Experts4bitConfig as Experts4bitConfig
     from .hf.patch import patch_model as patch_model
     from .hf.patch import unpatch_model as unpatch_model
     from .hf.trainers.accelerate import BurstParallelismConfig as BurstParallelismConfig
@@ -39,6 +40,7 @@ _HOME = {
     "BurstParallelismConfig": ".hf.trainers.accelerate",
     "BurstResume": ".hf.trainers.resume",
     "Document": ".hf.generation.document",
+    "Experts4bitConfig": ".hf.models.experts_4bit",
     "GroupCollator": ".hf.batches.collator",
     "Memory": ".config",
     "admit": ".hf.admission",

@@ -186,6 +186,8 @@ def load_model(settings: ModelSettings, config: PreTrainedConfig, burst: BurstSe
         options = {"revision": settings.model_revision, "dtype": settings.dtype}
         with using(f"model_name_or_path {name!r}"):
             if (quantization := get_quantization_config(settings)) is not None:
+                if settings.quantize_experts:
+                    quantization = hf_burst.Experts4bitConfig.from_dict(quantization.to_dict())
                 options["quantization_config"] = quantization
             model = auto_class(config).from_pretrained(name, config=deepcopy(config), **options)
     if has_towers(config) and not settings.use_peft:  # no text reaches them; DDP would wait for their gradients

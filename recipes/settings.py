@@ -68,6 +68,10 @@ class ModelSettings(ModelConfig):
         default=None, metadata={"help": "RoPE parameters to set, such as {rope_type: yarn, factor: 4.0}."}
     )
 
+    quantize_experts: bool = field(
+        default=False, metadata={"help": "With load_in_4bit, quantizes the experts as well."}
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("model_config", "rope_scaling"):
@@ -82,6 +86,8 @@ class ModelSettings(ModelConfig):
             raise SystemExit("Quantized weights cannot be trained; set use_peft to train adapters beside them (QLoRA).")
         if (self.load_in_4bit or self.load_in_8bit) and find_spec("bitsandbytes") is None:
             raise SystemExit('load_in_4bit and load_in_8bit need bitsandbytes: pip install ".[qlora]" in a clone.')
+        if self.quantize_experts and not self.load_in_4bit:
+            raise SystemExit("quantize_experts needs load_in_4bit.")
         if self.load_in_4bit and self.dtype == "auto":
             raise SystemExit("load_in_4bit computes in dtype, which is 'auto'; set bfloat16, float16 or float32.")
         if self.model_config and self.model_name_or_path is not None:

@@ -61,6 +61,7 @@ ORDER = (
         "Document",
         "check_model",
         "admit",
+        "Experts4bitConfig",
     ),
     *("BurstCallback", "BurstResume", "last_checkpoint"),
 )

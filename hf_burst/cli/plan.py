@@ -12,8 +12,7 @@ from ..plan import Mask, name_of
 from ..plan.memory_levels import HOST_ROOM, SETTINGS, named
 from ..sizing.fit import Fit, fit, longest
 from ..sizing.gpus import DATA_SHEETS, Capacity, DataSheet, capacity_of, gpu_named
-from ..sizing.memory import NF4
-from ..sizing.model import ModelSize, Sharded, Training, Weights, rounded
+from ..sizing.model import NF4, ModelSize, Sharded, Training, Weights, rounded
 from ..sizing.prompts import cached_bytes, longest_prompt, memory_of_prompt
 from ..sizing.seconds import StepSeconds, estimate_seconds, step_flops
 from ..sizing.shapes import NAMES, dense_model
@@ -71,7 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     adapters.add_argument("--lora", **rank, help="adapters (rank 16 by default, peft's own is 8)")
     adapters.add_argument("--qlora", **rank, help="adapters on frozen weights of 4 bits")
     parser.add_argument("--weights", choices=("bf16", "fp32"), help="those that train (default bf16; of adapters fp32)")
-    parser.add_argument("--sharded", choices=get_args(Sharded), default="fsdp2", help="(default %(default)s)")
+    parser.add_argument(
+        "--quantize-experts", action="store_true", help="experts are in 4 bits, too (hf_burst.Experts4bitConfig)"
+    )
+    parser.add_argument("--sharded", choices=get_args(Sharded), help="(default fsdp2; ddp with --qlora)")
     chosen = "as in hf_burst.Memory; the others then have their defaults (by default the rule of memory='auto' chooses)"
     for name, default in vars(Memory()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), help=chosen)
@@ -111,6 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"--images is {arguments.images}, and of {model.name} no tower is known whose images can be counted: it is "
             "not served with images, or its config does not say how many patches become a token. Leave --images out."
         )
+    if arguments.quantize_experts and not model.fused:
+        raise ConfigError(f"{model.name} has no experts in tensors of three dimensions. Leave out --quantize-experts.")
     settings = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
     training = _training(arguments, mask, gpus, settings)
     fixed = SETTINGS if settings else ()  # any setting of the user's fixes them all
@@ -131,8 +135,14 @@ def run(arguments: argparse.Namespace) -> int:
     most = longest(model, rows[0].fit.training, capacity, fixed)
     if best is None:
         less = ["more --gpus", *(["fewer tokens"] if most else [])]
-        less += [] if training.lora else ["--lora"]
-        less += ["--lora, which shards weights"] if training.weights == "4bit" else ["--qlora"]
+        quantized = training.weights == "4bit"
+        helping = {
+            "--lora": not training.lora,
+            "--qlora": not quantized,
+            "--quantize-experts": quantized and model.fused and not training.quantized_experts,
+            "--sharded fsdp2": training.gpus > 1 and training.shards == 1,
+        }
+        less += [option for option, helps in helping.items() if helps]
         limits = f"{capacity.gpu_memory / 2**30:.1f} GiB and {HOST_ROOM:.0%} of the host's"
         lines.append(f"None fits into {limits} {capacity.host_memory / 2**30:.0f}. Give {' or '.join(less)}.")
     if len(mask.documents) == 2:
@@ -175,8 +185,9 @@ def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: di
         documents=mask.documents,
         parents=mask.parents,
         reference=arguments.reference,
-        sharded=arguments.sharded,
+        sharded=arguments.sharded or ("ddp" if arguments.qlora else "fsdp2"),
         weights=weights,
+        quantized_experts=arguments.quantize_experts,
         lora=rank or 0,
         checkpointing=arguments.checkpointing,
         fused=arguments.fused,
@@ -301,6 +312,9 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
         lines.append(f"texts of {endings} tokens {once}")
     if training.reference:
         lines.append("a reference reads all of them, too, which does not count for MFU")
+    if training.weights == "4bit" and training.shards > 1:
+        lines.append("assumed: bnb_4bit_quant_storage is a dtype of floats, else FSDP2 leaves weights of 4 bits whole")
+        lines.append("not counted: accelerate loads all weights of 4 bits on every GPU, before FSDP2 shards them")
     return [*lines, (_PRECISION | _OF_ADAPTERS if training.lora else _PRECISION)[training.weights]]
 
 
@@ -308,9 +322,10 @@ def _experts(model: ModelSize, training: Training) -> str:
     number = 2 if training.lora else training.number
     held, dtype, why = float(number * model.experts), "bf16" if number == 2 else "fp32", ""
     if training.weights == "4bit":
-        held = 2 * model.fused + NF4 * (model.experts - model.fused)
-        dtype = "bf16" if model.fused else "4bit"
-        why = ": bitsandbytes makes 4 bits of linear layers alone" if model.fused else ""
+        plain = 0 if training.quantized_experts else model.fused
+        held = 2 * plain + NF4 * (model.experts - plain)
+        dtype = "bf16" if plain else "4bit"
+        why = ": bitsandbytes makes 4 bits of linear layers alone (--quantize-experts)" if plain else ""
     return f"experts: {rounded(model.experts)} weights in {dtype}, {held / training.shards / 2**30:.1f} GiB a GPU{why}"
 
 

@@ -10,7 +10,6 @@ from .model import ModelSize, Training
 from .spread import Spread, buffer_bytes, spread_of, state_bytes
 from .towers import backward_of_towers, forward_of_towers, kept_by_towers, whole_embeddings
 
-NF4 = 4.127 / 8  # bytes of a weight of 4 bits and of its scales (QLoRA, arXiv 2305.14314)
 _LOGITS, _MOST_LOGITS, _PLAIN_LOGITS = 2**29, 2**31, 2**27  # at a time, as in linear_loss.py
 # bytes of a GPU outside of torch's allocator: CUDA's context and the code of kernels; and NCCL
 _CONTEXT, _NCCL = 1.25 * 2**30, 1.0 * 2**30
@@ -124,7 +123,8 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
     buckets = 0.0 if sharded or training.gpus == 1 else gradients  # those of DDP stay from step to step
     spread = spread_of(model, training, capacity.ranks_per_host)
     one, every = _activations(model, training, spread, capacity.on_gpu)
-    unit = 2 * (model.weights - model.unused - table) / model.layers  # bytes of a layer in bf16
+    # bytes of a layer as it is gathered
+    unit = (2 * (model.weights - model.unused - table) - training.saved(model)) / model.layers
     states = tokens * model.hidden
     most = max(max(1, min(4, _MOST_LOGITS // states)) * states, _LOGITS) if training.fused else _PLAIN_LOGITS
     # torch alone has three copies of logits in fp32, and those in bf16
@@ -231,6 +231,9 @@ def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: b
             one += 4 * model.mlp
         if training.itemsize == 4:  # a tile's gradients next to their sums, and casts of weights and gradients
             one += 8 * model.mlp
+    again = training.checkpointing or training.in_tiles
+    if training.quantized_experts and again:  # in 16 bits, those of one layer at a time
+        one += 2 * model.fused_in_layer
     if model.routed and fused and training.lora:  # Liger computes gradients of experts that are frozen
         one += 2 * model.mlp
     if model.norms and not fused:  # the backward pass of a norm, in fp32
@@ -241,14 +244,17 @@ def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: b
     mean = model.elements(fused) + model.hidden
     if training.in_tiles:
         mean -= model.inner * (3 if fused else 4)
-    return one, 0.0 if training.checkpointing else 2 * tokens * model.layers * mean
+    every = 2 * tokens * model.layers * mean
+    if training.quantized_experts and not again:
+        every += 2 * model.fused
+    return one, 0.0 if training.checkpointing else every
 
 
 def whole_weights(model: ModelSize, training: Training) -> float:
-    """Bytes of all weights, those of a second model for reference among them. Only linear layers become 4 bits."""
+    """Bytes of all weights, those of a second model for reference among them."""
     held = float(training.trained(model) * training.number)
     if training.lora:
         held += 2 * model.weights
     elif training.reference:
         held += model.weights * training.number
-    return held - (2 - NF4) * model.linear if training.weights == "4bit" else held
+    return held - training.saved(model)

@@ -8,6 +8,7 @@ from ..errors import ConfigError
 from ..plan.layer_sizes import LayerSizes, keeping
 
 Weights = Literal["bf16", "fp32", "4bit"]
+NF4 = 4.127 / 8  # bytes of a weight of 4 bits and of its scales (QLoRA, arXiv 2305.14314)
 Sharded = Literal["fsdp2", "ddp"]
 
 
@@ -56,8 +57,9 @@ class ModelSize(LayerSizes):
         adapted (`int`): Rows and columns of all linear layers but the head: weights of adapters of rank 1.
         unused (`int`): Weights that a batch of text does not use: those of towers for images and sound.
         routed (`int`): Elements of a token's copies for the experts that it is sent to.
-        experts (`int`): Weights of all experts that tokens are sent to.
-        fused (`int`): Those of them that are in no linear layer, as Transformers has them.
+        experts (`int`): Weights of experts, without biases.
+        fused (`int`): Those of them in tensors of three dimensions, as Transformers has them.
+        fused_in_layer (`int`): Those in the layer that has the most.
         tower ([`TowerSize`], *optional*): Its tower for images, if it is served with them.
         latent (`int`): Elements of a token that a layer caches, and makes keys and values of; 0 if it caches these.
     """
@@ -74,6 +76,7 @@ class ModelSize(LayerSizes):
     routed: int
     experts: int
     fused: int
+    fused_in_layer: int
     tower: TowerSize | None
     latent: int
 
@@ -127,7 +130,9 @@ class Training(Memory):
             `"ddp"` nothing.
         weights (`str`, defaults to `"bf16"`): `"bf16"` for weights, gradients and optimizer; `"fp32"` for all three of
             the weights that learn, computed with in bf16 (mixed precision); or `"4bit"` for frozen weights under
-            adapters, which no GPU shards. Frozen weights are else in bf16.
+            adapters, stored as floats if FSDP2 shards them. Frozen weights are else in bf16.
+        quantized_experts (`bool`, defaults to `False`): Whether experts of three dimensions are in 4 bits, too, see
+            [`hf_burst.Experts4bitConfig`].
         lora (`int`, defaults to 0): Rank of adapters on all linear layers but the head; 0 trains all weights.
         checkpointing (`bool`, defaults to `True`): Whether layers are computed again in the backward pass.
         fused (`bool`, defaults to `True`): Whether norms, rotary positions and SwiGLU are kernels of their own, as
@@ -148,6 +153,7 @@ class Training(Memory):
     reference: bool = False
     sharded: Sharded = "fsdp2"
     weights: Weights = "bf16"
+    quantized_experts: bool = False
     lora: int = 0
     checkpointing: bool = True
     fused: bool = True
@@ -167,6 +173,8 @@ class Training(Memory):
             )
         if self.weights == "4bit" and not self.lora:
             raise ConfigError("Weights of 4 bits are frozen, so there is nothing to train. Add adapters (lora=16).")
+        if self.quantized_experts and self.weights != "4bit":
+            raise ConfigError(f"quantized_experts is set, and weights are {self.weights!r}. Take '4bit' (--qlora).")
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -186,13 +194,18 @@ class Training(Memory):
     @property
     def shards(self) -> int:
         """Into how many parts weights are sharded."""
-        return self.gpus if self.sharded == "fsdp2" and self.weights != "4bit" else 1
+        return self.gpus if self.sharded == "fsdp2" else 1
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element of a hidden state: under autocast, embeddings in fp32 begin a residual stream that stays
         so. FSDP2 casts what a layer is given."""
         return 4 if self.weights == "fp32" and not self.lora and self.shards == 1 else 2
+
+    def saved(self, model: ModelSize) -> float:
+        """Bytes that weights in 4 bits take less than in bf16."""
+        quantized = model.linear + self.quantized_experts * model.fused
+        return (2 - NF4) * quantized if self.weights == "4bit" else 0.0
 
     @property
     def in_tiles(self) -> bool:

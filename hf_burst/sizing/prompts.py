@@ -86,4 +86,5 @@ def _rows(model: ModelSize, how: Training, spread: Spread, on_gpu: bool) -> Iter
         yield "a recurrent layer", 2.0 * tokens * (held + size.elements)
     inner = (2 if how.fused else 3) * model.inner + 2 * model.routed
     whole = wide * hidden * (2 if how.in_tiles else 1)
-    yield "an MLP", 2.0 * (tokens * (held + whole) + min(tokens, how.tiled_mlp) * inner)
+    experts = model.fused_in_layer * how.quantized_experts  # dequantized
+    yield "an MLP", 2.0 * (tokens * (held + whole) + min(tokens, how.tiled_mlp) * inner + experts)

@@ -6,7 +6,7 @@ from ..errors import ConfigError
 from ..plan import Mask
 from ..plan.work import pairs_of_chunks
 from .gpus import DataSheet
-from .model import ModelSize, Training
+from .model import NF4, ModelSize, Training
 from .spread import Spread, masks_of, pairs_of, recurrent_bytes, sent_bytes, spread_of
 from .towers import tower_products
 
@@ -126,7 +126,7 @@ def _reference(model: ModelSize, training: Training, sheet: DataSheet, spread: S
     once, _ = _touched_by_layer(model, training)
     elementwise = training.tokens * model.layers * once / (MEMORY * sheet.bandwidth)
     computing = attention + recurrence + multiplying + elementwise
-    gathered = 2.0 * (model.weights - model.unused) if training.shards > 1 else 0.0
+    gathered = _whole_bytes(model, training) if training.shards > 1 else 0.0
     sending = gathered * (training.gpus - 1) / training.gpus / link
     exchange = _exchange(model, training, sheet, spread, 2 * attention) / 2
     return computing + exchange + sending - HIDDEN * min(sending, computing)
@@ -172,6 +172,8 @@ def touched(model: ModelSize, training: Training) -> float:
     moved = training.tokens * total
     if training.shards > 1:  # FSDP copies gathered weights into place, and gradients to where they are sent from
         moved += 2 * _sharded_bytes(model, training)
+    if training.quantized_experts:  # read in 4 bits and written in 16; once more where layers or tiles run again
+        moved += (2 + NF4) * model.fused * (1 + (training.checkpointing or training.in_tiles))
     return moved
 
 
@@ -206,7 +208,12 @@ def _exchange(model: ModelSize, training: Training, sheet: DataSheet, spread: Sp
 
 def _sharded_bytes(model: ModelSize, training: Training) -> float:
     times = 2 if training.lora else 3
-    return 2.0 * times * (model.weights - model.unused)
+    return times * _whole_bytes(model, training)
+
+
+def _whole_bytes(model: ModelSize, training: Training) -> float:
+    """Bytes of all weights of the language model, as they are gathered."""
+    return 2.0 * (model.weights - model.unused) - training.saved(model)
 
 
 def _sharding(model: ModelSize, training: Training, link: float, computing: float) -> float:

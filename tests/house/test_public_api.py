@@ -16,6 +16,7 @@ NAMES = [
     "BurstParallelismConfig",
     "BurstResume",
     "Document",
+    "Experts4bitConfig",
     "GroupCollator",
     "Memory",
     "admit",

@@ -3,26 +3,26 @@
 from tests.house.sizes import measure
 
 LINES = {
-    ".": 428,
+    ".": 430,
     "attention": 1_231,
     "check": 1_129,
-    "cli": 1_110,
+    "cli": 1_125,
     "hf": 2_408,
     "hf/batches": 1_034,
     "hf/generation": 1_483,
-    "hf/models": 1_232,
-    "hf/parts": 2_976,
+    "hf/models": 1_413,
+    "hf/parts": 2_985,
     "hf/spread": 623,
     "hf/trainers": 1_317,
     "kernels": 1_544,
-    "layers": 1_666,
+    "layers": 1_721,
     "plan": 2_175,
     "ranks": 1_361,
     "recurrent": 1_143,
     "ring": 2_077,
-    "sizing": 1_343,
+    "sizing": 1_370,
 }
-NODES, TUPLES, REFUSING, RAISES = 127_656, 0.17, 1_464, 273
+NODES, TUPLES, REFUSING, RAISES = 128_844, 0.17, 1_485, 280
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -19,14 +19,14 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_burst
-from hf_burst.errors import KernelError
+from hf_burst.errors import ConfigError, KernelError
 from hf_burst.hf.forward_pass import Checkpoints
 from hf_burst.hf.parts.adapters import Adapters
 from hf_burst.hf.view import ModelView
@@ -469,6 +469,30 @@ def under_fsdp2(rank: int, size: int, storage: torch.dtype) -> list[float]:
         whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
         errors += [float((one - other).norm() / other.norm()) for one, other in zip(whole, expected, strict=True)]
     return errors
+
+
+def cast_by_fsdp2(rank: int, size: int) -> str:
+    """Runs weights that FSDP2 leaves whole, that an inner unit shards and does not cast, and that it casts."""
+    mesh, policy = init_device_mesh("cpu", (size,)), MixedPrecisionPolicy(torch.bfloat16)
+    whole, inner, cast = (joined(in_4_bits(storage=torch.float32)) for _ in range(3))
+    small = [weight for name, weight in whole.named_parameters() if "lora" not in name]
+    fully_shard(whole, mesh=mesh, mp_policy=policy, ignored_params=set(small))
+    for name in NAMES:
+        fully_shard(getattr(inner, name).base_layer, mesh=mesh)
+    fully_shard(inner, mesh=mesh, mp_policy=policy)
+    fully_shard(cast, mesh=mesh, mp_policy=policy)
+    for module in (whole, inner):
+        results(module, inputs(torch.bfloat16))
+    with pytest.raises(ConfigError) as caught:
+        results(cast, inputs(torch.bfloat16))
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_4_bits_that_fsdp2_would_cast_are_refused(ranks: Callable[[int], RankPool]) -> None:
+    for problem in ranks(2).run(cast_by_fsdp2):
+        assert problem.startswith("Weights of 4 bits are stored as torch.float32, and FSDP2 casts to torch.bfloat16:")
 
 
 @pytest.mark.slow

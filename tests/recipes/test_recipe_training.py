@@ -35,13 +35,18 @@ Ranks = Callable[[int], RankPool]
 FACTS = 12
 COMMON = ["--use_cpu", "true", "--bf16", "false", "--disable_tqdm", "true", "--gradient_checkpointing", "false"]
 LORA = ["--use_peft", "--lora_r", "16", "--lora_alpha", "32"]
-WAYS = {"full": [], "lora": LORA, "qlora": [*LORA, "--load_in_4bit"]}
+WAYS = {
+    "full": [],
+    "lora": LORA,
+    "qlora": [*LORA, "--load_in_4bit"],
+    "experts": [*LORA, "--load_in_4bit", "--quantize_experts", "true"],
+}
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models with random weights, of which one has a head sure enough for adapters to teach, and rows of every kind."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     folder = tmp_path_factory.mktemp("recipes")
     torch.manual_seed(0)
@@ -54,6 +59,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         models.byte_tokenizer().save_pretrained(folder / base)
         with torch.no_grad():
             model.lm_head.weight.mul_(10)
+    routed = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **tokens, **routed)).save_pretrained(folder / "experts")
+    models.byte_tokenizer().save_pretrained(folder / "experts")
     known = conversations.facts(FACTS)
     conversations.chats(folder / "chats.jsonl", known, count=100)
     conversations.trajectories(folder / "trajectories.jsonl", known, count=12)
@@ -65,7 +73,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(files: Path, rows: str, way: str, **more: Any) -> list[str]:
-    named = {"model_name_or_path": files / "base", "dataset": files / f"{rows}.jsonl", "save_strategy": "no"}
+    base = files / ("experts" if way == "experts" else "base")
+    named = {"model_name_or_path": base, "dataset": files / f"{rows}.jsonl", "save_strategy": "no"}
     numbers = {"max_steps": 4, "max_length": 1700, "learning_rate": 0.01, "warmup_steps": 0, "weight_decay": 0.0}
     values = {**named, **numbers, **more}
     return [*COMMON, *WAYS[way], *(word for name, value in values.items() for word in (f"--{name}", str(value)))]
@@ -89,6 +98,7 @@ CASES = [  # script, rows, what is trained, ranks, ranks of a group
     pytest.param("sft", "chats", "full", 4, 2, marks=pytest.mark.full),
     pytest.param("sft", "trajectories", "lora", 2, 2, marks=pytest.mark.full),
     pytest.param("sft", "chats", "qlora", 2, 2, marks=pytest.mark.slow),
+    pytest.param("sft", "chats", "experts", 2, 2, marks=pytest.mark.slow),
     pytest.param("dpo", "pairs", "lora", 2, 2),
     pytest.param("reward", "pairs", "lora", 4, 2, marks=pytest.mark.slow),
     pytest.param("grpo", "questions", "lora", 2, 2, marks=pytest.mark.slow),
@@ -106,7 +116,7 @@ CASES = [  # script, rows, what is trained, ranks, ranks of a group
 def test_losses_are_those_of_one_process(
     ranks: Ranks, files: Path, tmp_path: Path, script: str, rows: str, way: str, size: int, shared: int
 ) -> None:
-    if way == "qlora" and find_spec("bitsandbytes") is None:
+    if way in ("qlora", "experts") and find_spec("bitsandbytes") is None:
         pytest.skip("bitsandbytes is not installed")
     given = options(files, rows, way, learning_rate=0.001 if rows == "pairs" else 0.01)
     if script == "grpo":

@@ -36,9 +36,16 @@ from hf_burst.hf.view import ModelView
 from hf_burst.plan import MaskPattern, RecurrentSize
 from hf_burst.sizing.gpus import DATA_SHEETS, Capacity, capacity_of, data_sheet, gpu_named
 from hf_burst.sizing.memory import estimate_memory
+<<<<<<< HEAD
 from hf_burst.sizing.model import Training, rounded
 from hf_burst.sizing.seconds import estimate_seconds, products, step_flops
 from hf_burst.sizing.shapes import NAMES, dense_model, shape_name
+=======
+from hf_burst.sizing.model import NF4, Training, rounded
+from hf_burst.sizing.prompts import memory_of_prompt
+from hf_burst.sizing.seconds import estimate_seconds, products, step_flops, touched
+from hf_burst.sizing.shapes import NAMES, shape_name
+>>>>>>> refs/heads/experts
 from tests.recurrent import test_recurrent
 from tests.support import models, predictions
 from tests.support.tiny_models import is_masked, overrides_of, tiny_config
@@ -228,7 +235,7 @@ def test_positions_that_a_model_has_not_are_told(
     assert "WARNING: a text has 307,168 tokens" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "JetMoeForCausalLM", "GPT2LMHeadModel"])
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "JetMoeForCausalLM", "InklingForCausalLM", "GPT2LMHeadModel"])
 def test_four_bits_are_made_of_what_bitsandbytes_replaces(name: str) -> None:
     """Not of experts, which are one tensor a layer."""
     bnb = pytest.importorskip("bitsandbytes")
@@ -245,7 +252,13 @@ def test_four_bits_are_made_of_what_bitsandbytes_replaces(name: str) -> None:
     layers = [module for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]
     assert size.linear == sum(layer.in_features * layer.out_features for layer in layers)
     assert size.fused == size.experts, "so it is in all of Transformers"
-    assert (size.experts > 0) == ("Moe" in name)
+    assert size.fused == sum(weight.numel() for weight in model.parameters() if is_whole(weight))
+    assert (size.experts > 0) == (name != "GPT2LMHeadModel")
+
+
+def is_whole(weight: torch.Tensor) -> bool:
+    """Whether a weight has three dimensions, and is none of a convolution."""
+    return weight.ndim == 3 and min(weight.shape[1:]) > 1
 
 
 def test_experts_of_a_base_in_4_bits_are_counted_as_they_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,7 +267,27 @@ def test_experts_of_a_base_in_4_bits_are_counted_as_they_are_kept(capsys: pytest
     report = capsys.readouterr().out
     assert "\nexperts: 28.99e9 weights in bf16, 54.0 GiB a GPU: bitsandbytes makes 4 bits of linear layers" in report
     assert 54.0 < float(re.search(r"weights (\d+\.\d+), gradients", report)[1]) < 57
-    assert "or --lora, which shards weights.\n" in report
+    assert "Give more --gpus or --quantize-experts or --sharded fsdp2.\n" in report
+    assert main([*words, "--machine", "rtx4090", "--qlora", "8", "--quantize-experts"]) == 0
+    report = capsys.readouterr().out
+    assert "\nexperts: 28.99e9 weights in 4bit, 13.9 GiB a GPU\n" in report
+    assert 15.0 < float(re.search(r"weights (\d+\.\d+), gradients", report)[1]) < 17
+    size = model_size(transformers.Qwen3MoeForCausalLM, shape_named("qwen3-30b-a3b"))
+    assert size.fused_in_layer == size.fused / size.layers
+    dense = transformers.DeepseekV3Config(num_hidden_layers=3, first_k_dense_replace=1)
+    assert (sizes := model_size(transformers.DeepseekV3ForCausalLM, dense)).fused == 2 * sizes.fused_in_layer
+    kept = []
+    for checkpointing, tile in ((True, 0), (False, 0), (False, 1024)):
+        training = Training(16384, 2, 2, weights="4bit", lora=8, checkpointing=checkpointing, tiled_mlp=tile)
+        both = [estimate_memory(size, replace(training, quantized_experts=on), H200) for on in (False, True)]
+        kept.append(round((both[1].activations - both[0].activations) / (2 * size.fused), 2))
+        training = replace(training, sharded="ddp")
+        quantized = replace(training, quantized_experts=True)
+        reads = (touched(size, quantized) - touched(size, training)) / ((2 + NF4) * size.fused)
+        assert reads == pytest.approx(1 if kept[-1] == 1 else 2)
+        prompts = [memory_of_prompt(size, how, H200).activations for how in (training, quantized)]
+        assert 0 < prompts[1] - prompts[0] <= 2 * size.fused_in_layer
+    assert kept == [0.02, 1, 0.02], "of one layer of 48, or without checkpointing of all"
     assert main([*words, "--machine", "h200", "--lora"]) == 0
     assert "\nexperts: 28.99e9 weights in bf16, 27.0 GiB a GPU\n" in capsys.readouterr().out
 
@@ -454,6 +487,8 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "llama-3-8b", "--length", "64", "--lora", "-3"], "--lora is -3; give the rank"),
         (["--model", "llama-3-8b", "--length", "64", "--qlora", "0"], "--qlora is 0; give the rank"),
         (["--model", "llama-3-8b", "--length", "64", "--qlora", "--weights", "bf16"], "Leave out --weights bf16"),
+        (["--model", "qwen3-30b-a3b", "--length", "64", "--lora", "--quantize-experts"], "Take '4bit' (--qlora)"),
+        (["--model", "llama-3-8b", "--length", "64", "--qlora", "--quantize-experts"], "has no experts in tensors"),
         (
             ["--model", "llama-3-8b", "--length", "64", "--attention-keep", "0.3"],
             "attention_keep is 0.3; it must",
@@ -664,9 +699,17 @@ def test_the_fastest_division_that_fits_is_named(capsys: pytest.CaptureFixture[s
 
 
 def test_only_what_is_sharded_is_gathered(capsys: pytest.CaptureFixture[str]) -> None:
-    quantised = Training(65536, 2, 2, weights="4bit", lora=16)
-    whole = replace(quantised, sharded="ddp")
-    assert estimate_seconds(LLAMA, quantised, SHEET) == estimate_seconds(LLAMA, whole, SHEET)
+    def copied(training: Training) -> float:
+        """Seconds of copies of gathered weights."""
+        whole = replace(training, sharded="ddp")
+        return estimate_seconds(LLAMA, training, SHEET).elementwise - estimate_seconds(LLAMA, whole, SHEET).elementwise
+
+    plain, quantised = (Training(65536, 2, 2, weights=weights, lora=16) for weights in ("bf16", "4bit"))
+    everything = 2 * LLAMA.weights
+    share = (everything - (2 - 4.127 / 8) * LLAMA.linear) / everything
+    assert copied(quantised) / copied(plain) == pytest.approx(share)
+    held = [estimate_memory(LLAMA, each, H200).weights for each in (quantised, replace(quantised, sharded="ddp"))]
+    assert held[1] == 2 * held[0]
     words = ["plan", "--model", "llama-3.2-1b", "--length", "4096", "--gpus", "2", "--machine", "h200"]
     assert main([*words, "--qlora"]) == 0
     assert "adapters of rank 16 on 4bit weights, AdamW, ddp, " in capsys.readouterr().out

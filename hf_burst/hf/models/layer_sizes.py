@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
@@ -83,6 +83,11 @@ def experts_of(text: Any) -> tuple[int, int]:
     without experts, even if the model class could have some."""
     experts = _first(text, _EXPERTS, 0)
     return experts, _first(text, _CHOSEN, 1) if experts else 0
+
+
+def is_experts(module: nn.Module, weight: Tensor) -> bool:
+    """Returns whether a module's weight is the experts of a layer, in one tensor of three dimensions."""
+    return "Experts" in type(module).__name__ and weight.ndim == 3 and min(weight.shape[1:]) > 1
 
 
 def dtype_of_states(view: ModelView) -> torch.dtype:

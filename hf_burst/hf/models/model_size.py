@@ -1,6 +1,7 @@
 """The sizes of a Transformers model, counted without its weights."""
 
 import re
+from collections import Counter
 from copy import deepcopy
 from math import prod
 from typing import Any
@@ -17,7 +18,7 @@ from ...sizing.shapes import SHAPES, shape_name
 from ..admission import row_of
 from ..view import ModelView
 from .cut_point import language_model_path
-from .layer_sizes import attending_layers, experts_of, head_size, layer_sizes
+from .layer_sizes import attending_layers, experts_of, head_size, is_experts, layer_sizes
 from .recurrent import recurrent_modules
 from .support import check_model, has_attention
 
@@ -83,7 +84,8 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         unused=counts.unused,
         routed=counts.chosen * text.hidden_size,
         experts=counts.experts,
-        fused=counts.fused,
+        fused=counts.fused.total(),
+        fused_in_layer=max(counts.fused.values(), default=0),
         tower=tower_size(view),
         latent=int(text.kv_lora_rank + text.qk_rope_head_dim) if expands else 0,
     )
@@ -109,7 +111,8 @@ class _Weights:
 
     `used` weights multiply a token; `head` and `mixing` are their parts in the language-model head and in layers that
     mix tokens (attention, recurrent ones). `unused` weights lie outside the language model. A token goes to `chosen`
-    experts. bitsandbytes quantizes `linear` weights to 4 bits; `fused` counts `experts` weights that are not linear.
+    experts. bitsandbytes quantizes `linear` weights to 4 bits; `fused` counts those of `experts` in three dimensions,
+    by module.
     """
 
     def __init__(self, view: ModelView) -> None:
@@ -124,18 +127,19 @@ class _Weights:
         self.tied = id(head) in tables
         self.head = 0 if head is None else head.numel()
         self.used, self.linear = float(self.head), sum(linear.values())
-        self.mixing = self.unused = self.experts = self.fused = 0
+        self.mixing = self.unused = self.experts = 0
+        self.fused = Counter[str]()
         for path, weight in model.named_parameters(remove_duplicate=False):  # each layer uses shared weights
             count = weight.numel()
             if not self.reads(path):
                 self.unused += 0 if weight is head else count
             elif weight is not head and id(weight) not in tables:
-                routed = ("experts." in path and not re.search("shared|router", path)) or (
-                    weight.ndim == 3 and len(weight) == experts and id(weight) not in mixers
-                )
+                holder = path.rpartition(".")[0]
+                fused = is_experts(model.get_submodule(holder), weight)
+                routed = (fused or "experts." in path) and not re.search("shared|router", path)
                 self.used += count * (self.chosen / experts if routed and experts else 1)
-                self.experts += routed * count
-                self.fused += (routed and id(weight) not in linear) * count
+                self.experts += (fused or (routed and id(weight) in linear)) * count
+                self.fused[holder] += fused * count
                 self.mixing += ("attn" in path or "attention" in path or id(weight) in mixers) * count
 
     def reads(self, path: str) -> bool:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import UnsupportedModelError
+from ...layers.dequantized import Dequantized
 from ...plan import MaskPattern
 from ..admission import LAYERS
 from ..view import ModelView
@@ -69,6 +70,11 @@ def _reasons(view: ModelView) -> Iterator[Reason]:
         found = ", ".join(crossing) or "config.add_cross_attention is set"
         yield f"{name} has cross attention ({found})", "its keys are not those of the sequence", ALONE
     yield from _placement(getattr(config, "distributed_config", None), name)
+    targets = (getattr(own, "target_parameters", None) for own in getattr(model, "peft_config", {}).values())
+    adapted = [parameters for parameters in targets if parameters]
+    if adapted and Dequantized in view.classes:
+        why = "peft finds no weight that is dequantized when it is read"
+        yield f"{name} has experts in 4 bits, and target_parameters={sorted(adapted[0])}", why, "Adapt attention alone"
     yield from task.reasons(view)
     kinds = sorted(set(_layer_types(config.get_text_config())) - {*_LAYER_TYPES, _WHOLE_IN_TRAINING})
     chosen = ", ".join(kind for kind in kinds if any(word in kind for word in _CHOOSES_KEYS))

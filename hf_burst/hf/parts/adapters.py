@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...errors import ConfigError
 from ...layers.adapted_linear import adapted_linear, autocast_dtype
 from ..forward_pass import ForwardPass
 from ..overrides import Override
@@ -97,9 +98,17 @@ def _is_changed(module: nn.Module) -> bool:
 
 
 def _has_its_state(linear: Any) -> bool:
-    """Returns whether a 4-bit weight can be dequantized, after bitsandbytes has restored what FSDP2 lost."""
-    if linear.quant_state is None and getattr(linear.weight, "quant_state", None) is None:
+    """Returns whether a 4-bit weight can be dequantized, after bitsandbytes has restored what FSDP2 lost. Raises if
+    FSDP2 has cast it."""
+    known, stored, found = getattr(linear.weight, "quant_state", None), linear.quant_storage, linear.weight.dtype
+    if linear.quant_state is None and known is None:
         return False
+    if known is None and found != stored:
+        raise ConfigError(
+            f"Weights of 4 bits are stored as {stored}, and FSDP2 casts to {found}",
+            "other numbers would be read",
+            f"Set bnb_4bit_quant_storage={str(found)[6:]!r}, or load in that dtype",
+        )
     from bitsandbytes.nn.modules import fix_4bit_weight_quant_state_from_module
 
     fix_4bit_weight_quant_state_from_module(linear)
