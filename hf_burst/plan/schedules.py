@@ -1,8 +1,8 @@
 """The rule for schedules. It follows from the heads, the ranks of a host and the documents of a batch.
 
 On one host, neighbouring ranks exchange heads (Ulysses) as far as the heads allow, and K and V travel round a ring of
-the rest. Over several hosts, what counts are the bytes that cross between them. docs/results/attention.md has the cases in
-which the rule was compared with what was measured.
+the rest. Over several hosts, what counts are the bytes that cross between them. docs/results/attention.md has the cases
+in which the rule was compared with what was measured.
 """
 
 import math

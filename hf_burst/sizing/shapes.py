@@ -163,6 +163,7 @@ def dense_model(name: str) -> tuple[ModelSize, Positions] | None:
         routed=0,
         experts=0,
         fused=0,
+        fused_in_layer=0,
         tower=None,
         latent=0,
     )

@@ -20,9 +20,9 @@ LINES = {
     "ranks": 1_361,
     "recurrent": 1_143,
     "ring": 2_077,
-    "sizing": 1_370,
+    "sizing": 1_371,
 }
-NODES, TUPLES, REFUSING, RAISES = 128_844, 0.17, 1_485, 280
+NODES, TUPLES, REFUSING, RAISES = 128_846, 0.17, 1_485, 280
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -36,16 +36,10 @@ from hf_burst.hf.view import ModelView
 from hf_burst.plan import MaskPattern, RecurrentSize
 from hf_burst.sizing.gpus import DATA_SHEETS, Capacity, capacity_of, data_sheet, gpu_named
 from hf_burst.sizing.memory import estimate_memory
-<<<<<<< HEAD
-from hf_burst.sizing.model import Training, rounded
-from hf_burst.sizing.seconds import estimate_seconds, products, step_flops
-from hf_burst.sizing.shapes import NAMES, dense_model, shape_name
-=======
 from hf_burst.sizing.model import NF4, Training, rounded
 from hf_burst.sizing.prompts import memory_of_prompt
 from hf_burst.sizing.seconds import estimate_seconds, products, step_flops, touched
-from hf_burst.sizing.shapes import NAMES, shape_name
->>>>>>> refs/heads/experts
+from hf_burst.sizing.shapes import NAMES, dense_model, shape_name
 from tests.recurrent import test_recurrent
 from tests.support import models, predictions
 from tests.support.tiny_models import is_masked, overrides_of, tiny_config
