@@ -61,7 +61,7 @@ def test_all_measured_steps_are_predicted() -> None:
     """Seconds within 15 %, memory of torch's allocator within 6 %. Further off, as `sizing.md` says: a Gemma (six norms
     a layer), hybrids on H100s, and experts, whose kernels Liger had tuned for 64 tokens."""
     known = {"gemma": 0.25, "qwen3.5": 0.25, "30b-a3b": 0.6, "gpt-oss": 0.6}
-    assert len(STEPS) >= 100
+    assert len(STEPS) >= 60
     beginnings = ("texts that begin alike", "whole texts, adapters")  # many of a single step, the first one
     for step in STEPS:
         worst = next((error for part, error in known.items() if part in (step.file + step.model)), 0.15)
@@ -69,7 +69,7 @@ def test_all_measured_steps_are_predicted() -> None:
         assert abs(step.memory_error) < (0.07 if step.kind in beginnings else 0.06) or step.compiled, step
     known_kinds = [step for step in STEPS if not step.by_peft and step.kind not in beginnings]
     errors = [abs(step.time_error) for step in known_kinds]
-    assert len(errors) >= 60
+    assert len(errors) >= 30
     assert statistics.median(errors) < 0.05
 
 
@@ -497,7 +497,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "T5ForConditionalGeneration", "--length", "64"], "is an encoder-decoder"),
         (["--model", "Dots1ForCausalLM", "--length", "64"], "The sizes of Dots1ForCausalLM (Dots1ForCausalLM) cannot"),
         (["--model", "no/such", "--length", "64"], f"Shapes that need no hub: {', '.join(NAMES)}."),
-        (["--model", "lama-3.1-8b", "--length", "64"], "Shapes that need no hub: gemma-3-12b, gpt-oss-20b"),
+        (["--model", "lama-3.1-8b", "--length", "64"], "Shapes that need no hub: gemma-3-12b, gemma-4-12b"),
         (["--model", "./no", "--length", "64"], "'./no' does not exist; the current folder is /"),
     ],
 )
