@@ -79,7 +79,7 @@ def test_no_kernel_is_not_usable(monkeypatch, tmp_path, capsys):
     ("words", "said"),
     [
         ("", "hf-burst: the following arguments are required: command"),
-        ("plann", "hf-burst: command is plann; give one of doctor, plan, layout, check; did you mean plan?"),
+        ("plann", "hf-burst: command is plann; give one of doctor, plan, layout, check, bench; did you mean plan?"),
         ("doctor --pill", "hf-burst doctor: --pill is no option"),
         ("plan --lenght 4k", "hf-burst plan: --lenght is no option; did you mean --length?"),
         ("plan --lenght=4k", "hf-burst plan: --lenght=4k is no option; did you mean --length?"),
