@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoProcessor,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -259,7 +260,7 @@ def load_adapter(folder: str | Path, dtype: str = "auto") -> PeftModel:
 
 
 def merge_adapter(folder: str | Path, to: str | Path, dtype: str = "auto") -> None:
-    """Writes a full model, the adapter merged into its weights, and its tokenizer, or that of its base.
+    """Writes a full model, the adapter merged into its weights, and its processor or tokenizer, or that of its base.
 
     `AutoModelForCausalLM.from_pretrained(to)` loads it, or the class of the base, as vLLM does: neither needs peft or
     hf_burst.
@@ -272,8 +273,9 @@ def merge_adapter(folder: str | Path, to: str | Path, dtype: str = "auto") -> No
     adapter, own = PeftConfig.from_pretrained(folder), (Path(folder) / "tokenizer_config.json").exists()
     source = {} if own else {"revision": adapter.revision}
     tokenizer = AutoTokenizer.from_pretrained(folder if own else adapter.base_model_name_or_path, **source)
+    sees = any((Path(folder) / f"{kind}processor_config.json").exists() for kind in ("", "pre"))
     merged = load_adapter(folder, dtype).merge_and_unload()
     if gives_rewards(merged.config):  # by this token its head finds the last one of a row
         merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     merged.save_pretrained(to)
-    tokenizer.save_pretrained(to)
+    (AutoProcessor.from_pretrained(folder) if sees else tokenizer).save_pretrained(to)
