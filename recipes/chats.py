@@ -90,7 +90,8 @@ def refuse_besides_text(columns: Sequence[str], served: str | None = None) -> No
     if found := [name for name in BESIDES_TEXT if name in columns and name != served]:
         raise ValueError(
             f"it has the column {found[0]}, which is not read here: recipes/sft.py and recipes/evaluate.py read one, "
-            "images, for models that see. Remove the column if text is enough"
+            "images, for models that see, and TRL's DPOTrainer and GRPOTrainer do in scripts of your own. Remove the "
+            "column if text is enough"
         )
 
 

@@ -10,6 +10,7 @@ import argparse
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from byte_tokenizer import byte_tokenizer
@@ -54,12 +55,18 @@ def write_chats(folder: Path, name: str, count: int, seed: int) -> None:
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def save_model(folder: Path) -> None:
-    """A small Llava of random weights, and its processor."""
+def processor() -> LlavaProcessor:
+    """What makes tokens and pixels: a byte is a token, and a drawing 17."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]}, replace_extra_special_tokens=False)
     pixels = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
-    processor = LlavaProcessor(pixels, tokenizer, PATCH, "full", tokenizer.chat_template, num_additional_image_tokens=1)
+    return LlavaProcessor(pixels, tokenizer, PATCH, "full", tokenizer.chat_template, num_additional_image_tokens=1)
+
+
+def save_model(folder: Path) -> None:
+    """A small Llava of random weights, and its processor."""
+    seeing: Any = processor()
+    tokenizer = seeing.tokenizer
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4}
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     sizes = {"hidden_size": 128, "intermediate_size": 384, "max_position_embeddings": 4096, "initializer_range": 0.06}
@@ -68,21 +75,26 @@ def save_model(folder: Path) -> None:
         vision_config=CLIPVisionConfig(
             hidden_size=64, intermediate_size=128, image_size=SIDE, patch_size=PATCH, projection_dim=64, **heads
         ),
-        image_token_index=processor.image_token_id,
+        image_token_index=seeing.image_token_id,
         image_seq_length=(SIDE // PATCH) ** 2 + 1,
         vision_feature_select_strategy="full",
     )
     torch.manual_seed(0)
     LlavaForConditionalGeneration(config).save_pretrained(folder)
-    processor.save_pretrained(folder)
+    seeing.save_pretrained(folder)
+
+
+def write(folder: Path, chats: dict[str, int]) -> None:
+    """Drawings, files of so many chats each, and the model."""
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    for seed, (name, count) in enumerate(chats.items()):
+        write_chats(folder, name, count, seed)
+    save_model(folder / "model")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, help="where drawings, chats and the model are written")
     target: Path = parser.parse_args().folder
-    (target / "images").mkdir(parents=True, exist_ok=True)
-    write_chats(target, "chats", 512, seed=0)
-    write_chats(target, "others", 64, seed=1)
-    save_model(target / "model")
+    write(target, {"chats": 512, "others": 64})
     print(f"512 chats about drawings, 64 others and a model that sees are in {target}")
