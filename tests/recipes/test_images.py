@@ -29,6 +29,7 @@ import models as recipe_models  # noqa: E402
 import sft  # noqa: E402
 import shapes  # noqa: E402
 from settings import ModelSettings  # noqa: E402
+from trl import chat_template_utils  # noqa: E402
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling  # noqa: E402
 
 from tests.support import shipped_inputs  # noqa: E402
@@ -162,13 +163,20 @@ def test_labels_are_those_made_by_hand(form: str) -> None:
     assert made["pixel_values"].shape[0] == (32 if "qwen" in form else 2)
 
 
-@pytest.mark.parametrize("form", ["qwen, marked", "llava"])
-def test_labels_are_those_of_trl(form: str) -> None:
-    """TRL's collator takes templates with marks alone."""
+@pytest.mark.parametrize(
+    ("form", "known"),
+    [("qwen, marked", ""), ("llava", ""), ("qwen", "qwen2_5_vl"), ("qwen", "qwen3_vl"), ("gemma", "gemma3")],
+)
+def test_labels_are_those_of_trl(form: str, known: str) -> None:
+    """TRL's collator takes templates with marks, or those of models that it knows."""
     shown, messages = [picture(), picture()], json.loads(json.dumps(CHAT))
     messages[2]["content"][1].pop("text")
-    processor = processor_of(form)
-    collator = DataCollatorForVisionLanguageModeling(processor, assistant_only_loss=True)
+    processor, template = processor_of(form), None
+    if known:
+        template = (Path(chat_template_utils.__file__).parent / f"chat_templates/{known}.jinja").read_text()
+        processor.chat_template = processor.tokenizer.chat_template = template
+        template = chat_template_utils.get_training_chat_template(processor)
+    collator = DataCollatorForVisionLanguageModeling(processor, assistant_only_loss=True, chat_template=template)
     wanted = collator([{"messages": messages, "images": shown}])
     made = images.as_batch(chats.chat_reader(processor, True)(CHAT, images=shown))
     assert made.keys() == {*wanted}
