@@ -180,11 +180,14 @@ def main(given: list[str]) -> None:
     import models
     from accelerate import Accelerator
     from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils import find_adapter_config_file
 
     accelerator = Accelerator(parallelism_config=hf_burst.BurstParallelismConfig.from_env())
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    kind = models.auto_class(AutoConfig.from_pretrained(arguments.model))
+    adapter = find_adapter_config_file(arguments.model)
+    base = json.loads(Path(adapter).read_text())["base_model_name_or_path"] if adapter else arguments.model
+    kind = models.auto_class(AutoConfig.from_pretrained(base))
     model = kind.from_pretrained(arguments.model, dtype="auto").to(accelerator.device).eval()
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for name, text in texts.items() if positions else ():

@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
-    AutoProcessor,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -273,9 +273,10 @@ def merge_adapter(folder: str | Path, to: str | Path, dtype: str = "auto") -> No
     adapter, own = PeftConfig.from_pretrained(folder), (Path(folder) / "tokenizer_config.json").exists()
     source = {} if own else {"revision": adapter.revision}
     tokenizer = AutoTokenizer.from_pretrained(folder if own else adapter.base_model_name_or_path, **source)
-    sees = any((Path(folder) / f"{kind}processor_config.json").exists() for kind in ("", "pre"))
     merged = load_adapter(folder, dtype).merge_and_unload()
     if gives_rewards(merged.config):  # by this token its head finds the last one of a row
         merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     merged.save_pretrained(to)
-    (AutoProcessor.from_pretrained(folder) if sees else tokenizer).save_pretrained(to)
+    tokenizer.save_pretrained(to)
+    for file in Path(folder).glob("*processor_config.json"):  # of what sees
+        copy(file, to)
