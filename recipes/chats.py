@@ -286,7 +286,7 @@ class ImageChats(ChatTokenizer):
             )
         )
         given["input_ids"], offsets = given["input_ids"][0].tolist(), given.pop("offset_mapping")[0].tolist()
-        replaced = given.pop("text_replacement_offsets", [[]])[0]
+        replaced = (given.pop("text_replacement_offsets", None) or [[]])[0]
         if len(replaced) != len(shown) and self.assistant_only:
             raise ValueError(
                 f"{type(self.processor).__name__} tells the places of {len(replaced)} of {len(shown)} images, so it is "

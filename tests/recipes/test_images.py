@@ -163,6 +163,18 @@ def test_labels_are_those_made_by_hand(form: str) -> None:
     assert made["pixel_values"].shape[0] == (32 if "qwen" in form else 2)
 
 
+def test_chats_without_images_stand_among_others(drawn: Path, tmp_path: Path) -> None:
+    """Packed with others, they bring tokens and no pixels."""
+    rows = [json.loads(line) for line in (drawn / "chats.jsonl").read_text().splitlines()[:2]]
+    rows.append({"messages": turns("Who?", "a fox"), "images": []})
+    path = conversations.write(drawn / "mixed.jsonl", rows)
+    trainer = made_by_recipe(words_of(drawn, tmp_path, dataset=path))
+    batch = trainer.data_collator([trainer.train_dataset[0]])
+    assert len(batch["cu_seq_lens_q"]) == 4
+    assert len(batch["pixel_values"]) == 2
+    assert "a fox<|im_end|>" in trainer.processing_class.decode(batch["labels"][0][batch["labels"][0] != -100])
+
+
 @pytest.mark.parametrize(
     ("form", "known"),
     [("qwen, marked", ""), ("llava", ""), ("qwen", "qwen2_5_vl"), ("qwen", "qwen3_vl"), ("gemma", "gemma3")],
@@ -342,7 +354,7 @@ def evaluated(rank: int, size: int, words: list[str]) -> None:
     evaluate.evaluate(words)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_chats_are_evaluated_as_by_transformers(
     ranks: Callable[[int], RankPool], drawn: Path, tmp_path: Path, size: int
 ) -> None:
