@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from mimetypes import guess_type
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -153,6 +154,8 @@ def read(path: Path) -> str:
         try:
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as problem:
+            if str(guess_type(path.name)[0]).startswith("image/"):
+                raise SystemExit(f"{path} is an image, and only texts are asked here. Give a text.") from problem
             raise SystemExit(f"{path} is not UTF-8 ({problem.reason}). Save it as UTF-8, or take it away.") from problem
 
 
@@ -174,13 +177,18 @@ def main(given: list[str]) -> None:
         raise SystemExit(f"model is {arguments.model!r}, a folder that does not exist; {missing}")
     settings.check_groups(None)
     beginning.loading()
+    import models
     from accelerate import Accelerator
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils import find_adapter_config_file
 
     accelerator = Accelerator(parallelism_config=hf_burst.BurstParallelismConfig.from_env())
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").to(accelerator.device).eval()
+    adapter = find_adapter_config_file(arguments.model)
+    base = json.loads(Path(adapter).read_text())["base_model_name_or_path"] if adapter else arguments.model
+    kind = models.auto_class(AutoConfig.from_pretrained(base))
+    model = kind.from_pretrained(arguments.model, dtype="auto").to(accelerator.device).eval()
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for name, text in texts.items() if positions else ():
         length = len(tokenizer(text).input_ids)

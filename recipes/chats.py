@@ -3,29 +3,32 @@
 The loss is on the assistant alone. Where its words begin and end comes from the `{% generation %}` marks of the chat
 template; TRL has marked templates of many families. Any other template is rendered with one message more at a time, and
 what it adds for an answer is the answer. This is exact only if the template writes earlier messages alike whatever
-follows them; otherwise an error says so.
+follows them; otherwise an error says so. Chats about images are rendered alike: a processor puts the tokens of an image
+where the template has one, and says where.
 """
 
 import json
 import re
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from textwrap import shorten
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import (
     get_training_chat_template,
     has_generation_markers,
     is_chat_template_stop_token_trained,
 )
-from trl.data_utils import common_prefix_length
+from trl.data_utils import common_prefix_length, prepare_multimodal_messages
 
 Message = dict[str, Any]
 SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
+BESIDES_TEXT = ("images", "image", "videos", "video", "audios", "audio")  # columns beside chats, as TRL names them
 ROLES = ("system", "developer", "user", "assistant", "tool")
 IGNORED = -100
 
@@ -37,8 +40,8 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def clean(messages: list[Message]) -> list[Message]:
-    """Messages as chat templates want them.
+def clean(messages: list[Message], images: bool = False) -> list[Message]:
+    """Messages as chat templates want them; with `images`, parts may be places of images.
 
     Fields that are `None` are left out, a missing content is empty, and arguments of tool calls that are JSON text, as
     in the API of OpenAI, become mappings. `from` and `value`, as in ShareGPT, become `role` and `content`.
@@ -66,11 +69,12 @@ def clean(messages: list[Message]) -> list[Message]:
             said = f"message {number} has the content {message['content']!r}; it must be text or a list of parts"
             raise ValueError(f"{said}, of the same kind in all rows")
         for part in message["content"] if isinstance(message["content"], list) else ():
-            kinds = (str(part.get("type")), *part) if isinstance(part, dict) else ()
+            kinds = (str(part.get("type")), *part) if isinstance(part, dict) and not is_place(part, images) else ()
             if kind := next((kind for kind in kinds if re.search("image|video|audio", kind)), None):
                 raise ValueError(
-                    f"message {number} has a part {kind!r}, and text alone is read here; images are a column beside "
-                    "the messages, for recipes/sft.py and models that see"
+                    f"message {number} has a part {kind!r}, which is not read; files of images are a column images "
+                    'beside the messages, where {"type": "image"} may stand in their places, for recipes/sft.py, '
+                    "recipes/evaluate.py and models that see"
                 )
         if "tool_calls" in message:
             message["tool_calls"] = [parse_arguments(call) for call in message["tool_calls"]]
@@ -78,6 +82,22 @@ def clean(messages: list[Message]) -> list[Message]:
                 del message["tool_calls"]
         cleaned.append(message)
     return cleaned
+
+
+def refuse_besides_text(columns: Sequence[str], served: str | None = None) -> None:
+    """Raises where chats, prompts or pairs have images, videos or sound beside them, which a reader of text would leave
+    out; one column may be `served`."""
+    if found := [name for name in BESIDES_TEXT if name in columns and name != served]:
+        raise ValueError(
+            f"it has the column {found[0]}, which is not read here: recipes/sft.py and recipes/evaluate.py read one, "
+            "images, for models that see, and TRL's DPOTrainer and GRPOTrainer do in scripts of your own. Remove the "
+            "column if text is enough"
+        )
+
+
+def is_place(part: dict[str, Any], images: bool) -> bool:
+    """Whether a part is the place of an image, where there are images."""
+    return images and part == {"type": "image"}
 
 
 def is_silent(messages: list[Message]) -> bool:
@@ -116,6 +136,20 @@ class ChatTokenizer:
     tokenizer: PreTrainedTokenizerBase  # a fast tokenizer with a chat template
     assistant_only: bool = True  # whether other tokens than the assistant's get the label -100
 
+    @property
+    def source(self) -> Any:
+        """What applies the chat template."""
+        return self.tokenizer
+
+    def prepare(self, messages: list[Message], images: Sequence[Any]) -> list[Message]:
+        """Messages as the chat template wants them."""
+        return clean(messages)
+
+    def encode(self, text: str, messages: list[Message]) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+        """What the model is given for a text that was made of messages, and where in the text each token stands."""
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=self.tokenizer.is_fast)
+        return {"input_ids": encoding["input_ids"]}, encoding.get("offset_mapping", [])
+
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template; set chat_template_path to a .jinja file")
@@ -128,55 +162,55 @@ class ChatTokenizer:
             )
         if self.assistant_only and not self.marked:
             try:
-                self.template, self.marked = get_training_chat_template(self.tokenizer), True
+                self.template, self.marked = get_training_chat_template(self.source), True
             except ValueError:  # not one of those that TRL has marked
                 self.template = None
 
     def __call__(
-        self, messages: list[Message], tools: Any = None, prompt: int = 0, **options: Any
-    ) -> dict[str, list[int]]:
+        self, messages: list[Message], tools: Any = None, prompt: int = 0, images: Sequence[Any] = (), **options: Any
+    ) -> dict[str, Any]:
         """
         Args:
             messages (`list[dict]`): The chat.
             tools (`list[dict]` or JSON text, *optional*): The tools that the chat template is given.
             prompt (`int`, *optional*): Number of first messages that get no loss at all.
+            images (sequence, *optional*): Its images, in the order of their places.
             options: More arguments of the chat template.
 
         Returns:
-            `input_ids` and `labels`, of equal length.
+            `input_ids` and `labels`, of equal length, and what else the model is given.
 
         Raises:
             ValueError: If nothing is labelled, if it is not certain which tokens are the assistant's, or if the chat
                 template leaves out what the assistant wrote.
         """
-        messages = clean(messages)
+        messages = self.prepare(messages, images)
         options |= {"tools": parse_tools(tools), "chat_template": self.template}
         try:
-            ids, mask, written = self.render(messages, options)
+            given, mask, written = self.render(messages, options)
+            ids = given["input_ids"]
+            if prompt:
+                shown = messages[:prompt]
+                first = self.source.apply_chat_template(shown, tokenize=False, add_generation_prompt=True, **options)
+                length = common_prefix_length(self.encode(first, shown)[0]["input_ids"], ids)
+                mask = [0] * length + mask[length:]
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template cannot write it: {error}") from error
-        if prompt:
-            first = self.tokenizer.apply_chat_template(
-                messages[:prompt], add_generation_prompt=True, return_dict=True, **options
-            )
-            length = common_prefix_length(first["input_ids"], ids)
-            mask = [0] * length + mask[length:]
         if not any(mask):
             raise ValueError(
                 "no token is the assistant's: give a message with the role assistant, and check the chat template"
             )
         refuse_what_is_dropped(messages, prompt, written)
-        return {"input_ids": ids, "labels": [token if on else IGNORED for token, on in zip(ids, mask, strict=True)]}
+        return {**given, "labels": [token if on else IGNORED for token, on in zip(ids, mask, strict=True)]}
 
-    def render(self, messages: list[Message], options: dict[str, Any]) -> tuple[list[int], list[int], str]:
-        """Tokens, which of them are labelled, and the text of these."""
+    def render(self, messages: list[Message], options: dict[str, Any]) -> tuple[dict[str, Any], list[int], str]:
+        """What the model is given, which tokens are labelled, and the text of these."""
         if not self.assistant_only:
-            written = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-            ids = self.tokenizer(written, add_special_tokens=False)["input_ids"]
-            return ids, [1] * len(ids), written
+            written = self.source.apply_chat_template(messages, tokenize=False, **options)
+            given, _ = self.encode(written, messages)
+            return given, [1] * len(given["input_ids"]), written
         text, spans = self.by_marks(messages, options) if self.marked else self.by_difference(messages, options)
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        offsets = encoding["offset_mapping"]
+        given, offsets = self.encode(text, messages)
         counts = covered(offsets, spans)
         for (first, last), count in zip(offsets, counts, strict=True):
             if 0 < count < last - first and not self.marked:
@@ -185,14 +219,14 @@ class ChatTokenizer:
                     "{% generation %} marks, or set assistant_only_loss to false"
                 )
         mask = [int(count > 0) for count in counts]
-        return encoding["input_ids"], mask, "".join(text[start:end] for start, end in spans)
+        return given, mask, "".join(text[start:end] for start, end in spans)
 
     @property
     def warning(self) -> str | None:
         """What a template of marks leaves out, if it leaves out the token by which the assistant ends a turn."""
         if not self.assistant_only or not self.marked:
             return None
-        if is_chat_template_stop_token_trained(self.tokenizer, self.template):
+        if is_chat_template_stop_token_trained(self.source, self.template):
             return None
         return (
             "The chat template's {% generation %} marks leave out the token that ends a turn: the model may not learn "
@@ -213,10 +247,73 @@ class ChatTokenizer:
         """The text, and what the template adds for messages of the assistant."""
 
         def render(count: int, **more: bool) -> str:
-            return self.tokenizer.apply_chat_template(messages[:count], tokenize=False, **more, **options)
+            written: str = self.source.apply_chat_template(messages[:count], tokenize=False, **more, **options)
+            return written
 
         text = render(len(messages))
         return text, assistant_spans(text, messages, render, tuple(self.tokenizer.all_special_tokens))
+
+
+@dataclass
+class ImageChats(ChatTokenizer):
+    """Renders chats about images, and makes tokens and pixels of them.
+
+    TRL's collator for images is not taken, since it needs marks in the template, and gives it no tools.
+    """
+
+    processor: ProcessorMixin | None = None  # whose tokenizer the other one is
+
+    @property
+    def source(self) -> Any:
+        """What applies the chat template."""
+        return self.processor
+
+    def prepare(self, messages: list[Message], images: Sequence[Any]) -> list[Message]:
+        """Messages with their images; those without places stand before the first words of the user."""
+        return prepare_multimodal_messages(clean(messages, images=True), list(images))  # type: ignore[no-any-return]
+
+    def encode(self, text: str, messages: list[Message]) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+        """What the model is given, and where in the text each token stands: those of an image nowhere."""
+        shown = [part["image"] for message in messages for part in message["content"] if "image" in part]
+        given = dict(
+            self.source(
+                text=[text],
+                images=[shown] if shown else None,
+                add_special_tokens=False,
+                return_offsets_mapping=True,
+                return_text_replacement_offsets=True,
+                return_tensors="pt",
+            )
+        )
+        given["input_ids"], offsets = given["input_ids"][0].tolist(), given.pop("offset_mapping")[0].tolist()
+        replaced = (given.pop("text_replacement_offsets", None) or [[]])[0]
+        if len(replaced) != len(shown) and self.assistant_only:
+            raise ValueError(
+                f"{type(self.processor).__name__} tells the places of {len(replaced)} of {len(shown)} images, so it is "
+                "not certain which tokens are the assistant's; set assistant_only_loss to false"
+            )
+        return given, in_text(offsets, [(*each["span"], *each["new_span"]) for each in replaced])
+
+
+def in_text(offsets: list[list[int]], replaced: list[tuple[int, int, int, int]]) -> list[tuple[int, int]]:
+    """Where tokens stand in a text, of which pieces were replaced by others before it became tokens.
+
+    Args:
+        offsets (`list[list[int]]`): First character of each token, and the one after its last, after the replacement.
+        replaced (`list[tuple]`): The same two numbers of each piece, before and after.
+    """
+    starts, found = [piece[2] for piece in replaced], []
+    for first, last in offsets:
+        start, end, _, new_end = replaced[at] if (at := bisect_right(starts, first) - 1) >= 0 else (0, 0, 0, 0)
+        found.append((start, start) if first < new_end else (first - new_end + end, last - new_end + end))
+    return found
+
+
+def chat_reader(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, assistant_only: bool) -> ChatTokenizer:
+    """What renders chats: with a processor, chats about images."""
+    if isinstance(tokenizer, ProcessorMixin):
+        return ImageChats(tokenizer.tokenizer, assistant_only, tokenizer)
+    return ChatTokenizer(tokenizer, assistant_only)
 
 
 def texts(message: Message) -> list[str]:

@@ -12,17 +12,17 @@ from typing import Any
 import numpy
 import pyarrow.compute
 import report
-from chats import IGNORED, ChatTokenizer, clean, is_silent, without_nulls
+from chats import IGNORED, ChatTokenizer, chat_reader, clean, is_silent, refuse_besides_text, without_nulls
 from datasets import Dataset, DatasetDict, Json, concatenate_datasets, load_dataset, load_from_disk
 from rows import READERS, RowFunction, expand, kind_of, map_rows, reading
 from settings import DataSettings, using
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from trl import SFTConfig
 from trl.data_utils import common_prefix_length
 
+Reader = PreTrainedTokenizerBase | ProcessorMixin
 WRITTEN = 64  # long rows that are in memory together
 STRINGS = ("string", "large_string", "string_view", "null")
-BESIDES_TEXT = ("images", "image", "videos", "video", "audios", "audio")  # columns of chats, as TRL names them
 
 
 def load_rows(names: list[str], split: str, text_column: str = "text") -> Dataset:
@@ -151,24 +151,32 @@ def load_tokens(
     Chats and completions are refused where text alone is trained on. `ends` is that of `load_splits`."""
 
     def make(rows: Dataset, kind: str, names: list[str]) -> Dataset:
-        name = f"{kind} {names}"
         if text_alone and (keys := answer_columns(rows)):
             raise SystemExit(
-                f"{name} has the columns {', '.join(keys)}, and this recipe trains on text, which it may cut. Train "
-                "chats and completions by recipes/sft.py."
+                f"{kind} {names} has the columns {', '.join(keys)}, and this recipe trains on text, which it may cut. "
+                "Train chats and completions by recipes/sft.py."
             )
-        tokens = tokenize(rows, tokenizer, training, name, names)
-        if kind == "dataset" and training.process_index == 0:
-            report.report_lengths(lengths(tokens), training.max_length, training.output_dir)
-        fitted = fit(tokens, training, settings.too_long, name)
-        if len(fitted) != len(tokens) and training.process_index == 0:
-            verb = "dropped" if settings.too_long == "drop" else "split"
-            print(f"{name}: {(lengths(tokens) > training.max_length).sum():,} rows longer than max_length are {verb}.")
-        return fitted
+        return tokens_of(rows, tokenizer, settings, training, kind, names)
 
     made = load_made(settings, training, make, training.dataset_text_field, ends)
     training.assistant_only_loss = False  # done: TRL is given labels
     return made
+
+
+def tokens_of(
+    rows: Dataset, reader: Reader, settings: DataSettings, training: SFTConfig, kind: str, names: list[str]
+) -> Dataset:
+    """Tokens and labels of rows, none longer than `max_length`, with a report of the lengths; `kind` is the setting
+    that names the rows. A processor reads images, too."""
+    name = f"{kind} {names}"
+    tokens = tokenize(rows, reader, training, name, names)
+    if kind == "dataset" and training.process_index == 0:
+        report.report_lengths(lengths(tokens), training.max_length, training.output_dir)
+    fitted = fit(tokens, training, settings.too_long, name)
+    if len(fitted) != len(tokens) and training.process_index == 0:
+        verb = "dropped" if settings.too_long == "drop" else "split"
+        print(f"{name}: {(lengths(tokens) > training.max_length).sum():,} rows longer than max_length are {verb}.")
+    return fitted
 
 
 def tokenize_text(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, column: str) -> dict[str, list[int]]:
@@ -197,7 +205,7 @@ def ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
-def tokenize_chat(row: dict[str, Any], chat: ChatTokenizer, keys: tuple[str, ...], only: bool) -> dict[str, list[int]]:
+def tokenize_chat(row: dict[str, Any], chat: ChatTokenizer, keys: tuple[str, ...], only: bool) -> dict[str, Any]:
     """A row of messages, or of a prompt and a completion of messages; `only` leaves the prompt without loss."""
     for key in keys:
         if not isinstance(row[key], list):
@@ -205,7 +213,14 @@ def tokenize_chat(row: dict[str, Any], chat: ChatTokenizer, keys: tuple[str, ...
     parts = [row[key] for key in keys]
     options = without_nulls(row.get("chat_template_kwargs")) or {}
     prompt = len(parts[0]) if len(parts) > 1 and only else 0
-    return chat([message for part in parts for message in part], row.get("tools"), prompt, **options)
+    messages = [message for part in parts for message in part]
+    return chat(messages, row.get("tools"), prompt, row.get("images") or (), **options)
+
+
+def tokens_alone(row: dict[str, Any], function: RowFunction) -> dict[str, list[int]]:
+    """Tokens and labels of what a function makes of a row."""
+    made = function(row)
+    return {"input_ids": made["input_ids"], "labels": made["labels"]}
 
 
 def answer_columns(rows: Dataset) -> tuple[str, ...]:
@@ -214,20 +229,20 @@ def answer_columns(rows: Dataset) -> tuple[str, ...]:
     return next((keys for keys in kinds if set(keys) <= set(rows.column_names)), ())
 
 
-def tokenizer_of(rows: Dataset, tokenizer: PreTrainedTokenizerBase, settings: Any) -> tuple[RowFunction, str | None]:
+def tokenizer_of(rows: Dataset, tokenizer: Reader, settings: Any) -> tuple[RowFunction, str | None]:
     """What makes tokens and labels of a row, by the columns there are, and a warning.
 
     Args:
         rows (`Dataset`): The rows.
-        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the model.
+        tokenizer (`PreTrainedTokenizerBase` or `ProcessorMixin`): The tokenizer of the model, or what sees, too.
         settings (`SFTConfig` or alike): `assistant_only_loss`, `completion_only_loss` and `dataset_text_field`.
     """
     columns, text_column = rows.column_names, settings.dataset_text_field
     only = settings.completion_only_loss is not False
     if keys := answer_columns(rows):
-        refuse_besides_text(rows)
+        refuse_besides_text(columns, "images" if isinstance(tokenizer, ProcessorMixin) else None)
         if keys[0] != "prompt" or not is_text(rows, "prompt"):
-            chat = ChatTokenizer(tokenizer, settings.assistant_only_loss)
+            chat = chat_reader(tokenizer, settings.assistant_only_loss)
             return partial(tokenize_chat, chat=chat, keys=keys, only=only), chat.warning
         return partial(tokenize_completion, tokenizer=tokenizer, only=only), None
     if text_column not in columns:
@@ -241,28 +256,16 @@ def tokenizer_of(rows: Dataset, tokenizer: PreTrainedTokenizerBase, settings: An
     return partial(tokenize_text, tokenizer=tokenizer, column=text_column), None
 
 
-def refuse_besides_text(rows: Dataset, served: str | None = None) -> None:
-    """Raises where chats, prompts or pairs have images, videos or sound beside them, which a reader of text would leave
-    out; one column may be `served`."""
-    if found := [name for name in BESIDES_TEXT if name in rows.column_names and name != served]:
-        raise ValueError(
-            f"it has the column {found[0]}, which is not read here: recipes/sft.py alone reads one, images, for models "
-            "that see. Remove the column if text is enough, or train by that recipe on such a model"
-        )
-
-
 def is_text(rows: Dataset, column: str) -> bool:
     return getattr(rows.features[column], "dtype", None) in STRINGS
 
 
-def tokenize(
-    rows: Dataset, tokenizer: PreTrainedTokenizerBase, training: SFTConfig, name: str, names: list[str]
-) -> Dataset:
+def tokenize(rows: Dataset, tokenizer: Reader, training: SFTConfig, name: str, names: list[str]) -> Dataset:
     """Tokens and labels of every row that holds a label.
 
     Args:
         rows (`Dataset`): Rows with `messages`, `conversations`, `prompt` and `completion`, or text.
-        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the model.
+        tokenizer (`PreTrainedTokenizerBase` or `ProcessorMixin`): The tokenizer of the model, or what sees, too.
         training (`SFTConfig`): `assistant_only_loss` says whether the loss of chats is on the assistant alone.
         name (`str`): What the rows are called in errors.
         names (`list[str]`): Where they come from.
@@ -274,7 +277,7 @@ def tokenize(
         function, warning = tokenizer_of(rows, tokenizer, training)
         report.warn(training, warning)
         options = {"num_proc": training.dataset_num_proc, "writer_batch_size": WRITTEN, "desc": "Tokenizing"}
-        tokens = map_rows(rows, function, names, **options)
+        tokens = map_rows(rows, partial(tokens_alone, function=function), names, **options)
         kept = tokens.filter(has_label, input_columns="labels", desc="Leaving out rows without labels")
     if len(kept) != len(tokens) and training.process_index == 0:
         print(f"{name}: {len(tokens) - len(kept):,} of {len(tokens):,} rows hold nothing to train on and are left out.")
@@ -292,7 +295,8 @@ def count_silent(rows: Dataset) -> int:
         return 0
     answers = (answer for batch in rows.select_columns(key).iter(batch_size=WRITTEN) for answer in batch[key])
     silent = (
-        is_silent(clean(each)) if isinstance(each, list) and each else not (each and each.strip()) for each in answers
+        is_silent(clean(each, images=True)) if isinstance(each, list) and each else not (each and each.strip())
+        for each in answers
     )
     return sum(silent)
 

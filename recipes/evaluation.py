@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import data
+import images
 import models
 import report
 import resuming
@@ -23,7 +24,7 @@ from evaluation_settings import Evaluation
 from needles import Needles, read_haystack
 from pictures import draw_positions, draw_recall
 from rows import map_rows
-from scoring import Cell, Groups, Score, loss_of_labels, losses_by_position, score_answers, text_windows
+from scoring import Cell, Groups, Score, loss_of_labels, losses_by_position, score_answers, text_windows, tokens_of
 from settings import BurstSettings, ModelSettings
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -81,11 +82,13 @@ class Questions:
 
     needles: Needles | None  # they make texts with hidden facts
     windows: list[list[int]]  # pieces of documents, of the longest length
-    chats: "Dataset | None"  # chats, or prompts with completions, as `input_ids` and `labels`
+    chats: "Dataset | None"  # chats, or prompts with completions, as `input_ids` and `labels`, or with images
     tasks: dict[str, Any]  # RULER's tasks with their texts
 
 
-def read(tokenizer: PreTrainedTokenizerBase, wanted: Evaluation, accelerator: Accelerator) -> Questions:
+def read(
+    model: ModelSettings, tokenizer: PreTrainedTokenizerBase, wanted: Evaluation, accelerator: Accelerator
+) -> Questions:
     """What the model is asked; raises for all that cannot be asked."""
     needles = None
     if wanted.tasks:
@@ -93,7 +96,7 @@ def read(tokenizer: PreTrainedTokenizerBase, wanted: Evaluation, accelerator: Ac
         for square in product(wanted.tasks, wanted.lengths, wanted.depth_values):
             for number in range(wanted.seed, wanted.seed + wanted.samples):
                 needles.check(*square, number)
-    windows, chats = read_documents(tokenizer, wanted, accelerator) if wanted.documents else ([], None)
+    windows, chats = read_documents(model, tokenizer, wanted, accelerator) if wanted.documents else ([], None)
     tasks = {}
     if wanted.ruler:
         import ruler  # which needs lm-eval
@@ -104,13 +107,16 @@ def read(tokenizer: PreTrainedTokenizerBase, wanted: Evaluation, accelerator: Ac
 
 
 def read_documents(
-    tokenizer: PreTrainedTokenizerBase, wanted: Evaluation, accelerator: Accelerator
+    model: ModelSettings, tokenizer: PreTrainedTokenizerBase, wanted: Evaluation, accelerator: Accelerator
 ) -> tuple[list[list[int]], "Dataset | None"]:
-    """Pieces of text of the longest length, or chats that are no longer, as `sft.py` reads them."""
+    """Pieces of text of the longest length, or chats that are no longer, as `sft.py` reads them, with images too."""
     name, longest = f"documents {wanted.documents}", wanted.lengths[-1]
     rows = data.load_rows(wanted.documents, wanted.documents_split, wanted.dataset_text_field)
+    reader: data.Reader = tokenizer
+    if sees := images.are_in(rows):
+        rows, reader = images.opened(rows, wanted.documents), images.load_processor(model, tokenizer)
     with settings.using(name):
-        function, warning = data.tokenizer_of(rows, tokenizer, wanted)
+        function, warning = data.tokenizer_of(rows, reader, wanted)
     if not data.answer_columns(rows):
         texts = rows[wanted.dataset_text_field]
         windows, count = text_windows(texts, tokenizer, longest, wanted.windows)
@@ -120,7 +126,7 @@ def read_documents(
         )
         return windows, None
     with settings.using(name), main_process_first(accelerator):
-        tokens = map_rows(rows, function, wanted.documents, desc="Tokenizing")
+        tokens = map_rows(rows, partial(data.tokens_alone, function=function), wanted.documents, desc="Tokenizing")
         choose = partial(is_answered, longest=longest)
         chats = tokens.filter(choose, input_columns="labels", desc="Choosing")
     if warning:
@@ -132,7 +138,7 @@ def read_documents(
             f"{name}: {len(rows) - len(chats):,} of {len(rows):,} rows are left out; they have no answer, or more than "
             f"{longest:,} tokens, the greatest of lengths."
         )
-    return [], chats
+    return [], images.sequences(chats, rows, function) if sees else chats
 
 
 def is_answered(labels: list[int], longest: int) -> bool:
@@ -172,7 +178,7 @@ def evaluate(model_settings: ModelSettings, burst: BurstSettings, wanted: Evalua
     folder, groups = Path(wanted.output_dir), Groups(Accelerator(parallelism_config=burst.parallelism))
     resuming.end_together(of_another(folder, model_settings.model_name_or_path))
     as_set, tokenizer = asdict(wanted), models.load_tokenizer(model_settings, wanted)
-    questions = read(tokenizer, wanted, groups.accelerator)
+    questions = read(model_settings, tokenizer, wanted, groups.accelerator)
     model = place(load_model(model_settings, burst, len(tokenizer), wanted.seed), groups.accelerator)
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
@@ -203,7 +209,8 @@ def evaluate(model_settings: ModelSettings, burst: BurstSettings, wanted: Evalua
             draw_positions({"perplexity": curve}, marks, title, folder / "perplexity.png")
         say(f"perplexity: {exp(curve.mean(1, wanted.lengths[-1])):.3f}")
     if questions.chats is not None:
-        loss, tokens = loss_of_labels(model, questions.chats, groups)
+        collate = images.collate if images.are_in(questions.chats) else tokens_of
+        loss, tokens = loss_of_labels(model, questions.chats, groups, collate)
         write("answers", {"loss": loss, "perplexity": exp(loss), "tokens": tokens, "rows": len(questions.chats)})
         say(f"answers: loss {loss:.4f}, perplexity {exp(loss):.3f}, {tokens:,} tokens of {len(questions.chats):,} rows")
     if questions.tasks:

@@ -1,70 +1,140 @@
-"""Chats about images: rows with `images` beside `messages` (or `prompt` and `completion`), for models that see."""
+"""Chats about images: rows with `images` beside `messages` (or `prompt` and `completion`), for models that see.
 
+A row is read twice: before training, for its tokens, which those of its images are among; and when its turn comes, for
+its pixels, too.
+"""
+
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import data
+from chats import refuse_besides_text
 from datasets import Dataset, Image, List
+from rows import NUMBER, map_rows
 from settings import DataSettings, ModelSettings, using
-from transformers import AutoProcessor, ProcessorMixin
-from trl import SFTConfig, SFTTrainer
+from torch import Tensor, tensor
+from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
+from trl import SFTConfig, pack_dataset
 
 from hf_burst import BurstCollator
 
 Rows = tuple[Dataset, Dataset | None]
+Batch = dict[str, Tensor]
 
 
-def load_images(settings: DataSettings, training: SFTConfig) -> Rows | None:
-    """The rows to train on and to evaluate on, with their images opened as they are needed; `None` for rows of text.
-
-    Images are files, whose names count from the folder of the file with the rows, or what datasets reads as images.
-    """
-    seed = training.seed if training.data_seed is None else training.data_seed
-    rows, held_out = data.load_splits(settings, seed, training.dataset_text_field)
-    if "images" not in rows.column_names:
-        return None
-    held_out_of = settings.eval_dataset or settings.dataset
-    return opened(rows, settings.dataset), None if held_out is None else opened(held_out, held_out_of)
+def are_in(rows: Dataset) -> bool:
+    """Whether rows have images beside them."""
+    return "images" in rows.column_names
 
 
 def opened(rows: Dataset, names: list[str]) -> Dataset:
-    """Rows of these files, or of a hub name, whose images are read as they are needed."""
-    if "images" not in rows.column_names:
-        raise SystemExit(f"dataset {names} has no column images, and the other one has: {rows.column_names}.")
-    with using(f"dataset {names}"):
-        data.refuse_besides_text(rows, served="images")
-    if isinstance(getattr(rows.features["images"], "feature", None), Image):
-        return rows
-    folder, files = Path(names[0]) if Path(names[0]).is_dir() else Path(names[0]).parent, rows["images"]
-    if missing := [name for names in files for name in names or () if not (folder / name).is_file()]:
+    """Rows of these files, or of a hub name, whose images are read as they are needed, with their numbers.
+
+    Images are files, whose names count from the folder of the file with the rows, or what datasets reads as images.
+    """
+    keys = data.answer_columns(rows)
+    if not are_in(rows) or not keys or data.is_text(rows, keys[0]):
         raise SystemExit(
-            f"images names {missing[0]!r}, which is no file in {folder.resolve()}: {len(missing)} of them are missing."
+            f"dataset {names} has the columns {rows.column_names}; rows about images have images, and messages, or "
+            "prompt and completion as lists of messages."
         )
-    paths = [[str((folder / name).resolve()) for name in names or ()] for names in files]
-    return rows.remove_columns("images").add_column("images", paths).cast_column("images", List(Image()))
+    with using(f"dataset {names}"):
+        refuse_besides_text(rows.column_names, served="images")
+        if not isinstance(getattr(rows.features["images"], "feature", None), Image):
+            folder = Path(names[0]) if Path(names[0]).is_dir() else Path(names[0]).parent
+            looked = {"desc": "Looking for images", "load_from_cache_file": False}
+            paths = map_rows(rows, partial(found, folder=folder.resolve()), names, **looked)
+            rows = rows.remove_columns("images").add_column("images", paths["images"])
+            rows = rows.cast_column("images", List(Image()))
+    return rows.add_column(NUMBER, range(len(rows)))
 
 
-def load_processor(settings: ModelSettings) -> ProcessorMixin:
-    """What makes tokens and pixels of chats."""
+def found(row: dict[str, Any], folder: Path) -> dict[str, list[str]]:
+    """The files of the images of a row, which lie in a folder or below it, or have whole names."""
+    files = [folder / name for name in row["images"] or ()]
+    if missing := [file for file in files if not file.is_file()]:
+        raise ValueError(f"its image {missing[0]} is no file")
+    return {"images": [str(file) for file in files]}
+
+
+def load_processor(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+    """What makes tokens and pixels of chats, with the chat template and the last token that a tokenizer was given."""
     name = settings.tokenizer or settings.model_name_or_path
     with using(f"model_name_or_path {name!r}"):
-        processor: Any = AutoProcessor.from_pretrained(name, revision=settings.model_revision)
+        try:
+            processor: Any = AutoProcessor.from_pretrained(name, revision=settings.model_revision)
+        except ImportError as error:
+            way = "pip install torchvision" if "orchvision" in str(error) else "install that"
+            raise ImportError(f"{' '.join(str(error).split()).partition(' but ')[0]}; {way}") from None
     if not isinstance(processor, ProcessorMixin):
         raise SystemExit(f"The rows have images, and {name!r} has no processor for them; set a model that sees.")
+    own: Any = processor.tokenizer
+    if tokenizer.chat_template != own.chat_template or not processor.chat_template:  # that of a file, or its only one
+        processor.chat_template = tokenizer.chat_template
+    own.chat_template, own.eos_token = processor.chat_template, tokenizer.eos_token
     return processor
 
 
-def arrange(training: SFTConfig) -> None:
-    """Settings of text that TRL refuses for images. Rows keep their length: a cut one would lose places of images."""
-    if training.process_index == 0:
-        print("The rows have images: max_length and packing do not count, and the loss is on whole chats.")
-    training.packing, training.padding_free, training.max_length = False, False, None
-    training.assistant_only_loss = False
+def load_chats(settings: DataSettings, processor: ProcessorMixin, training: SFTConfig) -> Rows:
+    """Sequences to train on and to evaluate on, of at most `max_length` tokens, those of images among them.
+
+    With `packing`, chats share a sequence by TRL's best fit. They keep their length: a piece of one could begin inside
+    an image.
+    """
+    if settings.too_long == "split":
+        raise SystemExit("too_long is 'split', but a piece of a chat could begin inside an image; set refuse or drop.")
+
+    def make(rows: Dataset, kind: str, names: list[str]) -> Dataset:
+        rows = opened(rows, names)
+        tokens = data.tokens_of(rows, processor, settings, training, kind, names)
+        function, _ = data.tokenizer_of(rows, processor, training)
+        return sequences(tokens, rows, function, training.max_length if training.packing else None)
+
+    made = data.load_made(settings, training, make)
+    if training.process_index == 0 and training.packing:
+        print(f"chats about images are packed to {len(made[0]):,} sequences of at most {training.max_length:,} tokens.")
+    # labels and sequences are made, and pixels are made of columns that no model knows
+    training.assistant_only_loss = training.packing = training.padding_free = training.remove_unused_columns = False
     if training.use_liger_kernel:  # Liger 0.8.5's fails in towers that transpose their patches, such as SigLIP
         training.liger_kernel_config = {"layer_norm": False, **(training.liger_kernel_config or {})}
+    return made
 
 
-def pack(trainer: SFTTrainer) -> None:
-    """Joins the samples of a batch to one packed row."""
-    if trainer.args.per_device_train_batch_size > 1:
-        trainer.data_collator = BurstCollator(trainer.data_collator, packing=True)
+def sequences(tokens: Dataset, rows: Dataset, function: data.RowFunction, length: int | None = None) -> Dataset:
+    """Chats about images, each as the model is given it; with a `length` as many in turn as have so many tokens.
+
+    Args:
+        tokens (`Dataset`): The chats to take: their `input_ids`, and their numbers in `rows`.
+        rows (`Dataset`): All chats.
+        function (`Callable`): Makes of a row what the model is given.
+    """
+    if length is None:
+        chosen = [[number] for number in tokens[NUMBER]]
+    else:
+        marked = tokens.map(number_each_token, remove_columns=tokens.column_names, desc="Counting tokens")
+        chosen = [list(dict.fromkeys(numbers)) for numbers in pack_dataset(marked, length, "bfd")[NUMBER]]
+    process = partial(processed, rows=rows, function=function)
+    return Dataset.from_dict({"images": chosen}).with_transform(process)  # by this column TRL knows that there are some
+
+
+def number_each_token(row: dict[str, Any]) -> dict[str, list[int]]:
+    """The number of a row, once for each of its tokens."""
+    return {NUMBER: [row[NUMBER]] * len(row["input_ids"])}
+
+
+def processed(chosen: dict[str, list[list[int]]], rows: Dataset, function: data.RowFunction) -> dict[str, Any]:
+    """For each sequence its chats, as the model is given them."""
+    return {"images": [[as_batch(function(rows[number])) for number in numbers] for numbers in chosen["images"]]}
+
+
+def as_batch(given: dict[str, Any]) -> Batch:
+    """What the model is given for a row, as a batch of one."""
+    return given | {key: tensor([given[key]]) for key in ("input_ids", "labels")}
+
+
+def collate(chosen: list[dict[str, list[Batch]]]) -> Batch:
+    """One sequence of all chats that were chosen, which do not see each other."""
+    chats = [chat for sequence in chosen for chat in sequence["images"]]
+    return chats[0] if len(chats) == 1 else BurstCollator(itemgetter(0), packing=True)(chats)

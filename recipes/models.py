@@ -3,6 +3,7 @@
 import re
 from copy import deepcopy
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import torch
@@ -271,7 +272,7 @@ def load_adapter(folder: str | Path, dtype: str = "auto") -> PeftModel:
 
 
 def merge_adapter(folder: str | Path, to: str | Path, dtype: str = "auto") -> None:
-    """Writes a full model, the adapter merged into its weights, and its tokenizer, or that of its base.
+    """Writes a full model, the adapter merged into its weights, and its processor or tokenizer, or that of its base.
 
     `AutoModelForCausalLM.from_pretrained(to)` loads it, or the class of the base, as vLLM does: neither needs peft or
     hf_burst.
@@ -289,3 +290,5 @@ def merge_adapter(folder: str | Path, to: str | Path, dtype: str = "auto") -> No
         merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     merged.save_pretrained(to)
     tokenizer.save_pretrained(to)
+    for file in Path(folder).glob("*processor_config.json"):  # of what sees
+        copy(file, to)

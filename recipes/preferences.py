@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import report
-from chats import Message, clean, parse_tools, without_nulls
-from data import WRITTEN, is_text, lengths, load_made, refuse_besides_text, too_long
+from chats import Message, clean, parse_tools, refuse_besides_text, without_nulls
+from data import WRITTEN, is_text, lengths, load_made, too_long
 from datasets import Dataset, Features, Json, List, Value
 from rows import map_rows
 from settings import DataSettings, using
@@ -28,7 +28,7 @@ def load_pairs(settings: DataSettings, training: DPOConfig | RewardConfig) -> tu
         if missing := {"chosen", "rejected"} - set(rows.column_names):
             raise SystemExit(f"dataset {names} has no column {' or '.join(sorted(missing))}: {rows.column_names}.")
         with using(f"dataset {names}"), training.main_process_first(desc="cleaning"):
-            refuse_besides_text(rows)
+            refuse_besides_text(rows.column_names)
             text, others = is_text(rows, "chosen"), set(rows.column_names) & {"tools", "chat_template_kwargs"}
             function = partial(clean_pair, text=text, others=others)
             features = features_of_pairs(text, others)

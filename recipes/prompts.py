@@ -7,7 +7,7 @@ from typing import Any
 
 import data
 import numpy
-from chats import clean
+from chats import clean, refuse_besides_text
 from datasets import Dataset
 from rows import map_rows
 from settings import DataSettings, using
@@ -29,7 +29,7 @@ def load_prompts(
         if "prompt" not in rows.column_names:
             raise SystemExit(f"dataset {names} has no column prompt: {rows.column_names}.")
         with using(f"dataset {names}"), training.main_process_first(desc="counting tokens"):
-            data.refuse_besides_text(rows)
+            refuse_besides_text(rows.column_names)
             counted = map_rows(rows, partial(count, tokenizer=tokenizer), names, desc="Counting tokens")
         sizes = numpy.array(counted["tokens"])
         over = data.too_long(sizes, longest, settings.too_long, "prompts without max_completion_length")

@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import accelerate
+import models
 import numpy
 import torch
 import transformers
@@ -205,9 +206,8 @@ def next_steps(trainer: Trainer, trained: str) -> str:
     if (folder / "adapter_config.json").exists():
         merge = f"next: merge it: python recipes/merge_adapter.py {folder} {folder}_merged"
         return merge if rewards else f"{merge}; {evaluate}"
-    if rewards:
-        return f"next: load it: AutoModelForSequenceClassification.from_pretrained({str(folder)!r})"
-    return f"next: load it: AutoModelForCausalLM.from_pretrained({str(folder)!r}); {evaluate}"
+    load = f"next: load it: {models.auto_class(trainer.model.config).__name__}.from_pretrained({str(folder)!r})"
+    return load if rewards else f"{load}; {evaluate}"
 
 
 def made_by(processes: int) -> dict[str, Any]:

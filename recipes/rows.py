@@ -25,6 +25,7 @@ from settings import TEXT_FILES, RowError
 READERS = {**dict.fromkeys(TEXT_FILES, "text"), ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 SOURCES = [Path(__file__).with_name(f"{name}.py") for name in ("data", "chats", "preferences")]  # datasets knows names
+NUMBER = "number of the row"  # a column that readers of rows leave as it is
 SHOWN, MANY = 10, 100  # wrong rows that an error shows, and that are looked for
 
 
@@ -147,7 +148,7 @@ def map_rows(
         ValueError: If what it makes cannot be stored.
     """
     code = sha256(b"".join(Path(file).read_bytes() for file in SOURCES)).hexdigest()
-    options = {"remove_columns": rows.column_names, **options}
+    options = {"remove_columns": [name for name in rows.column_names if name != NUMBER], **options}
     try:
         with reading(names):  # pyarrow does not look whether JSON lines are UTF-8
             return rows.map(partial(make_row, function=function, code=code), **options)

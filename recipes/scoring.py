@@ -1,6 +1,6 @@
 """Scores of a patched model whose sequences are shared by several processes; every process gets all of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, send_to_device
 from needles import first_token
 from transformers import PreTrainedTokenizerBase
 
@@ -168,19 +168,29 @@ def losses_by_position(
     return PositionLosses(edges, (sums / tokens).tolist(), tokens.long().tolist())
 
 
+def tokens_of(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A row of tokens and labels as a batch."""
+    return {key: torch.tensor([rows[0][key]]) for key in ("input_ids", "labels")}
+
+
 @torch.no_grad()
-def loss_of_labels(model: torch.nn.Module, rows: "Dataset", groups: Groups) -> tuple[float, int]:
+def loss_of_labels(
+    model: torch.nn.Module,
+    rows: "Dataset",
+    groups: Groups,
+    collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]] = tokens_of,
+) -> tuple[float, int]:
     """The mean loss of the labelled tokens of some rows, in nats, and how many tokens these are.
 
     Args:
         model (`nn.Module`): A patched model. All processes call this, with the same rows.
-        rows (`Dataset`): `input_ids` and `labels`, of which -100 does not count. One row is in memory at a time.
+        rows (`Dataset`): Of them `labels` are made, of which -100 does not count. One row is in memory at a time.
         groups ([`Groups`]): They share the rows out.
+        collate (`Callable`, *optional*): Makes a batch of a list of one row.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=model.device)
     for number, counts in groups.own(range(len(rows))):
-        row = rows[number]
-        batch = {key: torch.tensor([row[key]], device=model.device) for key in ("input_ids", "labels")}
+        batch = send_to_device(collate([rows[number]]), model.device)
         losses = hf_burst.token_losses(model, batch).double()
         if counts:
             totals += torch.stack([losses.sum(), (batch["labels"][:, 1:] != -100).sum()])

@@ -162,15 +162,15 @@ def sft_trainer(
     from trl import SFTTrainer
 
     documents, args = start.documents, start.args
-    seen = images.load_images(documents, args) if models.has_towers(start.config) and not text_alone else None
-    processor = None if seen is None else images.load_processor(start.model)
-    load_from_checkpoint(start.model, start.config, args)
-    if seen is not None:
-        images.arrange(args)
-        trainer = start.make(SFTTrainer, seen, processing_class=processor)
-        images.pack(trainer)
-        return trainer, start.burst
     start.warn()
+    sees = models.has_towers(start.config) and not text_alone
+    if sees and images.are_in(data.load_rows(documents.dataset, documents.dataset_split, args.dataset_text_field)):
+        processor = images.load_processor(start.model, start.tokenizer)
+        chats = images.load_chats(documents, processor, args)
+        load_from_checkpoint(start.model, start.config, args)
+        trainer = start.make(SFTTrainer, chats, processing_class=processor, data_collator=images.collate)
+        return trainer, start.burst
+    load_from_checkpoint(start.model, start.config, args)
     rows = data.load_tokens(documents, start.tokenizer, args, text_alone)
     if documents.group_rows > 1:
         rows = groups.load_groups(documents, rows, args)

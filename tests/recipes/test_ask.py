@@ -91,6 +91,9 @@ def test_files_that_are_no_texts(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"b.txt is empty"):
         ask.texts_of(tmp_path)
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "fox.png").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SystemExit, match=r"fox.png is an image, and only texts are asked here"):
+        ask.texts_of(tmp_path / "fox.png")
     with pytest.raises(SystemExit, match=r"b.txt is not UTF-8"):
         ask.texts_of(tmp_path)
 

@@ -306,7 +306,8 @@ def test_answers_of_chats_are_scored_as_sft_labels_them(
         (["--lengths", "20"], "length 20 is too short"),
         (["--tasks", "none", "--lengths", "900000"], "No document has 900,000 tokens"),
         (["--documents", "{rows}"], r"documents \[.*\] cannot be used: its columns are \['words'\]; it needs messages"),
-        (["--documents", "{images}"], "it has the column images, which is not read here: recipes/sft.py alone"),
+        (["--documents", "{missing}"], r"missing.jsonl:1: its image /.*/nowhere.png is no file"),
+        (["--documents", "{images}"], "The rows have images, and '.*' has no processor for them"),
         (["--output_dir", "/proc"], "output_dir '/proc' cannot be used"),
         (["--chat", "true"], "the tokenizer has no chat template"),
         (["--lenghts", "20"], "No setting is called lenghts; did you mean lengths"),
@@ -318,8 +319,11 @@ def test_settings_of_an_evaluation_that_are_wrong(
     """All but what a library says of them is found before the weights are loaded."""
     (tmp_path / "rows.jsonl").write_text('{"words": "none"}\n')
     chat = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "4"}]
-    images = conversations.write(tmp_path / "images.jsonl", [{"messages": chat, "images": ["nowhere.png"]}])
-    options = [option.format(rows=tmp_path / "rows.jsonl", images=images) for option in options]
+    rows = {name: [{"messages": chat, "images": [f"{name}.png"]}] for name in ("here", "nowhere")}
+    (tmp_path / "here.png").touch()
+    names = {"images": conversations.write(tmp_path / "images.jsonl", rows["here"])}
+    names |= {"missing": conversations.write(tmp_path / "missing.jsonl", rows["nowhere"])}
+    options = [option.format(rows=tmp_path / "rows.jsonl", **names) for option in options]
     loads = mock.patch.object(evaluation, "load_model", side_effect=AssertionError)
     with loads, pytest.raises(SystemExit, match=told):
         evaluated(0, 1, ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path), *options])

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlavaConfig, PreTrainedTokenizerFast
 
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("trl")
@@ -418,12 +418,12 @@ TURN = [USER, {"role": "assistant", "content": "5"}]
             "has the role 'usr' (did you mean user?); it must be one of system",
         ),
         ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "rows.jsonl:2: completion is null; it must be text"),
-        ([{"messages": [{**USER, "content": PARTS}]}], "rows.jsonl:1: the chat template cannot write it"),
+        ([{"messages": [{**USER, "content": [{"type": "file"}]}]}], "rows.jsonl:1: the chat template cannot write it"),
         ([{"messages": TURN, "videos": ["nowhere.mp4"]}], "it has the column videos, which is not read here: recipes"),
         ([{"prompt": "a", "completion": "b", "image": "nowhere.png"}], "it has the column image, which is not read"),
         (
             [{"messages": [{**USER, "content": SHOWN}, *TURN]}],
-            "message 1 has a part 'image_url', and text alone is read here",
+            "message 1 has a part 'image_url', which is not read; files of images are a column images",
         ),
         (
             [{"messages": TURN}, {"messages": [{**USER, "content": PARTS}]}],
@@ -655,15 +655,19 @@ def test_what_comes_next_is_launched_as_the_training(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpu: bool, processes: int, launch: str
 ) -> None:
     arguments = SimpleNamespace(output_dir=str(tmp_path), use_cpu=cpu, world_size=processes)
-    said = report.next_steps(SimpleNamespace(args=arguments), str(tmp_path))  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(args=arguments, model=SimpleNamespace(config=LlamaConfig()))
+    said = report.next_steps(trainer, str(tmp_path))
+    assert said.startswith(f"next: load it: AutoModelForCausalLM.from_pretrained('{tmp_path}'); ")
     assert f"{launch} --model_name_or_path {tmp_path}" in said
     assert said.endswith(f"--output_dir {tmp_path}_evaluation --ruler none --tasks single --documents TEXTS/")
     monkeypatch.setattr(sys, "argv", ["recipes/sft.py"])
-    said = report.next_steps(SimpleNamespace(args=arguments), str(tmp_path))  # type: ignore[arg-type]
+    said = report.next_steps(trainer, str(tmp_path))
     assert said.endswith("--ruler none --tasks none --documents CHATS.jsonl")
     monkeypatch.setattr(sys, "argv", ["recipes/dpo.py"])
     monkeypatch.setattr(report, "DPOTrainer", SimpleNamespace)
-    assert report.next_steps(SimpleNamespace(args=arguments), str(tmp_path)) == said  # type: ignore[arg-type]
+    assert report.next_steps(trainer, str(tmp_path)) == said
+    trainer.model.config = LlavaConfig()
+    assert report.next_steps(trainer, str(tmp_path)).startswith("next: load it: AutoModelForImageTextToText.from_")
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -107,7 +107,7 @@ def processor(kind: str, *_: Any) -> ProcessorMixin:
     """What makes tokens and pixels for a small model that sees."""
     tokenizer, (place, tokens) = byte_tokenizer(), PLACES[kind]
     tokenizer.add_special_tokens({"additional_special_tokens": [*tokens, *BEHIND[kind]]})
-    template = TEMPLATE.replace("PLACE", place)
+    template = tokenizer.chat_template = TEMPLATE.replace("PLACE", place)
     if kind == "gemma3":
         for name, token in zip(("image_token", "boi_token", "eoi_token"), (*tokens, *BEHIND[kind]), strict=True):
             setattr(tokenizer, name, token)
