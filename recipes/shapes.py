@@ -2,7 +2,7 @@
 
     python recipes/shapes.py outputs/shapes
 
-The folder gets chats.jsonl with its images, others.jsonl to evaluate on, and `model`: a Llava of random weights with a
+The folder gets chats.jsonl with its images, others.jsonl to evaluate on, and a Llava of random weights with its
 processor, whose tokens are bytes.
 """
 
@@ -89,7 +89,7 @@ def write(folder: Path, chats: dict[str, int]) -> None:
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for seed, (name, count) in enumerate(chats.items()):
         write_chats(folder, name, count, seed)
-    save_model(folder / "model")
+    save_model(folder)
 
 
 if __name__ == "__main__":

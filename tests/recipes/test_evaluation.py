@@ -351,7 +351,7 @@ def test_documents_that_are_wrong_end_every_process(
 
 def test_fewer_pieces_than_were_asked_for_are_counted() -> None:
     accelerator, wanted = mock.MagicMock(), evaluate.Evaluation(lengths=[30000], windows=99)
-    windows, _ = evaluation.read_documents(words(), wanted, accelerator)
+    windows, _ = evaluation.read_documents(evaluation.ModelSettings(), words(), wanted, accelerator)
     said = f"{len(windows)} pieces of 30,000 tokens, of 1 of 1 documents; windows asks for 99."
     assert said in accelerator.print.call_args.args[0]
 
@@ -364,7 +364,7 @@ def test_pieces_are_of_all_documents_in_turn(tmp_path: Path) -> None:
     for most in (2, 4, 99):
         accelerator = mock.MagicMock()
         wanted = evaluate.Evaluation(documents=[str(path)], lengths=[10], windows=most)
-        windows, _ = evaluation.read_documents(tokenizer, wanted, accelerator)
+        windows, _ = evaluation.read_documents(evaluation.ModelSettings(), tokenizer, wanted, accelerator)
         assert {len(window) for window in windows} == {10}
         told[most] = accelerator.print.call_args.args[0].partition(": ")[2]
         found = "".join(tokenizer.decode(window[-1]) for window in windows)

@@ -234,7 +234,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words_of(drawn: Path, output: Path, **more: Any) -> list[str]:
     given = {"config": ROOT / "recipes/configs/sft_images_cpu.yaml", "dataset": drawn / "chats.jsonl"}
-    given |= {"model_name_or_path": drawn / "model", "output_dir": output, "disable_tqdm": "true", **more}
+    given |= {"model_name_or_path": drawn, "output_dir": output, "disable_tqdm": "true", **more}
     return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
@@ -247,7 +247,7 @@ def test_lengths_count_tokens_of_images(drawn: Path, tmp_path: Path, capsys: pyt
     """Chats of some 65 tokens, of which 17 are an image's, are packed to at most 200, each once and whole."""
     trainer = made_by_recipe(words_of(drawn, tmp_path, max_length=200, eval_dataset=drawn / "others.jsonl"))
     said = capsys.readouterr().out
-    processor = AutoProcessor.from_pretrained(drawn / "model")
+    processor = AutoProcessor.from_pretrained(drawn)
     whole = [
         processor.apply_chat_template(
             [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}, row[1]],
@@ -312,7 +312,7 @@ def test_what_a_processor_needs_is_said(drawn: Path) -> None:
     )
     fails = mock.patch.object(AutoProcessor, "from_pretrained", side_effect=missing)
     with fails, pytest.raises(SystemExit, match="requires the Torchvision library; pip install torchvision"):
-        images.load_processor(ModelSettings(model_name_or_path=str(drawn / "model")), mock.Mock())
+        images.load_processor(ModelSettings(model_name_or_path=str(drawn)), mock.Mock())
 
 
 def test_a_template_of_a_file_counts(drawn: Path, tmp_path: Path) -> None:
@@ -358,11 +358,11 @@ def evaluated(rank: int, size: int, words: list[str]) -> None:
 def test_chats_are_evaluated_as_by_transformers(
     ranks: Callable[[int], RankPool], drawn: Path, tmp_path: Path, size: int
 ) -> None:
-    words = ["--model_name_or_path", str(drawn / "model"), "--output_dir", str(tmp_path), "--tasks", "none"]
+    words = ["--model_name_or_path", str(drawn), "--output_dir", str(tmp_path), "--tasks", "none"]
     words += ["--documents", str(drawn / "others.jsonl"), "--lengths", "256"]
     ranks(size).run(evaluated, words)
     found = json.loads((tmp_path / "results.json").read_text())["answers"]
-    loss, tokens = stock_loss(drawn / "model", drawn / "others.jsonl")
+    loss, tokens = stock_loss(drawn, drawn / "others.jsonl")
     assert found["loss"] == pytest.approx(loss, rel=1e-5)
     assert (found["tokens"], found["rows"]) == (tokens, 7)
 
@@ -374,7 +374,7 @@ def test_packed_chats_train_as_alone(ranks: Callable[[int], RankPool], drawn: Pa
     wanted = losses_by_recipe(0, 1, words)
     for losses in ranks(2).run(losses_by_recipe, words):
         assert losses == pytest.approx(wanted, rel=1e-5)
-    assert wanted[0] == pytest.approx(stock_loss(drawn / "model", drawn / "chats.jsonl")[0], rel=1e-5)
+    assert wanted[0] == pytest.approx(stock_loss(drawn, drawn / "chats.jsonl")[0], rel=1e-5)
 
 
 def test_adapters_are_merged_with_the_processor(drawn: Path, tmp_path: Path) -> None:
