@@ -219,6 +219,7 @@ def test_a_launch_that_fails_or_waits_does_not_end_the_list(tmp_path: Path) -> N
     assert told == ["it ended by 1; see the log", "longer than 0 s"]
     assert "ValueError: of one rank" in log.read_text()
     assert time.monotonic() - start < 50
-    with mock.patch.object(as_shipped, "started", side_effect=RuntimeError("it ended by 1; see the log")):
+    inputs = mock.patch.dict(sys.modules, {"tests.support.shipped_inputs": types.SimpleNamespace()})
+    with inputs, mock.patch.object(as_shipped, "started", side_effect=RuntimeError("it ended by 1; see the log")):
         row = as_shipped.ran(run, tmp_path, "0", "none", 1, False, 1.0)
     assert row == {"status": "failed", "steps": [], "reason": "it ended by 1; see the log"}
