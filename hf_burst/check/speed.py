@@ -60,25 +60,30 @@ def measure(job: Job) -> dict[str, Result]:
     the slowest rank, or a `reason` why there are none, and the `settings` of [`Memory`] that hf_burst chose."""
     results = {"hf_burst": job.slowest(_burst(job))}
     seconds, settings = results["hf_burst"]["seconds"], Memory(**results["hf_burst"]["settings"])
+    alone = job.mesh(sharing=1)
     for name, expected in {"limit": seconds, "transformers": job.ranks * seconds}.items():
         gc.collect()
         torch.cuda.empty_cache()
-        found = {"reason": "no time was left"}
-        try:  # no rank waits for another here
-            if time.monotonic() + 2 * expected < job.ends:
-                found = limit(job, settings) if name == "limit" else _steps(job, make_model(job, True), job.length)
+        in_time, found = all(job.gather(time.monotonic() + 2 * expected < job.ends)), {"reason": "no time was left"}
+        try:  # no rank waits for another here: memory may be short on one alone
+            if in_time and name == "limit":
+                found = limit(job, settings, alone)
+            elif in_time:
+                found = _steps(job, make_model(job, True), job.length)
         except torch.OutOfMemoryError:
             found = {"reason": "out of memory"}
         results[name] = job.slowest(found)
     return results
 
 
-def limit(job: Job, settings: Memory) -> Result:
+def limit(job: Job, settings: Memory, alone: Any = None) -> Result:
     """Measures both passes without a message: each rank holds a whole model and computes its share of the tokens, which
     attention takes for all tokens of its share of the heads: as much work as its part of the real step has. Weights are
-    not updated, since each rank of the real step updates a share of them."""
-    text, ranks = job.config.get_text_config(), job.ranks
-    heads = text.num_attention_heads, getattr(text, "num_key_value_heads", text.num_attention_heads)
+    not updated, since each rank of the real step updates a share of them. `alone` is a mesh of groups of one rank."""
+    sizes, ranks = job.config.get_text_config().to_dict(), job.ranks
+    if any("num_key_value_heads" in layer for layer in (sizes.get("per_layer_config") or {}).values()):
+        return {"reason": "none for layers that differ in their key heads"}
+    heads = sizes["num_attention_heads"], sizes.get("num_key_value_heads") or sizes["num_attention_heads"]
     if ranks == 1 or heads[0] % ranks or heads[1] % ranks:
         return {"reason": f"none for {heads[0]} and {heads[1]} heads over {ranks}"}
     own = -(-job.length // ranks)
@@ -95,7 +100,7 @@ def limit(job: Job, settings: Memory) -> Result:
         with entered(seen):
             return attention_forward(module, query, key, value, mask, **options)[0].reshape(1, own, heads[0], -1), None
 
-    model = patch_model(make_model(job), BurstConfig(memory=settings), job.mesh(sharing=1))
+    model = patch_model(make_model(job), BurstConfig(memory=settings), alone)
     AttentionInterface.register(NAME, attend)
     try:
         return _steps(job, model, own, updates=False)

@@ -5,6 +5,7 @@ import json
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from ..errors import ConfigError
 from ..ranks.host import host_id
 from .hosts import versions
 from .launch import device_here, launched
-from .plan import find_model
+from .plan import find_class
 from .sequence import tokens
 
 
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures on all ranks; rank 0 writes the file and prints a row for others. Returns 0."""
-    config = find_model(arguments.model, trust_remote_code=False)[1]
+    config = find_class(arguments.model, trust_remote_code=False).config
     values = config.to_dict()
     count = values.get("num_hidden_layers", 0)  # none for wrappers
     layers = count if arguments.layers is None else arguments.layers
@@ -41,7 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
         (not 1 <= layers <= count, f"--layers is {layers}; give 1 to num_hidden_layers of a text model, here {count}."),
         (not arguments.out.absolute().parent.is_dir(), f"The folder of --out {arguments.out} is missing; make it."),
     )
-    fewer = {key: kinds[:layers] for key, kinds in values.items() if isinstance(kinds, list) and len(kinds) == count}
+    fewer: dict[str, Any] = {
+        key: kinds[:layers] for key, kinds in values.items() if isinstance(kinds, list) and len(kinds) == count
+    }
+    if differing := values.get("per_layer_config"):  # by the number of a layer
+        fewer["per_layer_config"] = {at: own for at, own in differing.items() if int(at) < layers}
     config = type(config).from_dict({**values, **fewer, "num_hidden_layers": layers})
     (size, rank), device = launched(), device_here()
     if device.type == "cuda":

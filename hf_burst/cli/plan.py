@@ -203,17 +203,24 @@ def find_model(name: str, trust_remote_code: bool) -> tuple[ModelSize, Any]:
     """Returns a model's sizes and config. Names of known shapes need no network, and most of them no torch."""
     if (known := dense_model(name)) is not None:
         return known
-    from ..check.run import find_target  # takes seconds to import
-    from ..hf.models.model_size import model_size, shape_named
+    from ..hf.models.model_size import model_size  # takes seconds to import
 
-    try:
-        target = find_target(shape_named(name) or name, trust_remote_code)
-    except ConfigError as problem:
-        raise ConfigError(f"{problem} Shapes that need no hub: {', '.join(NAMES)}.") from problem
+    target = find_class(name, trust_remote_code)
     size = model_size(target.model_class, target.config, name)
     if name == target.model_class.__name__:
         size = replace(size, name=f"{name} (default config of the class)")
     return size, target.config
+
+
+def find_class(name: str, trust_remote_code: bool) -> Any:
+    """Returns the class and config of a model. Names of known shapes need no network."""
+    from ..check.run import find_target
+    from ..hf.models.model_size import shape_named
+
+    try:
+        return find_target(shape_named(name) or name, trust_remote_code)
+    except ConfigError as problem:
+        raise ConfigError(f"{problem} Shapes that need no hub: {', '.join(NAMES)}.") from problem
 
 
 def _positions(config: Any, mask: Mask) -> list[str]:

@@ -70,8 +70,8 @@ class TorchEfficientKernel(PiecewiseKernel):
         q, k, v = map(aligned, (q, k, v))
         out, lses = q.new_empty(*q.shape[:3], v.shape[3]), []
         rows = zip(_grouped(out, k), _grouped(q, k), _shared(k, q), _shared(v, q), strict=True)
+        mask, kind = _mask(piece, q, k)
         for target, queries, keys, values in rows:
-            mask, kind = _mask(piece, queries)
             part, lse, *_ = self.library._efficient_attention_forward(
                 *(queries, keys, values, mask, None, None, None, None, 0.0, kind, True), scale=scores.scale
             )
@@ -90,8 +90,8 @@ class TorchEfficientKernel(PiecewiseKernel):
         no_dropout = torch.empty((), dtype=torch.long, device=q.device)
         grouped = (_grouped(tensor, k) for tensor in (dout, q, out, dq))
         rows = zip(*grouped, _shared(k, q), _shared(v, q), lse.unflatten(1, (k.shape[2], -1)), dk, dv, strict=True)
+        mask, kind = _mask(piece, q, k)
         for own_dout, queries, own_out, own_dq, keys, values, own_lse, own_dk, own_dv in rows:
-            mask, kind = _mask(piece, queries)
             gradients = self.library._efficient_attention_backward(
                 *(own_dout, queries, keys, values, mask, own_out.contiguous(), None, None, piece.height, piece.width),
                 *(own_lse.contiguous(), 0.0, no_dropout, no_dropout, kind, False),
@@ -117,8 +117,8 @@ def _shared(tensor: Tensor, q: Tensor) -> Iterator[Tensor]:
 
 
 def _block_height(piece: Piece) -> int:
-    """So many rows that the mask of their block has at most `_MASK_SIZE` pairs: they see all columns, or
-    within a window `high - low` more than they are."""
+    """So many rows that the mask of their block has at most `_MASK_SIZE` pairs: they see all columns, or `high - low`
+    more than they are."""
     low, high = piece.band.low, piece.band.high
     height = _MASK_SIZE // piece.width
     if low is not None and high is not None:
@@ -127,8 +127,9 @@ def _block_height(piece: Piece) -> int:
     return max(1, height)
 
 
-def _mask(piece: Piece, q: Tensor) -> tuple[Tensor | None, int]:
-    """What is added to the scores of a piece, `(Hkv, Hq / Hkv, Sq, Sk)` in the dtype of q, and the kind of its mask."""
+def _mask(piece: Piece, q: Tensor, k: Tensor) -> tuple[Tensor | None, int]:
+    """What is added to the scores of a row of the batch, `(Hkv, Hq / Hkv, Sq, Sk)` in the dtype of q, and the kind of
+    mask that the library makes itself."""
     if piece.band.high is None:
         return None, _WHOLE if piece.band.low is None else _CAUSAL
     height, width = piece.height, piece.width
@@ -139,4 +140,4 @@ def _mask(piece: Piece, q: Tensor) -> tuple[Tensor | None, int]:
         hidden |= distance < piece.band.low
     mask = q.new_zeros(height, width + -width % _MASK_COLUMNS)
     mask[:, :width].masked_fill_(hidden, -math.inf)
-    return mask[:, :width].expand(q.shape[0], q.shape[2], -1, -1), _WHOLE
+    return mask[:, :width].expand(k.shape[2], q.shape[2] // k.shape[2], -1, -1), _WHOLE

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import AttentionInterface, LlamaConfig
 
 from hf_burst.check import speed
 from hf_burst.check.speed import Job, limit, measure
-from hf_burst.cli import main
+from hf_burst.cli import bench, main
 from hf_burst.config import Memory
 from hf_burst.hf.attention import NAME, attention_forward
 from tests.cli.test_cli import call
@@ -81,6 +82,31 @@ def causal(query, key, value):
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
+def test_named_shapes_have_fewer_layers(monkeypatch, tmp_path):
+    """Of Gemma 4, whose config differs by the number of a layer, too."""
+    jobs, seconds = [], {"seconds": 1.0, "tokens_per_second_per_gpu": 64.0, "peak_gib": None}
+    measured = {"hf_burst": seconds, "limit": {"reason": "none"}, "transformers": {"reason": "none"}}
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    monkeypatch.setattr(bench, "measure", lambda job: jobs.append(job) or measured)
+    for name in ("llama-3.1-8b", "qwen3.5-9b", "gemma-4-12b"):
+        assert main(["bench", "--model", name, "--length", "64", "--layers", "6", "--out", str(tmp_path / "out")]) == 0
+    assert [job.config.num_hidden_layers for job in jobs] == [6, 6, 6]
+    assert [*map(int, jobs[2].config.to_dict()["per_layer_config"])] == [5]
+    wide = limit(replace(job(ranks=2), config=jobs[2].config), Memory())
+    assert wide == {"reason": "none for layers that differ in their key heads"}
+
+
+def test_ranks_without_time_do_alike(ranks):
+    """A rank whose time is over keeps the others from measuring alone."""
+    found = ranks(2).run(_of_one_late_rank)
+    assert [each["limit"] for each in found] == [{"reason": "no time was left"}] * 2
+    assert [each["transformers"] for each in found] == [{"reason": "no time was left"}] * 2
+
+
+def _of_one_late_rank(rank: int, size: int):
+    return measure(job(size, seconds=100.0 * rank))
+
+
 def test_heads_that_ranks_cannot_share_have_no_limit():
     assert limit(job(ranks=4), Memory()) == {"reason": "none for 4 and 2 heads over 4"}
 
@@ -116,6 +142,11 @@ def test_transformers_alone_have_their_own_attention(monkeypatch):
     ("words", "said"),
     [
         (["--layers", "4"], "--layers is 4; give 1 to num_hidden_layers of a text model, here 3"),
+        (
+            ["--model", "llama-3.2-1b", "--layers", "17"],
+            "--layers is 17; give 1 to num_hidden_layers of a text model, here 16",
+        ),
+        (["--model", "gemma-4-12b", "--layers", "6", "--lora", "-1"], "--lora is -1; give a rank of at least 1"),
         (["--layers", "0"], "--layers is 0; give 1 to num_hidden_layers of a text model, here 3"),
         (["--lora", "-1"], "--lora is -1; give a rank of at least 1"),
         (["--length", "1"], "--length is 1; give at least 2 tokens"),

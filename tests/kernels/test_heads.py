@@ -26,23 +26,24 @@ from tests.support import flash_libraries
 from tests.support.oracle import relative_error
 from tests.support.tiny_models import class_names
 
-HOPPER, AMPERE, ADA = GPUS = ((9, 0), (8, 0), (8, 9))
-# head sizes of q and k and of v, and whether scores are soft-capped: a class that has them, and its kernels on Hopper,
-# Ampere and Ada, where the packages that kernels know are installed
+# kernels on Hopper, Ampere and Ada, where the packages that kernels know are installed
+FLASH = {(9, 0): "flash_attn_4", (8, 0): "flash_attn_2", (8, 9): "flash_attn_2"}
+WIDE = {(9, 0): "ffpa", (8, 0): "torch_efficient", (8, 9): "torch_efficient"}
+# head sizes of q and k and of v, and whether scores are soft-capped: a class that has them, and its kernels
 TABLE = {
-    (21, 21, False): ("ReformerForMaskedLM", "flash_attn_4", "flash_attn_2", "flash_attn_2"),
-    (64, 64, False): ("BertForMaskedLM", "flash_attn_4", "flash_attn_2", "flash_attn_2"),
-    (80, 80, False): ("StableLmForCausalLM", "flash_attn_4", "flash_attn_2", "flash_attn_2"),
-    (96, 64, False): ("MiniCPM3ForCausalLM", "flash_attn_4", "flash_attn_2", "flash_attn_2"),
-    (96, 96, False): ("Phi3ForCausalLM", "flash_attn_4", "flash_attn_2", "flash_attn_2"),
-    (128, 128, False): ("LlamaForCausalLM", "flash_attn_4", "flash_attn_2", "flash_attn_2"),
-    (144, 144, False): ("Dots1ForCausalLM", "flash_attn_4", "flash_attn_2", "flash_attn_2"),
-    (192, 128, False): ("DeepseekV3ForCausalLM", "flash_attn_4", "flash_attn_2", "flash_attn_2"),
-    (192, 192, False): ("MiMoV2FlashForCausalLM", "flash_attn_4", "flash_attn_2", "flash_attn_2"),
-    (232, 232, False): ("ZambaForCausalLM", "flash_attn_4", "flash_attn_2", "flash_attn_2"),
-    (256, 256, False): ("Qwen3_5ForCausalLM", "flash_attn_4", "flash_attn_2", "flash_attn_2"),
-    (256, 256, True): ("Gemma2ForCausalLM", "flash_attn_4", "flash_attn_2", "flash_attn_2"),
-    (512, 512, False): ("Gemma4ForCausalLM", "ffpa", "torch_efficient", "torch_efficient"),
+    (21, 21, False): ("ReformerForMaskedLM", FLASH),
+    (64, 64, False): ("BertForMaskedLM", FLASH),
+    (80, 80, False): ("StableLmForCausalLM", FLASH),
+    (96, 64, False): ("MiniCPM3ForCausalLM", FLASH),
+    (96, 96, False): ("Phi3ForCausalLM", FLASH),
+    (128, 128, False): ("LlamaForCausalLM", FLASH),
+    (144, 144, False): ("Dots1ForCausalLM", FLASH),
+    (192, 128, False): ("DeepseekV3ForCausalLM", FLASH),
+    (192, 192, False): ("MiMoV2FlashForCausalLM", FLASH),
+    (232, 232, False): ("ZambaForCausalLM", FLASH),
+    (256, 256, False): ("Qwen3_5ForCausalLM", FLASH),
+    (256, 256, True): ("Gemma2ForCausalLM", FLASH),
+    (512, 512, False): ("Gemma4ForCausalLM", WIDE),
 }
 
 
@@ -74,17 +75,17 @@ def test_the_table_has_every_head_size_of_transformers():
             found[heads].add(name)
     unusual = {heads for heads in found if heads[0] < 64}  # of default configs that nobody trains
     assert set(found) - unusual <= set(TABLE)
-    assert all(name in found[heads] for heads, (name, *_) in TABLE.items() if hasattr(transformers, name))
+    assert all(name in found[heads] for heads, (name, _) in TABLE.items() if hasattr(transformers, name))
 
 
-@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("gpu", FLASH)
 @pytest.mark.parametrize("heads", TABLE)
 def test_kernels_of_the_table(monkeypatch, hopper, all_installed, gpu, heads):  # noqa: F811
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
-    assert served(*heads)[0] == TABLE[heads][1 + GPUS.index(gpu)]
+    assert served(*heads)[0] == TABLE[heads][1][gpu]
 
 
-@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("gpu", FLASH)
 def test_torch_alone_serves_all_but_capped_scores(monkeypatch, hopper, installed, gpu):  # noqa: F811
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
     for module, _ in LIBRARIES.values():

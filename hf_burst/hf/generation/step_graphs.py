@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...attention.shared_keys import Exchange, exchanged
+from ...layers.dequantized import Dequantized
 from ...ranks.group import ContextGroup
 from ..answer import Fixed, Stepping
 from ..context import current
@@ -301,6 +302,8 @@ def _obstacle(model: nn.Module) -> str:
     for name, module in ModelView(model).named:
         if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
             return f"{name or 'the model'} is compiled"
+        if isinstance(module, Dequantized):
+            return "experts are in 4 bits"
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         others = [hook for hook in hooks if not _module_of(hook).startswith(_KNOWN)]
         if others or "_hf_hook" in vars(module):  # accelerate's

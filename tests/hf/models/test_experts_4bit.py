@@ -17,6 +17,7 @@ from transformers.distributed import DistributedConfig
 
 import hf_burst
 from hf_burst.errors import ConfigError, UnsupportedModelError
+from hf_burst.hf.generation import step_graphs
 from hf_burst.hf.models.experts_4bit import Experts4bitQuantizer
 from hf_burst.hf.parts import shared_beginnings, tiles
 from hf_burst.hf.view import ModelView
@@ -311,3 +312,9 @@ def test_adapters_of_experts_in_4_bits_are_refused(saved: Saved) -> None:
     model = get_peft_model(load(saved("Qwen3Moe")), config)
     with pytest.raises(UnsupportedModelError, match=r"experts in 4 bits, and target_parameters=\['mlp.experts"):
         hf_burst.patch_model(model)
+
+
+def test_steps_with_experts_in_4_bits_are_not_recorded(monkeypatch: pytest.MonkeyPatch, saved: Saved) -> None:
+    """Nobody has tried it on a GPU, and each step dequantizes them all."""
+    monkeypatch.setattr(step_graphs.CudaGraphs, "device_type", "cpu")
+    assert step_graphs._obstacle(load(saved("Qwen3Moe"))) == "experts are in 4 bits"
