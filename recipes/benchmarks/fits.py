@@ -38,6 +38,7 @@ from hf_burst.plan.memory_levels import SETTINGS
 from hf_burst.sizing import shapes
 from hf_burst.sizing.fit import Fit, fit, longest
 from hf_burst.sizing.gpus import Capacity, capacity_of, gpu_named
+from hf_burst.sizing.memory import outside_of_torch
 from hf_burst.sizing.model import Training
 from recipes.benchmarks.harness import options_of, rows_in, write
 from recipes.benchmarks.provenance import environment
@@ -46,7 +47,6 @@ from recipes.benchmarks.training_job import TINY, quantise
 
 GIB = 2**30
 SHAPES = {**shapes.SHAPES, "tiny": TINY}
-OUTSIDE = 2.1  # GiB that CUDA and NCCL were measured to take on two H200s, beside symmetric buffers
 
 
 class Watcher(threading.Thread):
@@ -166,10 +166,12 @@ def promised(arguments: argparse.Namespace, gpus: int) -> tuple[int, Fit]:
     weights: Any = {"all": "fp32", "lora": "fp32", "qlora": "4bit"}[arguments.weights]
     lora = 0 if arguments.weights == "all" else 16
     expandable = expandable_segments()
-    training = Training(1, gpus, gpus, weights=weights, lora=lora, expandable_segments=expandable)
+    given: dict[str, Any] = {"weights": weights, "lora": lora, "expandable_segments": expandable}
+    given["quantized_experts"] = weights == "4bit" and model.fused > 0
+    training = Training(1, gpus, gpus, **given)
     most = arguments.length or longest(model, training, capacity)
     documents = (*range(0, most, arguments.document), most) if arguments.document else ()
-    how = Training(most, gpus, gpus, documents, weights=weights, lora=lora, expandable_segments=expandable)
+    how = Training(most, gpus, gpus, documents, **given)
     return most, fit(model, how, capacity)
 
 
@@ -277,7 +279,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--settings", type=ast.literal_eval, default={}, help="of BurstConfig, as a dictionary")
     parser.add_argument("--contender", choices=("hf_burst", "stock", "trl"), default="hf_burst")
     parser.add_argument("--machine", default="h100", help="whose promise is asked for where there is no GPU")
-    smaller = f"GiB: as on a smaller GPU, {OUTSIDE:g} GiB of which are taken outside of torch's allocator"
+    smaller = "GiB: as on a smaller GPU, where torch's allocator has what the plan says that CUDA and NCCL leave of it"
     parser.add_argument("--gpu-memory", type=float, help=smaller)
     parser.add_argument("--folder", default="outputs/fits", help="of the trainer")
     arguments = parser.parse_args()
@@ -292,7 +294,7 @@ def main() -> None:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_burst").setLevel(logging.INFO)
     if arguments.gpu_memory is not None:
-        as_on_a_smaller_gpu(arguments.gpu_memory)
+        as_on_a_smaller_gpu(arguments.gpu_memory - outside_of_torch(gpus) / GIB)
     length, promise = promised(arguments, gpus)
     args = training_arguments(arguments, gpus)  # joins the processes
     ranks = Ranks(args.device.type)
@@ -307,10 +309,10 @@ def main() -> None:
 
 
 def as_on_a_smaller_gpu(memory_gib: float) -> None:
-    """Has torch's allocator find as much memory as on a GPU with so many GiB."""
+    """Has torch's allocator find so many GiB."""
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     total = torch.cuda.mem_get_info(device)[1]
-    torch.cuda.set_per_process_memory_fraction((memory_gib - OUTSIDE) * GIB / total, device)
+    torch.cuda.set_per_process_memory_fraction(memory_gib * GIB / total, device)
 
 
 def run(arguments: argparse.Namespace, length: int, args: TrainingArguments, ranks: Ranks) -> dict[str, Any]:

@@ -32,16 +32,14 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 import hf_burst
-from hf_burst.plan import Mask
 from hf_burst.sizing import shapes
 from recipes.benchmarks.fits import Measure, chosen_of, first, training_arguments
 from recipes.benchmarks.harness import file_to_write, options_of, rows_in, write
-from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.step_profile import profiled, profiler_of
-from recipes.benchmarks.training_job import LORA, SHAPES, head_size
-from recipes.benchmarks.training_limits import limits, parts_of_limits
+from recipes.benchmarks.training_job import LORA, SHAPES
+from recipes.benchmarks.training_limits import limits, natives_of, parts_of_limits
 
 Batch = dict[str, torch.Tensor]
 # adapters of rank 16 on all linear layers of the language model, and of no tower
@@ -300,8 +298,7 @@ def main() -> None:
     if ranks.cuda:
         torch.cuda.empty_cache()
     decoder = model.model.language_model
-    native, _ = choose_native("auto", ranks, decoder.dtype, head_size(decoder), Mask(256))
-    parts = parts_of_limits(decoder, ranks, arguments.length, native, lora=True)
+    parts = parts_of_limits(decoder, ranks, arguments.length, natives_of(decoder, ranks), lora=True)
     tower = tower_seconds(model, batch, ranks)
     bounds = {name: seconds + tower for name, seconds in limits(parts).items()}
     row |= {"parts_of_limits": parts, "tower_s": tower, "limits": bounds}

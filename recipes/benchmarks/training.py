@@ -26,15 +26,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from hf_burst.cli.launch import launched
-from hf_burst.plan import Mask
 from recipes.benchmarks.harness import Row, at_least, options_of, table, write
-from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.steps import measure, with_medians
 from recipes.benchmarks.training_contenders import CONTENDERS, NAMED, SINGLE, read_settings
-from recipes.benchmarks.training_job import Job, add_model, head_size, make_job, random_tokens
-from recipes.benchmarks.training_limits import flops, limits, parts_of_limits
+from recipes.benchmarks.training_job import Job, add_model, make_job, random_tokens
+from recipes.benchmarks.training_limits import flops, limits, natives_of, parts_of_limits
 
 KNOWN = CONTENDERS | SINGLE | NAMED
 
@@ -172,7 +170,7 @@ def main() -> int:
     )
     job.document = arguments.document
     lora = arguments.lora or arguments.qlora
-    native, _ = choose_native("auto", ranks, job.base.dtype, head_size(job.base), Mask(256))
+    natives = natives_of(job.base.model, ranks)
     told = ("shape", "layers", "document", "liger", "gated_norms")
     result = environment(ranks, arguments.commit) | {name: getattr(arguments, name) for name in told}
     result |= {
@@ -182,7 +180,7 @@ def main() -> int:
         "gpu_memory_gib": arguments.gpu_memory,
         "allocator": os.environ.get("PYTORCH_ALLOC_CONF"),
         "compiled": arguments.compile,
-        "kernel": native.name,
+        "kernel": ", ".join(dict.fromkeys(native.name for native in natives.values())),
         "parts_of_limits": {},
         "limits": {},
         "results": [],
@@ -190,7 +188,7 @@ def main() -> int:
     for length, count in zip(arguments.lengths, arguments.rounds, strict=True):
         bounds = dict[str, float]()
         if not arguments.no_limits:
-            parts = parts_of_limits(job.base.model, ranks, length, native, lora)
+            parts = parts_of_limits(job.base.model, ranks, length, natives, lora)
             bounds = limits(parts)
             result["parts_of_limits"][str(length)], result["limits"][str(length)] = parts, bounds
         uncounted = arguments.document or job.base.config.to_dict().get("sliding_window")

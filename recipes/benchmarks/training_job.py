@@ -247,25 +247,34 @@ def fuse_gated_norms(model: PreTrainedModel) -> None:
 
 
 def quantise(model: PreTrainedModel, device: torch.device | None = None) -> None:
-    """Puts the weights of all linear layers but the head into 4 bits, as `BitsAndBytesConfig(load_in_4bit=True)` with
-    NF4 and double quantisation loads them, one layer after another, each on a device if one is named."""
+    """Puts the weights of all linear layers but the head into 4 bits, and those of fused experts, as
+    `Experts4bitConfig()` loads them, one layer after another, each on a device if one is named."""
     from bitsandbytes.nn import Linear4bit, Params4bit
+
+    from hf_burst.hf.models.layer_sizes import is_experts
+    from hf_burst.layers.dequantized import dequantize_when_read
 
     for layer in model.model.layers:
         layer.to(device or next(layer.parameters()).device)
-        for name, linear in [*layer.named_modules()]:
-            if isinstance(linear, nn.Linear):
+        for name, module in [*layer.named_modules()]:
+            if isinstance(module, nn.Linear):
                 small = Linear4bit(
-                    *(linear.in_features, linear.out_features),
-                    bias=linear.bias is not None,
-                    compute_dtype=linear.weight.dtype,
+                    *(module.in_features, module.out_features),
+                    bias=module.bias is not None,
+                    compute_dtype=module.weight.dtype,
                     quant_type="nf4",
                     device="meta",
                 )
-                small.bias = linear.bias
-                weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", module=small)
-                small.weight = weight.to(linear.weight.device)
+                small.bias = module.bias
+                weight = Params4bit(module.weight.data, requires_grad=False, quant_type="nf4", module=small)
+                small.weight = weight.to(module.weight.device)
                 layer.set_submodule(name, small)
+                continue
+            for own, weight in [*module.named_parameters(recurse=False)]:
+                if is_experts(module, weight):
+                    packed = Params4bit(weight.data, False, quant_type="nf4", quant_storage=weight.dtype)
+                    setattr(module, own, packed.to(weight.device))
+                    dequantize_when_read(module, own)
     model.is_loaded_in_4bit = True  # what peft asks for
 
 

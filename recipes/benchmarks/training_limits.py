@@ -3,7 +3,8 @@
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,20 @@ LIMITS = {
 _LONG = 2**18  # tokens of attention that takes seconds
 
 
-def parts_of_limits(decoder: Any, ranks: Ranks, length: int, native: Native, lora: bool) -> dict[str, float]:
+@dataclass(frozen=True)
+class Attention:
+    """The attention of a layer: query heads, key heads, elements of a head, and how many tokens before itself a query
+    sees, `None` for all of them."""
+
+    heads: int
+    kv_heads: int
+    size: int
+    window: int | None
+
+
+def parts_of_limits(
+    decoder: Any, ranks: Ranks, length: int, natives: Mapping[Attention, Native], lora: bool
+) -> dict[str, float]:
     """Measures the seconds of all matrix products, of attention and of recurrent layers' functions in a step.
 
     Checkpointed layers compute their products again, but for the last one, whose result no gradient needs. With
@@ -37,7 +51,7 @@ def parts_of_limits(decoder: Any, ranks: Ranks, length: int, native: Native, lor
         decoder (`PreTrainedModel`): The layers, without the head.
         ranks ([`Ranks`]): The processes.
         length (`int`): Tokens of the whole sequence.
-        native ([`Native`]): The kernel of layers without a window.
+        natives (`Mapping[Attention, Native]`): Kernels, as [`natives_of`] chooses them.
         lora (`bool`): Whether the weights are frozen.
     """
     config = decoder.config
@@ -58,16 +72,16 @@ def parts_of_limits(decoder: Any, ranks: Ranks, length: int, native: Native, lor
     head += (passes - 1) * product_seconds(hidden, rows, vocabulary, dtype, ranks)
     head *= own / rows
     mixers = mixers_of(decoder)
-    windows = Counter(windows_of(decoder))
-    attention = {window: attention_seconds(decoder, ranks, length, native, window) for window in windows}
+    kinds = Counter(attentions_of(decoder))
+    attention = {kind: attention_seconds(kind, natives[kind], dtype, ranks, length) for kind in kinds}
     recurrence, recurrence_back = recurrent_seconds(mixers[0], own, dtype, ranks) if mixers else (0.0, 0.0)
     return {
         "products forward": forward,
         "products backward": sum(back[width] for widths in every for width in widths),
         "products again": again,
         "head": head,
-        "attention forward": sum(count * attention[window][0] for window, count in windows.items()),
-        "attention backward": sum(count * attention[window][1] for window, count in windows.items()),
+        "attention forward": sum(count * attention[kind][0] for kind, count in kinds.items()),
+        "attention backward": sum(count * attention[kind][1] for kind, count in kinds.items()),
         "recurrence forward": len(mixers) * recurrence,
         "recurrence backward": len(mixers) * recurrence_back,
         "recurrence again": len(mixers) * recurrence,
@@ -96,29 +110,39 @@ def mixers_of(decoder: Any) -> list[Any]:
     return [layer.linear_attn for layer in decoder.layers if hasattr(layer, "linear_attn")]
 
 
-def windows_of(decoder: Any) -> list[int | None]:
-    """How many tokens before itself a query sees in each layer with attention; `None` for all of them."""
-    kinds = getattr(decoder.config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
-    attending = [kind for kind in kinds if kind != "linear_attention"]
-    return [decoder.config.sliding_window - 1 if kind == "sliding_attention" else None for kind in attending]
+def attentions_of(decoder: Any) -> list[Attention]:
+    """The attention of each layer that has one. Layers of Gemma 4 differ in heads, too."""
+    config, every = decoder.config, list[Attention]()
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
+    for layer, kind in zip(decoder.layers, kinds, strict=True):
+        if (module := getattr(layer, "self_attn", None)) is not None:
+            window = config.sliding_window - 1 if kind == "sliding_attention" else None
+            kv_heads = widths_of(module.k_proj)[0][1] // module.head_dim
+            every.append(Attention(config.num_attention_heads, kv_heads, module.head_dim, window))
+    return every
+
+
+def natives_of(decoder: Any, ranks: Ranks) -> dict[Attention, Native]:
+    """The fastest kernel of each kind of attention."""
+    kinds = dict.fromkeys(attentions_of(decoder))
+    return {
+        kind: choose_native("auto", ranks, decoder.dtype, kind.size, Mask(256, window=kind.window))[0] for kind in kinds
+    }
 
 
 def attention_seconds(
-    decoder: Any, ranks: Ranks, length: int, native: Native, window: int | None = None
+    kind: Attention, native: Native, dtype: torch.dtype, ranks: Ranks, length: int
 ) -> tuple[float, float]:
     """Seconds of attention, forward and backward, on all tokens and a share of the heads. From 256K tokens on it is
     called once, after one of 16K tokens."""
-    config, size, dtype = decoder.config, head_size(decoder), decoder.dtype
-    if window is not None:  # another kernel may be the fastest one, or the only one
-        native, _ = choose_native("auto", ranks, dtype, size, Mask(256, window=window))
-    share, kv_share = config.num_attention_heads // ranks.size, max(1, config.num_key_value_heads // ranks.size)
+    share, kv_share = kind.heads // ranks.size, max(1, kind.kv_heads // ranks.size)
 
     def timed(tokens: int, once: bool) -> tuple[float, float]:
         q, k, v = (
-            torch.randn(1, tokens, count, size, dtype=dtype, device=ranks.device, requires_grad=True)
+            torch.randn(1, tokens, count, kind.size, dtype=dtype, device=ranks.device, requires_grad=True)
             for count in (share, kv_share, kv_share)
         )
-        mask, outs = Mask(tokens, window=window), dict[str, torch.Tensor]()
+        mask, outs = Mask(tokens, window=kind.window), dict[str, torch.Tensor]()
 
         def attend() -> None:
             outs.clear()
