@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ..config import BurstConfig, Memory
 from ..errors import ConfigError, UnsupportedModelError
+from ..kernels.tuning import tune_in_parallel
 from ..ranks.group import ContextGroup
 from ..ranks.watch import watch_of_process
 from ..ring.resources import resources_of
@@ -118,6 +119,8 @@ def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, ver
         patch.remove(view)
         raise
     setattr(base, PATCH, patch)
+    if torch.cuda.is_available():
+        tune_in_parallel()
     if dist.is_initialized() and dist.get_world_size() > 1:
         watch_of_process()  # another rank may come to the first pass alone
     return model

@@ -1,5 +1,6 @@
 """The steps of a gated delta rule, by the kernels that flash-linear-attention's own function calls in turn."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor
 
 from ..kernels import from_host
-from .tuning import tuning
+from ..kernels.tuning import tune_in_parallel
 from .two_passes import DeltaKernels, Inputs, Opaque, Passing
+
+logger = logging.getLogger(__name__)
 
 _COMPARED = "0.6."  # the versions compared, because the kernels are not a stable interface
 _CHUNK = 64  # tokens in one matrix product
@@ -163,12 +166,12 @@ class _FlaKernels:
 
 
 def choose_variants(inputs: Sequence[Tensor]) -> None:
-    """Tunes all Triton kernels for inputs like these, once per process: before a step fills the GPU, and with all
-    candidates of a kernel compiled in parallel.
+    """Tunes all Triton kernels for inputs like these, once per process, before a step fills the GPU.
 
     Args:
         inputs (five `torch.Tensor`): As in [`delta_rule_in_two_passes`], with normalized queries and keys.
     """
+    tune_in_parallel()
     _choose_variants(inputs[0].device, tuple((tensor.shape[2:], tensor.dtype) for tensor in inputs))
 
 
@@ -181,13 +184,15 @@ def _choose_variants(device: torch.device, forms: tuple[tuple[torch.Size, torch.
             torch.rand(_TUNED, *shape, dtype=dtype, device=device, generator=generator) for shape, dtype in forms
         )
         passing = Passing((0, 1), kernels.lay([0, _TUNED // 2, _TUNED], device))
-        with tuning("the kernels of gated delta rules"):
+        try:
             inputs = Inputs(unit_norm(q), unit_norm(k), v, -g, beta)
             prepared = kernels.prepare(inputs, passing)
             states, _ = kernels.maps(inputs, prepared, passing)
             out = kernels.outputs(inputs, prepared, states, passing)
             dbegin, begun = kernels.begin_backward(inputs, prepared[: kernels.kept], states, out, passing)
             kernels.end_backward(inputs, begun, dbegin, passing)
+        except torch.OutOfMemoryError as problem:
+            logger.info("Delta rules are tuned within the step, since the GPU has no room before it: %s", problem)
 
 
 def _rows(inputs: Inputs) -> tuple[Tensor, ...]:

@@ -1,0 +1,119 @@
+"""How Triton tunes kernels: all candidates are compiled together before one is timed, and the times are kept."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hf_burst.kernels import tuning
+
+
+class Kernel:
+    """A kernel that notes what is compiled and what runs. Compiling the wrong candidate raises."""
+
+    def __init__(self) -> None:
+        self.did = list[tuple[str, int]]()
+
+    def run(self, *args: Any, size: int, warmup: bool = False) -> None:
+        if warmup:
+            assert active, "compiled alone"
+            active[0].submit(self.did.append, ("compiled", size))
+            if size == 3:
+                raise RuntimeError("no such size")
+        else:
+            self.did.append(("run", size))
+
+
+class Candidate:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_kwargs(self) -> dict[str, int]:
+        return {"size": self.size}
+
+
+active = list[ThreadPoolExecutor]()
+
+
+@contextmanager
+def compile_together(executor: ThreadPoolExecutor, *, ignore_errors: bool) -> Iterator[None]:
+    """Stands in for Triton's mode, which waits for its threads at the end."""
+    assert ignore_errors
+    assert threading.current_thread() is threading.main_thread()
+    active.append(executor)
+    yield
+    active.pop()
+    executor.shutdown(wait=True)
+
+
+@pytest.fixture
+def autotuner(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Triton's class as far as it is used, changed by hf_burst."""
+
+    class Autotuner:
+        def __init__(self, sizes: list[int], cache_results: bool = False) -> None:
+            self.fn, self.base_fn, self.cache_results = Kernel(), Kernel.run, cache_results
+            self.configs, self.best = [Candidate(size) for size in sizes], dict[Any, Any]()
+
+        def prune_configs(self, settings: dict[str, Any]) -> list[Candidate]:
+            return [candidate for candidate in self.configs if candidate.size < 9]
+
+        def _bench(self, *args: Any, config: Candidate, **settings: Any) -> int:
+            self.fn.run(*args, **settings, **config.all_kwargs())
+            return config.size
+
+        def run(self, *args: Any, **settings: Any) -> None:
+            if args not in self.best:
+                chosen = self.prune_configs(settings)
+                self.best[args] = min(self._bench(*args, config=one, **settings) for one in chosen)
+
+    modules = {"triton": {}, "triton.runtime": {}, "triton.runtime.autotuner": {"Autotuner": Autotuner}}
+    modules["triton.runtime._async_compile"] = {"AsyncCompileMode": compile_together}
+    for name, content in modules.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(tuning, "find_spec", lambda name: name)
+    tuning.tune_in_parallel.__wrapped__()
+    return Autotuner
+
+
+def test_candidates_are_compiled_before_one_is_timed(autotuner: Any) -> None:
+    tuner = autotuner([5, 3, 7, 9])
+    for _ in range(2):
+        tuner.run("small")
+    assert sorted(tuner.fn.did[:3]) == [("compiled", 3), ("compiled", 5), ("compiled", 7)]
+    assert tuner.fn.did[3:] == [("run", 5), ("run", 3), ("run", 7)]
+    tuner.run("large")
+    assert len(tuner.fn.did) == 12
+    assert not active
+
+
+def test_a_single_candidate_is_left_alone(autotuner: Any) -> None:
+    tuner = autotuner([5])
+    tuner.run("small")
+    assert tuner.fn.did == [("run", 5)]
+
+
+@pytest.mark.parametrize(("told", "kept"), [(None, True), ("1", True), ("0", False)])
+def test_times_are_kept_unless_the_user_says_no(
+    told: str | None, kept: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_CACHE_AUTOTUNING", raising=False)
+    if told is not None:
+        monkeypatch.setenv("TRITON_CACHE_AUTOTUNING", told)
+    kind = request.getfixturevalue("autotuner")
+    tuners = [kind([5, 7]), kind([5, 7], cache_results=True)]
+    for tuner in tuners:
+        tuner.run("small")
+    assert [tuner.cache_results for tuner in tuners] == [kept, True]
+
+
+def test_without_triton_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "find_spec", lambda name: None)
+    tuning.tune_in_parallel.__wrapped__()
