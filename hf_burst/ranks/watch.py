@@ -253,7 +253,8 @@ class Watch:
     def give_up(self, group: dist.ProcessGroup, problem: BaseException) -> None:
         """Tells the ranks of a group that a pass over it failed on this rank, and refuses later calls."""
         counts = self.counts_of(group)
-        counts.broken = counts.broken or repr(problem).splitlines()[0][:300]
+        what = "another rank was lost" if lost(problem) else repr(problem).splitlines()[0][:300]
+        counts.broken = counts.broken or what
         self._within(self.interval, self._post)
 
     def wait(self, ready: Callable[[], bool], limit: timedelta) -> None:
