@@ -23,10 +23,6 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
     set_seed,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -227,31 +223,17 @@ def cast_outside_of_autocast(model: torch.nn.Module, device: torch.device) -> No
             layer.cast_input_dtype_enabled = OutsideOfAutocast(device)
 
 
-class SaveConfig(TrainerCallback):
-    """Saves the config beside an adapter whose model has other RoPE parameters than its base.
+def save_config(folder: str | Path, config: PreTrainedConfig | None) -> None:
+    """Saves the config beside an adapter whose model has other RoPE parameters than its base; `None` if it has not, and
+    a config of an earlier run is removed.
 
     Without it, the adapter would be loaded into a model with the positions of the base, without a word. With it,
     `AutoModelForCausalLM.from_pretrained(adapter)` raises an error, and `load_adapter` has what it needs.
-
-    Args:
-        config (`PreTrainedConfig`): The config of the model that is trained.
-        differs (`bool`): Whether it differs from that of the base. Otherwise a config of an earlier run is removed.
     """
-
-    def __init__(self, config: PreTrainedConfig, differs: bool) -> None:
-        self.config, self.differs = config, differs
-
-    def save(self, folder: str | Path, state: TrainerState) -> None:
-        if state.is_world_process_zero and self.differs:
-            self.config.save_pretrained(folder)
-        elif state.is_world_process_zero:
-            (Path(folder) / "config.json").unlink(missing_ok=True)
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.save(Path(args.output_dir) / f"checkpoint-{state.global_step}", state)
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.save(args.output_dir, state)
+    if config is None:
+        (Path(folder) / "config.json").unlink(missing_ok=True)
+    else:
+        config.save_pretrained(folder)
 
 
 def load_adapter(folder: str | Path, dtype: str = "auto") -> PeftModel:

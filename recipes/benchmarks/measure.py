@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -28,35 +27,21 @@ _WARMUP_SHARE = 0.25
 _ROW_S = 0.05  # seconds that calls in a row may take
 
 
-class Clock:
-    """Marks moments of a call, and tells the seconds between them: on GPUs by events, on CPUs by the host's clock.
+def moment(cuda: bool) -> Any:
+    """This moment: of the current GPU's stream, or of the host's clock."""
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    Args:
-        cuda (`bool`): Whether the moments are those of the current GPU's stream.
-    """
 
-    def __init__(self, cuda: bool) -> None:
-        self.cuda = cuda
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        """Marks this moment."""
-        if not self.cuda:
-            self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
-
-    def seconds(self) -> list[float]:
-        """Seconds between neighbouring marks, followed by those between the first and the last mark."""
-        first, last = self._marks[0], self._marks[-1]
-        if self.cuda:
-            last.synchronize()
-        return [*(self._between(start, stop) for start, stop in pairwise(self._marks)), self._between(first, last)]
-
-    def _between(self, start: Any, stop: Any) -> float:
-        return start.elapsed_time(stop) / 1e3 if self.cuda else stop - start
+def seconds_between(start: Any, stop: Any) -> float:
+    """Seconds between two moments, when the GPU has come to the second one."""
+    if isinstance(stop, float):
+        return float(stop - start)
+    stop.synchronize()
+    return float(start.elapsed_time(stop) / 1e3)
 
 
 @dataclass(frozen=True)
@@ -253,29 +238,29 @@ def _call(measured: Measured, ranks: Ranks) -> None:
     run = measured.run
     if run is None:
         return
-    clock = None
+    moments = None
     with ExitStack() as stack:
         _, failure = ranks.attempt(lambda: stack.enter_context(run.around()), family)
         if failure is None:
             ranks.align()
-            clock, failure = ranks.attempt(lambda: _timed(run, measured.calls, ranks.cuda), family)
-    if clock is None:
+            moments, failure = ranks.attempt(lambda: _timed(run, measured.calls, ranks.cuda), family)
+    if moments is None:
         measured.fail("failed", failure or "")
         ranks.say(f"  {measured.contender.name}: failed: {failure}")
         return
-    for name, seconds in zip(PASSES, clock.seconds(), strict=True):
-        measured.seconds[name].append(seconds / measured.calls)
+    begun, turned, ended = moments
+    for name, pair in zip(PASSES, ((begun, turned), (turned, ended), (begun, ended)), strict=True):
+        measured.seconds[name].append(seconds_between(*pair) / measured.calls)
 
 
-def _timed(run: Run, calls: int, cuda: bool) -> Clock:
-    clock = Clock(cuda)
-    clock.mark()
+def _timed(run: Run, calls: int, cuda: bool) -> tuple[Any, Any, Any]:
+    """The moments at the beginning, between the passes and at the end."""
+    begun = moment(cuda)
     outs = [run.forward() for _ in range(calls)]
-    clock.mark()
+    turned = moment(cuda)
     while outs:
         torch.autograd.grad(outs.pop(), run.leaves, run.dout)
-    clock.mark()
-    return clock
+    return begun, turned, moment(cuda)
 
 
 def _storage(case: Case) -> dict[str, torch.Tensor]:

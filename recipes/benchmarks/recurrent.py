@@ -36,9 +36,9 @@ from hf_burst.hf.context import LaidTokens, LayerContext, ShardedPass, entered
 from hf_burst.hf.models.recurrent import COUNTERPARTS, in_place_of_innermost
 from hf_burst.plan.recurrence import Way
 from hf_burst.recurrent import ReplayBuffer
-from recipes.benchmarks.harness import at_least, options_of, write
+from recipes.benchmarks.harness import at_least, begin, options_of, write
 from recipes.benchmarks.measure import Effort, Measured, Run, measure_runs
-from recipes.benchmarks.provenance import environment, interquartile_range
+from recipes.benchmarks.provenance import interquartile_range
 from recipes.benchmarks.ranks import Ranks
 
 RULE, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
@@ -322,10 +322,9 @@ def main() -> int:
     parser.add_argument("--in-a-row", type=at_least(1), default=4, help="calls that follow each other; fewer if slow")
     parser.add_argument("--contenders", nargs="+", help="beginnings of names; all by default")
     arguments = parser.parse_args()
-    ranks = Ranks(arguments.device, arguments.timeout)
+    ranks, result = begin(arguments)
     wanted = tuple(arguments.contenders or ("",))
     every = [contender for contender in contenders() if contender.name.startswith(("limit", *wanted))]
-    result = environment(ranks, arguments.commit)
     result["checks"], result["results"] = [], []
 
     def tell() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_burst.hf.models.model_size import model_size
 from hf_burst.plan import Mask
 from hf_burst.recurrent import fla_compared, fla_convolution
 from recipes.benchmarks.native import Native, choose_native
@@ -27,7 +28,12 @@ LIMITS = {
 _LONG = 2**18  # tokens of attention that takes seconds
 
 
-def parts_of_limits(decoder: Any, ranks: Ranks, length: int, native: Native, lora: bool) -> dict[str, float]:
+def native_of(model: Any, ranks: Ranks, window: int | None = None) -> Native:
+    """The fastest kernel of a model's attention, in the layers of a window."""
+    return choose_native("auto", ranks, model.dtype, head_size(model), Mask(256, window=window))[0]
+
+
+def parts_of_limits(decoder: Any, ranks: Ranks, length: int, lora: bool) -> dict[str, float]:
     """Measures the seconds of all matrix products, of attention and of recurrent layers' functions in a step.
 
     Checkpointed layers compute their products again, but for the last one, whose result no gradient needs. With
@@ -37,7 +43,6 @@ def parts_of_limits(decoder: Any, ranks: Ranks, length: int, native: Native, lor
         decoder (`PreTrainedModel`): The layers, without the head.
         ranks ([`Ranks`]): The processes.
         length (`int`): Tokens of the whole sequence.
-        native ([`Native`]): The kernel of layers without a window.
         lora (`bool`): Whether the weights are frozen.
     """
     config = decoder.config
@@ -59,7 +64,7 @@ def parts_of_limits(decoder: Any, ranks: Ranks, length: int, native: Native, lor
     head *= own / rows
     mixers = mixers_of(decoder)
     windows = Counter(windows_of(decoder))
-    attention = {window: attention_seconds(decoder, ranks, length, native, window) for window in windows}
+    attention = {window: attention_seconds(decoder, ranks, length, window) for window in windows}
     recurrence, recurrence_back = recurrent_seconds(mixers[0], own, dtype, ranks) if mixers else (0.0, 0.0)
     return {
         "products forward": forward,
@@ -103,31 +108,32 @@ def windows_of(decoder: Any) -> list[int | None]:
     return [decoder.config.sliding_window - 1 if kind == "sliding_attention" else None for kind in attending]
 
 
-def attention_seconds(
-    decoder: Any, ranks: Ranks, length: int, native: Native, window: int | None = None
-) -> tuple[float, float]:
+def heads_of(model: Any, tokens: int, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of all tokens, in a rank's share of the heads."""
+    config, size = model.config, head_size(model)
+    share, kv_share = config.num_attention_heads // ranks.size, max(1, config.num_key_value_heads // ranks.size)
+    make = partial(torch.randn, dtype=model.dtype, device=ranks.device, requires_grad=True)
+    q, k, v = (make(1, tokens, count, size) for count in (share, kv_share, kv_share))
+    return q, k, v
+
+
+def attention_seconds(decoder: Any, ranks: Ranks, length: int, window: int | None = None) -> tuple[float, float]:
     """Seconds of attention, forward and backward, on all tokens and a share of the heads. From 256K tokens on it is
     called once, after one of 16K tokens."""
-    config, size, dtype = decoder.config, head_size(decoder), decoder.dtype
-    if window is not None:  # another kernel may be the fastest one, or the only one
-        native, _ = choose_native("auto", ranks, dtype, size, Mask(256, window=window))
-    share, kv_share = config.num_attention_heads // ranks.size, max(1, config.num_key_value_heads // ranks.size)
+    native = native_of(decoder, ranks, window)
 
     def timed(tokens: int, once: bool) -> tuple[float, float]:
-        q, k, v = (
-            torch.randn(1, tokens, count, size, dtype=dtype, device=ranks.device, requires_grad=True)
-            for count in (share, kv_share, kv_share)
-        )
+        q, k, v = heads_of(decoder, tokens, ranks)
         mask, outs = Mask(tokens, window=window), dict[str, torch.Tensor]()
 
         def attend() -> None:
             outs.clear()
             outs["out"] = native.attend(q, k, v, mask)
 
-        forward = _seconds(attend, ranks, once=once)
+        forward = seconds_of(attend, ranks, once=once)
         dout = torch.randn_like(outs["out"])
         back = partial(torch.autograd.grad, outs["out"], (q, k, v), dout, retain_graph=True)
-        return forward, _seconds(back, ranks, once=once)
+        return forward, seconds_of(back, ranks, once=once)
 
     if length >= _LONG:
         timed(2**14, once=False)
@@ -163,9 +169,9 @@ def recurrent_seconds(mixer: Any, tokens: int, dtype: torch.dtype, ranks: Ranks)
         return out
 
     def both(function: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> tuple[float, float]:
-        forward, out = _seconds(function, ranks), function()
+        forward, out = seconds_of(function, ranks), function()
         back = partial(torch.autograd.grad, out, inputs, torch.randn_like(out), retain_graph=True)
-        return forward, _seconds(back, ranks)
+        return forward, seconds_of(back, ranks)
 
     convolution = min((both(function, [x, weight]) for function in convolutions), key=sum)
     forward, backward = both(rule, leaves)
@@ -188,10 +194,10 @@ def product_seconds(rows: int, inner: int, columns: int, dtype: torch.dtype, ran
     """Seconds of a matrix product."""
     left = torch.randn(rows, inner, dtype=dtype, device=ranks.device)
     right = torch.randn(columns, inner, dtype=dtype, device=ranks.device)
-    return _seconds(lambda: left @ right.T, ranks)
+    return seconds_of(lambda: left @ right.T, ranks)
 
 
-def _seconds(function: Callable[[], Any], ranks: Ranks, at_least: float = 0.2, once: bool = False) -> float:
+def seconds_of(function: Callable[[], Any], ranks: Ranks, at_least: float = 0.2, once: bool = False) -> float:
     """Seconds of a call on the slowest rank, among calls in a row that take `at_least` seconds together, after one that
     does not count; or of the first one.
 
@@ -207,15 +213,9 @@ def _seconds(function: Callable[[], Any], ranks: Ranks, at_least: float = 0.2, o
 
 
 def flops(job: Job, length: int, lora: bool) -> float:
-    """Floating point operations of a step that computes nothing twice.
-
-    A weight takes 6 a token, or 4 if it is frozen. Embeddings count only if they are the weights of the head too.
-    Causal attention takes 12 a pair of tokens and element of all heads, a delta rule 18 a token and number of a state.
-    """
-    config = job.base.config
-    table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    weights = job.base.num_parameters() - table
-    pairs, mixers = length * (length + 1) / 2, mixers_of(job.base.model)
-    layers, width = config.num_hidden_layers - len(mixers), config.num_attention_heads * head_size(job.base)
-    states = sum(mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim for mixer in mixers)
-    return (4 if lora else 6) * weights * length + 12 * pairs * width * layers + 18 * length * states
+    """Floating point operations of a step on one document that computes nothing twice, as `hf-burst plan` counts them:
+    a weight that is frozen takes 4 a token and not 6."""
+    size = model_size(type(job.base), job.base.config)
+    attending = len(job.base.model.layers) - len(mixers_of(job.base.model))
+    adapters = 4 * (job.base.num_parameters() - size.weights)  # of each 4 operations, as of a frozen weight
+    return size.flops(length, attending * length * (length + 1) / 2, trained=float(not lora)) + adapters * length
