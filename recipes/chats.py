@@ -324,15 +324,11 @@ def texts(message: Message) -> list[str]:
 
 
 def refuse_what_is_dropped(messages: list[Message], prompt: int, written: str) -> None:
-    """Refuses a chat of which the template leaves out what the assistant wrote. White space is not compared.
+    """Refuses a chat of which the template leaves out in the labelled text what the assistant wrote, behind the first
+    messages that are its prompt. White space is not compared.
 
     Many templates leave out the thoughts of earlier answers, as they do when the model is used. Thoughts are therefore
     looked for in the last answer alone.
-
-    Args:
-        messages (`list[dict]`): The cleaned chat.
-        prompt (`int`): Number of first messages that are not looked at.
-        written (`str`): The text that is labelled.
     """
     rendered, position = "".join(written.split()), 0
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index >= prompt]

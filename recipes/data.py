@@ -230,13 +230,8 @@ def answer_columns(rows: Dataset) -> tuple[str, ...]:
 
 
 def tokenizer_of(rows: Dataset, tokenizer: Reader, settings: Any) -> tuple[RowFunction, str | None]:
-    """What makes tokens and labels of a row, by the columns there are, and a warning.
-
-    Args:
-        rows (`Dataset`): The rows.
-        tokenizer (`PreTrainedTokenizerBase` or `ProcessorMixin`): The tokenizer of the model, or what sees, too.
-        settings (`SFTConfig` or alike): `assistant_only_loss`, `completion_only_loss` and `dataset_text_field`.
-    """
+    """What makes tokens and labels of a row, by the columns there are, and a warning. The settings say on what the loss
+    is, and the column of text; a processor reads images, too."""
     columns, text_column = rows.column_names, settings.dataset_text_field
     only = settings.completion_only_loss is not False
     if keys := answer_columns(rows):
@@ -261,18 +256,8 @@ def is_text(rows: Dataset, column: str) -> bool:
 
 
 def tokenize(rows: Dataset, tokenizer: Reader, training: SFTConfig, name: str, names: list[str]) -> Dataset:
-    """Tokens and labels of every row that holds a label.
-
-    Args:
-        rows (`Dataset`): Rows with `messages`, `conversations`, `prompt` and `completion`, or text.
-        tokenizer (`PreTrainedTokenizerBase` or `ProcessorMixin`): The tokenizer of the model, or what sees, too.
-        training (`SFTConfig`): `assistant_only_loss` says whether the loss of chats is on the assistant alone.
-        name (`str`): What the rows are called in errors.
-        names (`list[str]`): Where they come from.
-
-    Returns:
-        `Dataset` with the columns `input_ids` and `labels`.
-    """
+    """Tokens and labels of every row that holds a label: of `messages`, `conversations`, `prompt` and `completion`, or
+    text. Errors call the rows by `name`, and find them in the files of `names`."""
     with using(name), training.main_process_first(desc="tokenizing"):
         function, warning = tokenizer_of(rows, tokenizer, training)
         report.warn(training, warning)

@@ -237,12 +237,8 @@ def save_config(folder: str | Path, config: PreTrainedConfig | None) -> None:
 
 
 def load_adapter(folder: str | Path, dtype: str = "auto") -> PeftModel:
-    """A base model and its adapter, in plain Transformers and peft.
-
-    Args:
-        folder (`str` or `Path`): Where the adapter was saved; a `config.json` in it replaces that of the base.
-        dtype (`str`, *optional*, defaults to `"auto"`): Dtype of the base. It is not quantized.
-    """
+    """A base model, which is not quantized, and its adapter, in plain Transformers and peft. A `config.json` beside the
+    adapter replaces that of the base."""
     adapter = PeftConfig.from_pretrained(folder)
     base, revision = adapter.base_model_name_or_path, adapter.revision
     own = (Path(folder) / "config.json").exists()
@@ -257,12 +253,7 @@ def merge_adapter(folder: str | Path, to: str | Path, dtype: str = "auto") -> No
     """Writes a full model, the adapter merged into its weights, and its processor or tokenizer, or that of its base.
 
     `AutoModelForCausalLM.from_pretrained(to)` loads it, or the class of the base, as vLLM does: neither needs peft or
-    hf_burst.
-
-    Args:
-        folder (`str` or `Path`): Where the adapter was saved, such as a checkpoint.
-        to (`str` or `Path`): The folder to write.
-        dtype (`str`, *optional*, defaults to `"auto"`): Dtype to merge in; by default that of the base's files.
+    hf_burst. The dtype to merge in is that of the base's files by default.
     """
     adapter, own = PeftConfig.from_pretrained(folder), (Path(folder) / "tokenizer_config.json").exists()
     source = {} if own else {"revision": adapter.revision}

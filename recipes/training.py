@@ -56,12 +56,8 @@ class Start:
         return models.load_model(self.model, self.config, self.burst, self.args.seed)
 
     def make(self, kind: "type[Trainer]", rows: "tuple[Dataset, Dataset | None]", **more: Any) -> Any:
-        """TRL's trainer of a kind, for the patched model and the adapters that the settings describe.
-
-        Args:
-            rows (`tuple[Dataset, Dataset | None]`): What it trains on, and what it is evaluated on.
-            more: Further arguments of this kind of trainer.
-        """
+        """TRL's trainer of a kind, for the patched model and the adapters that the settings describe, with the rows that
+        it trains on and those that it is evaluated on."""
         import models
 
         with settings.using("the settings", RuntimeError):
@@ -89,15 +85,8 @@ def begin(
     check: Callable[..., None] = settings.check,
     more: type | None = None,
 ) -> Start:
-    """Reads the settings of a recipe, and checks them before torch is imported.
-
-    Args:
-        arguments (`list[str]`): The command line.
-        kind (`str`): The name of TRL's training arguments.
-        defaults (`dict[str, Any]`): Defaults of this recipe.
-        check (`Callable`): Is given the settings, and raises for wrong ones.
-        more (`type`, *optional*): A dataclass of further settings.
-    """
+    """Reads the settings of a recipe, and checks them before torch is imported: those of TRL's training arguments of a
+    kind, with the defaults of this recipe, and of a dataclass of its own."""
     kinds = (ModelSettings, DataSettings, BurstSettings, kind, *([more] if more else []))
     model, documents, burst, args, *others = command_line.parse(arguments, kinds, defaults, check)
     if not hasattr(args, "max_length"):  # of GRPO, whose recipe has one

@@ -73,10 +73,6 @@ def benchmark(arguments: argparse.Namespace, others: Sequence[Contender] = ()) -
 
     Contenders of packages that are not installed are no failure.
 
-    Args:
-        arguments (`argparse.Namespace`): As `options` reads them.
-        others (sequence of [`Contender`]): Contenders beside the limit and hf_burst's schedules.
-
     Returns:
         `int`: 0 for success and 2 for settings that cannot be used. It is 1 if a contender was wrong against fp64 or
         failed at every length. It is also 1 if no schedule of hf_burst was measured although one was requested, or if

@@ -32,17 +32,11 @@ class Native:
 def choose_native(
     requested: str, ranks: Ranks, dtype: torch.dtype, head_dim: int, mask: Mask
 ) -> tuple[Native, list[str]]:
-    """Chooses the kernel of the limit: the requested one, or the fastest one that runs forward and backward here.
-
-    Args:
-        requested (`str`): A name, or `"auto"`.
-        ranks ([`Ranks`]): The processes, which choose alike.
-        dtype (`torch.dtype`): Of q, k and v.
-        head_dim (`int`): Elements of a head.
-        mask ([`Mask`]): A mask of the kind that will be measured.
+    """Chooses the kernel of the limit: the requested one, or for `"auto"` the fastest one that runs forward and
+    backward here, on a mask of the kind that will be measured. All ranks choose alike.
 
     Returns:
-        `tuple[Native, list[str]]`: The kernel, and why faster ones cannot run.
+        The kernel, and why faster ones cannot run.
 
     Raises:
         ConfigError: If no kernel runs.
@@ -232,13 +226,7 @@ def exact_attention(
 ) -> dict[str, torch.Tensor]:
     """Computes out, dq, dk and dv of attention in fp64, one key head after another.
 
-    Args:
-        q, dout (`torch.Tensor` of shape `(B, S, Hq, D)`): Queries, and the gradient of the output.
-        k, v (`torch.Tensor` of shape `(B, S, Hkv, D)`): Keys and values.
-        mask ([`Mask`]): Of every row.
-
-    Returns:
-        `dict` of fp64 tensors in the shapes of q, q, k and v.
+    Queries and the gradient of the output have the shape `(B, S, Hq, D)`, keys and values `(B, S, Hkv, D)`.
     """
     visible, share, found = admitted(mask, q.device), q.shape[2] // k.shape[2], []
     for head in range(k.shape[2]):

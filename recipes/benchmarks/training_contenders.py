@@ -230,22 +230,13 @@ def by_peft(job: Job, settings: Mapping[str, Any]) -> Iterator[Loss]:
 @contextmanager
 def plain(
     job: Job,
-    kernel: str = "flash_attention_4",
-    fused: bool = False,
-    tiled: bool = False,
-    offloaded: str = "",
-    cudnn: bool = True,
+    kernel: str = "flash_attention_4",  # a name of Transformers
+    fused: bool = False,  # whether the loss is Liger's, which holds few logits at a time
+    tiled: bool = False,  # whether MLPs run in Liger's tiles
+    offloaded: str = "",  # who offloads what is kept: nobody, `"transformers"` or `"trl"`
+    cudnn: bool = True,  # whether torch's attention is cuDNN's; else torch chooses
 ) -> Iterator[Loss]:
-    """Trains with an attention of Transformers, with checkpoints.
-
-    Args:
-        job ([`Job`]): What is trained.
-        kernel (`str`): A name of Transformers.
-        fused (`bool`): Whether the loss is Liger's, which holds few logits at a time.
-        tiled (`bool`): Whether MLPs run in Liger's tiles.
-        offloaded (`str`): Who offloads what is kept: nobody, `"transformers"` or `"trl"`.
-        cudnn (`bool`): Whether torch's attention is cuDNN's; else torch chooses.
-    """
+    """Trains with an attention of Transformers, with checkpoints."""
     if (tiled or offloaded) and not job.ranks.cuda:
         raise ConfigError("Liger's tiles and offloading need a GPU")
     job.base.set_attn_implementation(kernel)

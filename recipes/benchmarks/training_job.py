@@ -65,31 +65,18 @@ LORA = (
 
 @dataclass
 class Job:
-    """The model that is trained, and on what.
+    """The model that is trained, and on what."""
 
-    Args:
-        model (`nn.Module`): The model, sharded; a peft model for LoRA.
-        base (`PreTrainedModel`): The Transformers model inside of it.
-        optimizer (`torch.optim.Optimizer`): Its optimizer.
-        ranks ([`Ranks`]): The processes.
-        mesh (`DeviceMesh`, *optional*): All of them; `None` for one process.
-        tokens (`torch.LongTensor` of shape `(1, length)`): One sequence, the same on every rank.
-        document (`int`, *optional*): Tokens of each of the documents that the sequence is packed of; one by default.
-        chosen (`dict`): Settings that hf_burst chose in the latest step.
-        rules (`dict`): What it measured, by what was asked for.
-        home (`HostMemory`, *optional*): Where hf_burst offloads to.
-    """
-
-    model: nn.Module
-    base: PreTrainedModel
+    model: nn.Module  # sharded; a peft model for LoRA
+    base: PreTrainedModel  # the Transformers model inside of it
     optimizer: torch.optim.Optimizer
     ranks: "Ranks"
-    mesh: DeviceMesh | None
-    tokens: torch.Tensor
-    document: int | None = None
-    chosen: dict[str, Any] = field(default_factory=dict)
-    rules: dict[Any, dict[Any, Any]] = field(default_factory=dict)
-    home: Any = None
+    mesh: DeviceMesh | None  # all ranks; `None` for one process
+    tokens: torch.Tensor  # one sequence of shape `(1, length)`, the same on every rank
+    document: int | None = None  # tokens of each of the documents that the sequence is packed of; one by default
+    chosen: dict[str, Any] = field(default_factory=dict)  # settings that hf_burst chose in the latest step
+    rules: dict[Any, dict[Any, Any]] = field(default_factory=dict)  # what it measured, by what was asked for
+    home: Any = None  # the `HostMemory` that hf_burst offloads to
 
     @property
     def items(self) -> int:
@@ -119,15 +106,7 @@ def config_of(shape: str, **changes: Any) -> PreTrainedConfig:
 def make_model(
     shape: str, longest: int, dtype: torch.dtype, device: torch.device, layers: int | None = None
 ) -> PreTrainedModel:
-    """A model for training, with the same random weights on every rank.
-
-    Args:
-        shape (`str`): A name of `SHAPES`.
-        longest (`int`): Tokens of the longest sequence.
-        dtype (`torch.dtype`): Of the weights.
-        device (`torch.device`): Where they lie.
-        layers (`int`, *optional*): How many layers it has; those of the shape by default.
-    """
+    """A model for training, with the same random weights on every rank; by default it has the layers of its shape."""
     changes = {} if layers is None else {"num_hidden_layers": layers}
     config = config_of(shape, max_position_embeddings=longest, use_cache=False, **changes)
     return random_model(AutoModelForCausalLM, config, dtype, device)
@@ -185,13 +164,7 @@ def hooks_removed(model: nn.Module) -> Iterator[None]:
 
 
 def make_job(arguments: argparse.Namespace, longest: int, ranks: "Ranks") -> Job:
-    """A model on this rank. Several ranks shard it as accelerate's FSDP2 does it.
-
-    Args:
-        arguments (`argparse.Namespace`): The options of [`add_training`].
-        longest (`int`): Tokens of the longest sequence.
-        ranks ([`Ranks`]): The processes.
-    """
+    """A model on this rank, by the options of [`add_training`]. Several ranks shard it as accelerate's FSDP2 does."""
     dtype = torch.bfloat16 if ranks.cuda else torch.float32
     base = make_model(arguments.shape, longest, dtype, ranks.device, arguments.layers)
     model: nn.Module = base
@@ -262,13 +235,8 @@ def quantise(model: PreTrainedModel, device: torch.device | None = None) -> None
 
 
 def shard(model: nn.Module, base: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Shards a model by FSDP2 in the units of accelerate: each layer, the embedding, the last norm with the head.
-
-    Args:
-        model (`nn.Module`): The model; a peft model for LoRA.
-        base (`PreTrainedModel`): The Transformers model inside of it.
-        mesh (`DeviceMesh`): The ranks.
-    """
+    """Shards a model, which may be a peft model around the base, by FSDP2 in the units of accelerate: each layer, the
+    embedding, the last norm with the head."""
     for layer in base.model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     last = [base.model.norm, base.lm_head]
