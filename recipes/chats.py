@@ -69,7 +69,8 @@ def clean(messages: list[Message], images: bool = False) -> list[Message]:
             said = f"message {number} has the content {message['content']!r}; it must be text or a list of parts"
             raise ValueError(f"{said}, of the same kind in all rows")
         for part in message["content"] if isinstance(message["content"], list) else ():
-            kinds = (str(part.get("type")), *part) if isinstance(part, dict) and not is_place(part, images) else ()
+            place = images and part == {"type": "image"}  # of an image, where there are images
+            kinds = (str(part.get("type")), *part) if isinstance(part, dict) and not place else ()
             if kind := next((kind for kind in kinds if re.search("image|video|audio", kind)), None):
                 raise ValueError(
                     f"message {number} has a part {kind!r}, which is not read; files of images are a column images "
@@ -95,11 +96,6 @@ def refuse_besides_text(columns: Sequence[str], served: str | None = None) -> No
         )
 
 
-def is_place(part: dict[str, Any], images: bool) -> bool:
-    """Whether a part is the place of an image, where there are images."""
-    return images and part == {"type": "image"}
-
-
 def is_silent(messages: list[Message]) -> bool:
     """Whether an assistant says nothing in one of the messages, as [`clean`] makes them."""
     return any(not has_words(message) for message in messages if message["role"] == "assistant")
@@ -107,11 +103,9 @@ def is_silent(messages: list[Message]) -> bool:
 
 def has_words(message: Message) -> bool:
     """Whether a message has text, parts that are not text, a tool call or thoughts."""
-    content = message["content"]
-    parts = [content] if isinstance(content, str) else content
-    parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts]
-    said = any(part.strip() if isinstance(part, str) else part for part in parts)
-    return said or any(message.get(key) for key in ("tool_calls", "reasoning_content", "thinking"))
+    others = [part for part in message["content"] if isinstance(part, dict) and part.get("type") != "text"]
+    kinds = ("tool_calls", "reasoning_content", "thinking")
+    return bool(texts(message) or others or any(message.get(key) for key in kinds))
 
 
 def parse_tools(tools: Any) -> list[dict[str, Any]] | None:

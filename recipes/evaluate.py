@@ -37,11 +37,5 @@ def evaluate(arguments: list[str]) -> "Groups":
     return evaluation.evaluate(*chosen)
 
 
-def main(arguments: list[str]) -> None:
-    accelerator = evaluate(arguments).accelerator
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
-
-
 if __name__ == "__main__":
-    settings.run(main)
+    settings.run(lambda arguments: settings.end(evaluate(arguments)))

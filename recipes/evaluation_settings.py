@@ -46,9 +46,8 @@ class Evaluation:
     def __post_init__(self) -> None:
         """Checks what needs neither a model nor data."""
         for name in ("tasks", "lengths", "haystack", "documents", "ruler"):
-            value = getattr(self, name)
-            listed = value if isinstance(value, list) else [value]  # YAML may give one without brackets
-            setattr(self, name, [] if listed == ["none"] and name != "haystack" else listed)
+            if name != "haystack" and getattr(self, name) == ["none"]:
+                setattr(self, name, [])
         self.haystack = settings.sources("haystack", self.haystack)
         self.documents = settings.sources("documents", self.documents) if self.documents else []
         if unknown := sorted(set(self.tasks) - set(TASKS)):

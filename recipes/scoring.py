@@ -3,19 +3,17 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise, zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
+from datasets import Dataset
 from needles import first_token
 from transformers import PreTrainedTokenizerBase
 
 import hf_burst
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 FIRST_BIN = 16  # tokens
 
@@ -164,7 +162,7 @@ def tokens_of(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def loss_of_labels(
     model: torch.nn.Module,
-    rows: "Dataset",
+    rows: Dataset,
     groups: Groups,
     collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]] = tokens_of,
 ) -> tuple[float, int]:

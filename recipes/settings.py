@@ -33,7 +33,7 @@ from hf_burst.errors import BurstError
 from hf_burst.ranks.host import SIZE_VARIABLE, size_from_env
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainingArguments
+    from transformers import TrainingArguments
 
 REFUSALS = (OSError, ValueError, KeyError, ImportError, yaml.YAMLError, StrictDataclassError)  # of libraries
 TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".py")
@@ -65,7 +65,6 @@ class ModelSettings(ModelConfig):
     rope_scaling: dict[str, Any] | str | None = HfArg(
         default=None, help="RoPE parameters to set, such as {rope_type: yarn, factor: 4.0}."
     )
-
     quantize_experts: bool = HfArg(default=False, help="With load_in_4bit, quantizes the experts as well.")
 
     def __post_init__(self) -> None:
@@ -270,6 +269,8 @@ def prepare(
     Returns:
         The settings that checkpoints remember.
     """
+    import torch
+
     resuming.end_together(resuming.hold(training.output_dir) if training.process_index == 0 else None)
     if training.process_index == 0 and (warning := overruled(burst.burst_size)):
         print(f"WARNING: {warning}", file=sys.stderr)
@@ -282,16 +283,10 @@ def prepare(
     training.parallelism_config = burst.parallelism
     if training.n_gpu > 1:  # one process takes one GPU; Trainer would copy the model to the others
         training._n_gpu = 1
-    training.use_liger_kernel = training.use_liger_kernel and on_gpu(training)  # its kernels are those of GPUs
+    training.use_liger_kernel &= torch.cuda.is_available() and not training.use_cpu  # its kernels are those of GPUs
     if training.use_liger_kernel:  # hf_burst has the loss of all ranks, fused by Liger too
         training.liger_kernel_config = {"fused_linear_cross_entropy": False, **(training.liger_kernel_config or {})}
     return run
-
-
-def on_gpu(training: "TrainingArguments") -> bool:
-    import torch
-
-    return torch.cuda.is_available() and not training.use_cpu
 
 
 def check_groups(size: int | None) -> None:
@@ -343,14 +338,14 @@ def probe_merged(name: str, folder: str, adapter: str, base: str | None) -> None
         print(f"{name} {folder!r} holds a full model; the merged one replaces it.")
 
 
-def end(trainer: "Trainer") -> None:
+def end(joined: Any) -> None:
     """Ends the process group when all processes are done; the process then ends as any other does.
 
     Trackers such as W&B finish their runs when the interpreter ends. It must therefore end by itself, and nothing may
     hold on to the process group: threads of gloo that are left abort it.
     """
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
+    joined.accelerator.wait_for_everyone()
+    joined.accelerator.end_training()
     gc.collect()
 
 

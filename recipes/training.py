@@ -56,8 +56,8 @@ class Start:
         return models.load_model(self.model, self.config, self.burst, self.args.seed)
 
     def make(self, kind: "type[Trainer]", rows: "tuple[Dataset, Dataset | None]", **more: Any) -> Any:
-        """TRL's trainer of a kind, for the patched model and the adapters that the settings describe, with the rows that
-        it trains on and those that it is evaluated on."""
+        """TRL's trainer of a kind, for the patched model and the adapters that the settings describe, with the rows
+        that it trains on and those that it is evaluated on."""
         import models
 
         with settings.using("the settings", RuntimeError):
@@ -144,7 +144,6 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any], text_alone: bool
     on_gpus = {"use_liger_kernel": find_spec(settings.LIGER) is not None}
     start = begin(arguments, "SFTConfig", {**on_gpus, **defaults})
     import data
-    import groups
     import images
     import models
     from trl import SFTTrainer
@@ -161,10 +160,10 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any], text_alone: bool
     load_from_checkpoint(start.model, start.config, args)
     rows = data.load_tokens(documents, start.tokenizer, args, text_alone)
     if documents.group_rows > 1:
-        rows = groups.load_groups(documents, rows, args)
+        rows = data.load_groups(documents, rows, args)
     trainer = start.make(SFTTrainer, rows)
     if documents.group_rows > 1:
-        groups.collate(trainer)
+        trainer.data_collator = hf_burst.GroupCollator(trainer.data_collator)  # takes samples of several rows
     return trainer, start.burst
 
 

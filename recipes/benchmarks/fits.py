@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,7 @@ from hf_burst.sizing import shapes
 from hf_burst.sizing.fit import Fit, fit, longest
 from hf_burst.sizing.gpus import Capacity, capacity_of, gpu_named
 from hf_burst.sizing.model import Training
-from recipes.benchmarks.harness import options_of, rows_in, write
-from recipes.benchmarks.provenance import environment
+from recipes.benchmarks.harness import begin, options_of, rows_in, write
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_job import TINY, quantise
 
@@ -145,11 +145,6 @@ def batch_of(length: int, document: int, vocabulary: int) -> dict[str, torch.Ten
     return {"input_ids": tokens, "labels": tokens, "position_ids": positions}
 
 
-def first(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A collator for data that are batches."""
-    return batches[0]
-
-
 def promised(arguments: argparse.Namespace, gpus: int) -> tuple[int, Fit]:
     """The longest sequence by the plan, unless one is named, and what the plan says of it."""
     config = config_of(arguments)
@@ -189,7 +184,7 @@ def make_trainer(arguments: argparse.Namespace, length: int, measure: Measure, a
     if arguments.contender == "trl":
         return trl_trainer(model, args, batch["input_ids"][0].tolist(), measure)
     rows: Any = [batch] * arguments.steps
-    return Trainer(model, args, train_dataset=rows, data_collator=first, callbacks=[measure])
+    return Trainer(model, args, train_dataset=rows, data_collator=itemgetter(0), callbacks=[measure])
 
 
 def trl_trainer(model: Any, args: TrainingArguments, tokens: list[int], measure: Measure) -> Trainer:
@@ -297,9 +292,8 @@ def main() -> None:
         as_on_a_smaller_gpu(arguments.gpu_memory)
     length, promise = promised(arguments, gpus)
     args = training_arguments(arguments, gpus)  # joins the processes
-    ranks = Ranks(args.device.type)
     told = ("model", "layers", "weights", "targets", "contender", "document")
-    row = environment(ranks, arguments.commit) | {name: getattr(arguments, name) for name in told}
+    ranks, row = begin(arguments, *told, device=args.device.type)
     row |= {"length": length, "expandable_segments": expandable_segments(), "gpu_memory_gib": arguments.gpu_memory}
     row["promised"] = described(promise)
     ranks.say(json.dumps(row["promised"]))

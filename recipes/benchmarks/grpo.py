@@ -63,14 +63,9 @@ _LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORC
 
 
 class Clock(TrainerCallback):
-    """Seconds and peaks of memory of the parts of a rollout: of the innermost part at any time, so that they add up.
-
-    Args:
-        iterations (`int`): Training steps on a rollout.
-        device (`torch.device`): Of this process.
-        noted (`Callable`): Is given the seconds and the GiB of each part after each of them, and whether the rollout is
-            at its end.
-    """
+    """Seconds and peaks of memory of the parts of a rollout, on which there are so many training steps: of the
+    innermost part at any time, so that they add up. `noted` is given them after each part, and whether the rollout
+    ends."""
 
     def __init__(self, iterations: int, device: torch.device, noted: Callable[[Row, bool], None]) -> None:
         self.iterations, self.device, self.noted = iterations, device, noted

@@ -21,6 +21,7 @@ import logging
 import os
 import statistics
 import sys
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 import hf_burst
 from hf_burst.sizing import shapes
-from recipes.benchmarks.fits import Measure, chosen_of, first, training_arguments
-from recipes.benchmarks.harness import file_to_write, options_of, rows_in, write
-from recipes.benchmarks.provenance import environment
+from recipes.benchmarks.fits import Measure, chosen_of, training_arguments
+from recipes.benchmarks.harness import begin, file_to_write, options_of, rows_in, write
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.step_profile import profiled, profiler_of
 from recipes.benchmarks.training_job import LORA, SHAPES, random_model
@@ -206,7 +206,7 @@ def train(arguments: argparse.Namespace, args: Any, ranks: Ranks) -> tuple[Any, 
     callbacks = [measure] if profiling is None else [measure, profiling]
     args.max_steps += len(callbacks) - 1
     rows: Any = [batch] * args.max_steps
-    trainer = Trainer(model, args, train_dataset=rows, data_collator=first, callbacks=callbacks)
+    trainer = Trainer(model, args, train_dataset=rows, data_collator=itemgetter(0), callbacks=callbacks)
     try:
         trainer.train()
     finally:
@@ -265,9 +265,7 @@ def main() -> None:
     gpus = int(os.environ.get("WORLD_SIZE", "1"))
     args = training_arguments(arguments, gpus)
     args.liger_kernel_config = {"layer_norm": False, "fused_linear_cross_entropy": False, "cross_entropy": False}
-    ranks = Ranks("cuda" if args.device.type == "cuda" else "cpu", 300)
-    told = ("model", "length", "images", "frames", "settings")
-    row = environment(ranks, arguments.commit) | {name: getattr(arguments, name) for name in told}
+    ranks, row = begin(arguments, "model", "length", "images", "frames", "settings", device=args.device.type)
     if arguments.check_length:
         row["errors"] = errors(arguments, ranks)
         ranks.say(json.dumps(row["errors"]))

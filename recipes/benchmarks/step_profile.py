@@ -36,7 +36,7 @@ from hf_burst.plan import Mask
 from recipes.benchmarks.contenders import Case
 from recipes.benchmarks.contenders import hf_burst as hf_burst_attention
 from recipes.benchmarks.harness import begin, options_of, write
-from recipes.benchmarks.measure import listening
+from recipes.benchmarks.measure import listening, run_of, timed
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_contenders import burst
@@ -188,18 +188,8 @@ def attending(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Steps]:
         group=dist.group.WORLD if ranks.size > 1 else None,
     )
     settings = dict(arguments.settings)
-    attend = hf_burst_attention(settings.pop("schedule", "auto"), settings).build(case).attend
-    heads = (_HEADS, arguments.kv_heads, arguments.kv_heads)
-    shapes = [(1, case.tokens, count, _HEAD_SIZE) for count in heads]
-    leaves = [torch.randn(shape, dtype=dtype, device=ranks.device, requires_grad=True) for shape in shapes]
-    weight = torch.randn(shapes[0], dtype=dtype, device=ranks.device)
-
-    def step() -> None:
-        outputs = [attend(*leaves) for _ in range(_CALLS)]
-        for output in outputs:
-            torch.autograd.grad(output, leaves, weight)
-
-    yield step, dict
+    run = run_of(hf_burst_attention(settings.pop("schedule", "auto"), settings), case)
+    yield partial(timed, run, _CALLS, ranks.cuda), dict
 
 
 def main() -> None:

@@ -21,11 +21,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 from hf_burst.cli.launch import launched
 from recipes.benchmarks.harness import Row, at_least, begin, options_of, table, write
 from recipes.benchmarks.steps import measure, with_medians
-from recipes.benchmarks.training_contenders import CONTENDERS, NAMED, SINGLE, read_settings
+from recipes.benchmarks.training_contenders import CONTENDERS, NAMED, read_settings
 from recipes.benchmarks.training_job import Job, add_training, make_job, random_tokens
 from recipes.benchmarks.training_limits import flops, limits, native_of, parts_of_limits
 
-KNOWN = CONTENDERS | SINGLE | NAMED
+KNOWN = CONTENDERS | NAMED
 
 PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
 
@@ -113,7 +113,7 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
     if arguments.gated_norms and not hybrid:
         parser.error(f"--gated-norms is for shapes with recurrent layers, not for {arguments.shape}")
     if arguments.contenders is None:
-        known = {} if arguments.hf_burst else CONTENDERS | SINGLE
+        known = {} if arguments.hf_burst else CONTENDERS
         arguments.contenders = [
             name
             for name, contender in known.items()

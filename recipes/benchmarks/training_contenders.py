@@ -324,52 +324,41 @@ def read_settings(text: str) -> tuple[str, Contender]:
 
 BY_PEFT = "hf_burst, chosen, peft's adapters"
 CHOSEN = {"memory": "auto"}
-HALF, RECOMPUTED = {"attention_keep": 0.5}, {"attention_keep": 0.0}
-BURST = {
+CUDNN, FLASH_4 = partial(stock, kernel="sdpa"), partial(deepspeed, kernel="flash_attention_4")
+RINGMASTER = partial(axolotl, kernel="flash_attention_4")
+ZIGZAG = partial(axolotl, kernel="flash_attention_2", backend="ring", load_balance="head_tail")
+LIGER = partial(plain, fused=True)
+SAVED = partial(kept_otherwise, offload=False)
+OFFLOADED = partial(kept_otherwise, offload=True)
+alone = partial(Contender, hybrids=None, several=False)
+CONTENDERS = {
     "hf_burst, attention saved": by_settings({}),
-    "hf_burst, half of it saved": by_settings(HALF, False),
-    "hf_burst, attention recomputed": by_settings(RECOMPUTED, False),
+    "hf_burst, half of it saved": by_settings({"attention_keep": 0.5}, False),
+    "hf_burst, attention recomputed": by_settings({"attention_keep": 0.0}, False),
+    "accelerate context parallelism": Contender(stock),
+    "accelerate context parallelism, cuDNN": Contender(CUDNN),
+    "DeepSpeed Ulysses, cuDNN": Contender(partial(deepspeed, kernel="sdpa")),
+    "DeepSpeed Ulysses, flash-attn 4": Contender(FLASH_4),
+    "ringmaster, flash-attn 4": Contender(RINGMASTER, hybrids=None),
+    "ringmaster zigzag, flash-attn 2": Contender(ZIGZAG),
+    "hf_burst, everything saved": Contender(
+        partial(SAVED, way=partial(burst, settings={})), "nothing recomputed", several=None, settings={}
+    ),
+    "accelerate context parallelism, cuDNN, everything saved": Contender(
+        partial(SAVED, way=CUDNN), "nothing recomputed"
+    ),
+    "DeepSpeed Ulysses, flash-attn 4, everything saved": Contender(partial(SAVED, way=FLASH_4), "nothing recomputed"),
+    "Transformers, cuDNN": alone(partial(plain, kernel="sdpa")),
+    "Transformers, Liger's loss": alone(LIGER),
+    "Transformers' offloading, Liger's loss and tiles": alone(partial(LIGER, tiled=True, offloaded="transformers")),
+    "TRL's offloading, Liger's loss and tiles": alone(partial(LIGER, tiled=True, offloaded="trl")),
 }
 # run if they are named
 NAMED = {
     "hf_burst, chosen": by_settings(CHOSEN),
     BY_PEFT: replace(by_settings(CHOSEN), way=partial(by_peft, settings=CHOSEN)),
+    "accelerate context parallelism, cuDNN, offloaded": Contender(partial(OFFLOADED, way=CUDNN)),
+    "DeepSpeed Ulysses, flash-attn 4, offloaded": Contender(partial(OFFLOADED, way=FLASH_4)),
+    "ringmaster, flash-attn 4, offloaded": Contender(partial(OFFLOADED, way=RINGMASTER), hybrids=None),
+    "Transformers, sdpa, Liger's loss": alone(partial(LIGER, kernel="sdpa", cudnn=False)),
 }
-CUDNN, FLASH_4 = partial(stock, kernel="sdpa"), partial(deepspeed, kernel="flash_attention_4")
-ZIGZAG = partial(axolotl, kernel="flash_attention_2", backend="ring", load_balance="head_tail")
-CONTENDERS = {
-    **BURST,
-    "accelerate context parallelism": Contender(stock),
-    "accelerate context parallelism, cuDNN": Contender(CUDNN),
-    "DeepSpeed Ulysses, cuDNN": Contender(partial(deepspeed, kernel="sdpa")),
-    "DeepSpeed Ulysses, flash-attn 4": Contender(FLASH_4),
-    "ringmaster, flash-attn 4": Contender(partial(axolotl, kernel="flash_attention_4"), hybrids=None),
-    "ringmaster zigzag, flash-attn 2": Contender(ZIGZAG),
-}
-WITHOUT_CHECKPOINTS: dict[str, tuple[Way, bool | None, Mapping[str, Any] | None]] = {
-    "hf_burst": (partial(burst, settings={}), None, {}),
-    "accelerate context parallelism, cuDNN": (CUDNN, True, None),
-    "DeepSpeed Ulysses, flash-attn 4": (FLASH_4, True, None),
-}
-CONTENDERS |= {
-    f"{name}, everything saved": Contender(
-        partial(kept_otherwise, way=way, offload=False), "nothing recomputed", several=several, settings=settings
-    )
-    for name, (way, several, settings) in WITHOUT_CHECKPOINTS.items()
-}
-NAMED |= {
-    f"{name}, offloaded": replace(CONTENDERS[name], way=partial(kept_otherwise, way=CONTENDERS[name].way, offload=True))
-    for name in ("accelerate context parallelism, cuDNN", "DeepSpeed Ulysses, flash-attn 4", "ringmaster, flash-attn 4")
-}
-LIGER = partial(plain, fused=True)
-TILED = partial(LIGER, tiled=True)
-ALONE: dict[str, Way] = {
-    "Transformers, cuDNN": partial(plain, kernel="sdpa"),
-    "Transformers, Liger's loss": LIGER,
-    "Transformers' offloading, Liger's loss and tiles": partial(TILED, offloaded="transformers"),
-    "TRL's offloading, Liger's loss and tiles": partial(TILED, offloaded="trl"),
-}
-NAMED["Transformers, sdpa, Liger's loss"] = Contender(
-    partial(LIGER, kernel="sdpa", cudnn=False), hybrids=None, several=False
-)
-SINGLE = {name: Contender(way, hybrids=None, several=False) for name, way in ALONE.items()}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +16,7 @@ from transformers.integrations.liger import apply_liger_kernel
 
 from hf_burst.sizing import shapes
 from recipes.benchmarks.harness import at_least
-
-if TYPE_CHECKING:
-    from recipes.benchmarks.ranks import Ranks
+from recipes.benchmarks.ranks import Ranks
 
 
 def rope(theta: float, share: float | None = None) -> dict[str, Any]:
@@ -70,7 +68,7 @@ class Job:
     model: nn.Module  # sharded; a peft model for LoRA
     base: PreTrainedModel  # the Transformers model inside of it
     optimizer: torch.optim.Optimizer
-    ranks: "Ranks"
+    ranks: Ranks
     mesh: DeviceMesh | None  # all ranks; `None` for one process
     tokens: torch.Tensor  # one sequence of shape `(1, length)`, the same on every rank
     document: int | None = None  # tokens of each of the documents that the sequence is packed of; one by default
@@ -151,19 +149,18 @@ def head_size(model: PreTrainedModel) -> int:
 @contextmanager
 def hooks_removed(model: nn.Module) -> Iterator[None]:
     """Forward hooks that are registered meanwhile are removed at the end."""
-    kinds = ("_forward_pre_hooks", "_forward_hooks")
-    before = {(module, kind): set(getattr(module, kind)) for module in model.modules() for kind in kinds}
+    kinds = ("pre_hooks", "hooks", "pre_hooks_with_kwargs", "hooks_with_kwargs", "hooks_always_called")
+    hooks = [getattr(module, f"_forward_{kind}") for module in model.modules() for kind in kinds]
+    before = [known.copy() for known in hooks]
     try:
         yield
     finally:
-        for (module, kind), known in before.items():
-            for key in set(getattr(module, kind)) - known:
-                for hooks in (getattr(module, kind), getattr(module, f"{kind}_with_kwargs")):
-                    hooks.pop(key, None)
-                module._forward_hooks_always_called.pop(key, None)
+        for now, known in zip(hooks, before, strict=True):
+            now.clear()
+            now.update(known)
 
 
-def make_job(arguments: argparse.Namespace, longest: int, ranks: "Ranks") -> Job:
+def make_job(arguments: argparse.Namespace, longest: int, ranks: Ranks) -> Job:
     """A model on this rank, by the options of [`add_training`]. Several ranks shard it as accelerate's FSDP2 does."""
     dtype = torch.bfloat16 if ranks.cuda else torch.float32
     base = make_model(arguments.shape, longest, dtype, ranks.device, arguments.layers)

@@ -37,31 +37,22 @@ def parts_of_limits(decoder: Any, ranks: Ranks, length: int, lora: bool) -> dict
     """Measures the seconds of all matrix products, of attention and of recurrent layers' functions in a step.
 
     Checkpointed layers compute their products again, but for the last one, whose result no gradient needs. With
-    adapters behind it, the last product is computed again too.
-
-    Args:
-        decoder (`PreTrainedModel`): The layers, without the head.
-        ranks ([`Ranks`]): The processes.
-        length (`int`): Tokens of the whole sequence.
-        lora (`bool`): Whether the weights are frozen.
+    adapters behind it, the last product is computed again too; the weights are then frozen.
     """
     config = decoder.config
     hidden, own, dtype = config.hidden_size, length // ranks.size, decoder.dtype
     passes = 1 if lora else 2  # frozen weights need no gradient
     every = [widths_of(layer) for layer in decoder.layers]
+    seconds = partial(product_seconds, dtype=dtype, ranks=ranks)
     once, back = forward_products(decoder, own, ranks), dict[tuple[int, int], float]()
     for taken, made in once:
-        of_weights = product_seconds(taken, own, made, dtype, ranks)
-        back[taken, made] = product_seconds(own, made, taken, dtype, ranks) + (passes - 1) * of_weights
+        back[taken, made] = seconds(own, made, taken) + (passes - 1) * seconds(taken, own, made)
     forward = sum(once[width] for widths in every for width in widths)
     again = forward if lora else forward - sum(once[widths[-1]] for widths in every)
     rows = min(own, 4096)
     vocabulary = config.vocab_size
-    head = product_seconds(rows, hidden, vocabulary, dtype, ranks) + product_seconds(
-        rows, vocabulary, hidden, dtype, ranks
-    )
-    head += (passes - 1) * product_seconds(hidden, rows, vocabulary, dtype, ranks)
-    head *= own / rows
+    head = seconds(rows, hidden, vocabulary) + seconds(rows, vocabulary, hidden)
+    head = own / rows * (head + (passes - 1) * seconds(hidden, rows, vocabulary))
     mixers = mixers_of(decoder)
     windows = Counter(windows_of(decoder))
     attention = {window: attention_seconds(decoder, ranks, length, window) for window in windows}
@@ -140,21 +131,31 @@ def attention_seconds(decoder: Any, ranks: Ranks, length: int, window: int | Non
     return timed(length, once=length >= _LONG)
 
 
+def rule_call(
+    rule: Callable[..., Any],
+    keys: tuple[int, int],
+    values: tuple[int, int],
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
+    """A call of a gated delta rule on random numbers, and these: q, k, v, beta and g, for heads and their sizes."""
+    make = partial(torch.randn, 1, tokens, device=device)
+    q, k, v = (make(*heads).to(dtype) for heads in (keys, keys, values))
+    beta, g = make(values[0]).sigmoid().to(dtype), -make(values[0]).exp() / 100
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v, beta, g)]
+    options = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
+    return lambda: rule(q, k, v, g=g, beta=beta, cu_seqlens=None, **options)[0], leaves
+
+
 def recurrent_seconds(mixer: Any, tokens: int, dtype: torch.dtype, ranks: Ranks) -> tuple[float, float]:
     """Seconds of the convolution and the delta rule of a layer, forward and backward, on a rank's own tokens. Of the
     convolutions that are installed, the faster one counts."""
     functions = inspect.unwrap(type(mixer).forward).__globals__
-    keys, values = ((mixer.num_k_heads, mixer.head_k_dim), (mixer.num_v_heads, mixer.head_v_dim))
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(1, tokens, *shape, device=ranks.device, dtype=dtype).requires_grad_()
-
-    q, k, v, beta = normal(*keys), normal(*keys), normal(*values), normal(mixer.num_v_heads)
-    g = -torch.rand(1, tokens, mixer.num_v_heads, device=ranks.device) / 10
-    leaves = [q, k, v, beta, g.requires_grad_()]
-    width = mixer.conv1d.weight.shape[-1]
-    x = normal(mixer.conv_dim)
-    weight = torch.randn(mixer.conv_dim, width, device=ranks.device, dtype=dtype).requires_grad_()
+    keys, values = (mixer.num_k_heads, mixer.head_k_dim), (mixer.num_v_heads, mixer.head_v_dim)
+    rule, leaves = rule_call(functions["torch_chunk_gated_delta_rule"], keys, values, tokens, dtype, ranks.device)
+    make = partial(torch.randn, device=ranks.device, dtype=dtype, requires_grad=True)
+    x, weight = make(1, tokens, mixer.conv_dim), make(mixer.conv_dim, mixer.conv1d.weight.shape[-1])
 
     def convolve(function: Callable[..., torch.Tensor]) -> torch.Tensor:
         return function(x.transpose(1, 2), weight, None, activation="silu")
@@ -162,11 +163,6 @@ def recurrent_seconds(mixer: Any, tokens: int, dtype: torch.dtype, ranks: Ranks)
     convolutions = [partial(convolve, functions["causal_conv1d_fn"])]
     if fla_compared(ranks.device):
         convolutions.append(partial(convolve, fla_convolution))
-
-    def rule() -> torch.Tensor:
-        options = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
-        out: torch.Tensor = functions["torch_chunk_gated_delta_rule"](q, k, v, g=g, beta=beta, **options)[0]
-        return out
 
     def both(function: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> tuple[float, float]:
         forward, out = seconds_of(function, ranks), function()
