@@ -241,8 +241,7 @@ class ChatTokenizer:
         """The text, and what the template adds for messages of the assistant."""
 
         def render(count: int, **more: bool) -> str:
-            written: str = self.source.apply_chat_template(messages[:count], tokenize=False, **more, **options)
-            return written
+            return self.source.apply_chat_template(messages[:count], tokenize=False, **more, **options)
 
         text = render(len(messages))
         return text, assistant_spans(text, messages, render, tuple(self.tokenizer.all_special_tokens))

@@ -37,5 +37,9 @@ def evaluate(arguments: list[str]) -> "Groups":
     return evaluation.evaluate(*chosen)
 
 
+def main(arguments: list[str]) -> None:
+    settings.end(evaluate(arguments))
+
+
 if __name__ == "__main__":
-    settings.run(lambda arguments: settings.end(evaluate(arguments)))
+    settings.run(main)

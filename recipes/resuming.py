@@ -51,8 +51,7 @@ def settings_of(training: "TrainingArguments", chosen: dict[str, Any]) -> dict[s
     every |= {name: str(Path(every[name]).resolve()) for name in PATHS if Path(every.get(name) or "?").exists()}
     beginnings = tuple(name for name in FREE if name.endswith("_"))
     own = {name: value for name, value in every.items() if name not in FREE and not name.startswith(beginnings)}
-    known: dict[str, Any] = json.loads(json.dumps(own, default=str))
-    return known
+    return json.loads(json.dumps(own, default=str))
 
 
 def contents(name: str) -> Iterator[str]:

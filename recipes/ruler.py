@@ -76,12 +76,11 @@ class ShardedLM(HFLM):
                 raise ValueError(f"ShardedLM writes greedy answers; set do_sample to false, not {given}.")
             if (most := options["max_gen_toks"]) >= self.max_length:
                 raise ValueError(f"max_gen_toks is {most}; it must be less than max_length ({self.max_length}).")
-        texts: list[str] = super().generate_until(requests, disable_tqdm)
-        return texts
+        return super().generate_until(requests, disable_tqdm)
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any) -> torch.Tensor:
         """Greedy tokens behind padded contexts, until one of the words of `stop`."""
-        found: torch.Tensor = hf_burst.generate(
+        return hf_burst.generate(
             self.model,
             input_ids=context,
             attention_mask=options["attention_mask"],
@@ -90,7 +89,6 @@ class ShardedLM(HFLM):
             stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, context.shape[1], context.shape[0]),
             pad_token_id=self.tokenizer.pad_token_id,
         )
-        return found
 
 
 def answer_of(document: dict[str, Any]) -> str:

@@ -55,8 +55,7 @@ def row_of(arguments: argparse.Namespace, rows: Batch) -> Batch:
 
 def questions(job: Job, rows: Batch) -> torch.Tensor:
     """The mean loss of the labels of all rows, in one pass."""
-    loss: torch.Tensor = job.model(**rows).loss
-    return loss
+    return job.model(**rows).loss
 
 
 def questions_one_by_one(job: Job, rows: Batch) -> torch.Tensor:

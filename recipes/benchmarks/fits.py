@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import ParallelismConfig
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.initialization import no_init_weights
 
@@ -216,13 +217,8 @@ def quiet(cpu: bool) -> dict[str, Any]:
 def training_arguments(arguments: argparse.Namespace, gpus: int) -> TrainingArguments:
     """The settings of the trainer: bf16, every layer checkpointed, Liger's kernels, AdamW. TRL's guide has no Liger,
     and keeps the inputs of layers on the host."""
-    if arguments.contender == "hf_burst":
-        shared: Any = hf_burst.BurstParallelismConfig() if gpus > 1 else None
-    else:
-        from accelerate import ParallelismConfig
-
-        shared = ParallelismConfig(cp_size=gpus) if gpus > 1 else None
-    fused, kind, more = arguments.contender != "hf_burst", TrainingArguments, quiet(not torch.cuda.is_available())
+    ours, kind, more = arguments.contender == "hf_burst", TrainingArguments, quiet(not torch.cuda.is_available())
+    shared = hf_burst.BurstParallelismConfig() if ours else ParallelismConfig(cp_size=gpus)
     trl = arguments.contender == "trl"
     if trl:
         import trl as library
@@ -234,9 +230,9 @@ def training_arguments(arguments: argparse.Namespace, gpus: int) -> TrainingArgu
         max_steps=arguments.steps,
         per_device_train_batch_size=1,
         use_liger_kernel=torch.cuda.is_available() and not trl,
-        liger_kernel_config={"fused_linear_cross_entropy": fused, "cross_entropy": False},
+        liger_kernel_config={"fused_linear_cross_entropy": not ours, "cross_entropy": False},
         remove_unused_columns=False,
-        parallelism_config=shared,
+        parallelism_config=shared if gpus > 1 else None,
         **more,
     )
 

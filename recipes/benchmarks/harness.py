@@ -83,8 +83,7 @@ def settings_of(arguments: argparse.Namespace) -> Row:
 
 def rows_in(out: Path | None) -> list[Row]:
     """The rows of earlier runs."""
-    rows: list[Row] = json.loads(out.read_text()) if out is not None and out.exists() else []
-    return rows
+    return json.loads(out.read_text()) if out is not None and out.exists() else []
 
 
 def setting(text: str) -> tuple[str, Any]:

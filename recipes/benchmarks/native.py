@@ -97,8 +97,7 @@ def _flash_attn_4() -> AttendMasked:
 
 def _flash_attn_4_and_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
     _only_whole(mask, "cuDNN's backward pass")
-    out: torch.Tensor = _ForwardByFlashAttn4.apply(q, k, v)
-    return out
+    return _ForwardByFlashAttn4.apply(q, k, v)
 
 
 class _ForwardByFlashAttn4(torch.autograd.Function):

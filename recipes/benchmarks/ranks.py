@@ -159,8 +159,7 @@ class Ranks:
             dist.destroy_process_group()
 
     def _new_group(self, backend: str, timeout_s: float) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
-        return group
+        return dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
 
     def _finish(self, family: str) -> None:
         """Waits for the device until the time limit, or until another rank has failed."""

@@ -172,10 +172,7 @@ def with_functions(mixer: Any, functions: Functions) -> Callable[[torch.Tensor],
         copy.__kwdefaults__ = inner.__kwdefaults__
         return copy
 
-    forward: Callable[[torch.Tensor], torch.Tensor] = MethodType(
-        in_place_of_innermost(type(mixer).forward, rebind), mixer
-    )
-    return forward
+    return MethodType(in_place_of_innermost(type(mixer).forward, rebind), mixer)
 
 
 def whole_inputs(arguments: argparse.Namespace, case: Case) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,8 +39,7 @@ def config_of(settings: Mapping[str, Any]) -> hf_burst.BurstConfig:
 
 def of_the_batch(job: Job) -> torch.Tensor:
     """The loss of the whole sequence."""
-    loss: torch.Tensor = job.model(**job.batch).loss
-    return loss
+    return job.model(**job.batch).loss
 
 
 @contextmanager

@@ -199,7 +199,6 @@ def seconds_of(function: Callable[[], Any], ranks: Ranks, at_least: float = 0.2,
 
     A busy device runs slower than one that was idle before.
     """
-
     if not once:
         ranks.time(function)
     mean = ranks.time(function)
