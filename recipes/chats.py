@@ -103,9 +103,11 @@ def is_silent(messages: list[Message]) -> bool:
 
 def has_words(message: Message) -> bool:
     """Whether a message has text, parts that are not text, a tool call or thoughts."""
-    others = [part for part in message["content"] if isinstance(part, dict) and part.get("type") != "text"]
-    kinds = ("tool_calls", "reasoning_content", "thinking")
-    return bool(texts(message) or others or any(message.get(key) for key in kinds))
+    content = message["content"]
+    parts = [content] if isinstance(content, str) else content
+    parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts]
+    said = any(part.strip() if isinstance(part, str) else part for part in parts)
+    return said or any(message.get(key) for key in ("tool_calls", "reasoning_content", "thinking"))
 
 
 def parse_tools(tools: Any) -> list[dict[str, Any]] | None:

@@ -211,9 +211,8 @@ def check(arguments: argparse.Namespace, ranks: Ranks, every: Sequence[Contender
             build = partial(contender.functions, replace(case, group=ranks.group(contender.name)))
             found = verdict(contender, ranks, build, partial(errors_of, chunking=contender.chunking), allowed)
             contender.failure = found["reason"]
-            yield {name: found[name] for name in ("contender", "errors") if name in found} | {
-                "failure": found["reason"]
-            }
+            told = {name: found[name] for name in ("contender", "errors") if name in found}
+            yield told | {"failure": contender.failure}
 
 
 def _derivatives(mixer: Any, forward: Callable[..., torch.Tensor], x: torch.Tensor, dout: torch.Tensor) -> Any:

@@ -17,8 +17,6 @@ import hf_burst
 from hf_burst.errors import ConfigError
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts.adapters import Adapters
-from hf_burst.hf.parts.checkpointing import Checkpointing
-from hf_burst.hf.parts.memory import MemoryRule
 from recipes.benchmarks.harness import setting
 from recipes.benchmarks.steps import Loss, Way
 from recipes.benchmarks.training_job import Job, checkpoint_layers, hooks_removed
@@ -47,19 +45,18 @@ def burst(job: Job, settings: Mapping[str, Any], compute: Loss = of_the_batch) -
     """Patches the model with hf_burst, which takes whole sequences. What it measured before stays, as for a model that
     is patched once."""
     hf_burst.patch_model(job.model, config_of(settings), job.mesh)
-    parts = {type(part): part for part in getattr(job.base, PATCH).parts}
-    parts[MemoryRule].rules = job.rules.setdefault((compute, *settings.items()), {})
-    parts[Checkpointing].host = job.home  # page-locked once, as for a model that stays patched
+    patch = getattr(job.base, PATCH)
+    patch.memory.rules = job.rules.setdefault((compute, *settings.items()), {})
+    patch.checkpointing.host = job.home  # page-locked once, as for a model that stays patched
 
     def loss(job: Job) -> torch.Tensor:
         value = compute(job)
-        job.home = parts[Checkpointing].host
+        job.home = patch.checkpointing.host
         return value
 
     try:
         yield loss
-        latest = parts[MemoryRule].latest
-        job.chosen = asdict(latest.settings) if latest else {}
+        job.chosen = asdict(patch.memory.latest.settings) if patch.memory.latest else {}
     finally:
         hf_burst.unpatch_model(job.model)
 
