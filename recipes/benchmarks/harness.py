@@ -63,7 +63,7 @@ def options_of(doc: str | None, timeout_s: float | None = 300.0) -> argparse.Arg
 def begin(arguments: argparse.Namespace, *told: str, device: str | None = None) -> tuple[Ranks, Row]:
     """Joins the processes, or those that a trainer joined on a `device`, and begins a result: where and with what it
     runs, and the options that it tells by name."""
-    ranks = Ranks(arguments.device, arguments.timeout) if device is None else Ranks(device)
+    ranks = Ranks(arguments.device, arguments.timeout) if device is None else Ranks(device, 300.0)
     return ranks, environment(ranks, arguments.commit) | {name: getattr(arguments, name) for name in told}
 
 
