@@ -46,13 +46,7 @@ class Answer:
 
 
 def frame(tokenizer: "PreTrainedTokenizerBase", questions: Sequence[str], chat: bool) -> tuple[str, list[str]]:
-    """What stands before a text, and behind it for each question.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The tokenizer.
-        questions (sequence of `str`): The questions.
-        chat (`bool`): Whether text and question are the message of a user, in the chat template of the tokenizer.
-    """
+    """What stands before a text, and behind it for each question; with `chat` they are the message of a user."""
     if not chat:
         return "", [TEMPLATE.format(question=question) for question in questions]
     parts, options = [], {"add_generation_prompt": True, "enable_thinking": False}  # where a template has thoughts
@@ -75,12 +69,8 @@ def answers_from(
 ) -> list[tuple[str, float]]:
     """The answers of a text to all questions, each with the mean log-likelihood of its tokens.
 
-    Args:
-        model (`PreTrainedModel`): A patched model in evaluation; all processes call this.
-        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer, which pads on the left.
-        document (`torch.Tensor` of shape `(1, tokens)`): The text, and what stands before it.
-        questions (sequence of `str`): The questions, as they stand behind it.
-        tokens (`int`): Most tokens of an answer.
+    All processes call this, with a patched model in evaluation, a tokenizer that pads on the left, the text and what
+    stands before it (of shape `(1, tokens)`), the questions as they stand behind it, and the most tokens of an answer.
     """
     import torch
 

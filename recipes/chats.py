@@ -69,7 +69,8 @@ def clean(messages: list[Message], images: bool = False) -> list[Message]:
             said = f"message {number} has the content {message['content']!r}; it must be text or a list of parts"
             raise ValueError(f"{said}, of the same kind in all rows")
         for part in message["content"] if isinstance(message["content"], list) else ():
-            kinds = (str(part.get("type")), *part) if isinstance(part, dict) and not is_place(part, images) else ()
+            place = images and part == {"type": "image"}  # of an image, where there are images
+            kinds = (str(part.get("type")), *part) if isinstance(part, dict) and not place else ()
             if kind := next((kind for kind in kinds if re.search("image|video|audio", kind)), None):
                 raise ValueError(
                     f"message {number} has a part {kind!r}, which is not read; files of images are a column images "
@@ -93,11 +94,6 @@ def refuse_besides_text(columns: Sequence[str], served: str | None = None) -> No
             "images, for models that see, and TRL's DPOTrainer and GRPOTrainer do in scripts of your own. Remove the "
             "column if text is enough"
         )
-
-
-def is_place(part: dict[str, Any], images: bool) -> bool:
-    """Whether a part is the place of an image, where there are images."""
-    return images and part == {"type": "image"}
 
 
 def is_silent(messages: list[Message]) -> bool:
@@ -247,8 +243,7 @@ class ChatTokenizer:
         """The text, and what the template adds for messages of the assistant."""
 
         def render(count: int, **more: bool) -> str:
-            written: str = self.source.apply_chat_template(messages[:count], tokenize=False, **more, **options)
-            return written
+            return self.source.apply_chat_template(messages[:count], tokenize=False, **more, **options)
 
         text = render(len(messages))
         return text, assistant_spans(text, messages, render, tuple(self.tokenizer.all_special_tokens))
@@ -324,15 +319,11 @@ def texts(message: Message) -> list[str]:
 
 
 def refuse_what_is_dropped(messages: list[Message], prompt: int, written: str) -> None:
-    """Refuses a chat of which the template leaves out what the assistant wrote. White space is not compared.
+    """Refuses a chat of which the template leaves out in the labelled text what the assistant wrote, behind the first
+    messages that are its prompt. White space is not compared.
 
     Many templates leave out the thoughts of earlier answers, as they do when the model is used. Thoughts are therefore
     looked for in the last answer alone.
-
-    Args:
-        messages (`list[dict]`): The cleaned chat.
-        prompt (`int`): Number of first messages that are not looked at.
-        written (`str`): The text that is labelled.
     """
     rendered, position = "".join(written.split()), 0
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index >= prompt]

@@ -48,9 +48,6 @@ def parse(
             take seconds to import, before which stand-ins with their fields are read and checked.
         defaults (`dict[str, Any]`): Defaults that overrule `DEFAULTS` and those of the dataclasses.
         check (`Callable`): Is called with the values, or with stand-ins for those of TRL; raises for wrong ones.
-
-    Returns:
-        One value of each dataclass, in their order.
     """
     arguments = [at_home(word) for word in arguments]
     own = tuple(kind for kind in kinds if not isinstance(kind, str))

@@ -13,7 +13,16 @@ import numpy
 import pyarrow.compute
 import report
 from chats import IGNORED, ChatTokenizer, chat_reader, clean, is_silent, refuse_besides_text, without_nulls
-from datasets import Dataset, DatasetDict, Json, concatenate_datasets, load_dataset, load_from_disk
+from datasets import (
+    Dataset,
+    Features,
+    Json,
+    List,
+    Value,
+    concatenate_datasets,
+    load_dataset,
+    load_from_disk,
+)
 from rows import READERS, RowFunction, expand, kind_of, map_rows, reading
 from settings import DataSettings, using
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
@@ -21,6 +30,8 @@ from trl import SFTConfig
 from trl.data_utils import common_prefix_length
 
 Reader = PreTrainedTokenizerBase | ProcessorMixin
+Rows = tuple[Dataset, Dataset | None]
+BEGINNING = 256  # tokens by which rows are found that begin alike
 WRITTEN = 64  # long rows that are in memory together
 STRINGS = ("string", "large_string", "string_view", "null")
 
@@ -43,7 +54,10 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
         if saved:
             return load_from_disk(names[0])
         if len(names) == 1 and (Path(names[0]) / "dataset_dict.json").exists():
-            return named_split(load_from_disk(names[0]), split)
+            splits = load_from_disk(names[0])
+            if split not in splits:
+                raise ValueError(f"it has the splits {', '.join(splits)}, not {split!r}")
+            return splits[split]
     kinds: dict[str | None, list[str]] = {}
     for name in names:
         files = expand(name)
@@ -76,15 +90,7 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
     return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
 
-def named_split(splits: DatasetDict, split: str) -> Dataset:
-    if split not in splits:
-        raise ValueError(f"it has the splits {', '.join(splits)}, not {split!r}")
-    return splits[split]
-
-
-def load_splits(
-    settings: DataSettings, seed: int, text_column: str = "text", ends: bool = False
-) -> tuple[Dataset, Dataset | None]:
+def load_splits(settings: DataSettings, seed: int, text_column: str = "text", ends: bool = False) -> Rows:
     """The rows to train on and those to evaluate on, if there are any. With `ends`, and of a single text, the ends of
     texts are held out that are too few to hold out a whole one."""
     rows = load_rows(settings.dataset, settings.dataset_split, text_column)
@@ -130,7 +136,7 @@ def load_made(
     make: Callable[[Dataset, str, list[str]], Dataset],
     text_column: str = "text",
     ends: bool = False,
-) -> tuple[Dataset, Dataset | None]:
+) -> Rows:
     """What `make` makes of the rows to train on, and of those to evaluate on, if there are any. It is given the setting
     and the names that they come from, too."""
     seed = training.seed if training.data_seed is None else training.data_seed
@@ -146,7 +152,7 @@ def load_tokens(
     training: SFTConfig,
     text_alone: bool = False,
     ends: bool = True,
-) -> tuple[Dataset, Dataset | None]:
+) -> Rows:
     """Tokens and labels to train on and to evaluate on, none longer than `max_length`, with a report of the lengths.
     Chats and completions are refused where text alone is trained on. `ends` is that of `load_splits`."""
 
@@ -230,13 +236,8 @@ def answer_columns(rows: Dataset) -> tuple[str, ...]:
 
 
 def tokenizer_of(rows: Dataset, tokenizer: Reader, settings: Any) -> tuple[RowFunction, str | None]:
-    """What makes tokens and labels of a row, by the columns there are, and a warning.
-
-    Args:
-        rows (`Dataset`): The rows.
-        tokenizer (`PreTrainedTokenizerBase` or `ProcessorMixin`): The tokenizer of the model, or what sees, too.
-        settings (`SFTConfig` or alike): `assistant_only_loss`, `completion_only_loss` and `dataset_text_field`.
-    """
+    """What makes tokens and labels of a row, by the columns there are, and a warning. The settings say on what the loss
+    is, and the column of text; a processor reads images, too."""
     columns, text_column = rows.column_names, settings.dataset_text_field
     only = settings.completion_only_loss is not False
     if keys := answer_columns(rows):
@@ -261,18 +262,8 @@ def is_text(rows: Dataset, column: str) -> bool:
 
 
 def tokenize(rows: Dataset, tokenizer: Reader, training: SFTConfig, name: str, names: list[str]) -> Dataset:
-    """Tokens and labels of every row that holds a label.
-
-    Args:
-        rows (`Dataset`): Rows with `messages`, `conversations`, `prompt` and `completion`, or text.
-        tokenizer (`PreTrainedTokenizerBase` or `ProcessorMixin`): The tokenizer of the model, or what sees, too.
-        training (`SFTConfig`): `assistant_only_loss` says whether the loss of chats is on the assistant alone.
-        name (`str`): What the rows are called in errors.
-        names (`list[str]`): Where they come from.
-
-    Returns:
-        `Dataset` with the columns `input_ids` and `labels`.
-    """
+    """Tokens and labels of every row that holds a label: of `messages`, `conversations`, `prompt` and `completion`, or
+    text. Errors call the rows by `name`, and find them in the files of `names`."""
     with using(name), training.main_process_first(desc="tokenizing"):
         function, warning = tokenizer_of(rows, tokenizer, training)
         report.warn(training, warning)
@@ -352,3 +343,31 @@ def pieces(rows: dict[str, list[list[int]]], length: int) -> dict[str, list[list
         key: [row[start : start + length] for row in column for start in range(0, len(row), length)]
         for key, column in rows.items()
     }
+
+
+def load_groups(settings: DataSettings, rows: Rows, training: SFTConfig) -> Rows:
+    """Samples of up to `group_rows` rows that begin with the same tokens, of rows to train on and to evaluate on."""
+    with training.main_process_first(desc="grouping"):
+        train, held_out = grouped(rows[0], settings.group_rows), rows[1] and grouped(rows[1], settings.group_rows)
+    if training.process_index == 0:
+        print(f"{len(rows[0]):,} rows are {len(train):,} samples of up to {settings.group_rows} that begin alike.")
+    # the rows fit already, and stay as they are
+    training.packing, training.padding_free, training.max_length = False, False, None
+    training.remove_unused_columns = False
+    return train, held_out
+
+
+def grouped(rows: Dataset, most: int) -> Dataset:
+    """Rows of tokens and labels, those that begin with the same tokens together, `most` a sample at most."""
+    samples: list[dict[str, list[Any]]] = []
+    latest: dict[tuple[int, ...], dict[str, list[Any]]] = {}
+    for row in rows.select_columns(["input_ids", "labels"]):
+        key = tuple(row["input_ids"][:BEGINNING])
+        sample = latest.get(key)
+        if sample is None or len(sample["input_ids"]) == most:
+            sample = latest[key] = {"input_ids": [], "labels": []}
+            samples.append(sample)
+        for name, values in sample.items():
+            values.append(row[name])
+    numbers = List(List(Value("int64")))
+    return Dataset.from_list(samples, features=Features({"input_ids": numbers, "labels": numbers}))

@@ -7,15 +7,8 @@ It measures, draws, and writes the numbers beside the pictures (recipes/evaluati
 * of chats, the perplexity of what the assistant wrote (`--documents chats.jsonl`);
 * RULER's generated tasks, made by lm-eval (recipes/ruler.py), if it is installed.
 
-Settings come from YAML files, then from the command line. Two CPU processes:
-
-    ACCELERATE_USE_CPU=1 accelerate launch --config_file recipes/configs/accelerate_2_processes.yaml \
-        recipes/evaluate.py --config recipes/configs/evaluate_cpu.yaml --model_name_or_path outputs/text
-
-Four GPUs:
-
-    accelerate launch --multi_gpu --num_processes 4 recipes/evaluate.py --config recipes/configs/evaluate_4gpu.yaml \
-        --model_name_or_path meta-llama/Llama-3.1-8B
+Settings come from YAML files, then from the command line. The files recipes/configs/evaluate_*.yaml begin with
+commands, on CPUs and on GPUs.
 """
 
 from importlib.util import find_spec
@@ -45,9 +38,7 @@ def evaluate(arguments: list[str]) -> "Groups":
 
 
 def main(arguments: list[str]) -> None:
-    accelerator = evaluate(arguments).accelerator
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+    settings.end(evaluate(arguments))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from itertools import product
 from math import exp
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import data
 import images
@@ -20,6 +20,7 @@ import settings
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from datasets import Dataset
 from evaluation_settings import Evaluation
 from needles import Needles, read_haystack
 from pictures import draw_positions, draw_recall
@@ -30,9 +31,6 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 import hf_burst
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 def place(model: torch.nn.Module, accelerator: Accelerator) -> torch.nn.Module:
@@ -82,7 +80,7 @@ class Questions:
 
     needles: Needles | None  # they make texts with hidden facts
     windows: list[list[int]]  # pieces of documents, of the longest length
-    chats: "Dataset | None"  # chats, or prompts with completions, as `input_ids` and `labels`, or with images
+    chats: Dataset | None  # chats, or prompts with completions, as `input_ids` and `labels`, or with images
     tasks: dict[str, Any]  # RULER's tasks with their texts
 
 
@@ -108,7 +106,7 @@ def read(
 
 def read_documents(
     model: ModelSettings, tokenizer: PreTrainedTokenizerBase, wanted: Evaluation, accelerator: Accelerator
-) -> tuple[list[list[int]], "Dataset | None"]:
+) -> tuple[list[list[int]], Dataset | None]:
     """Pieces of text of the longest length, or chats that are no longer, as `sft.py` reads them, with images too."""
     name, longest = f"documents {wanted.documents}", wanted.lengths[-1]
     rows = data.load_rows(wanted.documents, wanted.documents_split, wanted.dataset_text_field)

@@ -3,21 +3,13 @@
 The model's rotary positions are stretched (YaRN, arXiv 2309.00071), which its config saves. It is then trained on long
 documents, each shared by several processes. Text that is held out says what that changes beyond the old length.
 
-Two CPU processes: a small model learns Python's own documentation 256 tokens at a time, and is extended to 1,024:
-
-    ACCELERATE_USE_CPU=1 accelerate launch --config_file recipes/configs/accelerate_2_processes.yaml \
-        recipes/extend_context.py --config recipes/configs/extend_cpu.yaml
-
-Four GPUs, a model of 8,192 positions extended to 65,536:
-
-    accelerate launch --multi_gpu --num_processes 4 recipes/extend_context.py \
-        --config recipes/configs/extend_4gpu.yaml --dataset books/ --output_dir outputs/extended
+The files recipes/configs/extend_*.yaml begin with commands, on CPUs and on GPUs.
 """
 
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from math import exp
@@ -27,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import settings
 import training
 from settings import BurstSettings, DataSettings, ModelSettings
+from transformers.hf_argparser import HfArg
 
 if TYPE_CHECKING:
     import torch
@@ -42,16 +35,14 @@ BEFORE, STRETCHED, TRAINED = "before", "stretched, not trained", "stretched and 
 class Extension:
     """What the perplexity is measured on, and how a model without weights comes to some."""
 
-    windows: int = field(default=32, metadata={"help": "Pieces of held-out text for the perplexity."})
-    pretraining_steps: int = field(
-        default=0, metadata={"help": "With model_config: steps to train the model first, at its own length."}
+    windows: int = HfArg(default=32, help="Pieces of held-out text for the perplexity.")
+    pretraining_steps: int = HfArg(
+        default=0, help="With model_config: steps to train the model first, at its own length."
     )
-    pretraining_batch: int = field(default=16, metadata={"help": "Sequences of such a step, of each group."})
+    pretraining_batch: int = HfArg(default=16, help="Sequences of such a step, of each group.")
 
     def __post_init__(self) -> None:
-        for name, least in {"windows": 1, "pretraining_steps": 0, "pretraining_batch": 1}.items():
-            if type(value := getattr(self, name)) is not int or value < least:
-                raise SystemExit(f"{name} is {value!r}; give a whole number, at least {least}.")
+        settings.check_counts(self, {"windows": 1, "pretraining_steps": 0, "pretraining_batch": 1})
 
 
 def measure(trainer: "SFTTrainer", windows: list[list[int]], old: int, model: "torch.nn.Module") -> "PositionLosses":

@@ -4,27 +4,17 @@ Every sequence is sharded over the processes of a group, which is one worker to 
 rewarded, once. Settings come from YAML files, then from the command line: those of TRL's `GRPOConfig` and
 `ModelConfig`, and those of recipes/settings.py.
 
-Two CPU processes, a small Llama, prompts of your own:
-
-    ACCELERATE_USE_CPU=1 accelerate launch --config_file recipes/configs/accelerate_2_processes.yaml \
-        recipes/grpo.py --config recipes/configs/grpo_cpu.yaml --dataset questions.jsonl
-
-Four GPUs, Llama-3.1-8B-Instruct with LoRA:
-
-    accelerate launch --multi_gpu --num_processes 4 recipes/grpo.py --config recipes/configs/grpo_4gpu.yaml \
-        --dataset questions.jsonl --output_dir outputs/grpo
+The files recipes/configs/grpo_*.yaml begin with commands, on CPUs and on GPUs.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import settings
 import training
 from settings import BurstSettings, DataSettings, ModelSettings
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer
+from transformers.hf_argparser import HfArg
 
 DEFAULTS = {
     "output_dir": "outputs/grpo",
@@ -39,11 +29,11 @@ DEFAULTS = {
 class Rewards:
     """What answers are rewarded for, and how long they are with their prompts."""
 
-    reward: list[str] = field(
+    reward: list[str] = HfArg(
         default_factory=lambda: ["answer"],
-        metadata={"help": "'answer' (1 if the row's answer is in the completion), or functions: rewards.py:name."},
+        help="'answer' (1 if the row's answer is in the completion), or functions: rewards.py:name.",
     )
-    max_length: int = field(default=16384, metadata={"help": "Most tokens of a prompt and its completion."})
+    max_length: int = HfArg(default=16384, help="Most tokens of a prompt and its completion.")
 
     def __post_init__(self) -> None:
         self.reward = [self.reward] if isinstance(self.reward, str) else self.reward
@@ -64,7 +54,7 @@ def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, a
         )
 
 
-def make_trainer(arguments: list[str]) -> "tuple[GRPOTrainer, BurstSettings]":
+def make_trainer(arguments: list[str]) -> training.Made:
     """The trainer that the command line and its YAML files describe."""
     start = training.begin(arguments, "GRPOConfig", DEFAULTS, check, Rewards)
     import prompts

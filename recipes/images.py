@@ -103,13 +103,8 @@ def load_chats(settings: DataSettings, processor: ProcessorMixin, training: SFTC
 
 
 def sequences(tokens: Dataset, rows: Dataset, function: data.RowFunction, length: int | None = None) -> Dataset:
-    """Chats about images, each as the model is given it; with a `length` as many in turn as have so many tokens.
-
-    Args:
-        tokens (`Dataset`): The chats to take: their `input_ids`, and their numbers in `rows`.
-        rows (`Dataset`): All chats.
-        function (`Callable`): Makes of a row what the model is given.
-    """
+    """Chats about images, each as `function` makes it for the model; with a `length` as many in turn as have so many
+    tokens. Of all rows those are taken whose numbers stand beside the `tokens`."""
     if length is None:
         chosen = [[number] for number in tokens[NUMBER]]
     else:

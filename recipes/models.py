@@ -23,10 +23,6 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
     set_seed,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -227,40 +223,22 @@ def cast_outside_of_autocast(model: torch.nn.Module, device: torch.device) -> No
             layer.cast_input_dtype_enabled = OutsideOfAutocast(device)
 
 
-class SaveConfig(TrainerCallback):
-    """Saves the config beside an adapter whose model has other RoPE parameters than its base.
+def save_config(folder: str | Path, config: PreTrainedConfig | None) -> None:
+    """Saves the config beside an adapter whose model has other RoPE parameters than its base; `None` if it has not, and
+    a config of an earlier run is removed.
 
     Without it, the adapter would be loaded into a model with the positions of the base, without a word. With it,
     `AutoModelForCausalLM.from_pretrained(adapter)` raises an error, and `load_adapter` has what it needs.
-
-    Args:
-        config (`PreTrainedConfig`): The config of the model that is trained.
-        differs (`bool`): Whether it differs from that of the base. Otherwise a config of an earlier run is removed.
     """
-
-    def __init__(self, config: PreTrainedConfig, differs: bool) -> None:
-        self.config, self.differs = config, differs
-
-    def save(self, folder: str | Path, state: TrainerState) -> None:
-        if state.is_world_process_zero and self.differs:
-            self.config.save_pretrained(folder)
-        elif state.is_world_process_zero:
-            (Path(folder) / "config.json").unlink(missing_ok=True)
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.save(Path(args.output_dir) / f"checkpoint-{state.global_step}", state)
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.save(args.output_dir, state)
+    if config is None:
+        (Path(folder) / "config.json").unlink(missing_ok=True)
+    else:
+        config.save_pretrained(folder)
 
 
 def load_adapter(folder: str | Path, dtype: str = "auto") -> PeftModel:
-    """A base model and its adapter, in plain Transformers and peft.
-
-    Args:
-        folder (`str` or `Path`): Where the adapter was saved; a `config.json` in it replaces that of the base.
-        dtype (`str`, *optional*, defaults to `"auto"`): Dtype of the base. It is not quantized.
-    """
+    """A base model, which is not quantized, and its adapter, in plain Transformers and peft. A `config.json` beside the
+    adapter replaces that of the base."""
     adapter = PeftConfig.from_pretrained(folder)
     base, revision = adapter.base_model_name_or_path, adapter.revision
     own = (Path(folder) / "config.json").exists()
@@ -275,12 +253,7 @@ def merge_adapter(folder: str | Path, to: str | Path, dtype: str = "auto") -> No
     """Writes a full model, the adapter merged into its weights, and its processor or tokenizer, or that of its base.
 
     `AutoModelForCausalLM.from_pretrained(to)` loads it, or the class of the base, as vLLM does: neither needs peft or
-    hf_burst.
-
-    Args:
-        folder (`str` or `Path`): Where the adapter was saved, such as a checkpoint.
-        to (`str` or `Path`): The folder to write.
-        dtype (`str`, *optional*, defaults to `"auto"`): Dtype to merge in; by default that of the base's files.
+    hf_burst. The dtype to merge in is that of the base's files by default.
     """
     adapter, own = PeftConfig.from_pretrained(folder), (Path(folder) / "tokenizer_config.json").exists()
     source = {} if own else {"revision": adapter.revision}

@@ -59,11 +59,6 @@ class Prompt:
     begins: str  # the sentence that the answer ends
     answer: str
 
-    @property
-    def endings(self) -> tuple[str, str]:
-        """The last sentence without and with the answer."""
-        return self.begins, f"{self.begins} {self.answer}"
-
 
 @dataclass
 class Needles:
@@ -111,7 +106,8 @@ class Needles:
         prompt = self._prompt(task, draw)
         before, between = self._frame
         opening = self._encode([before + INTRO])[0]
-        question, ending = self._encode([prompt.question + between + end for end in prompt.endings])
+        asks = prompt.question + between + prompt.begins
+        question, ending = self._encode([asks, f"{asks} {prompt.answer}"])
         asked, others = self._encode(prompt.asked), self._encode(prompt.others)
         room = length - sum(map(len, (opening, ending, *asked, *others)))
         if room < 1:

@@ -14,14 +14,7 @@ HIDE_ABOVE = 120  # squares that a heat map may have and still show numbers
 
 
 def draw_recall(cells: Sequence[Cell], positions: int | None, title: str, path: Path) -> None:
-    """A heat map of each task.
-
-    Args:
-        cells (sequence of [`Cell`]): The squares of all tasks.
-        positions (`int`, *optional*): The positions of the model; a line stands behind the last length within them.
-        title (`str`): Above all of them.
-        path (`Path`): The file to write.
-    """
+    """A heat map of each task. A line stands behind the last length within the positions of the model."""
     tasks = list(dict.fromkeys(cell.task for cell in cells))
     lengths, depths = (sorted({getattr(cell, key) for cell in cells}) for key in ("length", "depth"))
     width, height = max(2.2, 0.62 * len(lengths)) * len(tasks) + 1.4, max(2.4, 0.42 * len(depths)) + 1.2
@@ -48,14 +41,7 @@ def draw_recall(cells: Sequence[Cell], positions: int | None, title: str, path: 
 
 
 def draw_positions(curves: Mapping[str, PositionLosses], marks: Mapping[str, int], title: str, path: Path) -> None:
-    """Perplexity by the position in the document.
-
-    Args:
-        curves (mapping): Curves by their labels.
-        marks (mapping): Positions to mark by a line, by their labels.
-        title (`str`): Above the curves.
-        path (`Path`): The file to write.
-    """
+    """Perplexity by the position in the document: curves, and lines at positions to mark, by their labels."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for label, curve in curves.items():

@@ -16,8 +16,6 @@ On CPU with two processes (about a minute), and on four GPUs:
 
     export ACCELERATE_USE_CPU=1 OMP_NUM_THREADS=1
     accelerate launch --config_file recipes/configs/accelerate_2_processes.yaml recipes/recall_across_shards.py
-    accelerate launch --config_file recipes/configs/accelerate_2_processes.yaml recipes/recall_across_shards.py \
-        --layers recurrent --output_dir outputs/recall_recurrent
 
     accelerate launch --multi_gpu --num_processes 4 recipes/recall_across_shards.py
 

@@ -9,12 +9,9 @@ from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
-import accelerate
 import models
 import numpy
 import torch
-import transformers
-import trl
 from benchmarks.provenance import git_commit
 from matplotlib.figure import Figure
 from tqdm import tqdm
@@ -23,6 +20,7 @@ from transformers.trainer_utils import SaveStrategy
 from trl import DPOTrainer, RewardTrainer
 
 import hf_burst
+from hf_burst.cli.hosts import versions
 from hf_burst.kernels import KernelRequest, explain_kernels
 
 FEW = 10  # optimizer steps
@@ -86,11 +84,7 @@ class Bar(ProgressCallback):
 
 
 class Evaluations(TrainerCallback):
-    """A line for each evaluation, and each minute that it takes one of the time that is left.
-
-    Args:
-        every (`float`): Seconds between these lines.
-    """
+    """A line for each evaluation, and every so many seconds that it takes one of the time that is left."""
 
     def __init__(self, every: float = 60.0) -> None:
         self.every = every
@@ -217,9 +211,7 @@ def made_by(processes: int) -> dict[str, Any]:
         "git_commit": git_commit(Path(__file__).parent),
         "processes": processes,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
-        "versions": {
-            module.__name__: module.__version__ for module in (torch, transformers, accelerate, trl, hf_burst)
-        },
+        "versions": versions(),
     }
 
 
@@ -241,14 +233,9 @@ def write_log(trainer: Trainer) -> None:
         return
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot([entry["step"] for entry in steps], [entry[name] for entry in steps], marker=".", label="training")
+    for entries, key, style, label in (steps, name, ".-", "training"), (evaluations, f"eval_{name}", "o", "evaluation"):
+        axes.plot([entry["step"] for entry in entries], [entry[key] for entry in entries], style, label=label)
     if evaluations:
-        axes.plot(
-            [entry["step"] for entry in evaluations],
-            [entry[f"eval_{name}"] for entry in evaluations],
-            "o",
-            label="evaluation",
-        )
         axes.legend()
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="optimizer step", ylabel="loss (nats per token)" if name == "loss" else "mean reward")

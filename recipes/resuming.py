@@ -44,19 +44,14 @@ PIECE, PIECES = 1 << 20, 64  # bytes of a file, and how many pieces are read of 
 
 
 def settings_of(training: "TrainingArguments", chosen: dict[str, Any]) -> dict[str, Any]:
-    """What must not change where the same command goes on: the model, the data, and how it is trained.
-
-    Args:
-        chosen (`dict[str, Any]`): The settings of the model and of the data.
-    """
+    """What must not change where the same command goes on: the model, the data, and how it is trained."""
     every = {"trained by": type(training).__name__, **training.to_dict(), **chosen}
     every |= {name: getattr(training, name, None) for name in ("eos_token", "pad_token")}  # to_dict hides them
     every["dataset"] = [known for name in chosen["dataset"] for known in contents(name)]
     every |= {name: str(Path(every[name]).resolve()) for name in PATHS if Path(every.get(name) or "?").exists()}
     beginnings = tuple(name for name in FREE if name.endswith("_"))
     own = {name: value for name, value in every.items() if name not in FREE and not name.startswith(beginnings)}
-    known: dict[str, Any] = json.loads(json.dumps(own, default=str))
-    return known
+    return json.loads(json.dumps(own, default=str))
 
 
 def contents(name: str) -> Iterator[str]:
@@ -92,9 +87,6 @@ def checkpoint(training: "TrainingArguments", run: dict[str, Any]) -> str | None
     `"auto"` is the latest whole checkpoint in `output_dir` if there is any, which must be of the same settings. `true`
     is the latest one, of whichever settings; else it is a folder. `"auto"` is `None` also where every checkpoint was
     cut off while it was written.
-
-    Args:
-        run (`dict[str, Any]`): The settings of this run.
     """
     resume, output_dir = training.resume_from_checkpoint, training.output_dir
     choice = str(resume).lower()

@@ -4,25 +4,14 @@ Every sequence is sharded over the processes of a group; TRL's `RewardTrainer` d
 that scores the last token of a row. Settings come from YAML files, then from the command line: those of TRL's
 `RewardConfig` and `ModelConfig`, and those of recipes/settings.py.
 
-Two CPU processes, a small Llama, pairs of your own:
-
-    ACCELERATE_USE_CPU=1 accelerate launch --config_file recipes/configs/accelerate_2_processes.yaml \
-        recipes/reward.py --config recipes/configs/reward_cpu.yaml --dataset pairs.jsonl
-
-Four GPUs, Llama-3.1-8B-Instruct with LoRA:
-
-    accelerate launch --multi_gpu --num_processes 4 recipes/reward.py --config recipes/configs/reward_4gpu.yaml \
-        --dataset pairs.jsonl --output_dir outputs/reward
+The files recipes/configs/reward_*.yaml begin with commands, on CPUs and on GPUs.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import settings
 import training
 from settings import BurstSettings, DataSettings, ModelSettings
-
-if TYPE_CHECKING:
-    from trl import RewardTrainer
 
 DEFAULTS = {"output_dir": "outputs/reward", "learning_rate": 1e-5, "lora_task_type": "SEQ_CLS"}
 
@@ -36,7 +25,7 @@ def check(model: ModelSettings, pairs: DataSettings, burst: BurstSettings, args:
         )
 
 
-def make_trainer(arguments: list[str]) -> "tuple[RewardTrainer, BurstSettings]":
+def make_trainer(arguments: list[str]) -> training.Made:
     """The trainer that the command line and its YAML files describe."""
     start = training.begin(arguments, "RewardConfig", DEFAULTS, check)
     import models

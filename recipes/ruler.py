@@ -36,13 +36,8 @@ Scores = dict[str, dict[int, float]]
 
 
 class ShardedLM(HFLM):
-    """A patched model as lm-eval calls models. All processes make the same requests, in the same order.
-
-    Args:
-        model (`PreTrainedModel`): A patched model in evaluation mode.
-        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
-        max_length (`int`): The most tokens of a sequence, over all processes.
-    """
+    """A patched model in evaluation mode, as lm-eval calls models, for sequences of at most `max_length` tokens. All
+    processes make the same requests, in the same order."""
 
     def __init__(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
         super().__init__(model, backend="causal", tokenizer=tokenizer, max_length=max_length)
@@ -81,12 +76,11 @@ class ShardedLM(HFLM):
                 raise ValueError(f"ShardedLM writes greedy answers; set do_sample to false, not {given}.")
             if (most := options["max_gen_toks"]) >= self.max_length:
                 raise ValueError(f"max_gen_toks is {most}; it must be less than max_length ({self.max_length}).")
-        texts: list[str] = super().generate_until(requests, disable_tqdm)
-        return texts
+        return super().generate_until(requests, disable_tqdm)
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any) -> torch.Tensor:
         """Greedy tokens behind padded contexts, until one of the words of `stop`."""
-        found: torch.Tensor = hf_burst.generate(
+        return hf_burst.generate(
             self.model,
             input_ids=context,
             attention_mask=options["attention_mask"],
@@ -95,7 +89,6 @@ class ShardedLM(HFLM):
             stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, context.shape[1], context.shape[0]),
             pad_token_id=self.tokenizer.pad_token_id,
         )
-        return found
 
 
 def answer_of(document: dict[str, Any]) -> str:
@@ -165,14 +158,8 @@ def fewer_texts(samples: int) -> contextlib.AbstractContextManager[Any]:
 def make_tasks(
     tokenizer: PreTrainedTokenizerBase, tasks: list[str], lengths: list[int], samples: int
 ) -> dict[str, Any]:
-    """RULER's tasks with the texts that lm-eval makes, by their names. All processes make the same texts.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the model.
-        tasks (`list[str]`): Tasks of RULER in lm-eval, which [`check`] let pass; those of `OFFLINE` download nothing.
-        lengths (`list[int]`): Tokens of the texts, the room for the answer included.
-        samples (`int`): Texts of each task and length, at most the 500 of lm-eval.
-    """
+    """RULER's tasks with the texts that lm-eval makes, by their names: so many of each task and length, at most 500.
+    The room for the answer is a part of a length. All processes make the same texts."""
     with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as nowhere:
         tokenizer.save_pretrained(folder)
         set_seed(SEED)
@@ -184,15 +171,10 @@ def make_tasks(
 
 
 def evaluate_ruler(lm: ShardedLM, tasks: dict[str, Any], lengths: list[int], by: str, chat: bool) -> Scores:
-    """Scores of some tasks.
+    """Scores of the tasks that [`make_tasks`] made. All processes call this.
 
-    Args:
-        lm ([`ShardedLM`]): The model. All processes call this.
-        tasks (`dict`): The tasks that [`make_tasks`] made.
-        lengths (`list[int]`): Tokens of their texts.
-        by (`str`): `"answer"`, whether greedy decoding would write the answer; or `"generation"`, RULER's own score,
-            the share of the answers in a text that is generated.
-        chat (`bool`): Whether to ask by the chat template of the tokenizer.
+    `by` is `"answer"`, whether greedy decoding would write the answer; or `"generation"`, RULER's own score, the share
+    of the answers in a text that is generated.
 
     Returns:
         `dict`: For each task the scores by length, on the first process of a machine; empty on the others.

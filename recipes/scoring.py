@@ -3,19 +3,17 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise, zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
+from datasets import Dataset
 from needles import first_token
 from transformers import PreTrainedTokenizerBase
 
 import hf_burst
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 FIRST_BIN = 16  # tokens
 
@@ -68,13 +66,8 @@ class Groups:
 
 @torch.no_grad()
 def score_answers(model: torch.nn.Module, rows: Sequence[list[int]], answers: Sequence[int]) -> list[Score]:
-    """Scores the answers that end some rows, of which the logits of the answers alone are computed.
-
-    Args:
-        model (`nn.Module`): A patched model; all processes of a group call it with the same rows.
-        rows (sequence of `list[int]`): Token ids, of one length.
-        answers (sequence of `int`): How many tokens the answer of each row has.
-    """
+    """Scores the answers that end some rows, which all have as many tokens: the last ones of a row, so many each. The
+    logits of the answers alone are computed. All processes of a group call it with the same rows."""
     ids, most = torch.tensor(rows, device=model.device), max(answers)
     logits = model(input_ids=ids[:, :-1], logits_to_keep=most, use_cache=False).logits.double()
     targets = ids[:, -most:]
@@ -146,15 +139,8 @@ def text_windows(
 def losses_by_position(
     model: torch.nn.Module, length: int, windows: Sequence[list[int]], groups: Groups, marks: Iterable[int] = ()
 ) -> PositionLosses:
-    """The loss of a patched model by the position in windows of text.
-
-    Args:
-        model (`nn.Module`): A patched model. All processes call this, with the same windows.
-        length (`int`): Tokens of a window.
-        windows (sequence of `list[int]`): Token ids.
-        groups ([`Groups`]): They share the windows out.
-        marks (iterable of `int`): Positions below `length` that no bin lies across.
-    """
+    """The loss of a patched model by the position in windows of `length` tokens, which the groups share out. No bin
+    lies across a mark. All processes call this, with the same windows."""
     edges = position_edges(length, marks)
     bins = torch.bucketize(torch.arange(1, length), torch.tensor(edges[1:]), right=True).to(model.device)
     totals = torch.zeros(2, len(edges) - 1, dtype=torch.float64, device=model.device)
@@ -176,18 +162,12 @@ def tokens_of(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def loss_of_labels(
     model: torch.nn.Module,
-    rows: "Dataset",
+    rows: Dataset,
     groups: Groups,
     collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]] = tokens_of,
 ) -> tuple[float, int]:
-    """The mean loss of the labelled tokens of some rows, in nats, and how many tokens these are.
-
-    Args:
-        model (`nn.Module`): A patched model. All processes call this, with the same rows.
-        rows (`Dataset`): Of them `labels` are made, of which -100 does not count. One row is in memory at a time.
-        groups ([`Groups`]): They share the rows out.
-        collate (`Callable`, *optional*): Makes a batch of a list of one row.
-    """
+    """The mean loss of the labelled tokens of some rows, in nats, and how many tokens these are. One row is in memory
+    at a time. All processes call this, with the same rows."""
     totals = torch.zeros(2, dtype=torch.float64, device=model.device)
     for number, counts in groups.own(range(len(rows))):
         batch = send_to_device(collate([rows[number]]), model.device)

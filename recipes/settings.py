@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -25,6 +25,7 @@ import beginning  # noqa: F401 (before torch)
 import resuming
 import yaml
 from huggingface_hub.errors import StrictDataclassError
+from transformers.hf_argparser import HfArg
 from trl import ModelConfig
 
 import hf_burst
@@ -32,7 +33,7 @@ from hf_burst.errors import BurstError
 from hf_burst.ranks.host import SIZE_VARIABLE, size_from_env
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainingArguments
+    from transformers import TrainingArguments
 
 REFUSALS = (OSError, ValueError, KeyError, ImportError, yaml.YAMLError, StrictDataclassError)  # of libraries
 TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".py")
@@ -57,20 +58,14 @@ LIGER = "liger_kernel"
 class ModelSettings(ModelConfig):
     """What TRL's `ModelConfig` does not say of a model."""
 
-    model_config: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "Instead of a model: a config (mapping, or JSON or YAML file) to make one from."},
+    model_config: dict[str, Any] | str | None = HfArg(
+        default=None, help="Instead of a model: a config (mapping, or JSON or YAML file) to make one from."
     )
-    tokenizer: str | None = field(
-        default=None, metadata={"help": "Hub name, folder, or 'bytes'; by default the model's."}
+    tokenizer: str | None = HfArg(default=None, help="Hub name, folder, or 'bytes'; by default the model's.")
+    rope_scaling: dict[str, Any] | str | None = HfArg(
+        default=None, help="RoPE parameters to set, such as {rope_type: yarn, factor: 4.0}."
     )
-    rope_scaling: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "RoPE parameters to set, such as {rope_type: yarn, factor: 4.0}."}
-    )
-
-    quantize_experts: bool = field(
-        default=False, metadata={"help": "With load_in_4bit, quantizes the experts as well."}
-    )
+    quantize_experts: bool = HfArg(default=False, help="With load_in_4bit, quantizes the experts as well.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,22 +98,20 @@ class ModelSettings(ModelConfig):
 class DataSettings:
     """Where the documents, chats or pairs come from."""
 
-    dataset: list[str] = field(
-        default_factory=list, metadata={"help": "Files, folders, a hub name (and its config), or 'python_topics'."}
+    dataset: list[str] = HfArg(
+        default_factory=list, help="Files, folders, a hub name (and its config), or 'python_topics'."
     )
-    dataset_split: str = field(default="train", metadata={"help": "Split to train on, such as train[:90%%]."})
-    eval_dataset: list[str] = field(default_factory=list, metadata={"help": "As dataset, to evaluate on."})
-    eval_split: str = field(default="train", metadata={"help": "Split of eval_dataset."})
-    eval_share: float = field(
-        default=0.0,
-        metadata={"help": "Instead of eval_dataset: share of dataset to evaluate on, drawn; of few texts their ends."},
+    dataset_split: str = HfArg(default="train", help="Split to train on, such as train[:90%%].")
+    eval_dataset: list[str] = HfArg(default_factory=list, help="As dataset, to evaluate on.")
+    eval_split: str = HfArg(default="train", help="Split of eval_dataset.")
+    eval_share: float = HfArg(
+        default=0.0, help="Instead of eval_dataset: share of dataset to evaluate on, drawn; of few texts their ends."
     )
-    too_long: str = field(
-        default="refuse",
-        metadata={"choices": TOO_LONG, "help": "What is done with rows that are longer than max_length."},
+    too_long: str = HfArg(
+        default="refuse", help="What is done with rows that are longer than max_length.", metadata={"choices": TOO_LONG}
     )
-    group_rows: int = field(
-        default=1, metadata={"help": "Up to so many rows that begin alike are one sample, as questions on a document."}
+    group_rows: int = HfArg(
+        default=1, help="Up to so many rows that begin alike are one sample, as questions on a document."
     )
 
     def __post_init__(self) -> None:
@@ -128,8 +121,7 @@ class DataSettings:
             raise SystemExit(f"eval_share is {self.eval_share!r}; give a share from 0 to below 1, such as 0.05.")
         if self.eval_share and self.eval_dataset:
             raise SystemExit("eval_share and eval_dataset are both set; set one of them.")
-        if self.group_rows < 1:
-            raise SystemExit(f"group_rows is {self.group_rows!r}; give a number of rows, 1 for no groups.")
+        check_counts(self, {"group_rows": 1})
         if self.eval_split != "train" and not self.eval_dataset:
             raise SystemExit(f"eval_split is {self.eval_split!r} without eval_dataset; set eval_dataset too.")
 
@@ -138,14 +130,12 @@ class DataSettings:
 class BurstSettings:
     """How sequences are shared by processes, and what is written at the end."""
 
-    burst_size: int | None = field(
-        default=None, metadata={"help": "Processes that share a sequence; default HF_BURST_SIZE, else all."}
+    burst_size: int | None = HfArg(
+        default=None, help="Processes that share a sequence; default HF_BURST_SIZE, else all."
     )
-    burst: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Settings of BurstConfig, such as {schedule: burst}."}
-    )
-    merge_to: str | None = field(
-        default=None, metadata={"help": "With use_peft: folder for the full model, its adapters merged into it."}
+    burst: dict[str, Any] | str | None = HfArg(default=None, help="Settings of BurstConfig, such as {schedule: burst}.")
+    merge_to: str | None = HfArg(
+        default=None, help="With use_peft: folder for the full model, its adapters merged into it."
     )
 
     def __post_init__(self) -> None:
@@ -168,6 +158,13 @@ class BurstSettings:
     def parallelism(self) -> "hf_burst.BurstParallelismConfig":
         """For `TrainingArguments(parallelism_config=...)`."""
         return hf_burst.BurstParallelismConfig(burst_size=self.size)
+
+
+def check_counts(settings: Any, least: dict[str, int]) -> None:
+    """Refuses settings that are no whole numbers, or smaller than they may be."""
+    for name, smallest in least.items():
+        if type(value := getattr(settings, name)) is not int or value < smallest:
+            raise SystemExit(f"{name} is {value!r}; give a whole number, at least {smallest}.")
 
 
 def sources(name: str, value: Any) -> list[str]:
@@ -239,9 +236,8 @@ def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, t
     """Checks what is known before torch is imported: the training arguments may be a stand-in's."""
     if (length := training.max_length) < 2:
         raise SystemExit(f"max_length is {length!r}; give a whole number of tokens, at least 2.")
-    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-        if (value := getattr(training, name)) < 1:
-            raise SystemExit(f"{name} is {value!r}; give a whole number, at least 1.")
+    batches = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+    check_counts(training, dict.fromkeys(batches, 1))
     rows = documents.eval_dataset or documents.eval_share
     if (strategy := training.eval_strategy) in ("steps", "epoch") and not rows:
         raise SystemExit(f"eval_strategy is {strategy!r}, but there are no rows for it; set eval_share.")
@@ -273,6 +269,8 @@ def prepare(
     Returns:
         The settings that checkpoints remember.
     """
+    import torch
+
     resuming.end_together(resuming.hold(training.output_dir) if training.process_index == 0 else None)
     if training.process_index == 0 and (warning := overruled(burst.burst_size)):
         print(f"WARNING: {warning}", file=sys.stderr)
@@ -285,16 +283,10 @@ def prepare(
     training.parallelism_config = burst.parallelism
     if training.n_gpu > 1:  # one process takes one GPU; Trainer would copy the model to the others
         training._n_gpu = 1
-    training.use_liger_kernel = training.use_liger_kernel and on_gpu(training)  # its kernels are those of GPUs
+    training.use_liger_kernel &= torch.cuda.is_available() and not training.use_cpu  # its kernels are those of GPUs
     if training.use_liger_kernel:  # hf_burst has the loss of all ranks, fused by Liger too
         training.liger_kernel_config = {"fused_linear_cross_entropy": False, **(training.liger_kernel_config or {})}
     return run
-
-
-def on_gpu(training: "TrainingArguments") -> bool:
-    import torch
-
-    return torch.cuda.is_available() and not training.use_cpu
 
 
 def check_groups(size: int | None) -> None:
@@ -346,14 +338,14 @@ def probe_merged(name: str, folder: str, adapter: str, base: str | None) -> None
         print(f"{name} {folder!r} holds a full model; the merged one replaces it.")
 
 
-def end(trainer: "Trainer") -> None:
+def end(joined: Any) -> None:
     """Ends the process group when all processes are done; the process then ends as any other does.
 
     Trackers such as W&B finish their runs when the interpreter ends. It must therefore end by itself, and nothing may
     hold on to the process group: threads of gloo that are left abort it.
     """
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
+    joined.accelerator.wait_for_everyone()
+    joined.accelerator.end_training()
     gc.collect()
 
 

@@ -17,16 +17,9 @@ import hf_burst
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
-    from trl import SFTTrainer
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
-
-def callbacks(model: ModelSettings, config: "PreTrainedConfig", run: dict[str, Any]) -> "list[TrainerCallback]":
-    """What a recipe adds to the trainer; `run` are the settings that checkpoints remember."""
-    import models
-
-    resume = hf_burst.BurstResume(run, other_data=True)
-    return [resume, *([models.SaveConfig(config, differs=bool(model.rope_scaling))] if model.use_peft else [])]
+Made = tuple[Any, BurstSettings]  # a trainer of TRL, and how sequences are shared
 
 
 @dataclass
@@ -63,28 +56,24 @@ class Start:
         return models.load_model(self.model, self.config, self.burst, self.args.seed)
 
     def make(self, kind: "type[Trainer]", rows: "tuple[Dataset, Dataset | None]", **more: Any) -> Any:
-        """TRL's trainer of a kind, for the patched model and the adapters that the settings describe.
-
-        Args:
-            rows (`tuple[Dataset, Dataset | None]`): What it trains on, and what it is evaluated on.
-            more: Further arguments of this kind of trainer.
-        """
+        """TRL's trainer of a kind, for the patched model and the adapters that the settings describe, with the rows
+        that it trains on and those that it is evaluated on."""
         import models
 
         with settings.using("the settings", RuntimeError):
             patched = self.load_model()
             loaded = {"use_cache": patched.config.use_cache} if hasattr(patched.config, "use_cache") else {}
-            given = {"processing_class": self.tokenizer, **more}
             trainer: Any = as_in_recipes(kind)(
                 patched,
                 args=self.args,
                 train_dataset=rows[0],
                 eval_dataset=rows[1],
                 peft_config=models.adapter_config(self.model, self.config),
-                callbacks=callbacks(self.model, self.config, self.run),
-                **given,
+                callbacks=[hf_burst.BurstResume(self.run, other_data=True)],
+                **{"processing_class": self.tokenizer, **more},
             )
             trainer.loaded_config = loaded  # what training changes, and a saved model is to have
+            trainer.scaled_config = self.config if self.model.rope_scaling else None  # to be saved beside adapters
             models.cast_outside_of_autocast(trainer.model, self.args.device)
             return trainer
 
@@ -96,15 +85,8 @@ def begin(
     check: Callable[..., None] = settings.check,
     more: type | None = None,
 ) -> Start:
-    """Reads the settings of a recipe, and checks them before torch is imported.
-
-    Args:
-        arguments (`list[str]`): The command line.
-        kind (`str`): The name of TRL's training arguments.
-        defaults (`dict[str, Any]`): Defaults of this recipe.
-        check (`Callable`): Is given the settings, and raises for wrong ones.
-        more (`type`, *optional*): A dataclass of further settings.
-    """
+    """Reads the settings of a recipe, and checks them before torch is imported: those of TRL's training arguments of a
+    kind, with the defaults of this recipe, and of a dataclass of its own."""
     kinds = (ModelSettings, DataSettings, BurstSettings, kind, *([more] if more else []))
     model, documents, burst, args, *others = command_line.parse(arguments, kinds, defaults, check)
     if not hasattr(args, "max_length"):  # of GRPO, whose recipe has one
@@ -130,6 +112,14 @@ def as_in_recipes(kind: Any) -> Any:
             finally:
                 self.args.warmup_steps = share
 
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            import models
+            from accelerate.utils import is_peft_model
+
+            super()._save(output_dir, state_dict)
+            if self.args.should_save and is_peft_model(self.model):
+                models.save_config(output_dir or self.args.output_dir, self.scaled_config)
+
         def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
             with resuming.saving(self.args.output_dir):
                 super()._save_checkpoint(*args, **kwargs)
@@ -148,15 +138,12 @@ def as_in_recipes(kind: Any) -> Any:
     return Trainer
 
 
-def sft_trainer(
-    arguments: list[str], defaults: dict[str, Any], text_alone: bool = False
-) -> "tuple[SFTTrainer, BurstSettings]":
+def sft_trainer(arguments: list[str], defaults: dict[str, Any], text_alone: bool = False) -> Made:
     """TRL's trainer on tokens and labels, as the command line and its YAML files describe it. Chats and completions are
     refused where text alone is trained on."""
     on_gpus = {"use_liger_kernel": find_spec(settings.LIGER) is not None}
     start = begin(arguments, "SFTConfig", {**on_gpus, **defaults})
     import data
-    import groups
     import images
     import models
     from trl import SFTTrainer
@@ -173,10 +160,10 @@ def sft_trainer(
     load_from_checkpoint(start.model, start.config, args)
     rows = data.load_tokens(documents, start.tokenizer, args, text_alone)
     if documents.group_rows > 1:
-        rows = groups.load_groups(documents, rows, args)
+        rows = data.load_groups(documents, rows, args)
     trainer = start.make(SFTTrainer, rows)
     if documents.group_rows > 1:
-        groups.collate(trainer)
+        trainer.data_collator = hf_burst.GroupCollator(trainer.data_collator)  # takes samples of several rows
     return trainer, start.burst
 
 
@@ -241,11 +228,10 @@ def retry_when_short(trainer: "Trainer") -> None:
     import torch
 
     from hf_burst.hf.groups import PATCH
-    from hf_burst.hf.parts.memory import MemoryRule
 
     patches = (getattr(module, PATCH, None) for module in trainer.model.modules())
-    parts = [part for patch in patches if patch is not None for part in patch.parts if isinstance(part, MemoryRule)]
-    if trainer.args.world_size > 1 or not any(part.chooses for part in parts):
+    rules = [patch.memory for patch in patches if patch is not None]
+    if trainer.args.world_size > 1 or not any(rule.chooses for rule in rules):
         return
     own = trainer.training_step
 
@@ -256,7 +242,7 @@ def retry_when_short(trainer: "Trainer") -> None:
             try:
                 return own(model, *args, **kwargs)
             except torch.OutOfMemoryError as problem:
-                settings_of_step = [part.latest and part.latest.settings for part in parts]
+                settings_of_step = [rule.latest and rule.latest.settings for rule in rules]
                 if accumulated or settings_of_step in tried:
                     raise
                 tried.append(settings_of_step)

@@ -1,9 +1,7 @@
 """hf_burst's attention beside other packages and the limit without communication, interleaved in one run.
 
-The whole matrix on 4 GPUs, then the same with the kernels of FlashAttention-2 for all that let one choose:
-
-    torchrun --nproc-per-node 4 recipes/benchmarks/attention.py --kv-heads 8 32 \\
-        --lengths 8192 16384 32768 65536 131072 262144 524288 --out outputs/attention_4xH200.json
+On 4 GPUs with the kernels of FlashAttention-2 for all that let one choose (README.md beside this file has the whole
+matrix, how it is measured and how to read the result):
 
     torchrun --nproc-per-node 4 recipes/benchmarks/attention.py --kv-heads 8 32 --kernel flash_attn_2 \\
         --contenders limit 'hf_burst*' 'ulysses*' 'ring*' --out outputs/attention_4xH200_fa2.json
@@ -12,8 +10,6 @@ On two CPU processes, to see that it works (most peers need GPUs):
 
     torchrun --nproc-per-node 2 recipes/benchmarks/attention.py --device cpu --dtype float32 --q-heads 4 \\
         --kv-heads 2 4 --head-dim 16 --lengths 256 512 --check-length 64 --out outputs/attention_cpu.json
-
-README.md beside this file says how it is measured and how to read the result.
 """
 
 import argparse
@@ -76,10 +72,6 @@ def benchmark(arguments: argparse.Namespace, others: Sequence[Contender] = ()) -
     """Measures the limit, hf_burst's schedules and other contenders; writes the result and prints a table.
 
     Contenders of packages that are not installed are no failure.
-
-    Args:
-        arguments (`argparse.Namespace`): As `options` reads them.
-        others (sequence of [`Contender`]): Contenders beside the limit and hf_burst's schedules.
 
     Returns:
         `int`: 0 for success and 2 for settings that cannot be used. It is 1 if a contender was wrong against fp64 or

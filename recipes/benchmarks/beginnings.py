@@ -26,9 +26,7 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from hf_burst.plan import MaskPattern
-from recipes.benchmarks.harness import Row, at_least, options_of, table, write
-from recipes.benchmarks.provenance import environment
-from recipes.benchmarks.ranks import Ranks
+from recipes.benchmarks.harness import Row, at_least, begin, options_of, table, write
 from recipes.benchmarks.steps import Way, measure, with_medians
 from recipes.benchmarks.training_contenders import burst
 from recipes.benchmarks.training_job import Job, add_model, make_job
@@ -57,8 +55,7 @@ def row_of(arguments: argparse.Namespace, rows: Batch) -> Batch:
 
 def questions(job: Job, rows: Batch) -> torch.Tensor:
     """The mean loss of the labels of all rows, in one pass."""
-    loss: torch.Tensor = job.model(**rows).loss
-    return loss
+    return job.model(**rows).loss
 
 
 def questions_one_by_one(job: Job, rows: Batch) -> torch.Tensor:
@@ -134,6 +131,7 @@ def summary_table(rows: list[Row]) -> str:
 def read_arguments() -> argparse.Namespace:
     parser = options_of(__doc__, timeout_s=600.0)
     add_model(parser)
+    parser.set_defaults(weights="lora", gated_norms=False, compile=False)
     parser.add_argument("--what", choices=("questions", "pairs"), default="questions", help="SFT, or DPO")
     parser.add_argument("--beginning", type=at_least(2), default=65536, help="tokens that all rows share")
     parser.add_argument("--ending", type=at_least(1), default=1024, help="tokens of each row after them")
@@ -150,17 +148,16 @@ def read_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = read_arguments()
-    ranks = Ranks(arguments.device, arguments.timeout)
+    names = ("shape", "layers", "what", "beginning", "ending", "endings", "memory", "liger")
+    ranks, result = begin(arguments, *names)
     longest = arguments.beginning + arguments.ending * arguments.endings
-    job = make_job(arguments.shape, longest, ranks, arguments.liger, "lora", compiled=False, layers=arguments.layers)
+    job = make_job(arguments, longest, ranks)
     if arguments.what == "pairs":
         from trl.trainer.utils import add_fused_lm_head
 
         add_fused_lm_head(job.base)
     rows = rows_of(arguments, job.base.config.vocab_size, ranks.device)
-    names = ("shape", "layers", "what", "beginning", "ending", "endings", "memory", "liger")
-    result = environment(ranks, arguments.commit)
-    result |= {name: getattr(arguments, name) for name in names} | {"ceilings": ceilings(arguments), "results": []}
+    result |= {"ceilings": ceilings(arguments), "results": []}
     ways = contenders(arguments, rows)
     for found in measure(job, ways, arguments.rounds, arguments.warmup, rows["input_ids"]):
         result["results"] = [row | {"settings": row["chosen"]} for row in with_medians(found)]

@@ -99,20 +99,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A contender, ready for a case.
+    """A contender, ready for a case."""
 
-    Args:
-        attend (`Callable`): Computes out, in the form of q, from this rank's q, k and v as `cut` makes them.
-        cut (`Callable`): Cuts this rank's part, in the contender's own form, out of a whole tensor `(B, S, heads, D)`.
-            It works on the meta device too, where it tells shapes and strides.
-        around (`Callable`): Makes a context for calls, which is entered before the clock starts.
-        complete (`tuple[str, ...]`): Names of the results that equal those of the whole attention.
-    """
-
-    attend: Attend
+    attend: Attend  # computes out, in the form of q, from this rank's q, k and v as `cut` makes them
+    # cuts this rank's part, in the contender's own form, out of a whole tensor `(B, S, heads, D)`; of one on the meta
+    # device too, which then tells shapes and strides
     cut: Callable[[torch.Tensor], torch.Tensor]
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
-    complete: tuple[str, ...] = ("out", "dq", "dk", "dv")
+    around: Callable[[], AbstractContextManager[object]] = nullcontext  # entered before the clock of a call starts
+    complete: tuple[str, ...] = ("out", "dq", "dk", "dv")  # results that equal those of the whole attention
 
 
 @dataclass(frozen=True)

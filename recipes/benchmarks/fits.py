@@ -20,10 +20,12 @@ import sys
 import threading
 import time
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import ParallelismConfig
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.initialization import no_init_weights
 
@@ -32,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 import hf_burst
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.models.model_size import model_size
-from hf_burst.hf.parts.memory import MemoryRule
+from hf_burst.hf.models.support import base_model
 from hf_burst.layers.host_limits import share_of_host
 from hf_burst.plan.memory_levels import SETTINGS
 from hf_burst.sizing import shapes
@@ -40,8 +42,7 @@ from hf_burst.sizing.fit import Fit, fit, longest
 from hf_burst.sizing.gpus import Capacity, capacity_of, gpu_named
 from hf_burst.sizing.memory import outside_of_torch
 from hf_burst.sizing.model import Training
-from recipes.benchmarks.harness import options_of, rows_in, write
-from recipes.benchmarks.provenance import environment
+from recipes.benchmarks.harness import begin, options_of, rows_in, write
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_job import TINY, quantise
 
@@ -50,18 +51,24 @@ SHAPES = {**shapes.SHAPES, "tiny": TINY}
 
 
 class Watcher(threading.Thread):
-    """Asks the driver what is taken of a GPU, until it is told to stop."""
+    """Asks the driver what is taken of a GPU, until it is told to stop. On CPUs it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(daemon=True)
         self.device, self.most, self.beside, self.done = device, 0, 0, threading.Event()
+        self.start()
 
     def run(self) -> None:
-        while not self.done.wait(0.02):
+        while self.device.type == "cuda" and not self.done.wait(0.02):
             reserved = torch.cuda.memory_reserved(self.device)
             free, total = torch.cuda.mem_get_info(self.device)
             self.most = max(self.most, total - free)
             self.beside = max(self.beside, total - free - max(reserved, torch.cuda.memory_reserved(self.device)))
+
+    def end(self) -> None:
+        """Ends the thread: one that came back from the driver after Python has ended would abort the process."""
+        self.done.set()
+        self.join()
 
 
 class Measure(TrainerCallback):
@@ -69,20 +76,18 @@ class Measure(TrainerCallback):
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.device, self.steps, self.start = ranks, ranks.device, list[dict[str, Any]](), 0.0
-        self.watcher = Watcher(ranks.device) if ranks.cuda else None
-        if self.watcher is not None:
-            self.watcher.start()
+        self.watcher = Watcher(ranks.device)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if self.watcher is not None:
-            torch.cuda.synchronize(self.device)
+        self.ranks.wait()
+        if self.ranks.cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-            self.watcher.most = self.watcher.beside = 0
+        self.watcher.most = self.watcher.beside = 0
         self.start = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         own: dict[str, Any] = {"host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
-        if self.watcher is not None:
+        if self.ranks.cuda:
             torch.cuda.synchronize(self.device)
             stats = torch.cuda.memory_stats(self.device)
             own |= {
@@ -99,12 +104,6 @@ class Measure(TrainerCallback):
     def on_all_ranks(self) -> list[dict[str, Any]]:
         """The largest values of every step."""
         return [self.ranks.slowest(step) for step in self.steps]
-
-    def end(self) -> None:
-        """Ends the thread: one that came back from the driver after Python has ended would abort the process."""
-        if self.watcher is not None:
-            self.watcher.done.set()
-            self.watcher.join()
 
 
 def targets(text: str) -> str | list[str]:
@@ -145,11 +144,6 @@ def batch_of(length: int, document: int, vocabulary: int) -> dict[str, torch.Ten
     tokens = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(length))
     positions = torch.arange(length)[None] % (document or length)
     return {"input_ids": tokens, "labels": tokens, "position_ids": positions}
-
-
-def first(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A collator for data that are batches."""
-    return batches[0]
 
 
 def promised(arguments: argparse.Namespace, gpus: int) -> tuple[int, Fit]:
@@ -193,7 +187,7 @@ def make_trainer(arguments: argparse.Namespace, length: int, measure: Measure, a
     if arguments.contender == "trl":
         return trl_trainer(model, args, batch["input_ids"][0].tolist(), measure)
     rows: Any = [batch] * arguments.steps
-    return Trainer(model, args, train_dataset=rows, data_collator=first, callbacks=[measure])
+    return Trainer(model, args, train_dataset=rows, data_collator=itemgetter(0), callbacks=[measure])
 
 
 def trl_trainer(model: Any, args: TrainingArguments, tokens: list[int], measure: Measure) -> Trainer:
@@ -207,38 +201,40 @@ def trl_trainer(model: Any, args: TrainingArguments, tokens: list[int], measure:
     return SFTTrainer(model, args, train_dataset=table, processing_class=byte_tokenizer(), callbacks=[measure])
 
 
+def quiet(cpu: bool) -> dict[str, Any]:
+    """What all trainers that are measured have in common: bf16 on GPUs, checkpointed layers, and nothing written."""
+    return {
+        "use_cpu": cpu,
+        "bf16": not cpu,
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "learning_rate": 1e-6,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
 def training_arguments(arguments: argparse.Namespace, gpus: int) -> TrainingArguments:
     """The settings of the trainer: bf16, every layer checkpointed, Liger's kernels, AdamW. TRL's guide has no Liger,
     and keeps the inputs of layers on the host."""
-    if arguments.contender == "hf_burst":
-        shared: Any = hf_burst.BurstParallelismConfig() if gpus > 1 else None
-    else:
-        from accelerate import ParallelismConfig
-
-        shared = ParallelismConfig(cp_size=gpus) if gpus > 1 else None
-    fused, kind, more = arguments.contender != "hf_burst", TrainingArguments, dict[str, Any]()
+    ours, kind, more = arguments.contender == "hf_burst", TrainingArguments, quiet(not torch.cuda.is_available())
+    shared = hf_burst.BurstParallelismConfig() if ours else ParallelismConfig(cp_size=gpus)
     trl = arguments.contender == "trl"
     if trl:
         import trl as library
 
-        kind, more = library.SFTConfig, {"max_length": arguments.length, "pad_to_multiple_of": 2 * gpus}
+        kind, more = library.SFTConfig, {**more, "max_length": arguments.length, "pad_to_multiple_of": 2 * gpus}
+        more["gradient_checkpointing_kwargs"] = {"offload": True}
     return kind(
         output_dir=arguments.folder,
         max_steps=arguments.steps,
         per_device_train_batch_size=1,
-        bf16=torch.cuda.is_available(),
-        use_cpu=not torch.cuda.is_available(),
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"offload": True} if trl else {"use_reentrant": False},
         use_liger_kernel=torch.cuda.is_available() and not trl,
-        liger_kernel_config={"fused_linear_cross_entropy": fused, "cross_entropy": False},
-        learning_rate=1e-6,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        liger_kernel_config={"fused_linear_cross_entropy": not ours, "cross_entropy": False},
         remove_unused_columns=False,
-        parallelism_config=shared,
+        parallelism_config=shared if gpus > 1 else None,
         **more,
     )
 
@@ -260,11 +256,8 @@ def described(choice: Fit) -> dict[str, Any]:
 
 def chosen_of(model: Any) -> dict[str, Any] | None:
     """What a patched model chose for its last step."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    parts = [part for part in getattr(inner, PATCH).parts if isinstance(part, MemoryRule)]
-    if not parts or parts[0].latest is None:
-        return None
-    return {"settings": asdict(parts[0].latest.settings), "expandable_segments": parts[0].expandable}
+    rule = getattr(base_model(model), PATCH).memory
+    return rule.latest and {"settings": asdict(rule.latest.settings), "expandable_segments": rule.expandable}
 
 
 def read_arguments() -> argparse.Namespace:
@@ -297,9 +290,8 @@ def main() -> None:
         as_on_a_smaller_gpu(arguments.gpu_memory - outside_of_torch(gpus) / GIB)
     length, promise = promised(arguments, gpus)
     args = training_arguments(arguments, gpus)  # joins the processes
-    ranks = Ranks(args.device.type)
     told = ("model", "layers", "weights", "targets", "contender", "document")
-    row = environment(ranks, arguments.commit) | {name: getattr(arguments, name) for name in told}
+    ranks, row = begin(arguments, *told, device=args.device.type)
     row |= {"length": length, "expandable_segments": expandable_segments(), "gpu_memory_gib": arguments.gpu_memory}
     row["promised"] = described(promise)
     ranks.say(json.dumps(row["promised"]))
@@ -327,7 +319,7 @@ def run(arguments: argparse.Namespace, length: int, args: TrainingArguments, ran
     except Exception as problem:  # whatever ends it is a result
         status, reason = "failed", f"{type(problem).__name__}: {str(problem)[:600]}"
         print(f"rank {ranks.rank}: {reason}", flush=True)  # the others may wait for ever
-    measure.end()
+    measure.watcher.end()
     steps = measure.on_all_ranks() if status == "ok" else measure.steps
     return {"status": status, "reason": reason, "chosen": chosen, "steps": steps}
 

@@ -43,12 +43,10 @@ from hf_burst.attention.shared_keys import Exchange, Keys, attend_to_shared, exc
 from hf_burst.hf.generation.step_graphs import Recording
 from hf_burst.kernels import Scores
 from hf_burst.plan import Mask
-from recipes.benchmarks.harness import Row, at_least, options_of, settings_of, write
-from recipes.benchmarks.native import choose_native
-from recipes.benchmarks.provenance import environment
+from recipes.benchmarks.harness import Row, at_least, begin, options_of, settings_of, write
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_job import add_model, apply_liger, head_size, make_model
-from recipes.benchmarks.training_limits import forward_products, widths_of
+from recipes.benchmarks.training_limits import attentions_of, forward_products, heads_of, native_of, widths_of
 
 QUESTION = 32  # tokens
 _CALLS = 100  # of what takes less than a millisecond
@@ -112,15 +110,13 @@ class Bench:
 
     def prefill_limit(self, length: int) -> dict[str, float]:
         """Seconds of the products and of attention alone."""
-        config, ranks, size, dtype = self.config, self.ranks, head_size(self.model), self.model.dtype
+        ranks = self.ranks
         once = forward_products(self.model.model, length // ranks.size, ranks)
         products = sum(once[width] for layer in self.model.model.layers for width in widths_of(layer))
-        native, _ = choose_native("auto", ranks, dtype, size, Mask(256))
-        share, kv_share = config.num_attention_heads // ranks.size, max(1, config.num_key_value_heads // ranks.size)
-        shapes = [(1, length, heads, size) for heads in (share, kv_share, kv_share)]
-        q, k, v = (torch.randn(shape, dtype=dtype, device=ranks.device) for shape in shapes)
-        attention = self.timed(lambda: native.attend(q, k, v, Mask(length)))
-        return {"products": products, "attention": config.num_hidden_layers * attention}
+        kind, dtype = attentions_of(self.model.model)[0], self.model.dtype
+        native, inputs = native_of(kind, dtype, ranks), [each.detach() for each in heads_of(kind, dtype, length, ranks)]
+        attention = self.timed(lambda: native.attend(*inputs, Mask(length)))
+        return {"products": products, "attention": self.config.num_hidden_layers * attention}
 
     def attention(self, length: int) -> Row:
         """The seconds of one new token's attention in a layer, its limit, and those of its exchange alone."""
@@ -214,8 +210,8 @@ def main() -> int:
     parser.add_argument("--bandwidth", type=float, default=3.0, help="TB/s at which keys can be read")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     arguments = parser.parse_args()
-    ranks = Ranks(arguments.device, arguments.timeout)
-    result: Row = {**environment(ranks, arguments.commit), "settings": settings_of(arguments)}
+    ranks, result = begin(arguments)
+    result["settings"] = settings_of(arguments)
     bench, rows = Bench(arguments, ranks), list[Row]()
 
     def measure(name: str, length: int, function: Callable[[], Row]) -> bool:

@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 import hf_burst
 from hf_burst.cli.launch import launched
-from recipes.benchmarks.fits import GIB, Watcher
-from recipes.benchmarks.harness import Row, at_least, options_of, settings_of, table
+from recipes.benchmarks.fits import GIB, Watcher, quiet
+from recipes.benchmarks.harness import Row, at_least, options_of, settings_of, table, write
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_job import LORA, add_model, make_model
@@ -63,22 +63,15 @@ _LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORC
 
 
 class Clock(TrainerCallback):
-    """Seconds and peaks of memory of the parts of a rollout: of the innermost part at any time, so that they add up.
-
-    Args:
-        iterations (`int`): Training steps on a rollout.
-        device (`torch.device`): Of this process.
-        noted (`Callable`): Is given the seconds and the GiB of each part after each of them, and whether the rollout is
-            at its end.
-    """
+    """Seconds and peaks of memory of the parts of a rollout, on which there are so many training steps: of the
+    innermost part at any time, so that they add up. `noted` is given them after each part, and whether the rollout
+    ends."""
 
     def __init__(self, iterations: int, device: torch.device, noted: Callable[[Row, bool], None]) -> None:
         self.iterations, self.device, self.noted = iterations, device, noted
         self.inside: list[str] = []
         self.seconds, self.peaks, self.since = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0.0), 0.0
-        self.watcher = Watcher(device) if device.type == "cuda" else None
-        if self.watcher is not None:
-            self.watcher.start()
+        self.watcher = Watcher(device)
 
     def note(self) -> None:
         """Gives the time since the last note, and the peak of memory, to the part that it was spent in."""
@@ -133,12 +126,11 @@ class Clock(TrainerCallback):
         self.noted(self.found(), whole)
         if whole:
             self.seconds, self.peaks = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0.0)
-            if self.watcher is not None:
-                self.watcher.most = 0
+            self.watcher.most = 0
 
     def found(self) -> Row:
         """What is known of this rollout, on this rank."""
-        if self.watcher is None:
+        if self.device.type != "cuda":
             return {"seconds": dict(self.seconds)}
         taken = {"reserved_gib": torch.cuda.memory_reserved(self.device) / GIB, "taken_gib": self.watcher.most / GIB}
         return {"seconds": dict(self.seconds), "peak_gib": dict(self.peaks), "gpu": taken}
@@ -174,8 +166,7 @@ def settings(arguments: argparse.Namespace, contender: str, folder: Path) -> Any
     return GRPOConfig(
         output_dir=str(folder / "trainer"),
         parallelism_config=hf_burst.BurstParallelismConfig() if ours and size > 1 else None,
-        use_cpu=cpu,
-        bf16=not cpu,
+        **quiet(cpu),
         max_steps=arguments.iterations * (1 + arguments.steps),
         per_device_train_batch_size=rows,
         steps_per_generation=turns,
@@ -184,22 +175,15 @@ def settings(arguments: argparse.Namespace, contender: str, folder: Path) -> Any
         num_iterations=arguments.iterations,
         max_completion_length=arguments.answer_length,
         beta=0.04,  # so that there is a reference
-        learning_rate=1e-6,
         lr_scheduler_type="constant",
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
         ddp_find_unused_parameters=False,
         use_liger_kernel=arguments.liger,
         shuffle_dataset=False,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """One attempt, in processes of its own: trains, and writes a row for each rollout, or how it failed."""
+    """One attempt, in processes of its own: trains, and adds what each rollout took to the last row of the result."""
     from datasets import Dataset
     from peft import LoraConfig
     from trl import GRPOTrainer
@@ -208,7 +192,8 @@ def run(arguments: argparse.Namespace) -> None:
     args = settings(arguments, contender, folder)
     device, start = args.device, time.perf_counter()  # joins the processes
     ranks = Ranks(device.type, arguments.timeout)
-    tell(ranks, folder, environment=environment(ranks, arguments.commit, sys.argv[1 : -len(arguments.attempt) - 1]))
+    result = environment(ranks, arguments.commit, sys.argv[1:-6]) | json.loads(arguments.out.read_text())
+    row = result["results"][-1]
     longest, dtype = prompt + arguments.answer_length, getattr(torch, arguments.dtype)
     model: Any = make_model(arguments.shape, longest, dtype, device, arguments.layers)
     model.config.use_cache = model.generation_config.use_cache = True
@@ -235,51 +220,30 @@ def run(arguments: argparse.Namespace) -> None:
 
     def noted(found: Row, whole: bool) -> None:
         warm = trainer.state.global_step <= arguments.iterations - (not whole)
-        if not whole:
-            tell(ranks, folder, begun={"warm": warm, **found})
-            return
-        length_of_answers(arguments.answer_length)
-        tell(ranks, folder, rollout={"warm": warm, **{kind: ranks.slowest(own) for kind, own in found.items()}})
+        row["begun"] = None if whole else {"warm": warm, **found}  # of the first rank, if time runs out before its end
+        if whole:
+            length_of_answers(arguments.answer_length)
+            row["rollouts"].append({"warm": warm, **{kind: ranks.slowest(own) for kind, own in found.items()}})
+            row.update(summary(row, arguments.iterations))
+        write(arguments.out, result, ranks)
 
     length_of_answers(arguments.warm_length)
     clock = Clock(arguments.iterations, device, noted)
     clock.follow(trainer)
     trainer.train()
-    if clock.watcher is not None:
-        clock.watcher.done.set()
-        clock.watcher.join()
+    clock.watcher.end()
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
 
 
-def tell(ranks: Ranks, folder: Path, **line: Any) -> None:
-    """Adds a line to what the process that started this one reads."""
-    if ranks.rank == 0:
-        with (folder / "lines").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def lines_of(command: list[str], folder: Path, timeout_s: float) -> Iterator[Row]:
-    """Runs the processes of an attempt, and yields what they tell; at last how they failed, if they did."""
+def failure_of(command: list[str], folder: Path, timeout_s: float) -> str | None:
+    """Runs the processes of an attempt, and tells how they failed, if they did."""
     outside = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
     process = subprocess.Popen(command, env=outside, start_new_session=True, stdout=sys.stderr)
-    start, told = time.monotonic(), 0
     try:
-        while True:
-            running = process.poll() is None
-            text = (folder / "lines").read_text() if (folder / "lines").exists() else ""
-            whole = text[told : text.rfind("\n") + 1]
-            told += len(whole)
-            yield from map(json.loads, whole.splitlines())
-            if not running:
-                break
-            if time.monotonic() - start > timeout_s:
-                yield {"reason": f"it did not end within {timeout_s:.0f} s"}
-                return
-            time.sleep(0.2)
-        failures = [path.read_text() for path in sorted(folder.glob("failure_*"))]
-        if process.returncode:
-            yield {"reason": "; ".join(failures) or f"its processes ended with status {process.returncode}"}
+        status = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return f"it did not end within {timeout_s:.0f} s"
     finally:
         if process.poll() is None:
             process.terminate()  # torchrun then ends its workers, which have sessions of their own
@@ -290,26 +254,25 @@ def lines_of(command: list[str], folder: Path, timeout_s: float) -> Iterator[Row
                     worker.kill()
                 process.kill()
                 process.wait()
+    failures = [path.read_text() for path in sorted(folder.glob("failure_*"))]
+    return ("; ".join(failures) or f"its processes ended with status {status}") if status else None
 
 
-def attempt(arguments: argparse.Namespace, contender: str, prompt: int, found: Callable[[Row, Row], None]) -> bool:
-    """Measures a contender at one length; `found` is given its row and the environment as soon as one changes."""
+def attempt(arguments: argparse.Namespace, contender: str, prompt: int, out: Path) -> bool:
+    """Measures a contender at one length, by processes that add to its row in the file of the result."""
     row: Row = {"contender": contender, "prompt": prompt, "status": "running", "reason": None, "rollouts": []}
-    about: Row = {}
+    result = json.loads(out.read_text())
+    result["results"].append(row)
+    out.write_text(json.dumps(result))
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        command += [str(launched()[0]), __file__, *sys.argv[1:], "--attempt", contender, str(prompt), folder]
-        for line in lines_of(command, Path(folder), arguments.timeout):
-            about = line.get("environment", about)
-            if "begun" in line or "rollout" in line:
-                row["begun"] = line.get("begun")  # of the first rank, if time runs out before it is done
-            row["rollouts"] += [line["rollout"]] if "rollout" in line else []
-            row |= {"status": "failed", "reason": line["reason"]} if "reason" in line else {}
-            found(row | summary(row, arguments.iterations), about)
-    if row["status"] == "running":
-        row["status"] = "ok"
-    found(row | summary(row, arguments.iterations), about)
-    return row["status"] == "ok"
+        command += [str(launched()[0]), __file__, *sys.argv[1:]]
+        command += ["--out", str(out), "--attempt", contender, str(prompt), folder]
+        reason = failure_of(command, Path(folder), arguments.timeout)
+    result = json.loads(out.read_text())
+    result["results"][-1] |= {"status": "failed" if reason else "ok", "reason": reason}
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    return reason is None
 
 
 def summary(row: Row, iterations: int) -> Row:
@@ -388,24 +351,18 @@ def main() -> int:
     if launched()[1]:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the processes of an attempt, too
-    rows: dict[tuple[str, int], Row] = {}
-
-    def found(row: Row, about: Mapping[str, Any]) -> None:
-        rows[row["contender"], row["prompt"]] = row
-        if arguments.out is not None:
-            result = {**about, "settings": settings_of(arguments), "results": list(rows.values())}
-            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-
-    ok = False
-    for contender in arguments.contenders:
-        ours = contender == "hf_burst"
-        for prompt in arguments.prompts if ours else sorted(arguments.trl_prompts, reverse=True):
-            held = attempt(arguments, contender, prompt, found)
-            ok = ok or held
-            if held and not ours:
-                break
-    print(summary_table(list(rows.values())), file=sys.stderr, flush=True)
-    return int(not ok)
+    held = []
+    with tempfile.TemporaryDirectory() as folder:
+        out = arguments.out or Path(folder, "result.json")
+        out.write_text(json.dumps({"settings": settings_of(arguments), "results": []}))
+        for contender in arguments.contenders:
+            ours = contender == "hf_burst"
+            for prompt in arguments.prompts if ours else sorted(arguments.trl_prompts, reverse=True):
+                held.append(attempt(arguments, contender, prompt, out))
+                if held[-1] and not ours:
+                    break
+        print(summary_table(json.loads(out.read_text())["results"]), file=sys.stderr, flush=True)
+    return int(not any(held))
 
 
 if __name__ == "__main__":

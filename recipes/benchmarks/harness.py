@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 
 Row = dict[str, Any]
@@ -59,10 +60,19 @@ def options_of(doc: str | None, timeout_s: float | None = 300.0) -> argparse.Arg
     return parser
 
 
+def begin(arguments: argparse.Namespace, *told: str, device: str | None = None) -> tuple[Ranks, Row]:
+    """Joins the processes, or those that a trainer joined on a `device`, and begins a result: where and with what it
+    runs, and the options that it tells by name."""
+    ranks = Ranks(arguments.device, arguments.timeout) if device is None else Ranks(device, 300.0)
+    return ranks, environment(ranks, arguments.commit) | {name: getattr(arguments, name) for name in told}
+
+
 def write(out: Path | None, result: Any, ranks: Ranks) -> None:
-    """Writes a result anew, on the first rank."""
+    """Writes a result anew, on the first rank. The file is whole at any time."""
     if out is not None and ranks.rank == 0:
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        part = out.with_name(f"{out.name}.part")
+        part.write_text(json.dumps(result, indent=1) + "\n")
+        part.replace(out)
 
 
 def settings_of(arguments: argparse.Namespace) -> Row:
@@ -73,8 +83,7 @@ def settings_of(arguments: argparse.Namespace) -> Row:
 
 def rows_in(out: Path | None) -> list[Row]:
     """The rows of earlier runs."""
-    rows: list[Row] = json.loads(out.read_text()) if out is not None and out.exists() else []
-    return rows
+    return json.loads(out.read_text()) if out is not None and out.exists() else []
 
 
 def setting(text: str) -> tuple[str, Any]:

@@ -21,25 +21,25 @@ import logging
 import os
 import statistics
 import sys
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, Trainer, TrainerCallback
+from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 import hf_burst
 from hf_burst.sizing import shapes
-from recipes.benchmarks.fits import Measure, chosen_of, first, training_arguments
-from recipes.benchmarks.harness import file_to_write, options_of, rows_in, write
-from recipes.benchmarks.provenance import environment
+from recipes.benchmarks.fits import Measure, chosen_of, training_arguments
+from recipes.benchmarks.harness import begin, file_to_write, options_of, rows_in, write
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.step_profile import profiled, profiler_of
-from recipes.benchmarks.training_job import LORA, SHAPES
-from recipes.benchmarks.training_limits import limits, natives_of, parts_of_limits
+from recipes.benchmarks.training_job import LORA, SHAPES, random_model
+from recipes.benchmarks.training_limits import limits, parts_of_limits, seconds_of
 
 Batch = dict[str, torch.Tensor]
 # adapters of rank 16 on all linear layers of the language model, and of no tower
@@ -90,22 +90,17 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(name: str, length: int, device: torch.device, layers: int | None = None) -> PreTrainedModel:
+def make_model(name: str, length: int, device: torch.device, layers: int | None = None) -> Any:
     """A model that sees, with the same random weights on every rank, in bf16 on GPUs."""
-    config = {**MODELS[name], "text_config": dict(MODELS[name]["text_config"])}
-    config["text_config"] |= {"max_position_embeddings": max(length, 4096), "use_cache": False}
+    text = {**MODELS[name]["text_config"], "max_position_embeddings": max(length, 4096), "use_cache": False}
     if layers is not None:
-        config["text_config"] |= {"num_hidden_layers": layers}
-    torch.manual_seed(0)
-    with device:
-        made = AutoConfig.for_model(**config)
-        model: PreTrainedModel = AutoModelForImageTextToText.from_config(
-            made, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
-        )
-    return model.train()
+        text["num_hidden_layers"] = layers
+    config = AutoConfig.for_model(**{**MODELS[name], "text_config": text})
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return random_model(AutoModelForImageTextToText, config, dtype, device)
 
 
-def with_adapters(model: PreTrainedModel) -> Any:
+def with_adapters(model: Any) -> Any:
     """Adapters that change what the model computes, so that all of them have a gradient."""
     torch.manual_seed(1)
     return get_peft_model(model, LoraConfig(r=16, target_modules=TARGETS, init_lora_weights=False))
@@ -211,11 +206,11 @@ def train(arguments: argparse.Namespace, args: Any, ranks: Ranks) -> tuple[Any, 
     callbacks = [measure] if profiling is None else [measure, profiling]
     args.max_steps += len(callbacks) - 1
     rows: Any = [batch] * args.max_steps
-    trainer = Trainer(model, args, train_dataset=rows, data_collator=first, callbacks=callbacks)
+    trainer = Trainer(model, args, train_dataset=rows, data_collator=itemgetter(0), callbacks=callbacks)
     try:
         trainer.train()
     finally:
-        measure.end()
+        measure.watcher.end()
     found: dict[str, Any] = {"chosen": chosen_of(trainer.accelerator.unwrap_model(trainer.model))}
     if profiling is not None:
         last = measure.steps.pop()["seconds"]
@@ -238,16 +233,8 @@ def tower_seconds(model: Any, batch: Batch, ranks: Ranks) -> float:
     inputs[name] = pixels[:rows].to(model.dtype)
     inputs = {key: value.to(ranks.device) for key, value in inputs.items()}
     encode = model.get_video_features if video else model.get_image_features
-
-    def encoded() -> None:
-        with torch.no_grad():
-            encode(**inputs)
-
-    found = []
-    for _ in range(3):
-        ranks.align()
-        found.append(ranks.time(encoded))
-    return ranks.largest([min(found)])[0]
+    with torch.no_grad():
+        return seconds_of(lambda: encode(**inputs), ranks)
 
 
 def read_arguments() -> argparse.Namespace:
@@ -278,9 +265,7 @@ def main() -> None:
     gpus = int(os.environ.get("WORLD_SIZE", "1"))
     args = training_arguments(arguments, gpus)
     args.liger_kernel_config = {"layer_norm": False, "fused_linear_cross_entropy": False, "cross_entropy": False}
-    ranks = Ranks("cuda" if args.device.type == "cuda" else "cpu", 300)
-    told = ("model", "length", "images", "frames", "settings")
-    row = environment(ranks, arguments.commit) | {name: getattr(arguments, name) for name in told}
+    ranks, row = begin(arguments, "model", "length", "images", "frames", "settings", device=args.device.type)
     if arguments.check_length:
         row["errors"] = errors(arguments, ranks)
         ranks.say(json.dumps(row["errors"]))
@@ -298,7 +283,7 @@ def main() -> None:
     if ranks.cuda:
         torch.cuda.empty_cache()
     decoder = model.model.language_model
-    parts = parts_of_limits(decoder, ranks, arguments.length, natives_of(decoder, ranks), lora=True)
+    parts = parts_of_limits(decoder, ranks, arguments.length, lora=True)
     tower = tower_seconds(model, batch, ranks)
     bounds = {name: seconds + tower for name, seconds in limits(parts).items()}
     row |= {"parts_of_limits": parts, "tower_s": tower, "limits": bounds}

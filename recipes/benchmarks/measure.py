@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from recipes.benchmarks.contenders import Attend, Case, Contender, Prepared
 from recipes.benchmarks.native import exact_attention
 from recipes.benchmarks.ranks import Ranks
 
+Errors = dict[str, float]  # by the names of results
 PASSES = ("forward", "backward", "both")
 _INPUTS = ("q", "k", "v", "dout")
 _CHECK_SEED = 20240314
@@ -28,35 +28,21 @@ _WARMUP_SHARE = 0.25
 _ROW_S = 0.05  # seconds that calls in a row may take
 
 
-class Clock:
-    """Marks moments of a call, and tells the seconds between them: on GPUs by events, on CPUs by the host's clock.
+def moment(cuda: bool) -> Any:
+    """This moment: of the current GPU's stream, or of the host's clock."""
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    Args:
-        cuda (`bool`): Whether the moments are those of the current GPU's stream.
-    """
 
-    def __init__(self, cuda: bool) -> None:
-        self.cuda = cuda
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        """Marks this moment."""
-        if not self.cuda:
-            self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
-
-    def seconds(self) -> list[float]:
-        """Seconds between neighbouring marks, followed by those between the first and the last mark."""
-        first, last = self._marks[0], self._marks[-1]
-        if self.cuda:
-            last.synchronize()
-        return [*(self._between(start, stop) for start, stop in pairwise(self._marks)), self._between(first, last)]
-
-    def _between(self, start: Any, stop: Any) -> float:
-        return start.elapsed_time(stop) / 1e3 if self.cuda else stop - start
+def seconds_between(start: Any, stop: Any) -> float:
+    """Seconds between two moments, when the GPU has come to the second one."""
+    if isinstance(stop, float):
+        return float(stop - start)
+    stop.synchronize()
+    return float(start.elapsed_time(stop) / 1e3)
 
 
 @dataclass(frozen=True)
@@ -114,38 +100,40 @@ def check(contenders: Sequence[Contender], case: Case, ranks: Ranks) -> list[dic
     plain, failure = ranks.attempt(lambda: _results(lambda q, k, v: case.native.attend(q, k, v, case.mask), *inputs))
     if plain is None:
         raise RuntimeError(f"The kernel {case.native.name} cannot compute {case}: {failure}")
-    kernel = _errors(plain, exact)
-    verdicts = [_verdict(contender, case, ranks, inputs, exact, kernel) for contender in contenders]
-    for verdict in verdicts:
-        if verdict["status"] != "ok":
-            ranks.say(f"  {verdict['contender']} {verdict['status']}: {verdict['reason']}")
+    kernel, verdicts = relative_errors(plain, exact), []
+    allowed = {name: _TOLERANCE * max(error, torch.finfo(case.dtype).eps) for name, error in kernel.items()}
+    for contender in contenders:
+        own = replace(case, group=ranks.group(contender.family))
+        errors_of = partial(_own_errors, inputs=inputs, exact=exact)
+        found = verdict(contender, ranks, partial(contender.build, own), errors_of, allowed)
+        verdicts.append(found | {"kernel_errors": kernel} if "errors" in found else found)
     return verdicts
 
 
-def _verdict(
-    contender: Contender,
-    case: Case,
-    ranks: Ranks,
-    inputs: Sequence[torch.Tensor],
-    exact: dict[str, torch.Tensor],
-    kernel: dict[str, float],
+def verdict(
+    contender: Any, ranks: Ranks, build: Callable[[], Any], errors_of: Callable[[Any], Errors], allowed: Errors
 ) -> dict[str, Any]:
-    own = replace(case, group=ranks.group(contender.family))
-    verdict = {"contender": contender.name, "status": "ok", "reason": ""}
-    prepared, failure = ranks.attempt(lambda: contender.build(own))
-    if prepared is None:
-        return verdict | {"status": "unavailable", "reason": failure}
-    with listening() as said:
-        errors, failure = ranks.attempt(lambda: _own_errors(prepared, inputs, exact), contender.family)
-    if errors is None:
-        return verdict | {"status": "failed", "reason": failure, "said": said}
-    errors = ranks.slowest(errors)
-    allowed = {name: _TOLERANCE * max(kernel[name], torch.finfo(case.dtype).eps) for name in errors}
-    wrong = [name for name, error in errors.items() if not error <= allowed[name]]
-    if wrong:
-        reason = ", ".join(f"error of {name} {errors[name]:.1e}, allowed {allowed[name]:.1e}" for name in wrong)
-        verdict |= {"status": "wrong", "reason": reason}
-    return verdict | {"said": said, "errors": errors, "kernel_errors": kernel}
+    """Whether the errors of a contender, as it is built, are allowed on all ranks; or why it has none."""
+    found: dict[str, Any] = {"contender": contender.name, "status": "ok", "reason": ""}
+    built, failure = ranks.attempt(build)
+    if built is None:
+        found |= {"status": "unavailable", "reason": failure}
+    else:
+        with listening() as said:
+            errors, failure = ranks.attempt(lambda: errors_of(built), contender.family)
+        found |= {"said": said}
+        if errors is None:
+            found |= {"status": "failed", "reason": failure}
+        else:
+            found["errors"] = ranks.slowest(errors)
+            wrong = {name: error for name, error in found["errors"].items() if not error <= allowed[name]}
+            reason = ", ".join(
+                f"error of {name} {error:.1e}, allowed {allowed[name]:.1e}" for name, error in wrong.items()
+            )
+            found |= {"status": "wrong", "reason": reason} if wrong else {}
+    if found["status"] != "ok":
+        ranks.say(f"  {contender.name} {found['status']}: {found['reason']}")
+    return found
 
 
 def measure(contenders: Sequence[Contender], case: Case, ranks: Ranks, effort: Effort) -> list[Measured]:
@@ -153,13 +141,17 @@ def measure(contenders: Sequence[Contender], case: Case, ranks: Ranks, effort: E
     storage = _storage(case)
 
     def prepare(contender: Contender, group: dist.ProcessGroup | None) -> Run:
-        own = replace(case, group=group)
-        prepared = contender.build(own)
-        *inputs, dout = (_placed(prepared, storage[name], own, name in ("q", "dout")) for name in _INPUTS)
-        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-        return Run(lambda: prepared.attend(*leaves), leaves, dout, prepared.around)
+        return run_of(contender, replace(case, group=group), storage)
 
     return measure_runs([Measured(contender, partial(prepare, contender)) for contender in contenders], ranks, effort)
+
+
+def run_of(contender: Contender, case: Case, storage: dict[str, torch.Tensor] | None = None) -> Run:
+    """A contender on random numbers, or on those that all contenders share."""
+    storage, prepared = storage or _storage(case), contender.build(case)
+    *inputs, dout = (_placed(prepared, storage[name], case, name in ("q", "dout")) for name in _INPUTS)
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    return Run(lambda: prepared.attend(*leaves), leaves, dout, prepared.around)
 
 
 def measure_runs(results: list[Measured], ranks: Ranks, effort: Effort) -> list[Measured]:
@@ -253,29 +245,29 @@ def _call(measured: Measured, ranks: Ranks) -> None:
     run = measured.run
     if run is None:
         return
-    clock = None
+    moments = None
     with ExitStack() as stack:
         _, failure = ranks.attempt(lambda: stack.enter_context(run.around()), family)
         if failure is None:
             ranks.align()
-            clock, failure = ranks.attempt(lambda: _timed(run, measured.calls, ranks.cuda), family)
-    if clock is None:
+            moments, failure = ranks.attempt(lambda: timed(run, measured.calls, ranks.cuda), family)
+    if moments is None:
         measured.fail("failed", failure or "")
         ranks.say(f"  {measured.contender.name}: failed: {failure}")
         return
-    for name, seconds in zip(PASSES, clock.seconds(), strict=True):
-        measured.seconds[name].append(seconds / measured.calls)
+    begun, turned, ended = moments
+    for name, pair in zip(PASSES, ((begun, turned), (turned, ended), (begun, ended)), strict=True):
+        measured.seconds[name].append(seconds_between(*pair) / measured.calls)
 
 
-def _timed(run: Run, calls: int, cuda: bool) -> Clock:
-    clock = Clock(cuda)
-    clock.mark()
+def timed(run: Run, calls: int, cuda: bool) -> tuple[Any, Any, Any]:
+    """The moments at the beginning, between the passes and at the end."""
+    begun = moment(cuda)
     outs = [run.forward() for _ in range(calls)]
-    clock.mark()
+    turned = moment(cuda)
     while outs:
         torch.autograd.grad(outs.pop(), run.leaves, run.dout)
-    clock.mark()
-    return clock
+    return begun, turned, moment(cuda)
 
 
 def _storage(case: Case) -> dict[str, torch.Tensor]:
@@ -316,14 +308,14 @@ def _results(
     return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, leaves, dout)), strict=True))
 
 
-def _own_errors(prepared: Prepared, inputs: Sequence[torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
+def _own_errors(prepared: Prepared, inputs: Sequence[torch.Tensor], exact: dict[str, torch.Tensor]) -> Errors:
     with prepared.around():
         results = _results(prepared.attend, *(prepared.cut(tensor) for tensor in inputs))
     expected = {name: prepared.cut(exact[name]) for name in prepared.complete}
-    return _errors({name: results[name] for name in expected}, expected)
+    return relative_errors({name: results[name] for name in expected}, expected)
 
 
-def _errors(results: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
+def relative_errors(results: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> Errors:
     """Relative errors in the Frobenius norm."""
     for name, tensor in results.items():
         if tensor.shape != exact[name].shape:

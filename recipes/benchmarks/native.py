@@ -3,13 +3,15 @@
 The fastest kernel that runs here is the limit of a benchmark: it computes a share of the heads and sends nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from hf_burst.errors import ConfigError
 from hf_burst.kernels import KernelRequest, explain_kernels
@@ -30,17 +32,11 @@ class Native:
 def choose_native(
     requested: str, ranks: Ranks, dtype: torch.dtype, head_dim: int, mask: Mask
 ) -> tuple[Native, list[str]]:
-    """Chooses the kernel of the limit: the requested one, or the fastest one that runs forward and backward here.
-
-    Args:
-        requested (`str`): A name, or `"auto"`.
-        ranks ([`Ranks`]): The processes, which choose alike.
-        dtype (`torch.dtype`): Of q, k and v.
-        head_dim (`int`): Elements of a head.
-        mask ([`Mask`]): A mask of the kind that will be measured.
+    """Chooses the kernel of the limit: the requested one, or for `"auto"` the fastest one that runs forward and
+    backward here, on a mask of the kind that will be measured. All ranks choose alike.
 
     Returns:
-        `tuple[Native, list[str]]`: The kernel, and why faster ones cannot run.
+        The kernel, and why faster ones cannot run.
 
     Raises:
         ConfigError: If no kernel runs.
@@ -101,8 +97,7 @@ def _flash_attn_4() -> AttendMasked:
 
 def _flash_attn_4_and_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
     _only_whole(mask, "cuDNN's backward pass")
-    out: torch.Tensor = _ForwardByFlashAttn4.apply(q, k, v)
-    return out
+    return _ForwardByFlashAttn4.apply(q, k, v)
 
 
 class _ForwardByFlashAttn4(torch.autograd.Function):
@@ -164,14 +159,12 @@ def _first(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 def _torch_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
     window = {} if mask.window is None else {"window_size_left": mask.window, "window_size_right": 0}
+    call = torch.ops.aten._flash_attention_forward
     if len(mask.documents) == 2:
-        dense = (None, None, q.shape[1], k.shape[1])
-        out: torch.Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *dense, 0.0, True, False, **window)[0]
-        return out
+        return _first(call(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, **window))
     bounds, longest = cu_seqlens(mask, q.shape[0], q.device)
     flat = [tensor.flatten(0, 1) for tensor in (q, k, v)]
-    lengths = (bounds, bounds, longest, longest)
-    out = torch.ops.aten._flash_attention_forward(*flat, *lengths, 0.0, True, False, **window)[0]
+    out = _first(call(*flat, bounds, bounds, longest, longest, 0.0, True, False, **window))
     return out.unflatten(0, q.shape[:2])
 
 
@@ -196,25 +189,21 @@ def _ffpa() -> AttendMasked:
 
 def _torch_efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
     """Torch's memory-efficient kernel, which shares no key heads: they are repeated."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     _only_whole(mask, "torch's memory-efficient kernel")
     share = q.shape[2] // k.shape[2]
     heads_first = q.transpose(1, 2), *(tensor.repeat_interleave(share, 2).transpose(1, 2) for tensor in (k, v))
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+        return scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
 
 
 def _cpu_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
     """torch's kernel for CPUs. Documents and windows become a dense mask, since no speed is compared on CPUs."""
-    heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    if len(mask.documents) == 2 and mask.window is None:
-        out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, True)[0]
-        return out.transpose(1, 2)
-    added = torch.zeros(mask.length, mask.length, dtype=q.dtype).masked_fill_(~admitted(mask, q.device), -torch.inf)
     call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out = call(*heads_first, 0.0, False, attn_mask=added)[0]
-    return out.transpose(1, 2)
+    heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    whole, added = len(mask.documents) == 2 and mask.window is None, None
+    if not whole:
+        added = torch.zeros(mask.length, mask.length, dtype=q.dtype).masked_fill_(~admitted(mask, q.device), -torch.inf)
+    return _first(call(*heads_first, 0.0, whole, attn_mask=added)).transpose(1, 2)
 
 
 def _only_whole(mask: Mask, kernel: str) -> None:
@@ -236,29 +225,16 @@ def exact_attention(
 ) -> dict[str, torch.Tensor]:
     """Computes out, dq, dk and dv of attention in fp64, one key head after another.
 
-    Args:
-        q, dout (`torch.Tensor` of shape `(B, S, Hq, D)`): Queries, and the gradient of the output.
-        k, v (`torch.Tensor` of shape `(B, S, Hkv, D)`): Keys and values.
-        mask ([`Mask`]): Of every row.
-
-    Returns:
-        `dict` of fp64 tensors in the shapes of q, q, k and v.
+    Queries and the gradient of the output have the shape `(B, S, Hq, D)`, keys and values `(B, S, Hkv, D)`.
     """
-    wide = [tensor.double() for tensor in (q, k, v, dout)]
-    heads = list(_exact_heads(admitted(mask, q.device), *wide))
-    whole = [torch.cat(parts, dim=2) for parts in zip(*heads, strict=True)]
-    return dict(zip(("out", "dq", "dk", "dv"), whole, strict=True))
-
-
-def _exact_heads(
-    visible: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, ...]]:
-    """out, dq, dk and dv of each key head and its query heads."""
-    per_key = q.shape[2] // k.shape[2]
+    visible, share, found = admitted(mask, q.device), q.shape[2] // k.shape[2], []
     for head in range(k.shape[2]):
-        rows = slice(head * per_key, (head + 1) * per_key)
-        inputs = [tensor.detach().requires_grad_() for tensor in (q[:, :, rows], k[:, :, [head]], v[:, :, [head]])]
-        scores = torch.einsum("bihd,bjxd->bhij", inputs[0], inputs[1]) * q.shape[3] ** -0.5
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-        out = torch.einsum("bhij,bjxd->bihd", weights, inputs[2])
-        yield (out.detach(), *torch.autograd.grad(out, inputs, dout[:, :, rows]))
+        rows = slice(head * share, (head + 1) * share)
+        parts = (q[:, :, rows], k[:, :, [head]], v[:, :, [head]])
+        leaves = [tensor.double().detach().transpose(1, 2).requires_grad_() for tensor in parts]
+        with sdpa_kernel(SDPBackend.MATH):
+            out = scaled_dot_product_attention(*leaves, visible, enable_gqa=True)
+        gradients = torch.autograd.grad(out, leaves, dout[:, :, rows].double().transpose(1, 2))
+        found.append([tensor.transpose(1, 2) for tensor in (out.detach(), *gradients)])
+    whole = [torch.cat(parts, dim=2) for parts in zip(*found, strict=True)]
+    return dict(zip(("out", "dq", "dk", "dv"), whole, strict=True))

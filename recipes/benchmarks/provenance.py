@@ -1,6 +1,5 @@
 """Where and with what a benchmark ran."""
 
-import importlib.metadata
 import os
 import platform
 import socket
@@ -8,6 +7,8 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,9 @@ def hardware(device: torch.device, ranks: int, hosts: int) -> dict[str, Any]:
 def versions(cuda: bool) -> dict[str, str]:
     """Versions of Python, torch, its libraries for GPUs, and of installed packages that matter."""
     known = {"python": platform.python_version(), "torch": torch.__version__}
-    known |= {name: version for name in _PACKAGES if (version := _version(name))}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            known[name] = version(name)
     if cuda:
         known["cuda"] = str(torch.version.cuda)
         known["cudnn"] = str(torch.backends.cudnn.version())
@@ -81,10 +84,3 @@ def interquartile_range(values: Sequence[float]) -> float:
         return 0.0
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
     return third - first
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -31,11 +31,7 @@ class Ranks:
     """All processes of a job that `torchrun` or `accelerate launch` started, or this process alone.
 
     Each family of contenders has a process group of its own, which is aborted when a contender fails. The ranks agree
-    about failures over gloo, beside the devices.
-
-    Args:
-        device (`str`): `"cpu"`, `"cuda"` or `"auto"` for CUDA where there is one.
-        timeout_s (`float`): How long one call of a contender may take.
+    about failures over gloo, beside the devices. One call of a contender may take `timeout_s`.
     """
 
     def __init__(self, device: str = "auto", timeout_s: float = 120.0) -> None:
@@ -76,11 +72,8 @@ class Ranks:
         """Calls a function on every rank, and returns its result and the failure, if any rank had one.
 
         If it fails on some ranks only, the others wait for messages that do not come. On CPUs they wait until the
-        group's time limit. On GPUs they hear of the failure, and abort the group.
-
-        Args:
-            function (`Callable`): Takes no arguments; may fail.
-            family (`str`, *optional*): The family whose group it communicates over, which is dropped if it fails.
+        group's time limit. On GPUs they hear of the failure, and abort the group of the family that the function
+        communicates over.
 
         Returns:
             The result, or `None` after a failure; and the failure as a sentence, or `None`, alike on all ranks.
@@ -166,8 +159,7 @@ class Ranks:
             dist.destroy_process_group()
 
     def _new_group(self, backend: str, timeout_s: float) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
-        return group
+        return dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
 
     def _finish(self, family: str) -> None:
         """Waits for the device until the time limit, or until another rank has failed."""

@@ -16,7 +16,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -36,10 +36,11 @@ from hf_burst.hf.context import LaidTokens, LayerContext, ShardedPass, entered
 from hf_burst.hf.models.recurrent import COUNTERPARTS, in_place_of_innermost
 from hf_burst.plan.recurrence import Way
 from hf_burst.recurrent import ReplayBuffer
-from recipes.benchmarks.harness import at_least, options_of, write
-from recipes.benchmarks.measure import Effort, Measured, Run, measure_runs
-from recipes.benchmarks.provenance import environment, interquartile_range
+from recipes.benchmarks.harness import at_least, begin, options_of, write
+from recipes.benchmarks.measure import Effort, Measured, Run, measure_runs, relative_errors, verdict
+from recipes.benchmarks.provenance import interquartile_range
 from recipes.benchmarks.ranks import Ranks
+from recipes.benchmarks.training_limits import rule_call
 
 RULE, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
 TOLERANCE = 2.0  # times the error of one device
@@ -171,10 +172,7 @@ def with_functions(mixer: Any, functions: Functions) -> Callable[[torch.Tensor],
         copy.__kwdefaults__ = inner.__kwdefaults__
         return copy
 
-    forward: Callable[[torch.Tensor], torch.Tensor] = MethodType(
-        in_place_of_innermost(type(mixer).forward, rebind), mixer
-    )
-    return forward
+    return MethodType(in_place_of_innermost(type(mixer).forward, rebind), mixer)
 
 
 def whole_inputs(arguments: argparse.Namespace, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,37 +193,26 @@ def check(arguments: argparse.Namespace, ranks: Ranks, every: Sequence[Contender
         fallbacks[name] = getattr(function, "__wrapped__", function)
     exact = _derivatives(exact_mixer, with_functions(exact_mixer, fallbacks), x.float(), dout.float())
     mixer = make_mixer(arguments, case)
-    alone = _errors(_derivatives(mixer, mixer.forward, x, dout), exact)
+    alone = relative_errors(_derivatives(mixer, mixer.forward, x, dout), exact)
+    allowed = {name: TOLERANCE * max(error, EXACT) for name, error in alone.items()}
     yield {"contender": "one device", "errors": alone}
+
+    def errors_of(functions: Functions, chunking: Chunking) -> dict[str, float]:
+        layout, mixer = case.layout(chunking), make_mixer(arguments, case)
+        own_x, own_dout = (layout.shard(tensor, ranks.rank).contiguous() for tensor in (x, dout))
+        results = _derivatives(mixer, with_functions(mixer, functions), own_x, own_dout)
+        for name, tensor in results.items():
+            parts = _gathered(tensor, ranks)
+            results[name] = layout.unshard(parts) if name in ("out", "dx") else torch.stack(parts).float().sum(0)
+        return relative_errors(results, exact)
+
     for contender in every:
-        if not contender.whole:
-            continue
-
-        def compute(contender: Contender = contender) -> dict[str, torch.Tensor]:
-            mine = _case(arguments, ranks, arguments.check_tokens, ranks.group(contender.name))
-            layout, mixer = mine.layout(contender.chunking), make_mixer(arguments, mine)
-            forward = with_functions(mixer, contender.functions(mine))
-            own_x, own_dout = (layout.shard(tensor, ranks.rank).contiguous() for tensor in (x, dout))
-            results = _derivatives(mixer, forward, own_x, own_dout)
-            for name, tensor in results.items():
-                if name in ("out", "dx"):
-                    results[name] = layout.unshard(_gathered(tensor, ranks))
-                else:
-                    results[name] = torch.stack(_gathered(tensor.float(), ranks)).sum(0)
-            return results
-
-        results, failure = ranks.attempt(compute, contender.name)
-        verdict: dict[str, Any] = {"contender": contender.name}
-        if results is None:
-            contender.failure = failure or ""
-        else:
-            verdict["errors"] = _errors(results, exact)
-            errors = verdict["errors"].items()
-            wrong = [name for name, error in errors if error > TOLERANCE * max(alone[name], EXACT)]
-            contender.failure = f"wrong: {', '.join(wrong)}" if wrong else ""
-        verdict["failure"] = contender.failure
-        ranks.say(f"  {contender.name}: {contender.failure or 'as close as one device'}")
-        yield verdict
+        if contender.whole:
+            build = partial(contender.functions, replace(case, group=ranks.group(contender.name)))
+            found = verdict(contender, ranks, build, partial(errors_of, chunking=contender.chunking), allowed)
+            contender.failure = found["reason"]
+            told = {name: found[name] for name in ("contender", "errors") if name in found}
+            yield told | {"failure": contender.failure}
 
 
 def _derivatives(mixer: Any, forward: Callable[..., torch.Tensor], x: torch.Tensor, dout: torch.Tensor) -> Any:
@@ -238,13 +225,6 @@ def _derivatives(mixer: Any, forward: Callable[..., torch.Tensor], x: torch.Tens
 
 def _gathered(tensor: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
     return [shard.to(tensor.device) for shard in ranks.gather(tensor.cpu())]
-
-
-def _errors(results: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
-    return {
-        name: float((results[name].double() - wanted.double()).norm() / wanted.double().norm())
-        for name, wanted in exact.items()
-    }
 
 
 def _case(arguments: argparse.Namespace, ranks: Ranks, tokens: int, group: dist.ProcessGroup | None) -> Case:
@@ -262,15 +242,10 @@ def mixer_run(arguments: argparse.Namespace, case: Case, contender: Contender) -
 
 def rule_run(arguments: argparse.Namespace, case: Case, contender: Contender) -> Run:
     """A call of the bare rule."""
-    tokens, dim = case.length // case.ranks, arguments.head_dim
-    rule, make = contender.functions(case)[RULE], partial(torch.randn, 1, tokens, device=case.device)
-    q, k = (make(arguments.key_heads, dim).to(case.dtype) for _ in range(2))
-    v, beta = make(arguments.value_heads, dim).to(case.dtype), make(arguments.value_heads).sigmoid().to(case.dtype)
-    g = -make(arguments.value_heads).exp() / 100
-    leaves = [tensor.requires_grad_() for tensor in (q, k, v, g, beta)]
-    options = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
-    forward = partial(rule, q, k, v, g=g, beta=beta, cu_seqlens=None, **options)
-    return Run(lambda: forward()[0], leaves, torch.randn_like(v))
+    rule, keys = contender.functions(case)[RULE], (arguments.key_heads, arguments.head_dim)
+    values = (arguments.value_heads, arguments.head_dim)
+    run, leaves = rule_call(rule, keys, values, case.length // case.ranks, case.dtype, case.device)
+    return Run(run, leaves, torch.randn_like(leaves[2]))
 
 
 def measure(
@@ -322,18 +297,17 @@ def main() -> int:
     parser.add_argument("--in-a-row", type=at_least(1), default=4, help="calls that follow each other; fewer if slow")
     parser.add_argument("--contenders", nargs="+", help="beginnings of names; all by default")
     arguments = parser.parse_args()
-    ranks = Ranks(arguments.device, arguments.timeout)
+    ranks, result = begin(arguments)
     wanted = tuple(arguments.contenders or ("",))
     every = [contender for contender in contenders() if contender.name.startswith(("limit", *wanted))]
-    result = environment(ranks, arguments.commit)
     result["checks"], result["results"] = [], []
 
     def tell() -> None:
         result["failures"] = {contender.name: contender.failure for contender in every if contender.failure}
         write(arguments.out, result, ranks)
 
-    for verdict in check(arguments, ranks, every):
-        result["checks"].append(verdict)
+    for checked in check(arguments, ranks, every):
+        result["checks"].append(checked)
         tell()
     for tokens in arguments.tokens:
         for part in arguments.parts:

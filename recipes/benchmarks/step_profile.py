@@ -35,13 +35,12 @@ import hf_burst
 from hf_burst.plan import Mask
 from recipes.benchmarks.contenders import Case
 from recipes.benchmarks.contenders import hf_burst as hf_burst_attention
-from recipes.benchmarks.harness import options_of, write
-from recipes.benchmarks.measure import listening
+from recipes.benchmarks.harness import begin, options_of, write
+from recipes.benchmarks.measure import listening, run_of, timed
 from recipes.benchmarks.native import choose_native
-from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_contenders import burst
-from recipes.benchmarks.training_job import add_model, apply_liger, make_job, make_model, random_tokens
+from recipes.benchmarks.training_job import add_training, apply_liger, make_job, make_model, random_tokens
 
 Span = tuple[float, float]
 # the first group of which a word is in a kernel's name
@@ -145,16 +144,7 @@ Steps = tuple[Callable[[], Any], Callable[[], Any]]  # makes one; the settings t
 @contextmanager
 def training(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Steps]:
     """Steps of an optimizer."""
-    job = make_job(
-        arguments.shape,
-        longest=arguments.length,
-        ranks=ranks,
-        liger=arguments.liger,
-        weights="lora" if arguments.lora else "all",
-        compiled=False,
-        layers=arguments.layers,
-        gated_norms=arguments.gated_norms,
-    )
+    job = make_job(arguments, arguments.length, ranks)
     job.tokens = random_tokens(arguments.length, job.base, ranks.device)
 
     def step() -> None:
@@ -198,35 +188,22 @@ def attending(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Steps]:
         group=dist.group.WORLD if ranks.size > 1 else None,
     )
     settings = dict(arguments.settings)
-    attend = hf_burst_attention(settings.pop("schedule", "auto"), settings).build(case).attend
-    heads = (_HEADS, arguments.kv_heads, arguments.kv_heads)
-    shapes = [(1, case.tokens, count, _HEAD_SIZE) for count in heads]
-    leaves = [torch.randn(shape, dtype=dtype, device=ranks.device, requires_grad=True) for shape in shapes]
-    weight = torch.randn(shapes[0], dtype=dtype, device=ranks.device)
-
-    def step() -> None:
-        outputs = [attend(*leaves) for _ in range(_CALLS)]
-        for output in outputs:
-            torch.autograd.grad(output, leaves, weight)
-
-    yield step, dict
+    run = run_of(hf_burst_attention(settings.pop("schedule", "auto"), settings), case)
+    yield partial(timed, run, _CALLS, ranks.cuda), dict
 
 
 def main() -> None:
     """Makes four steps, the last one under the profiler."""
     parser = options_of(__doc__, timeout_s=600.0)
-    add_model(parser, "qwen3.5-hybrid")
+    add_training(parser, "qwen3.5-hybrid")
     parser.add_argument("--length", type=int, default=65536, help="tokens of the whole sequence")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--read", action="store_true", help="a document, without training")
     kinds.add_argument("--attention", action="store_true", help=f"alone, of {_HEADS} query heads of {_HEAD_SIZE}")
     parser.add_argument("--kv-heads", type=int, default=8, help="of attention alone")
-    parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all large linear layers")
-    parser.add_argument("--gated-norms", action="store_true", help="fla's norms of gated outputs")
     parser.add_argument("--settings", type=json.loads, default={}, help="of BurstConfig and Memory, as JSON")
     arguments = parser.parse_args()
-    ranks = Ranks(arguments.device, arguments.timeout)
-    result = environment(ranks, arguments.commit)
+    ranks, result = begin(arguments)
     seconds = list[float]()
     profiler = profiler_of(ranks)
     steps = attending if arguments.attention else reading if arguments.read else training

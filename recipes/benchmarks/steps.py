@@ -78,16 +78,8 @@ def measure(
     checked: int | None = None,
     between: Callable[[Job], None] = lambda job: None,
 ) -> Iterator[dict[str, Row]]:
-    """Compares the losses and gradient norms of all contenders, and has them take turns, a step each.
-
-    Args:
-        job ([`Job`]): What they train.
-        ways (mapping): The contenders.
-        rounds (`int`): Steps of each that count.
-        warmup (`int`): Steps before them.
-        tokens (`torch.LongTensor` of shape `(1, length)`): The sequence.
-        checked (`int`, *optional*): Tokens of the comparison; all by default.
-        between (`Callable`, *optional*): Is called after each step.
+    """Compares the losses and gradient norms of all contenders on the first `checked` tokens of a sequence of shape
+    `(1, length)`, and has them take turns, a step each: `rounds` that count, behind `warmup`.
 
     Yields:
         The rows by the names of the contenders, after the comparison and after each step.

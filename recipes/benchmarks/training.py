@@ -1,16 +1,9 @@
 """Whole training steps: hf_burst beside other ways to train on long sequences, interleaved in one run.
 
-    torchrun --nproc-per-node 4 recipes/benchmarks/training.py --shape llama-8b --lengths 32768 131072 \\
-        --out outputs/training.json
-    torchrun --nproc-per-node 2 recipes/benchmarks/training.py --liger --lengths 524288 --rounds 1 --warmup 0 \\
-        --check-length 8192 --hf-burst tiled_mlp=16384,activation_offloading=0.6
-    python recipes/benchmarks/training.py --shape llama-8b --lora --liger --lengths 131072
     torchrun --nproc-per-node 2 recipes/benchmarks/training.py --device cpu --shape tiny --lengths 512 --rounds 2
 
-One model with random weights in bf16 is sharded by FSDP2 as accelerate does it, over several ranks. AdamW trains it on
-random tokens, with or without checkpoints. All contenders (training_contenders.py) train it in turns, a step each, so
-that they share weights, optimizer and memory. Before the first step their losses and gradient norms are compared.
-README.md says what is measured.
+README.md beside this file says what is measured, and has commands for GPUs. All contenders (training_contenders.py)
+train one model in turns, a step each, so that they share weights, optimizer and memory.
 """
 
 import argparse
@@ -26,15 +19,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from hf_burst.cli.launch import launched
-from recipes.benchmarks.harness import Row, at_least, options_of, table, write
-from recipes.benchmarks.provenance import environment
-from recipes.benchmarks.ranks import Ranks
+from recipes.benchmarks.harness import Row, at_least, begin, options_of, table, write
 from recipes.benchmarks.steps import measure, with_medians
-from recipes.benchmarks.training_contenders import CONTENDERS, NAMED, SINGLE, read_settings
-from recipes.benchmarks.training_job import Job, add_model, make_job, random_tokens
-from recipes.benchmarks.training_limits import flops, limits, natives_of, parts_of_limits
+from recipes.benchmarks.training_contenders import CONTENDERS, NAMED, read_settings
+from recipes.benchmarks.training_job import Job, add_training, make_job, random_tokens
+from recipes.benchmarks.training_limits import attentions_of, flops, limits, native_of, parts_of_limits
 
-KNOWN = CONTENDERS | SINGLE | NAMED
+KNOWN = CONTENDERS | NAMED
 
 PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
 
@@ -95,11 +86,7 @@ def longest(text: str) -> tuple[str, int]:
 def read_arguments() -> argparse.Namespace:
     """Reads the command line, and ends the process with a sentence if it cannot be used."""
     parser = options_of(__doc__)
-    add_model(parser)
-    parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all large linear layers")
-    parser.add_argument("--qlora", action="store_true", help="the same of weights in 4 bits, on one GPU")
-    parser.add_argument("--gated-norms", action="store_true", help="fla's norms of gated outputs, for all")
-    parser.add_argument("--compile", action="store_true", help="every layer compiled by itself, for all")
+    add_training(parser)
     parser.add_argument("--lengths", type=at_least(2), nargs="+", default=[32768], help="tokens of the whole sequence")
     parser.add_argument("--document", type=at_least(2), help="tokens of each packed document (one document)")
     parser.add_argument("--contenders", nargs="+", choices=KNOWN, help="by default all that know such a model")
@@ -126,7 +113,7 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
     if arguments.gated_norms and not hybrid:
         parser.error(f"--gated-norms is for shapes with recurrent layers, not for {arguments.shape}")
     if arguments.contenders is None:
-        known = {} if arguments.hf_burst else CONTENDERS | SINGLE
+        known = {} if arguments.hf_burst else CONTENDERS
         arguments.contenders = [
             name
             for name, contender in known.items()
@@ -139,14 +126,14 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
     arguments.rounds *= len(arguments.lengths) // count
     for name in (name for name, contender in arguments.contenders.items() if contender.several is (size == 1)):
         parser.error(f"{name!r} is no way to train on {size} {'process' if size == 1 else 'processes'}")
-    if arguments.qlora and size > 1:
+    if arguments.weights == "qlora" and size > 1:
         parser.error("--qlora trains on one GPU: FSDP2 does not shard these weights")
     whole = [name for name, contender in arguments.contenders.items() if contender.settings is None and size > 1]
     if arguments.document and (whole or not arguments.no_limits):
         parser.error("--document is for hf_burst, or one process, with --no-limits")
     if arguments.liger and not find_spec("liger_kernel"):
         parser.error("--liger needs Liger-Kernel: pip install liger-kernel")
-    if arguments.qlora and not find_spec("bitsandbytes"):
+    if arguments.weights == "qlora" and not find_spec("bitsandbytes"):
         parser.error("--qlora needs bitsandbytes: pip install bitsandbytes")
     if arguments.gpu_memory and (arguments.device == "cpu" or not torch.cuda.is_available()):
         parser.error("--gpu-memory is for GPUs")
@@ -154,33 +141,22 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
 
 def main() -> int:
     arguments = read_arguments()
-    ranks = Ranks(arguments.device, arguments.timeout)
+    ranks, result = begin(arguments, "shape", "layers", "document", "liger", "gated_norms")
     if arguments.gpu_memory:
         share = arguments.gpu_memory * 2**30 / torch.cuda.mem_get_info(ranks.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), ranks.device)
-    job = make_job(
-        arguments.shape,
-        longest=arguments.lengths[-1],
-        ranks=ranks,
-        liger=arguments.liger,
-        weights="qlora" if arguments.qlora else "lora" if arguments.lora else "all",
-        compiled=arguments.compile,
-        layers=arguments.layers,
-        gated_norms=arguments.gated_norms,
-    )
-    job.document = arguments.document
-    lora = arguments.lora or arguments.qlora
-    natives = natives_of(job.base.model, ranks)
-    told = ("shape", "layers", "document", "liger", "gated_norms")
-    result = environment(ranks, arguments.commit) | {name: getattr(arguments, name) for name in told}
+    job = make_job(arguments, arguments.lengths[-1], ranks)
+    job.document, lora = arguments.document, arguments.weights != "all"
+    kinds = dict.fromkeys(attentions_of(job.base.model))
+    kernels = dict.fromkeys(native_of(kind, job.base.dtype, ranks).name for kind in kinds)
     result |= {
         "lora": lora,
         "adapters": "hf_burst" if lora and not arguments.compile else None,  # who computes them in its rows
-        "four_bits": arguments.qlora,
+        "four_bits": arguments.weights == "qlora",
         "gpu_memory_gib": arguments.gpu_memory,
         "allocator": os.environ.get("PYTORCH_ALLOC_CONF"),
         "compiled": arguments.compile,
-        "kernel": ", ".join(dict.fromkeys(native.name for native in natives.values())),
+        "kernel": ", ".join(kernels),
         "parts_of_limits": {},
         "limits": {},
         "results": [],
@@ -188,7 +164,7 @@ def main() -> int:
     for length, count in zip(arguments.lengths, arguments.rounds, strict=True):
         bounds = dict[str, float]()
         if not arguments.no_limits:
-            parts = parts_of_limits(job.base.model, ranks, length, natives, lora)
+            parts = parts_of_limits(job.base.model, ranks, length, lora)
             bounds = limits(parts)
             result["parts_of_limits"][str(length)], result["limits"][str(length)] = parts, bounds
         uncounted = arguments.document or job.base.config.to_dict().get("sliding_window")

@@ -17,8 +17,6 @@ import hf_burst
 from hf_burst.errors import ConfigError
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts.adapters import Adapters
-from hf_burst.hf.parts.checkpointing import Checkpointing
-from hf_burst.hf.parts.memory import MemoryRule
 from recipes.benchmarks.harness import setting
 from recipes.benchmarks.steps import Loss, Way
 from recipes.benchmarks.training_job import Job, checkpoint_layers, hooks_removed
@@ -39,8 +37,7 @@ def config_of(settings: Mapping[str, Any]) -> hf_burst.BurstConfig:
 
 def of_the_batch(job: Job) -> torch.Tensor:
     """The loss of the whole sequence."""
-    loss: torch.Tensor = job.model(**job.batch).loss
-    return loss
+    return job.model(**job.batch).loss
 
 
 @contextmanager
@@ -48,19 +45,18 @@ def burst(job: Job, settings: Mapping[str, Any], compute: Loss = of_the_batch) -
     """Patches the model with hf_burst, which takes whole sequences. What it measured before stays, as for a model that
     is patched once."""
     hf_burst.patch_model(job.model, config_of(settings), job.mesh)
-    parts = {type(part): part for part in getattr(job.base, PATCH).parts}
-    parts[MemoryRule].rules = job.rules.setdefault((compute, *settings.items()), {})
-    parts[Checkpointing].host = job.home  # page-locked once, as for a model that stays patched
+    patch = getattr(job.base, PATCH)
+    patch.memory.rules = job.rules.setdefault((compute, *settings.items()), {})
+    patch.checkpointing.host = job.home  # page-locked once, as for a model that stays patched
 
     def loss(job: Job) -> torch.Tensor:
         value = compute(job)
-        job.home = parts[Checkpointing].host
+        job.home = patch.checkpointing.host
         return value
 
     try:
         yield loss
-        latest = parts[MemoryRule].latest
-        job.chosen = asdict(latest.settings) if latest else {}
+        job.chosen = asdict(patch.memory.latest.settings) if patch.memory.latest else {}
     finally:
         hf_burst.unpatch_model(job.model)
 
@@ -230,22 +226,13 @@ def by_peft(job: Job, settings: Mapping[str, Any]) -> Iterator[Loss]:
 @contextmanager
 def plain(
     job: Job,
-    kernel: str = "flash_attention_4",
-    fused: bool = False,
-    tiled: bool = False,
-    offloaded: str = "",
-    cudnn: bool = True,
+    kernel: str = "flash_attention_4",  # a name of Transformers
+    fused: bool = False,  # whether the loss is Liger's, which holds few logits at a time
+    tiled: bool = False,  # whether MLPs run in Liger's tiles
+    offloaded: str = "",  # who offloads what is kept: nobody, `"transformers"` or `"trl"`
+    cudnn: bool = True,  # whether torch's attention is cuDNN's; else torch chooses
 ) -> Iterator[Loss]:
-    """Trains with an attention of Transformers, with checkpoints.
-
-    Args:
-        job ([`Job`]): What is trained.
-        kernel (`str`): A name of Transformers.
-        fused (`bool`): Whether the loss is Liger's, which holds few logits at a time.
-        tiled (`bool`): Whether MLPs run in Liger's tiles.
-        offloaded (`str`): Who offloads what is kept: nobody, `"transformers"` or `"trl"`.
-        cudnn (`bool`): Whether torch's attention is cuDNN's; else torch chooses.
-    """
+    """Trains with an attention of Transformers, with checkpoints."""
     if (tiled or offloaded) and not job.ranks.cuda:
         raise ConfigError("Liger's tiles and offloading need a GPU")
     job.base.set_attn_implementation(kernel)
@@ -333,52 +320,41 @@ def read_settings(text: str) -> tuple[str, Contender]:
 
 BY_PEFT = "hf_burst, chosen, peft's adapters"
 CHOSEN = {"memory": "auto"}
-HALF, RECOMPUTED = {"attention_keep": 0.5}, {"attention_keep": 0.0}
-BURST = {
+CUDNN, FLASH_4 = partial(stock, kernel="sdpa"), partial(deepspeed, kernel="flash_attention_4")
+RINGMASTER = partial(axolotl, kernel="flash_attention_4")
+ZIGZAG = partial(axolotl, kernel="flash_attention_2", backend="ring", load_balance="head_tail")
+LIGER = partial(plain, fused=True)
+SAVED = partial(kept_otherwise, offload=False)
+OFFLOADED = partial(kept_otherwise, offload=True)
+alone = partial(Contender, hybrids=None, several=False)
+CONTENDERS = {
     "hf_burst, attention saved": by_settings({}),
-    "hf_burst, half of it saved": by_settings(HALF, False),
-    "hf_burst, attention recomputed": by_settings(RECOMPUTED, False),
+    "hf_burst, half of it saved": by_settings({"attention_keep": 0.5}, False),
+    "hf_burst, attention recomputed": by_settings({"attention_keep": 0.0}, False),
+    "accelerate context parallelism": Contender(stock),
+    "accelerate context parallelism, cuDNN": Contender(CUDNN),
+    "DeepSpeed Ulysses, cuDNN": Contender(partial(deepspeed, kernel="sdpa")),
+    "DeepSpeed Ulysses, flash-attn 4": Contender(FLASH_4),
+    "ringmaster, flash-attn 4": Contender(RINGMASTER, hybrids=None),
+    "ringmaster zigzag, flash-attn 2": Contender(ZIGZAG),
+    "hf_burst, everything saved": Contender(
+        partial(SAVED, way=partial(burst, settings={})), "nothing recomputed", several=None, settings={}
+    ),
+    "accelerate context parallelism, cuDNN, everything saved": Contender(
+        partial(SAVED, way=CUDNN), "nothing recomputed"
+    ),
+    "DeepSpeed Ulysses, flash-attn 4, everything saved": Contender(partial(SAVED, way=FLASH_4), "nothing recomputed"),
+    "Transformers, cuDNN": alone(partial(plain, kernel="sdpa")),
+    "Transformers, Liger's loss": alone(LIGER),
+    "Transformers' offloading, Liger's loss and tiles": alone(partial(LIGER, tiled=True, offloaded="transformers")),
+    "TRL's offloading, Liger's loss and tiles": alone(partial(LIGER, tiled=True, offloaded="trl")),
 }
 # run if they are named
 NAMED = {
     "hf_burst, chosen": by_settings(CHOSEN),
     BY_PEFT: replace(by_settings(CHOSEN), way=partial(by_peft, settings=CHOSEN)),
+    "accelerate context parallelism, cuDNN, offloaded": Contender(partial(OFFLOADED, way=CUDNN)),
+    "DeepSpeed Ulysses, flash-attn 4, offloaded": Contender(partial(OFFLOADED, way=FLASH_4)),
+    "ringmaster, flash-attn 4, offloaded": Contender(partial(OFFLOADED, way=RINGMASTER), hybrids=None),
+    "Transformers, sdpa, Liger's loss": alone(partial(LIGER, kernel="sdpa", cudnn=False)),
 }
-CUDNN, FLASH_4 = partial(stock, kernel="sdpa"), partial(deepspeed, kernel="flash_attention_4")
-ZIGZAG = partial(axolotl, kernel="flash_attention_2", backend="ring", load_balance="head_tail")
-CONTENDERS = {
-    **BURST,
-    "accelerate context parallelism": Contender(stock),
-    "accelerate context parallelism, cuDNN": Contender(CUDNN),
-    "DeepSpeed Ulysses, cuDNN": Contender(partial(deepspeed, kernel="sdpa")),
-    "DeepSpeed Ulysses, flash-attn 4": Contender(FLASH_4),
-    "ringmaster, flash-attn 4": Contender(partial(axolotl, kernel="flash_attention_4"), hybrids=None),
-    "ringmaster zigzag, flash-attn 2": Contender(ZIGZAG),
-}
-WITHOUT_CHECKPOINTS: dict[str, tuple[Way, bool | None, Mapping[str, Any] | None]] = {
-    "hf_burst": (partial(burst, settings={}), None, {}),
-    "accelerate context parallelism, cuDNN": (CUDNN, True, None),
-    "DeepSpeed Ulysses, flash-attn 4": (FLASH_4, True, None),
-}
-CONTENDERS |= {
-    f"{name}, everything saved": Contender(
-        partial(kept_otherwise, way=way, offload=False), "nothing recomputed", several=several, settings=settings
-    )
-    for name, (way, several, settings) in WITHOUT_CHECKPOINTS.items()
-}
-NAMED |= {
-    f"{name}, offloaded": replace(CONTENDERS[name], way=partial(kept_otherwise, way=CONTENDERS[name].way, offload=True))
-    for name in ("accelerate context parallelism, cuDNN", "DeepSpeed Ulysses, flash-attn 4", "ringmaster, flash-attn 4")
-}
-LIGER = partial(plain, fused=True)
-TILED = partial(LIGER, tiled=True)
-ALONE: dict[str, Way] = {
-    "Transformers, cuDNN": partial(plain, kernel="sdpa"),
-    "Transformers, Liger's loss": LIGER,
-    "Transformers' offloading, Liger's loss and tiles": partial(TILED, offloaded="transformers"),
-    "TRL's offloading, Liger's loss and tiles": partial(TILED, offloaded="trl"),
-}
-NAMED["Transformers, sdpa, Liger's loss"] = Contender(
-    partial(LIGER, kernel="sdpa", cudnn=False), hybrids=None, several=False
-)
-SINGLE = {name: Contender(way, hybrids=None, several=False) for name, way in ALONE.items()}

@@ -5,19 +5,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.liger import apply_liger_kernel
 
 from hf_burst.sizing import shapes
 from recipes.benchmarks.harness import at_least
-
-if TYPE_CHECKING:
-    from recipes.benchmarks.ranks import Ranks
+from recipes.benchmarks.ranks import Ranks
 
 
 def rope(theta: float, share: float | None = None) -> dict[str, Any]:
@@ -64,31 +63,18 @@ LORA = (
 
 @dataclass
 class Job:
-    """The model that is trained, and on what.
+    """The model that is trained, and on what."""
 
-    Args:
-        model (`nn.Module`): The model, sharded; a peft model for LoRA.
-        base (`PreTrainedModel`): The Transformers model inside of it.
-        optimizer (`torch.optim.Optimizer`): Its optimizer.
-        ranks ([`Ranks`]): The processes.
-        mesh (`DeviceMesh`, *optional*): All of them; `None` for one process.
-        tokens (`torch.LongTensor` of shape `(1, length)`): One sequence, the same on every rank.
-        document (`int`, *optional*): Tokens of each of the documents that the sequence is packed of; one by default.
-        chosen (`dict`): Settings that hf_burst chose in the latest step.
-        rules (`dict`): What it measured, by what was asked for.
-        home (`HostMemory`, *optional*): Where hf_burst offloads to.
-    """
-
-    model: nn.Module
-    base: PreTrainedModel
+    model: nn.Module  # sharded; a peft model for LoRA
+    base: PreTrainedModel  # the Transformers model inside of it
     optimizer: torch.optim.Optimizer
-    ranks: "Ranks"
-    mesh: DeviceMesh | None
-    tokens: torch.Tensor
-    document: int | None = None
-    chosen: dict[str, Any] = field(default_factory=dict)
-    rules: dict[Any, dict[Any, Any]] = field(default_factory=dict)
-    home: Any = None
+    ranks: Ranks
+    mesh: DeviceMesh | None  # all ranks; `None` for one process
+    tokens: torch.Tensor  # one sequence of shape `(1, length)`, the same on every rank
+    document: int | None = None  # tokens of each of the documents that the sequence is packed of; one by default
+    chosen: dict[str, Any] = field(default_factory=dict)  # settings that hf_burst chose in the latest step
+    rules: dict[Any, dict[Any, Any]] = field(default_factory=dict)  # what it measured, by what was asked for
+    home: Any = None  # the `HostMemory` that hf_burst offloads to
 
     @property
     def items(self) -> int:
@@ -115,31 +101,20 @@ def config_of(shape: str, **changes: Any) -> PreTrainedConfig:
     return AutoConfig.for_model(**{**SHAPES[shape], **changes})
 
 
-def class_of(config: PreTrainedConfig) -> Any:
-    """The class of a causal language model."""
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-
-
 def make_model(
     shape: str, longest: int, dtype: torch.dtype, device: torch.device, layers: int | None = None
 ) -> PreTrainedModel:
-    """A model for training, with the same random weights on every rank.
-
-    Args:
-        shape (`str`): A name of `SHAPES`.
-        longest (`int`): Tokens of the longest sequence.
-        dtype (`torch.dtype`): Of the weights.
-        device (`torch.device`): Where they lie.
-        layers (`int`, *optional*): How many layers it has; those of the shape by default.
-    """
+    """A model for training, with the same random weights on every rank; by default it has the layers of its shape."""
     changes = {} if layers is None else {"num_hidden_layers": layers}
     config = config_of(shape, max_position_embeddings=longest, use_cache=False, **changes)
+    return random_model(AutoModelForCausalLM, config, dtype, device)
+
+
+def random_model(kind: Any, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """The same random weights on every rank, for training; `kind` is an automatic class."""
     torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
     with device:
-        model: PreTrainedModel = class_of(config)(config)
-    torch.set_default_dtype(torch.float32)
-    return model.train()
+        return kind.from_config(config, dtype=dtype).train()
 
 
 def add_model(parser: argparse.ArgumentParser, shape: str = "llama-8b") -> None:
@@ -147,6 +122,17 @@ def add_model(parser: argparse.ArgumentParser, shape: str = "llama-8b") -> None:
     parser.add_argument("--shape", choices=SHAPES, default=shape)
     parser.add_argument("--layers", type=at_least(1), help="how many layers of that width (as many as the shape has)")
     parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU, for all")
+
+
+def add_training(parser: argparse.ArgumentParser, shape: str = "llama-8b") -> None:
+    """Adds the options of a model that is trained."""
+    add_model(parser, shape)
+    adapters = "adapters of rank 16 on all large linear layers"
+    parser.add_argument("--lora", dest="weights", action="store_const", const="lora", default="all", help=adapters)
+    quantised = "the same of weights in 4 bits, on one GPU"
+    parser.add_argument("--qlora", dest="weights", action="store_const", const="qlora", help=quantised)
+    parser.add_argument("--gated-norms", action="store_true", help="fla's norms of gated outputs, for all")
+    parser.add_argument("--compile", action="store_true", help="every layer compiled by itself, for all")
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -163,49 +149,29 @@ def head_size(model: PreTrainedModel) -> int:
 @contextmanager
 def hooks_removed(model: nn.Module) -> Iterator[None]:
     """Forward hooks that are registered meanwhile are removed at the end."""
-    kinds = ("_forward_pre_hooks", "_forward_hooks")
-    before = {(module, kind): set(getattr(module, kind)) for module in model.modules() for kind in kinds}
+    kinds = ("pre_hooks", "hooks", "pre_hooks_with_kwargs", "hooks_with_kwargs", "hooks_always_called")
+    hooks = [getattr(module, f"_forward_{kind}") for module in model.modules() for kind in kinds]
+    before = [known.copy() for known in hooks]
     try:
         yield
     finally:
-        for (module, kind), known in before.items():
-            for key in set(getattr(module, kind)) - known:
-                for hooks in (getattr(module, kind), getattr(module, f"{kind}_with_kwargs")):
-                    hooks.pop(key, None)
-                module._forward_hooks_always_called.pop(key, None)
+        for now, known in zip(hooks, before, strict=True):
+            now.clear()
+            now.update(known)
 
 
-def make_job(
-    shape: str,
-    longest: int,
-    ranks: "Ranks",
-    liger: bool,
-    weights: str,
-    compiled: bool,
-    layers: int | None = None,
-    gated_norms: bool = False,
-) -> Job:
-    """A model on this rank. Several ranks shard it as accelerate's FSDP2 does it.
-
-    Args:
-        shape (`str`): A name of `SHAPES`.
-        longest (`int`): Tokens of the longest sequence.
-        ranks ([`Ranks`]): The processes.
-        liger (`bool`): Whether it has Liger's norms, rotary positions and SwiGLU.
-        weights (`str`): Which of them are trained: `"all"`; or adapters, `"lora"` or, of weights in 4 bits, `"qlora"`.
-        compiled (`bool`): Whether each layer is compiled.
-        layers (`int`, *optional*): How many layers it has; those of the shape by default.
-        gated_norms (`bool`, defaults to `False`): Whether flash-linear-attention computes the norms of gated outputs.
-    """
-    base = make_model(shape, longest, torch.bfloat16 if ranks.cuda else torch.float32, ranks.device, layers)
+def make_job(arguments: argparse.Namespace, longest: int, ranks: Ranks) -> Job:
+    """A model on this rank, by the options of [`add_training`]. Several ranks shard it as accelerate's FSDP2 does."""
+    dtype = torch.bfloat16 if ranks.cuda else torch.float32
+    base = make_model(arguments.shape, longest, dtype, ranks.device, arguments.layers)
     model: nn.Module = base
-    if liger:
+    if arguments.liger:
         apply_liger(base)
-    if gated_norms:
+    if arguments.gated_norms:
         fuse_gated_norms(base)
-    if weights == "qlora":
+    if arguments.weights == "qlora":
         quantise(base)
-    if weights != "all":
+    if arguments.weights != "all":
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(base, LoraConfig(r=16, target_modules=list(LORA)), autocast_adapter_dtype=False)
@@ -213,7 +179,7 @@ def make_job(
             adapter.data = adapter.data.to(base.model.norm.weight.dtype)
         base.enable_input_require_grads()
     checkpoint_layers(base)
-    if compiled:
+    if arguments.compile:
         torch._dynamo.config.recompile_limit = 64  # each contender is another model to the compiler
         for index, layer in enumerate(base.model.layers):
             base.model.layers[index] = torch.compile(layer)
@@ -228,11 +194,7 @@ def make_job(
 
 def apply_liger(model: PreTrainedModel) -> None:
     """Gives a model Liger's norms, rotary positions and SwiGLU."""
-    from liger_kernel.transformers import monkey_patch
-
-    kind, prefix = model.config.model_type, "apply_liger_kernel_to_"
-    apply = getattr(monkey_patch, prefix + kind, None) or getattr(monkey_patch, prefix + kind.removesuffix("_text"))
-    apply(cross_entropy=False, fused_linear_cross_entropy=False, model=model)
+    apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
 
 
 def fuse_gated_norms(model: PreTrainedModel) -> None:
@@ -279,13 +241,8 @@ def quantise(model: PreTrainedModel, device: torch.device | None = None) -> None
 
 
 def shard(model: nn.Module, base: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Shards a model by FSDP2 in the units of accelerate: each layer, the embedding, the last norm with the head.
-
-    Args:
-        model (`nn.Module`): The model; a peft model for LoRA.
-        base (`PreTrainedModel`): The Transformers model inside of it.
-        mesh (`DeviceMesh`): The ranks.
-    """
+    """Shards a model, which may be a peft model around the base, by FSDP2 in the units of accelerate: each layer, the
+    embedding, the last norm with the head."""
     for layer in base.model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     last = [base.model.norm, base.lm_head]

@@ -3,19 +3,19 @@
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from hf_burst.hf.models.model_size import model_size
 from hf_burst.plan import Mask
 from hf_burst.recurrent import fla_compared, fla_convolution
 from recipes.benchmarks.native import Native, choose_native
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.training_job import Job, head_size
+from recipes.benchmarks.training_job import Job
 
 # the names of limits by `Memory.attention_keep`
 LIMITS = {
@@ -28,8 +28,7 @@ LIMITS = {
 _LONG = 2**18  # tokens of attention that takes seconds
 
 
-@dataclass(frozen=True)
-class Attention:
+class Attention(NamedTuple):
     """The attention of a layer: query heads, key heads, elements of a head, and how many tokens before itself a query
     sees, `None` for all of them."""
 
@@ -39,41 +38,34 @@ class Attention:
     window: int | None
 
 
-def parts_of_limits(
-    decoder: Any, ranks: Ranks, length: int, natives: Mapping[Attention, Native], lora: bool
-) -> dict[str, float]:
+def native_of(kind: Attention, dtype: torch.dtype, ranks: Ranks) -> Native:
+    """The fastest kernel of an attention."""
+    return choose_native("auto", ranks, dtype, kind.size, Mask(256, window=kind.window))[0]
+
+
+def parts_of_limits(decoder: Any, ranks: Ranks, length: int, lora: bool) -> dict[str, float]:
     """Measures the seconds of all matrix products, of attention and of recurrent layers' functions in a step.
 
     Checkpointed layers compute their products again, but for the last one, whose result no gradient needs. With
-    adapters behind it, the last product is computed again too.
-
-    Args:
-        decoder (`PreTrainedModel`): The layers, without the head.
-        ranks ([`Ranks`]): The processes.
-        length (`int`): Tokens of the whole sequence.
-        natives (`Mapping[Attention, Native]`): Kernels, as [`natives_of`] chooses them.
-        lora (`bool`): Whether the weights are frozen.
+    adapters behind it, the last product is computed again too; the weights are then frozen.
     """
     config = decoder.config
     hidden, own, dtype = config.hidden_size, length // ranks.size, decoder.dtype
     passes = 1 if lora else 2  # frozen weights need no gradient
     every = [widths_of(layer) for layer in decoder.layers]
+    seconds = partial(product_seconds, dtype=dtype, ranks=ranks)
     once, back = forward_products(decoder, own, ranks), dict[tuple[int, int], float]()
     for taken, made in once:
-        of_weights = product_seconds(taken, own, made, dtype, ranks)
-        back[taken, made] = product_seconds(own, made, taken, dtype, ranks) + (passes - 1) * of_weights
+        back[taken, made] = seconds(own, made, taken) + (passes - 1) * seconds(taken, own, made)
     forward = sum(once[width] for widths in every for width in widths)
     again = forward if lora else forward - sum(once[widths[-1]] for widths in every)
     rows = min(own, 4096)
     vocabulary = config.vocab_size
-    head = product_seconds(rows, hidden, vocabulary, dtype, ranks) + product_seconds(
-        rows, vocabulary, hidden, dtype, ranks
-    )
-    head += (passes - 1) * product_seconds(hidden, rows, vocabulary, dtype, ranks)
-    head *= own / rows
+    head = seconds(rows, hidden, vocabulary) + seconds(rows, vocabulary, hidden)
+    head = own / rows * (head + (passes - 1) * seconds(hidden, rows, vocabulary))
     mixers = mixers_of(decoder)
     kinds = Counter(attentions_of(decoder))
-    attention = {kind: attention_seconds(kind, natives[kind], dtype, ranks, length) for kind in kinds}
+    attention = {kind: attention_seconds(kind, dtype, ranks, length) for kind in kinds}
     recurrence, recurrence_back = recurrent_seconds(mixers[0], own, dtype, ranks) if mixers else (0.0, 0.0)
     return {
         "products forward": forward,
@@ -122,57 +114,64 @@ def attentions_of(decoder: Any) -> list[Attention]:
     return every
 
 
-def natives_of(decoder: Any, ranks: Ranks) -> dict[Attention, Native]:
-    """The fastest kernel of each kind of attention."""
-    kinds = dict.fromkeys(attentions_of(decoder))
-    return {
-        kind: choose_native("auto", ranks, decoder.dtype, kind.size, Mask(256, window=kind.window))[0] for kind in kinds
-    }
+def heads_of(
+    kind: Attention, dtype: torch.dtype, tokens: int, ranks: Ranks
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of all tokens, in a rank's share of the heads."""
+    share, kv_share = kind.heads // ranks.size, max(1, kind.kv_heads // ranks.size)
+    make = partial(torch.randn, dtype=dtype, device=ranks.device, requires_grad=True)
+    q, k, v = (make(1, tokens, count, kind.size) for count in (share, kv_share, kv_share))
+    return q, k, v
 
 
-def attention_seconds(
-    kind: Attention, native: Native, dtype: torch.dtype, ranks: Ranks, length: int
-) -> tuple[float, float]:
+def attention_seconds(kind: Attention, dtype: torch.dtype, ranks: Ranks, length: int) -> tuple[float, float]:
     """Seconds of attention, forward and backward, on all tokens and a share of the heads. From 256K tokens on it is
     called once, after one of 16K tokens."""
-    share, kv_share = kind.heads // ranks.size, max(1, kind.kv_heads // ranks.size)
+    native = native_of(kind, dtype, ranks)
 
     def timed(tokens: int, once: bool) -> tuple[float, float]:
-        q, k, v = (
-            torch.randn(1, tokens, count, kind.size, dtype=dtype, device=ranks.device, requires_grad=True)
-            for count in (share, kv_share, kv_share)
-        )
+        q, k, v = heads_of(kind, dtype, tokens, ranks)
         mask, outs = Mask(tokens, window=kind.window), dict[str, torch.Tensor]()
 
         def attend() -> None:
             outs.clear()
             outs["out"] = native.attend(q, k, v, mask)
 
-        forward = _seconds(attend, ranks, once=once)
+        forward = seconds_of(attend, ranks, once=once)
         dout = torch.randn_like(outs["out"])
         back = partial(torch.autograd.grad, outs["out"], (q, k, v), dout, retain_graph=True)
-        return forward, _seconds(back, ranks, once=once)
+        return forward, seconds_of(back, ranks, once=once)
 
     if length >= _LONG:
         timed(2**14, once=False)
     return timed(length, once=length >= _LONG)
 
 
+def rule_call(
+    rule: Callable[..., Any],
+    keys: tuple[int, int],
+    values: tuple[int, int],
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
+    """A call of a gated delta rule on random numbers, and these: q, k, v, beta and g, for heads and their sizes."""
+    make = partial(torch.randn, 1, tokens, device=device)
+    q, k, v = (make(*heads).to(dtype) for heads in (keys, keys, values))
+    beta, g = make(values[0]).sigmoid().to(dtype), -make(values[0]).exp() / 100
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v, beta, g)]
+    options = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
+    return lambda: rule(q, k, v, g=g, beta=beta, cu_seqlens=None, **options)[0], leaves
+
+
 def recurrent_seconds(mixer: Any, tokens: int, dtype: torch.dtype, ranks: Ranks) -> tuple[float, float]:
     """Seconds of the convolution and the delta rule of a layer, forward and backward, on a rank's own tokens. Of the
     convolutions that are installed, the faster one counts."""
     functions = inspect.unwrap(type(mixer).forward).__globals__
-    keys, values = ((mixer.num_k_heads, mixer.head_k_dim), (mixer.num_v_heads, mixer.head_v_dim))
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(1, tokens, *shape, device=ranks.device, dtype=dtype).requires_grad_()
-
-    q, k, v, beta = normal(*keys), normal(*keys), normal(*values), normal(mixer.num_v_heads)
-    g = -torch.rand(1, tokens, mixer.num_v_heads, device=ranks.device) / 10
-    leaves = [q, k, v, beta, g.requires_grad_()]
-    width = mixer.conv1d.weight.shape[-1]
-    x = normal(mixer.conv_dim)
-    weight = torch.randn(mixer.conv_dim, width, device=ranks.device, dtype=dtype).requires_grad_()
+    keys, values = (mixer.num_k_heads, mixer.head_k_dim), (mixer.num_v_heads, mixer.head_v_dim)
+    rule, leaves = rule_call(functions["torch_chunk_gated_delta_rule"], keys, values, tokens, dtype, ranks.device)
+    make = partial(torch.randn, device=ranks.device, dtype=dtype, requires_grad=True)
+    x, weight = make(1, tokens, mixer.conv_dim), make(mixer.conv_dim, mixer.conv1d.weight.shape[-1])
 
     def convolve(function: Callable[..., torch.Tensor]) -> torch.Tensor:
         return function(x.transpose(1, 2), weight, None, activation="silu")
@@ -181,15 +180,10 @@ def recurrent_seconds(mixer: Any, tokens: int, dtype: torch.dtype, ranks: Ranks)
     if fla_compared(ranks.device):
         convolutions.append(partial(convolve, fla_convolution))
 
-    def rule() -> torch.Tensor:
-        options = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
-        out: torch.Tensor = functions["torch_chunk_gated_delta_rule"](q, k, v, g=g, beta=beta, **options)[0]
-        return out
-
     def both(function: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> tuple[float, float]:
-        forward, out = _seconds(function, ranks), function()
+        forward, out = seconds_of(function, ranks), function()
         back = partial(torch.autograd.grad, out, inputs, torch.randn_like(out), retain_graph=True)
-        return forward, _seconds(back, ranks)
+        return forward, seconds_of(back, ranks)
 
     convolution = min((both(function, [x, weight]) for function in convolutions), key=sum)
     forward, backward = both(rule, leaves)
@@ -212,16 +206,15 @@ def product_seconds(rows: int, inner: int, columns: int, dtype: torch.dtype, ran
     """Seconds of a matrix product."""
     left = torch.randn(rows, inner, dtype=dtype, device=ranks.device)
     right = torch.randn(columns, inner, dtype=dtype, device=ranks.device)
-    return _seconds(lambda: left @ right.T, ranks)
+    return seconds_of(lambda: left @ right.T, ranks)
 
 
-def _seconds(function: Callable[[], Any], ranks: Ranks, at_least: float = 0.2, once: bool = False) -> float:
+def seconds_of(function: Callable[[], Any], ranks: Ranks, at_least: float = 0.2, once: bool = False) -> float:
     """Seconds of a call on the slowest rank, among calls in a row that take `at_least` seconds together, after one that
     does not count; or of the first one.
 
     A busy device runs slower than one that was idle before.
     """
-
     if not once:
         ranks.time(function)
     mean = ranks.time(function)
@@ -231,15 +224,9 @@ def _seconds(function: Callable[[], Any], ranks: Ranks, at_least: float = 0.2, o
 
 
 def flops(job: Job, length: int, lora: bool) -> float:
-    """Floating point operations of a step that computes nothing twice.
-
-    A weight takes 6 a token, or 4 if it is frozen. Embeddings count only if they are the weights of the head too.
-    Causal attention takes 12 a pair of tokens and element of all heads, a delta rule 18 a token and number of a state.
-    """
-    config = job.base.config
-    table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    weights = job.base.num_parameters() - table
-    pairs, mixers = length * (length + 1) / 2, mixers_of(job.base.model)
-    layers, width = config.num_hidden_layers - len(mixers), config.num_attention_heads * head_size(job.base)
-    states = sum(mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim for mixer in mixers)
-    return (4 if lora else 6) * weights * length + 12 * pairs * width * layers + 18 * length * states
+    """Floating point operations of a step on one document that computes nothing twice, as `hf-burst plan` counts them:
+    a weight that is frozen takes 4 a token and not 6."""
+    size = model_size(type(job.base), job.base.config)
+    attending = len(job.base.model.layers) - len(mixers_of(job.base.model))
+    adapters = 4 * (job.base.num_parameters() - size.weights)  # of each 4 operations, as of a frozen weight
+    return size.flops(length, attending * length * (length + 1) / 2, trained=float(not lora)) + adapters * length

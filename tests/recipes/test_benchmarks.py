@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from hf_burst.errors import ConfigError
 from hf_burst.plan import Mask
-from recipes.benchmarks import attention, recurrent, step_profile, training_contenders
+from recipes.benchmarks import attention, recurrent, step_profile, training_contenders, training_job
 from recipes.benchmarks.contenders import Case, Contender, Documents, Prepared, hf_burst
 from recipes.benchmarks.native import Native
 from recipes.benchmarks.ranks import Ranks
@@ -34,10 +34,7 @@ ROOT = Path(__file__).parents[2]
 Launched = Callable[[int], RankPool]
 TINY = ["--device", "cpu", "--dtype", "float32", "--q-heads", "4", "--head-dim", "16", "--check-length", "32"]
 SHORTEST = ["--kv-heads", "2", "--lengths", "64", "--seconds", "0.1", "--rounds", "1", "1", "--warmup", "0"]
-PEERS_ON_GPUS = {
-    *("ring-flash-attn zigzag", "ring-flash-attn llama3", "ringmaster zigzag"),
-    *(f"torch {kernel} {method}" for kernel in ("cudnn", "flash") for method in ("allgather", "alltoall")),
-}
+PEERS_ON_GPUS = {"ring-flash-attn zigzag", "ring-flash-attn llama3", "ringmaster zigzag", "torch cudnn allgather"}
 
 # contenders that are wrong or fail, on one rank only or on all; run by two processes
 FAILING = """
@@ -517,11 +514,14 @@ def test_training_on_one_gpu(tmp_path: Path) -> None:
     assert predictions.settings_of(theirs) is None
 
 
+def make_job(**options: Any) -> training_job.Job:
+    plain = {"shape": "tiny", "layers": None, "liger": False, "weights": "all", "compile": False, "gated_norms": False}
+    return training_job.make_job(argparse.Namespace(**plain | options), 512, Ranks("cpu"))
+
+
 def test_what_hf_burst_measured_stays() -> None:
     """As for a model that stays patched, though it is patched for each step."""
-    from recipes.benchmarks import training_job
-
-    job = training_job.make_job("tiny", 512, Ranks("cpu"), False, "all", False)
+    job = make_job()
     job.tokens = torch.randint(512, (1, 70))
     with small_gpu(2**30):
         for _ in range(2):
@@ -535,9 +535,7 @@ def test_what_hf_burst_measured_stays() -> None:
 
 @pytest.mark.parametrize(("name", "by_peft"), [("hf_burst, chosen", False), (training_contenders.BY_PEFT, True)])
 def test_who_computes_adapters(name: str, by_peft: bool) -> None:
-    from recipes.benchmarks import training_job
-
-    job = training_job.make_job("tiny", 512, Ranks("cpu"), False, "lora", False)
+    job = make_job(weights="lora")
     job.tokens = torch.randint(512, (1, 70))
     adapted = [module for module in job.model.modules() if hasattr(module, "lora_A")]
     with training_contenders.NAMED[name].way(job) as loss:
@@ -571,7 +569,6 @@ def test_a_recurrent_layer_is_measured(ranks: Launched, tmp_path: Path) -> None:
 
 
 def test_what_a_contender_of_one_gpu_changes_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipes.benchmarks import training_job
     from tests.support import models
 
     liger = types.ModuleType("liger_kernel.ops.tiled_mlp")
@@ -602,8 +599,6 @@ def test_what_a_contender_of_one_gpu_changes_is_undone(monkeypatch: pytest.Monke
 
 
 def test_norms_of_gated_outputs_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipes.benchmarks import training_job
-
     class FusedRMSNormGated(torch.nn.Module):
         def __init__(self, size: int, eps: float, activation: str) -> None:
             super().__init__()
@@ -619,7 +614,7 @@ def test_norms_of_gated_outputs_are_exchanged(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "fla.modules", modules)
     tokens, jobs = torch.randint(512, (1, 30)), []
     for fused in (False, True):
-        jobs.append(training_job.make_job("tiny-hybrid", 64, Ranks("cpu"), False, "all", False, gated_norms=fused))
+        jobs.append(make_job(shape="tiny-hybrid", gated_norms=fused))
     plain, exchanged = (job.base(tokens, labels=tokens).loss for job in jobs)
     torch.testing.assert_close(plain, exchanged)
     exchanged.backward()

@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from hf_burst.hf.models.layer_sizes import FUSED_NORM
 from hf_burst.hf.models.model_size import model_size
@@ -25,7 +25,7 @@ from hf_burst.sizing.model import ModelSize, Training
 from hf_burst.sizing.seconds import estimate_seconds
 from hf_burst.sizing.shapes import SHAPES
 from recipes.benchmarks.training_contenders import BY_PEFT
-from recipes.benchmarks.training_job import class_of, config_of
+from recipes.benchmarks.training_job import config_of
 
 GIB = 2**30
 ROOT = Path(__file__).parents[2]
@@ -141,7 +141,7 @@ def size_of(config: PreTrainedConfig) -> ModelSize:
     """The sizes of a model, which is built for them, once."""
     key = config.to_json_string()
     if key not in _SIZES:
-        _SIZES[key] = model_size(class_of(config), config)
+        _SIZES[key] = model_size(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
     return _SIZES[key]
 
 
