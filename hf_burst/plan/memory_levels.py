@@ -20,7 +20,7 @@ SETTINGS = tuple(vars(Memory()))  # in the order of the columns of `hf-burst pla
 HOST_ROOM = 0.85  # of a GPU's share of its host's memory; data loaders and caches need some, too
 COPIES_HIDE_FROM = 32768  # tokens of a GPU; below, a layer's copy to the host takes longer than the layer
 TILE = 16384  # tokens of a tile: products of matrices run at full speed
-SHORT_TILE = 4096
+SHORT_TILE = 4096  # of sequences that are less than four times as long
 TUNING = 7.0 * 2**30  # bytes of a GPU for kernels that spill registers, while Triton tunes those of recurrent layers
 FIRST = 2.0  # a first step needs at most so many times its estimate
 _TOWER = 32  # bytes that towers take for a byte of pixels or of sound, before they are measured
@@ -43,7 +43,7 @@ def levels_for(
     can agree on one; one that has nothing to change is like the one before it."""
     sizes = estimate.sizes
     hides = tokens >= COPIES_HIDE_FROM
-    tile = TILE if hides else SHORT_TILE
+    tile = TILE if tokens >= 4 * TILE else SHORT_TILE
     added: list[dict[str, Any]] = [
         {"tiled_mlp": tile if tokens > tile else 0},
         {"head_groups": min(4, max(1, sizes.kv_heads))},
