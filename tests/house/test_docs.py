@@ -168,7 +168,9 @@ def test_what_pages_link_to_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_pages_name_exist(page: Path) -> None:
-    for name in re.findall(r"(?:recipes|notebooks|tests|docs)/[\w./-]+\.(?:py|yaml|ipynb|png|json|md)", page.read_text()):
+    for name in re.findall(
+        r"(?:recipes|notebooks|tests|docs)/[\w./-]+\.(?:py|yaml|ipynb|png|json|md)", page.read_text()
+    ):
         assert (ROOT / name).exists(), name
 
 
