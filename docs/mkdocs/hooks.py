@@ -1,7 +1,10 @@
-"""Gives the site the files of the repository that its pages link to: the README is its first page, the others lie under
-`repository/` with their names."""
+"""Gives the site the files of the repository that its pages link to: the README is its first page, notebooks are
+pages with the outputs that were committed, and the others lie under `repository/` with their names."""
 
+import json
 import re
+from base64 import b64decode
+from collections.abc import Iterator
 from pathlib import Path
 from posixpath import dirname, join, normpath, relpath
 
@@ -10,6 +13,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
+NOTEBOOKS = "notebooks/"
 OUTSIDE = "repository"
 LINK = re.compile(r"(\]\()(?!https?:|#)([^)#\s]+)")
 
@@ -18,6 +22,8 @@ def place_of(path: str) -> str:
     """Where a file of the repository is in the site."""
     if path == "README.md":
         return "index.md"
+    if path.startswith(NOTEBOOKS):
+        return path.replace(".ipynb", ".md")
     return path.removeprefix("docs/") if path.startswith("docs/") else f"{OUTSIDE}/{path}"
 
 
@@ -25,13 +31,51 @@ def origin_of(place: str) -> str:
     """Which file of the repository is at a place of the site."""
     if place == "index.md":
         return "README.md"
+    if place.startswith(NOTEBOOKS):
+        return place.replace(".md", ".ipynb")
     return place.removeprefix(f"{OUTSIDE}/") if place.startswith(OUTSIDE) else f"docs/{place}"
+
+
+def text_of(path: str) -> str:
+    """The Markdown of a file of the repository, none if it is not a page."""
+    if path.endswith(".ipynb"):
+        return page_of(path)[0]
+    return (ROOT / path).read_text() if path.endswith(".md") else ""
 
 
 def targets_of(path: str) -> set[str]:
     """The files of the repository that a page links to."""
-    found = {normpath(join(dirname(path), link)) for _, link in LINK.findall((ROOT / path).read_text())}
+    found = {normpath(join(dirname(path), link)) for _, link in LINK.findall(text_of(path))}
     return {target for target in found if (ROOT / target).is_file()}
+
+
+def page_of(notebook: str) -> tuple[str, list[bytes]]:
+    """A notebook as Markdown, and the pictures that it shows: NAME_1.png, NAME_2.png and so on, beside the page."""
+    parts: list[str] = []
+    pictures: list[bytes] = []
+    for cell in json.loads((ROOT / notebook).read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            if output["output_type"] == "stream":
+                parts.append(f"```text\n{''.join(output['text']).rstrip()}\n```")
+            else:
+                pictures.append(b64decode(output["data"]["image/png"]))
+                parts.append(f"![What the cell drew]({Path(notebook).stem}_{len(pictures)}.png)")
+    parts.append(f"*Made from `{notebook}`, with what its cells printed and drew when they were run last.*")
+    return "\n\n".join(parts), pictures
+
+
+def files_of(path: str, config: MkDocsConfig) -> Iterator[File]:
+    """What the site has of a file that lies outside of docs/."""
+    place = place_of(path)
+    if not path.endswith(".ipynb"):
+        yield File.generated(config, place, abs_src_path=str(ROOT / path))
+        return
+    text, pictures = page_of(path)
+    yield File.generated(config, place, content=text)
+    for number, picture in enumerate(pictures, start=1):
+        yield File.generated(config, place.replace(".md", f"_{number}.png"), content=picture)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -42,8 +86,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     while todo:
         path = todo.pop()
         if path not in known:
-            files.append(File.generated(config, place_of(path), abs_src_path=str(ROOT / path)))
-        reached = targets_of(path) - seen if path.endswith(".md") else set()
+            for file in files_of(path, config):
+                files.append(file)
+        reached = targets_of(path) - seen
         seen |= reached
         todo += sorted(reached)
     return files

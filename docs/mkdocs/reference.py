@@ -34,6 +34,14 @@ SETTINGS = (  # of the recipes: a heading, the module, its dataclass
     ("evaluate.py", "evaluate", "Evaluation"),
 )
 RECIPES = ("finetune_long_document", "sft", "dpo", "reward", "grpo", "extend_context")  # whose defaults differ
+DOORS = (  # of tests/support/versions.py
+    ("train", "three steps of `Trainer`: losses and weights"),
+    ("packed", "a Llama on packed documents: loss and gradients"),
+    ("generate", "tokens behind a prompt, and behind a text that is remembered"),
+    ("GRPO, DPO", "three steps of TRL's trainers: losses and weights"),
+    ("images", "a Qwen2.5-VL on images: loss and gradients"),
+    ("hybrid", "a Qwen3.5: loss and gradients"),
+)
 GENERATED = "<!-- made by docs/mkdocs/reference.py -->"
 
 
@@ -238,18 +246,25 @@ def shown_setting(value: Any) -> str:
 
 
 def versions_page() -> str:
-    """The ranges of setup.cfg, and the versions that the tests pass with."""
+    """What ran under which versions, the ranges of setup.cfg, and the versions that the tests pass with."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     extras, head = config["options.extras_require"], ("package", "version")
     exact = {name: [line for line in lines_of(extras[name]) if "==" in line] for name in ("test", "oldest")}
+    doors = (ROOT / "recipes/results/versions.md").read_text()
     return page(
         "Versions",
-        f"Python {config['options']['python_requires']}, and:",
+        "## What ran\n\nTwo processes were compared with one that is not patched, on CPUs with tiny models. A cell has "
+        "the result and the seconds, imports included. `python -m tests.support.versions oldest tested newest --write` "
+        "measures them anew, each environment in an installation of its own; `newest` is what pip takes on that day.",
+        doors.partition("\n\n")[2].partition("\n\n")[2],
+        table(("column", "what runs"), DOORS),
+        "[Raw](../../recipes/results/versions.json), with the commit of each cell.",
+        f"## What is allowed\n\nPython {config['options']['python_requires']}, and:",
         table(head, map(cells, lines_of(config["options"]["install_requires"]))),
-        "The tests pass with these, which the extra `test` installs:",
+        "## What the tests install\n\nThe extra `test`:",
         table(head, map(cells, exact["test"])),
-        "The oldest ones, extra `oldest`:",
+        "The oldest versions that are supported, extra `oldest`:",
         table(head, map(cells, exact["oldest"])),
     )
 

@@ -281,5 +281,5 @@ def test_the_page_of_wrappers_tells_how_many_are_exact() -> None:
     root = Path(__file__).parents[2]
     for other in ("README.md", "docs/reference/served.md"):
         assert f"text through {len(EXACT_WRAPPERS)}" in (root / other).read_text()
-    assert f"[{len(SEEING)} families]" in page
+    assert f"[{len(SEEING)} classes]" in page
     assert f"{len(WITH_VIDEO)} of them" in page

@@ -1,7 +1,6 @@
 """Notebooks and one process: cells that run twice, generation after training, and a launcher inside of a notebook."""
 
 import os
-import re
 import runpy
 import socket
 import subprocess
@@ -126,9 +125,8 @@ def run_cell(folder: str) -> None:
 
 
 def launched_in_a_notebook(folder: Path, processes: int) -> dict[str, torch.Tensor]:
-    """The weights that the cell of docs/how-to/launch.md trains over so many processes."""
-    cells = re.findall(r"```python\n(.*?)```", (ROOT / "docs/how-to/launch.md").read_text(), re.DOTALL)
-    (cell,) = (cell for cell in cells if "notebook_launcher" in cell)
+    """The weights that docs/scripts/notebook_launcher.py trains over so many processes."""
+    cell = (ROOT / "docs/scripts/notebook_launcher.py").read_text()
     assert cell.count("num_processes=2") == 1
     folder.mkdir()
     with socket.socket() as found:

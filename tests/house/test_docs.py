@@ -1,6 +1,7 @@
 """README.md and docs/: what they claim to run runs, what they name exists, and there are not too many words."""
 
 import doctest
+import html
 import io
 import json
 import logging
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stdout
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -29,9 +31,12 @@ ROOT = Path(__file__).parents[2]
 MADE = [ROOT / "docs/reference" / f"{name}.md" for name in ("python", "errors", "command-line", "recipes", "versions")]
 PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if path not in MADE)]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md"]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 RESULTS = [path for path in sorted((ROOT / "recipes/results").glob("*.json")) if not path.stem.startswith("coverage")]
-NOT_RUN = "<!-- not run: "
+NOT_RUN, EXCERPT, PRINTED = "<!-- not run: ", "<!-- excerpt: ", "<!-- printed -->"
+ELSEWHERE = ("ray_train", "notebook_launcher")  # run by tests/hf/trainers/test_ray.py and tests/hf/test_one_process.py
 README_WORDS, PAGE_WORDS = 720, 700  # outside of code and tables
+SHOWN_LINES = 25  # of Python in one block of a page
 BLOCK = re.compile(r"(?:^(<!-- [^\n]* -->)\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -56,8 +61,15 @@ def blocks_of(page: Path) -> Iterator[Block]:
 
 
 BLOCKS = [block for page in TEXTS for block in blocks_of(page)]
-RUN = [block for block in BLOCKS if not block.comment.startswith(NOT_RUN)]
+RUN = [block for block in BLOCKS if not block.comment.startswith((NOT_RUN, EXCERPT))]
+OUTPUTS = [(command, block) for command, block in pairwise(BLOCKS) if block.comment == PRINTED]
+EXCERPTS = [block for block in BLOCKS if block.comment.startswith(EXCERPT)]
+FILES = [
+    Block(str(path.relative_to(ROOT)), 1, "", "python", path.read_text())
+    for path in sorted((ROOT / "docs/scripts").glob("*.py"))
+]
 SCRIPTS = [block for block in RUN if block.language == "python" and ">>> " not in block.source]
+SCRIPTS += [file for file in FILES if Path(file.page).stem not in ELSEWHERE]
 # the set-up commands are run by .ci/run and tests/recipes/test_recipes.py
 COMMANDS = sorted(
     {
@@ -105,9 +117,48 @@ def test_every_block_says_what_it_is() -> None:
         assert block.language in ("bash", "python", "text"), block
 
 
+def file_of(excerpt: Block) -> str:
+    return excerpt.comment.removeprefix(EXCERPT).removesuffix(" -->")
+
+
+def check_lines(shown: str, whole: str) -> None:
+    """A page shows lines of a text in their order; `...` alone in a line stands for lines that it leaves out."""
+    rest = f"\n{whole}"
+    for part in re.split(r"^\.\.\.\n", shown, flags=re.MULTILINE):
+        lines = part.strip("\n")  # a formatter may put empty ones around
+        _, found, rest = rest.partition(f"\n{lines}\n")
+        assert found, lines
+        rest = f"\n{rest}"
+
+
+@pytest.mark.parametrize("block", EXCERPTS, ids=str)
+def test_excerpts_have_the_lines_of_their_file(block: Block) -> None:
+    check_lines(block.source, (ROOT / file_of(block)).read_text())
+
+
+@pytest.mark.parametrize(("command", "block"), OUTPUTS, ids=str)
+@pytest.mark.slow
+def test_commands_print_what_pages_show(command: Block, block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    _, *words = shlex.split(command.source)
+    assert hf_burst.cli.main(words) == 0
+    check_lines(block.source, capsys.readouterr().out)
+
+
+def test_outputs_of_the_plan_stand_on_one_page() -> None:
+    shown = [block for block in BLOCKS if "burst_size x groups" in block.source]
+    assert {(block.page, block.comment) for block in shown} == {("docs/how-to/sizing.md", PRINTED)}
+
+
+def test_whole_scripts_are_files_of_which_pages_show_lines() -> None:
+    """The README alone has the script that it launches."""
+    pages = [block for block in BLOCKS if block.page != "README.md" and ">>> " not in block.source]
+    assert not [str(block) for block in pages if block.language == "python" and block.source.count("\n") > SHOWN_LINES]
+    assert {file.page for file in FILES} <= {file_of(block) for block in EXCERPTS}
+
+
 @pytest.mark.parametrize("page", [*TEXTS, ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_pages_link_to_exists(page: Path) -> None:
-    headings = {path: re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE) for path in (*PAGES, *MADE)}
+    headings = {path: re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE) for path in (*TEXTS, *MADE)}
     for name, anchor in re.findall(r"\]\((?!https?:)([\w./-]*)(?:#([\w-]+))?\)", page.read_text()):
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), name
@@ -117,7 +168,9 @@ def test_what_pages_link_to_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_pages_name_exist(page: Path) -> None:
-    for name in re.findall(r"(?:recipes|notebooks|tests)/[\w./-]+\.(?:py|yaml|ipynb|png|json|md)", page.read_text()):
+    for name in re.findall(
+        r"(?:recipes|notebooks|tests|docs)/[\w./-]+\.(?:py|yaml|ipynb|png|json|md)", page.read_text()
+    ):
         assert (ROOT / name).exists(), name
 
 
@@ -229,7 +282,11 @@ def test_scripts_run_without_a_launcher(block: Block, folder: Path) -> None:
     assert process.exitcode == 0
 
 
-@pytest.mark.parametrize("block", [each for each in BLOCKS if re.search(r"\.train\(|Trainer\(", each.source)], ids=str)
+@pytest.mark.parametrize(
+    "block",
+    [block for block in (*BLOCKS, *FILES) if re.search(r"\.train\(|Trainer\(", block.source) and block not in EXCERPTS],
+    ids=str,
+)
 def test_scripts_name_the_dtype_that_they_train_in(block: Block) -> None:
     """By default it is that of the checkpoint, mostly bf16, in which an optimizer loses small steps."""
     loaded = re.findall(r"AutoModelFor\w+\.from_pretrained\((.*)\)", block.source)
@@ -323,8 +380,24 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     pages = {str(path.parent.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("index.html")}
-    named = (str(page.relative_to(ROOT / "docs").with_suffix("")) for page in (*PAGES[1:], *MADE))
+    named = [str(page.relative_to(ROOT / "docs").with_suffix("")) for page in (*PAGES[1:], *MADE)]
+    named += [f"notebooks/{notebook.stem}" for notebook in NOTEBOOKS]
     assert {".", *(name.removesuffix("/index") for name in named)} <= pages
+    for notebook in NOTEBOOKS:
+        check_notebook(notebook, tmp_path / "site/notebooks")
+
+
+def check_notebook(notebook: Path, folder: Path) -> None:
+    """The page of a notebook has its code, its pictures and what its cells printed."""
+    page = html.unescape(re.sub(r"<[^>]*>", "", (folder / notebook.stem / "index.html").read_text()))
+    cells = json.loads(notebook.read_text())["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert len(list(folder.glob(f"{notebook.stem}_*.png"))) == len(pictures) > 0
+    texts = [output.get("text", []) for output in outputs]
+    texts += [cell["source"] for cell in cells if cell["cell_type"] == "code"]
+    for line in (line.rstrip() for text in texts for line in text):
+        assert line in page
 
 
 @pytest.mark.slow

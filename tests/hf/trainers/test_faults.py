@@ -485,13 +485,10 @@ def test_groups_have_the_time_limit_of_all_ranks(ranks: Ranks) -> None:
 
 def run_the_page(rank: int, size: int, folder: str) -> None:
     """The script for asynchronous checkpoints."""
-    from tests.house.test_docs import SCRIPTS, arguments_of, run_script
+    from tests.house.test_docs import arguments_of, run_script
 
-    (script,) = (block for block in SCRIPTS if block.page == "docs/how-to/resume.md" and "async_save" in block.source)
-    if rank == 0:
-        Path(folder, "script.py").write_text(script.source)
-    dist.barrier()
-    run_script(rank, size, folder, "script.py", arguments_of(script.source))
+    script = ROOT / "docs/scripts/async_save.py"
+    run_script(rank, size, folder, str(script), arguments_of(script.read_text()))
 
 
 def test_asynchronous_checkpoints_go_on(ranks: Ranks, tmp_path: Path) -> None:

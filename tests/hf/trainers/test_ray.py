@@ -1,7 +1,6 @@
-"""The script for Ray Train of docs/how-to/launch.md, where Ray is installed."""
+"""docs/scripts/ray_train.py, where Ray is installed."""
 
 import os
-import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -37,8 +36,7 @@ def run(script: str, folder: Path) -> None:
 
 
 def test_two_workers_train_as_one_process(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/how-to/launch.md").read_text(), re.DOTALL)
-    (script,) = (block for block in blocks if "TorchTrainer" in block)
+    script = (ROOT / "docs/scripts/ray_train.py").read_text()
     models.make_model("llama").save_pretrained(tmp_path / "llama")
     run(script, tmp_path)
     body, _, _ = script.partition('if __name__ == "__main__":')
