@@ -112,8 +112,8 @@ def sum_of_bits(tensors: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
     the first, for which the host does not wait. Only tensors of the same dtypes compare. On a GPU several are read in
     one pass, by a kernel that has to be compiled.
 
-    Bytes are read as 64-bit words, and words are mixed with their indices, so that swapped words change the sum.
-    Products wrap around, and odd factors lose no information (splitmix64, Steele et al., OOPSLA 2014)."""
+    Bytes are read as 64-bit words, which are mixed with their indices: one changed word always changes the sum, changes
+    of several, as swaps, cancel with a chance of 2**-64 (splitmix64, Steele et al., OOPSLA 2014; products wrap)."""
     several = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     fused = several is tensors and has_triton_package()
     sums, place, count = list[torch.Tensor](), 0, 0

@@ -36,12 +36,13 @@ _UNREAD = {
     *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
     *("id2label", "label2id", "problem_type", "bos_token_id", "eos_token_id", "router_aux_loss_coef"),
 }
-_SCALES = {"absmax", "code", "offset", "CB", "SCB", "quant_state", "state", "state2"}  # attributes, of bitsandbytes
 
 
 @dataclass(frozen=True, eq=False)
 class Document:
     """A document that a model has read, with its keys and values on the ranks of a group. Made by [`remember`].
+
+    Each use compares the values of all weights, since torch does not count all writes (`.data`, fused optimizers).
 
     Args:
         input_ids (`torch.LongTensor` of shape `(1, tokens)`): The document, on every rank.
@@ -299,9 +300,9 @@ def _weights(view: ModelView, device: torch.device) -> Iterator[Tensor]:
 
 def _scales(holder: Any) -> Iterator[Tensor]:
     """Yields the scales that a module, a weight, or a state of bitsandbytes has as attributes."""
-    for name in sorted(vars(holder).keys() & _SCALES):
-        value = vars(holder)[name]
-        if isinstance(value, Tensor):
+    own = vars(holder)
+    for name in sorted(own.keys() & {"absmax", "code", "offset", "CB", "SCB", "quant_state", "state", "state2"}):
+        if isinstance(value := own[name], Tensor):
             yield value
         elif type(value).__module__.startswith("bitsandbytes"):
             yield from _scales(value)
